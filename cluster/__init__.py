@@ -1,0 +1,1 @@
+"""EPD-G: a disaggregated serving cluster for multimodal language models on Ray."""

@@ -1,0 +1,105 @@
+"""Every failure that reaches someone, by name.
+
+    ClusterError
+    ├── RequestError            the client must change the request (4xx, never retried here)
+    │   ├── MediaError          one media item cannot be used; the message names the item
+    │   ├── ContextLengthError  prompt and answer do not fit the model
+    │   ├── UnsupportedError    a field this server does not implement (never ignored silently)
+    │   └── ModelNotFoundError  404
+    ├── OverloadedError         429: the client may retry after `retry_after_s`
+    ├── UnavailableError        503: a worker or a peer was lost, or a deadline passed
+    └── ConfigError             the operator must change the configuration; raised at start only
+
+An error crosses a process as `ErrorInfo`; `to_info` and `from_info` are the only two places that know the
+mapping. Anything that is not a ClusterError is a bug: processes answer it as an internal error (500) and log it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """An error on the wire."""
+
+    kind: str  # class name of the ClusterError, or "InternalError"
+    message: str
+    param: str | None = None  # the request field at fault, as in OpenAI's error object
+    retry_after_s: float | None = None
+
+
+class ClusterError(Exception):
+    status = 500
+    type = "server_error"
+    code: str | None = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InternalError(ClusterError):
+    """A bug in this project; the client cannot help it."""
+
+
+class RequestError(ClusterError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class MediaError(RequestError):
+    code = "invalid_media"
+
+
+class ContextLengthError(RequestError):
+    code = "context_length_exceeded"
+
+
+class UnsupportedError(RequestError):
+    code = "unsupported_parameter"
+
+
+class ModelNotFoundError(RequestError):
+    status = 404
+    code = "model_not_found"
+
+
+class OverloadedError(ClusterError):
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+
+class UnavailableError(ClusterError):
+    status = 503
+    type = "server_error"
+    code = "unavailable"
+
+
+class ConfigError(ClusterError):
+    code = "invalid_config"
+
+
+_BY_NAME: dict[str, type[ClusterError]] = {
+    cls.__name__: cls
+    for cls in (
+        InternalError, RequestError, MediaError, ContextLengthError, UnsupportedError, ModelNotFoundError,
+        OverloadedError, UnavailableError, ConfigError,
+    )
+}  # fmt: skip
+
+
+def to_info(error: BaseException) -> ErrorInfo:
+    """The wire form. The text of an unexpected exception stays in this process's log: it may hold internals."""
+    if isinstance(error, ClusterError):
+        return ErrorInfo(type(error).__name__, error.message, error.param, error.retry_after_s)
+    return ErrorInfo("InternalError", "internal error; see the server's log")
+
+
+def from_info(info: ErrorInfo) -> ClusterError:
+    return _BY_NAME.get(info.kind, InternalError)(
+        info.message, param=info.param, retry_after_s=info.retry_after_s
+    )

@@ -1,0 +1,99 @@
+"""Block memory: one flat buffer cut into equal blocks, the only memory that peers ever write into.
+
+A memory has S segments (KV: two per layer, K then V; features: one). Each segment is an array of `num_blocks` blocks of
+`segment_bytes[s]` bytes. Segment-major order keeps every layer's K (or V) one contiguous tensor, which is what attention
+kernels want, while a block id still names the same token positions in all segments.
+
+    address(s, b) = base + num_blocks * sum(segment_bytes[:s]) + b * segment_bytes[s]
+
+Owns the bytes only. Who may use which block is `BlockPool`'s business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class SegmentSpec:
+    """One segment: per block, `rows` positions of shape `row_shape`."""
+
+    rows: int  # token positions (or feature rows) per block
+    row_shape: tuple[int, ...]  # KV: (num_kv_heads, head_dim); features: (feature_width,)
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        num_elements = self.rows
+        for size in self.row_shape:
+            num_elements *= size
+        return num_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """What two peers must agree on before bytes move."""
+
+    segments: tuple[SegmentSpec, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all segments."""
+        return sum(segment.block_bytes for segment in self.segments)
+
+    @property
+    def fingerprint(self) -> str:
+        text = ";".join(f"{s.rows}x{s.row_shape}x{s.dtype}" for s in self.segments)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class BlockMemory:
+    """The buffer and typed views into it.
+
+    `segments[s]` is a view [num_blocks, rows, *row_shape] of segment s.
+    """
+
+    def __init__(self, layout: MemoryLayout, num_blocks: int, device: torch.device | str = "cpu"):
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.buffer = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, device=device)
+        self.segments: list[torch.Tensor] = []
+        start = 0
+        for spec in layout.segments:
+            end = start + num_blocks * spec.block_bytes
+            view = self.buffer[start:end].view(spec.dtype).view(num_blocks, spec.rows, *spec.row_shape)
+            self.segments.append(view)
+            start = end
+
+    @property
+    def base_address(self) -> int:
+        return self.buffer.data_ptr()
+
+    def descriptors(self, block_ids: Sequence[int], segment_ids: Sequence[int] | None = None) -> np.ndarray:
+        """Address and length of each block in each segment: [len(segments) * len(block_ids), 2] uint64, segment-major."""
+        return block_descriptors(self.layout, self.base_address, self.num_blocks, block_ids, segment_ids)
+
+
+def block_descriptors(
+    layout: MemoryLayout,
+    base_address: int,
+    num_blocks: int,
+    block_ids: Sequence[int],
+    segment_ids: Sequence[int] | None = None,
+) -> np.ndarray:
+    """`BlockMemory.descriptors` for a memory that may live in another process: pure arithmetic on a grant's fields."""
+    sizes = [segment.block_bytes for segment in layout.segments]
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.uint64) * np.uint64(num_blocks)
+    wanted = range(len(sizes)) if segment_ids is None else segment_ids
+    blocks = np.asarray(block_ids, dtype=np.uint64)
+    rows = np.empty((len(wanted) * len(blocks), 2), dtype=np.uint64)
+    for i, segment in enumerate(wanted):
+        part = rows[i * len(blocks) : (i + 1) * len(blocks)]
+        part[:, 0] = np.uint64(base_address) + starts[segment] + blocks * np.uint64(sizes[segment])
+        part[:, 1] = sizes[segment]
+    return rows

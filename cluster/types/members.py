@@ -1,0 +1,25 @@
+"""Who is in the cluster, as every door sees it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Role(StrEnum):
+    ENCODE = "encode"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One live replica. Published once when it becomes ready; never changes for one incarnation."""
+
+    replica_id: str
+    role: Role
+    address: str  # side channel: "unix:/path" or "tcp:host:port"
+    model: str  # fingerprint of the model configuration; all members must agree
+    layout: str  # fingerprint of the KV layout (prefill, decode) or feature layout (encode)
+    num_blocks: int  # capacity of the replica's block memory
+    modalities: tuple[str, ...] = ()  # encode only

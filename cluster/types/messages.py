@@ -1,0 +1,164 @@
+"""Frames of the side channel between a door and a worker. The door dials; workers never dial each other.
+
+One request, in call order (D decode, P prefill, E encoder):
+
+    door → D  StartDecode           D → door  DecodeGranted (or Failed)
+    door → P  StartPrefill          P → door  FeaturesGranted (at once; only when the prompt has media)
+    door → E  StartEncode per item  E → door  Encoded (embeddings are in P's memory, or P no longer wants them)
+    door → P  DecodeTarget (D's grant, as soon as it is there)
+    P → door  Tokens (the first token)
+    D → door  Tokens (one frame per decode step, for all requests of this door)
+    any → door  Failed; ends the request at that worker
+    door → any  Cancel; may come in every state, may repeat, needs no answer: the worker frees and, if it held
+                the request, answers with a `Tokens` entry of finish reason "cancelled"
+
+A worker that sees end-of-file on a door's connection cancels everything that door asked for.
+Every message is a frozen struct; the tag is its class name. `PROTOCOL_VERSION` is checked in `Hello`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from cluster.errors import ErrorInfo
+from cluster.types.media import MediaItem
+from cluster.types.request import GenerateRequest, SamplingParams, StopParams
+from cluster.types.transfer import Grant
+
+PROTOCOL_VERSION = 1
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # a stop token
+    LENGTH = "length"  # max_tokens reached
+    CANCELLED = "cancelled"  # the door asked
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of every frame."""
+
+
+class Hello(Message, frozen=True):
+    """First frame in each direction."""
+
+    protocol_version: int
+    name: str  # door: its id; worker: its replica id
+
+
+class StartDecode(Message, frozen=True):
+    """Reserve blocks for a whole answer and wait for its KV."""
+
+    request_id: str
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stop: StopParams
+    timeout_s: float  # until the first step; the request fails when its KV has not come by then
+
+
+class DecodeGranted(Message, frozen=True):
+    request_id: str
+    grant: Grant
+
+
+class StartPrefill(Message, frozen=True):
+    request: GenerateRequest
+    timeout_s: float  # until the first token
+
+
+class FeaturesGranted(Message, frozen=True):
+    """Where each media item's embeddings go; `grants[i]` belongs to `prompt.media[i]`. None: prefill has this item's KV
+    in its prefix cache and needs no embeddings."""
+
+    request_id: str
+    grants: tuple[Grant | None, ...]
+
+
+class DecodeTarget(Message, frozen=True):
+    """Decode's grant, passed on to prefill."""
+
+    request_id: str
+    grant: Grant
+
+
+class StartEncode(Message, frozen=True):
+    """Encode (or find in the cache) one item and push its embeddings to a grant."""
+
+    request_id: str
+    item_idx: int  # position in the prompt's media
+    item: MediaItem
+    timeout_s: float
+
+
+class EncodeTarget(Message, frozen=True):
+    """Prefill's grant for one item, passed on to the encoder; may come before or after encoding has finished."""
+
+    request_id: str
+    item_idx: int
+    grant: Grant
+
+
+class Encoded(Message, frozen=True):
+    request_id: str
+    item_idx: int
+    cached: bool  # the embeddings were in the encoder cache
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request. Exactly one event with a finish reason ends a request at decode; prefill's event
+    carries the first token and a finish reason only if that token already ends the request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0  # prefill only: prompt tokens whose KV came from the prefix cache
+
+
+class LoadReport(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's load at one instant."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_units: int = 0  # work not done yet: prefill tokens, decode sequences or embedding rows
+    num_free_blocks: int = 0
+
+
+class Tokens(Message, frozen=True):
+    """One frame per step for all of one door's requests; load rides along."""
+
+    events: tuple[TokenEvent, ...]
+    load: LoadReport
+
+
+class Failed(Message, frozen=True):
+    """This worker has given the request up and freed what it held."""
+
+    request_id: str
+    error: ErrorInfo
+    item_idx: int | None = None  # encoder only
+
+
+class Cancel(Message, frozen=True):
+    request_id: str
+
+
+AnyMessage = (
+    Hello | StartDecode | DecodeGranted | StartPrefill | FeaturesGranted | DecodeTarget | StartEncode | EncodeTarget
+    | Encoded | Tokens | Failed | Cancel
+)  # fmt: skip
+
+
+class Notice(msgspec.Struct, frozen=True, tag=True):
+    """Base of what a writer tells the owner of the memory, through the agents' own notifications."""
+
+
+class KvReady(Notice, frozen=True):
+    """All KV of the prompt is written. Payload of prefill's last notification."""
+
+    first_token: int
+    position_delta: int  # mRoPE: position = context length + delta; 0 for one-dimensional positions
+
+
+class FeaturesReady(Notice, frozen=True):
+    media_hash: str
