@@ -2,10 +2,12 @@
 
 One request, in call order (D decode, P prefill, E encoder):
 
-    door → D  StartDecode           D → door  DecodeGranted (or Failed)
-    door → P  StartPrefill          P → door  FeaturesGranted (at once; only when the prompt has media)
-    door → E  StartEncode per item  E → door  Encoded (embeddings are in P's memory, or P no longer wants them)
+    door → D  StartDecode            D → door  DecodeGranted
+    door → P  StartPrefill           P → door  FeatureGranted per item (at once, if there is room)
+    door → E  StartEncode per item
     door → P  DecodeTarget (D's grant, as soon as it is there)
+    door → E  EncodeTarget per item (P's grant)
+    E → door  Encoded (the embeddings are in P's memory)
     P → door  Tokens (the first token)
     D → door  Tokens (one frame per decode step, for all requests of this door)
     any → door  Failed; ends the request at that worker
@@ -67,12 +69,12 @@ class StartPrefill(Message, frozen=True):
     timeout_s: float  # until the first token
 
 
-class FeaturesGranted(Message, frozen=True):
-    """Where each media item's embeddings go; `grants[i]` belongs to `prompt.media[i]`. None: prefill has this item's KV
-    in its prefix cache and needs no embeddings."""
+class FeatureGranted(Message, frozen=True):
+    """Where the embeddings of `prompt.media[item_idx]` go. Sent as soon as prefill has room for them."""
 
     request_id: str
-    grants: tuple[Grant | None, ...]
+    item_idx: int
+    grant: Grant
 
 
 class DecodeTarget(Message, frozen=True):
@@ -99,6 +101,13 @@ class EncodeTarget(Message, frozen=True):
     grant: Grant
 
 
+class ReturnGrant(Message, frozen=True):
+    """To the owner of a grant that came after its request had landed: no writer was ever given it, so its blocks can be
+    reused at once. Sound because the door is the only one who passes grants on."""
+
+    lease_id: str
+
+
 class Encoded(Message, frozen=True):
     request_id: str
     item_idx: int
@@ -116,12 +125,14 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's load at one instant."""
+    """A worker's load at one instant. Everything but the last field is zero when it holds nothing for anybody."""
 
-    num_running: int = 0
-    num_waiting: int = 0
+    num_running: int = 0  # requests (encoder: items) being worked on
+    num_waiting: int = 0  # … waiting for memory, for embeddings or for KV
     num_queued_units: int = 0  # work not done yet: prefill tokens, decode sequences or embedding rows
-    num_free_blocks: int = 0
+    num_used_blocks: int = 0  # blocks that some request holds (cached blocks nobody holds do not count)
+    num_open_leases: int = 0  # writes by or into this worker that are not closed
+    num_cached_blocks: int = 0  # blocks kept for reuse
 
 
 class Tokens(Message, frozen=True):
@@ -144,8 +155,8 @@ class Cancel(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | StartDecode | DecodeGranted | StartPrefill | FeaturesGranted | DecodeTarget | StartEncode | EncodeTarget
-    | Encoded | Tokens | Failed | Cancel
+    Hello | StartDecode | DecodeGranted | StartPrefill | FeatureGranted | DecodeTarget | StartEncode | EncodeTarget
+    | ReturnGrant | Encoded | Tokens | Failed | Cancel
 )  # fmt: skip
 
 

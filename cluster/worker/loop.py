@@ -1,0 +1,76 @@
+"""Runs an engine on a thread of its own, so that a model step never blocks the event loop.
+
+Loop: take all queued calls, run them, `engine.step()`, repeat. `step` returns how long the engine can wait: 0 when it
+has more work now, seconds until its next deadline, or None when only a new call can give it work. An idle engine
+sleeps on a condition and costs nothing.
+
+The engine and everything it owns is touched by this thread only; others talk to it through `call`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    def step(self) -> float | None:
+        """Do one bounded piece of work; returns seconds until the next step is wanted, None: when called."""
+        ...
+
+
+class StepLoop:
+    def __init__(self, name: str, engine: Engine):
+        self._engine = engine
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        """Run `function(*args)` on the engine's thread before its next step. Never blocks; any thread."""
+        with self._wake:
+            self._calls.append(lambda: function(*args))
+            self._wake.notify()
+
+    def stop(self, timeout_s: float) -> None:
+        """Finish the current step and end the thread. Blocks up to `timeout_s`."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def check_health(self) -> None:
+        """Raises what ended the thread, if anything did."""
+        if self._failure is not None:
+            raise RuntimeError("the engine stopped") from self._failure
+
+    def _run(self) -> None:
+        wait_s: float | None = None
+        try:
+            while self._take_calls(wait_s):
+                wait_s = self._engine.step()
+        except BaseException as error:  # process edge: check_health reports it and Serve replaces the replica
+            logger.exception("engine stopped")
+            self._failure = error
+
+    def _take_calls(self, wait_s: float | None) -> bool:
+        with self._wake:
+            if not self._calls and not self._stopping and wait_s != 0:
+                self._wake.wait(wait_s)
+            calls = list(self._calls)
+            self._calls.clear()
+            stopping = self._stopping
+        for run in calls:
+            run()
+        return not stopping

@@ -1,0 +1,53 @@
+"""What an engine wants to tell the doors, gathered during a step and handed over once at its end.
+
+Tokens of all requests of one door travel in one frame per step. The load report rides on every frame; a door that gets
+no frame this step is sent the load alone when it has changed, so an idle worker says nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from cluster.types.messages import LoadReport, Message, TokenEvent, Tokens
+
+DoorId = int  # one connection of one door; unique in this process, never reused
+Deliver = Callable[[list[tuple[DoorId, Message]]], None]
+
+
+class Outbox:
+    """Owned by the engine's thread. `deliver` must be safe to call from there."""
+
+    def __init__(self, deliver: Deliver):
+        self._deliver = deliver
+        self._messages: list[tuple[DoorId, Message]] = []
+        self._events: dict[DoorId, list[TokenEvent]] = defaultdict(list)
+        self._doors: set[DoorId] = set()
+        self._last_load: LoadReport | None = None
+
+    def add_door(self, door: DoorId) -> None:
+        self._doors.add(door)
+        self._last_load = None  # the newcomer is told the load at the next flush
+
+    def remove_door(self, door: DoorId) -> None:
+        self._doors.discard(door)
+
+    def send(self, door: DoorId, message: Message) -> None:
+        self._messages.append((door, message))
+
+    def token(self, door: DoorId, event: TokenEvent) -> None:
+        self._events[door].append(event)
+
+    def flush(self, load: LoadReport) -> None:
+        """Hand over everything gathered since the last flush."""
+        changed = load != self._last_load
+        out = [(door, message) for door, message in self._messages if door in self._doors]
+        for door in self._doors:
+            events = self._events.get(door)
+            if events or changed:
+                out.append((door, Tokens(tuple(events or ()), load)))
+        self._messages.clear()
+        self._events.clear()
+        self._last_load = load
+        if out:
+            self._deliver(out)

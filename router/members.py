@@ -1,0 +1,134 @@
+"""Who is in the cluster, and this door's connection to each.
+
+Serve pushes the list of replicas; each new one is dialled once. A worker is a candidate while its connection stands and
+Serve lists it. End-of-file takes it out at once, long before Serve's health check would. A worker that Serve no longer
+lists but that still answers is draining: it gets nothing new and keeps its connection until its last request here is done.
+
+Lives on the door's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from cluster.rpc.connection import Connection, connect
+from cluster.types.members import Member, Role
+from cluster.types.messages import LoadReport, Message, Tokens
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+class PeerListener(Protocol):
+    def on_message(self, peer: Peer, message: Message) -> None: ...
+
+    def on_lost(self, peer: Peer) -> None: ...
+
+
+class Peer:
+    """One worker that this door is connected to."""
+
+    def __init__(self, member: Member):
+        self.member = member
+        self.load = LoadReport()
+        self.num_flights = 0
+        self.num_predicted_units = 0  # work this door has sent that is not known to be done
+        self.is_listed = True
+        self._connection: Connection | None = None
+
+    def attach(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def num_queued_units(self) -> int:
+        """The larger of what the worker last said and what we know we have sent since."""
+        return max(self.load.num_queued_units, self.num_predicted_units)
+
+    def send(self, message: Message) -> None:
+        assert self._connection is not None
+        self._connection.send(message)
+
+    async def aclose(self) -> None:
+        if self._connection is not None:
+            await self._connection.aclose()
+
+
+class MemberTable:
+    def __init__(self, name: str, listener: PeerListener, secret: bytes | None):
+        self._name = name
+        self._listener = listener
+        self._secret = secret
+        self._peers: dict[str, Peer] = {}
+        self._listed: dict[Role, dict[str, Member]] = {role: {} for role in Role}
+        self._dialling: dict[str, asyncio.Task[None]] = {}
+
+    def candidates(self, role: Role) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.member.role is role and peer.is_listed]
+
+    def all_peers(self) -> list[Peer]:
+        return list(self._peers.values())
+
+    def peer(self, replica_id: str) -> Peer:
+        return self._peers[replica_id]
+
+    def update(self, role: Role, members: list[Member]) -> None:
+        """Serve's current list for one pool."""
+        self._listed[role] = {member.replica_id: member for member in members}
+        for peer in list(self._peers.values()):
+            if peer.member.role is role:
+                peer.is_listed = peer.member.replica_id in self._listed[role]
+                self.close_if_drained(peer)
+        for member in members:
+            if member.replica_id not in self._peers and member.replica_id not in self._dialling:
+                self._dialling[member.replica_id] = asyncio.ensure_future(self._dial(member))
+
+    def close_if_drained(self, peer: Peer) -> None:
+        if not peer.is_listed and peer.num_flights == 0 and self._peers.pop(peer.member.replica_id, None):
+            asyncio.ensure_future(peer.aclose())
+            self._listener.on_lost(peer)
+
+    async def aclose(self) -> None:
+        for task in self._dialling.values():
+            task.cancel()
+        peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            await peer.aclose()
+
+    async def _dial(self, member: Member) -> None:
+        """Until it answers or Serve no longer lists it."""
+        delay_s = 0.05
+        try:
+            while member.replica_id in self._listed[member.role]:
+                try:
+                    await self._connect(member)
+                    return
+                except OSError as error:
+                    logger.warning("%s at %s does not answer: %s", member.replica_id, member.address, error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, 2.0)
+        finally:
+            self._dialling.pop(member.replica_id, None)
+
+    async def _connect(self, member: Member) -> None:
+        peer = Peer(member)
+
+        def on_message(_: Connection, message: Message) -> None:
+            if isinstance(message, Tokens):
+                peer.load = message.load
+            self._listener.on_message(peer, message)
+
+        def on_close(_: Connection) -> None:
+            if self._peers.get(member.replica_id) is peer:
+                del self._peers[member.replica_id]
+                logger.warning("lost %s worker %s", member.role, member.replica_id)
+                self._listener.on_lost(peer)
+
+        connection = await connect(
+            member.address, self._name, on_message, on_close, timeout_s=CONNECT_TIMEOUT_S, secret=self._secret
+        )
+        peer.attach(connection)
+        self._peers[member.replica_id] = peer

@@ -1,0 +1,86 @@
+"""What a door measures, in Prometheus' text form. One registry per door, no globals.
+
+Request metrics carry vLLM's stems, so that existing boards work. Per-token work is avoided: inter-token latency is observed
+once per event (one decode step of one request), counters once per request. Worker gauges are read from the members' last
+load reports when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from router.members import Peer
+
+_TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+
+
+class DoorMetrics:
+    def __init__(self, model_id: str, peers: Callable[[], Iterable[Peer]], num_flights: Callable[[], int]):
+        self._registry = CollectorRegistry()
+        labels = {"labelnames": ("model_name",), "registry": self._registry}
+        name = model_id
+        self.ttft_s = Histogram(
+            "epdg_time_to_first_token_seconds",
+            "Arrival of the request at the door until its first token leaves it",
+            buckets=_TTFT_BUCKETS_S,
+            **labels,
+        ).labels(name)
+        self.itl_s = Histogram(
+            "epdg_inter_token_latency_seconds",
+            "Gap between consecutive tokens",
+            buckets=_ITL_BUCKETS_S,
+            **labels,
+        ).labels(name)
+        self.prompt_tokens = Counter("epdg_prompt_tokens", "Prompt tokens of answered requests", **labels).labels(name)
+        self.cached_tokens = Counter(
+            "epdg_prompt_tokens_cached", "Prompt tokens whose KV came from the prefix cache", **labels
+        ).labels(name)
+        self.generation_tokens = Counter("epdg_generation_tokens", "Generated tokens", **labels).labels(name)
+        self._finished = Counter(
+            "epdg_requests",
+            "Choices that ended, by reason: stop, length, cancelled, or an error's name",
+            ("model_name", "finished_reason"),
+            registry=self._registry,
+        )
+        self._model_id = model_id
+        self._registry.register(_Gauges(peers, num_flights))
+
+    def finished(self, reason: str) -> None:
+        self._finished.labels(self._model_id, reason).inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _Gauges(Collector):
+    """Worker state as last reported on the side channel."""
+
+    _FIELDS = {
+        "num_running": ("epdg_worker_running", "Requests (encoder: media items) being worked on"),
+        "num_waiting": ("epdg_worker_waiting", "Requests waiting for memory, embeddings or KV"),
+        "num_queued_units": (
+            "epdg_worker_queued_units",
+            "Work not done: prompt tokens (prefill), sequences (decode) or embedding rows (encode)",
+        ),
+        "num_used_blocks": ("epdg_worker_used_blocks", "Memory blocks held by requests"),
+        "num_cached_blocks": ("epdg_worker_cached_blocks", "Memory blocks kept for reuse"),
+        "num_open_leases": ("epdg_worker_open_leases", "Transfers by or into this worker that are not closed"),
+    }
+
+    def __init__(self, peers: Callable[[], Iterable[Peer]], num_flights: Callable[[], int]):
+        self._peers = peers
+        self._num_flights = num_flights
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        yield GaugeMetricFamily("epdg_door_flights", "Choices on their way", value=self._num_flights())
+        peers = list(self._peers())
+        for field, (name, text) in self._FIELDS.items():
+            family = GaugeMetricFamily(name, text, labels=("pool", "replica"))
+            for peer in peers:
+                family.add_metric([peer.member.role.value, peer.member.replica_id], getattr(peer.load, field))
+            yield family

@@ -1,0 +1,131 @@
+"""Which encoders, prefill and decode worker serve a request. Pure: no clock, no sockets, no torch.
+
+Predicted work decides: a worker's queue plus what this request would add there, in the worker's own unit (embedding rows,
+prompt tokens, sequences). What is cached adds nothing, so affinity is not a separate rule. Ties go to rendezvous hashing
+(Thaler and Ravishankar 1998) of the content, so that doors which share no state come to the same choice.
+
+The policy remembers what it has sent where (bounded, least recently used first out). That memory is a guess: a worker may
+have evicted; then the work is done again and only time is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.errors import UnavailableError
+
+MAX_REMEMBERED = 65_536  # keys per worker: blocks of prompts or media items
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One live worker as the door sees it."""
+
+    replica_id: str
+    num_queued_units: int
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """What a placement depends on."""
+
+    num_prompt_tokens: int
+    block_size: int
+    block_hashes: Sequence[bytes]  # one per full block of the prompt
+    media: Sequence[tuple[str, int]] = ()  # (media_hash, embedding rows) in prompt order
+
+
+@dataclass(frozen=True)
+class Placement:
+    encoders: tuple[str, ...]  # replica id per media item
+    prefill: str
+    decode: str
+
+
+class _Remembered:
+    """The keys most recently sent to one worker."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes | str, None] = OrderedDict()
+
+    def __contains__(self, key: bytes | str) -> bool:
+        return key in self._keys
+
+    def add(self, key: bytes | str) -> None:
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > MAX_REMEMBERED:
+            self._keys.popitem(last=False)
+
+
+class LeastWorkPolicy:
+    def __init__(self) -> None:
+        self._remembered: dict[str, _Remembered] = {}
+
+    def place(
+        self,
+        request: RequestView,
+        encoders: Sequence[WorkerView],
+        prefills: Sequence[WorkerView],
+        decodes: Sequence[WorkerView],
+    ) -> Placement:
+        """Raises UnavailableError, naming the pool, when a pool that the request needs is empty."""
+        for pool, workers in (("encode", encoders), ("prefill", prefills), ("decode", decodes)):
+            if not workers and (pool != "encode" or request.media):
+                raise UnavailableError(f"no {pool} worker is ready", retry_after_s=1.0)
+        return Placement(
+            encoders=self._place_items(request, encoders),
+            prefill=self._place_prefill(request, prefills),
+            decode=min(decodes, key=lambda worker: (worker.num_queued_units, worker.replica_id)).replica_id,
+        )
+
+    def forget(self, replica_id: str) -> None:
+        """The worker is gone, and its caches with it."""
+        self._remembered.pop(replica_id, None)
+
+    def _place_items(self, request: RequestView, encoders: Sequence[WorkerView]) -> tuple[str, ...]:
+        queued = {worker.replica_id: worker.num_queued_units for worker in encoders}
+        chosen: list[str] = []
+        for media_hash, num_rows in request.media:
+
+            def cost(replica_id: str, key: str = media_hash, rows: int = num_rows) -> tuple[int, bytes]:
+                added = 0 if key in self._memory(replica_id) else rows
+                return queued[replica_id] + added, _rendezvous(key.encode(), replica_id)
+
+            best = min(queued, key=cost)
+            queued[best] = cost(best)[0]
+            self._memory(best).add(media_hash)
+            chosen.append(best)
+        return tuple(chosen)
+
+    def _place_prefill(self, request: RequestView, prefills: Sequence[WorkerView]) -> str:
+        content = request.block_hashes[0] if request.block_hashes else b""
+
+        def cost(worker: WorkerView) -> tuple[int, bytes]:
+            uncached = request.num_prompt_tokens - self._num_cached_tokens(worker.replica_id, request)
+            return worker.num_queued_units + uncached, _rendezvous(content, worker.replica_id)
+
+        best = min(prefills, key=cost).replica_id
+        memory = self._memory(best)
+        for block_hash in request.block_hashes:
+            memory.add(block_hash)
+        return best
+
+    def _num_cached_tokens(self, replica_id: str, request: RequestView) -> int:
+        memory = self._memory(replica_id)
+        num_blocks = 0
+        for block_hash in request.block_hashes:
+            if block_hash not in memory:
+                break
+            num_blocks += 1
+        return num_blocks * request.block_size
+
+    def _memory(self, replica_id: str) -> _Remembered:
+        return self._remembered.setdefault(replica_id, _Remembered())
+
+
+def _rendezvous(content: bytes, replica_id: str) -> bytes:
+    return hashlib.blake2b(content + replica_id.encode(), digest_size=8).digest()

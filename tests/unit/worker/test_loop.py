@@ -1,0 +1,72 @@
+import threading
+
+import pytest
+
+from cluster.worker.loop import StepLoop
+
+
+class CountingEngine:
+    def __init__(self, wait_s: float | None = None):
+        self.wait_s = wait_s
+        self.num_steps = 0
+        self.stepped = threading.Event()
+
+    def step(self) -> float | None:
+        self.num_steps += 1
+        self.stepped.set()
+        return self.wait_s
+
+
+def test_an_idle_engine_is_not_stepped():
+    engine = CountingEngine()
+    loop = StepLoop("test", engine)
+    loop.start()
+    loop.call(lambda: None)
+    assert engine.stepped.wait(5)
+    loop.stop(5)
+    assert engine.num_steps == 1
+
+
+def test_calls_run_in_order_before_the_step():
+    engine = CountingEngine()
+    loop = StepLoop("test", engine)
+    seen: list[int] = []
+    for i in range(100):
+        loop.call(seen.append, i)
+    loop.start()
+    assert engine.stepped.wait(5)
+    loop.stop(5)
+    assert seen == list(range(100))
+
+
+def test_an_engine_that_dies_is_reported():
+    stepped = threading.Event()
+
+    class BrokenEngine:
+        def step(self) -> float | None:
+            stepped.set()
+            raise ValueError("broken")
+
+    loop = StepLoop("test", BrokenEngine())
+    loop.check_health()
+    loop.start()
+    loop.call(lambda: None)
+    assert stepped.wait(5)
+    loop.stop(5)
+    with pytest.raises(RuntimeError, match="the engine stopped"):
+        loop.check_health()
+
+
+def test_an_engine_with_a_deadline_is_stepped_when_it_comes():
+    engine = CountingEngine(wait_s=0.01)
+    loop = StepLoop("test", engine)
+    loop.start()
+    loop.call(lambda: None)
+    done = threading.Event()
+    loop.call(done.set)
+    assert done.wait(5)
+    for _ in range(3):
+        engine.stepped.clear()
+        assert engine.stepped.wait(5)
+    loop.stop(5)
+    assert engine.num_steps >= 3
