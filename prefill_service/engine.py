@@ -239,8 +239,7 @@ class PrefillEngine:
         if request.phase is Phase.WAITING and request in self._waiting:
             self._waiting.remove(request)
         self._running.pop(request.request_id, None)
-        lease_open = any(r is request for r in self._by_lease.values())
-        if request.outgoing is not None and lease_open:
+        if request.outgoing is not None and request.outgoing.lease_id in self._by_lease:
             request.move(Phase.CLOSING)
             request.outgoing.abort(reason)
         else:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
+from cluster.config.settings import DoorArgs
 from cluster.errors import ClusterError, MediaError, UnavailableError, from_info
 from cluster.types.media import MediaItem
 from cluster.types.members import Role
 from cluster.types.messages import (
-    Cancel, DecodeGranted, DecodeTarget, EncodeTarget, Failed, FeatureGranted, FinishReason, Message,
+    AnyMessage, Cancel, DecodeGranted, DecodeTarget, EncodeTarget, Failed, FeatureGranted, FinishReason,
     ReturnGrant, StartDecode, StartEncode, StartPrefill, TokenEvent, Tokens,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
@@ -78,13 +79,13 @@ class Flight:
     def fail(self, error: ClusterError) -> None:
         self._events.put_nowait(error)
 
-    async def next_event(self, timeout_s: float) -> TokenEvent:
-        """Waits at most `timeout_s`; raises what ended the request."""
+    async def next_event(self, deadline: float) -> TokenEvent:
+        """Waits until `deadline`, on the event loop's clock, at most; raises what ended the request."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(deadline):
                 event = await self._events.get()
         except TimeoutError:
-            raise UnavailableError(f"no token within {timeout_s:g} s") from None
+            raise UnavailableError("the request ran out of time") from None
         if isinstance(event, ClusterError):
             raise event
         return event
@@ -93,10 +94,10 @@ class Flight:
 class Dispatcher:
     """All of a door's flights. Lives on the door's event loop; is the listener of the member table."""
 
-    def __init__(self, policy: LeastWorkPolicy, call_decode: CallDecode, timeout_s: float, block_size: int):
+    def __init__(self, policy: LeastWorkPolicy, call_decode: CallDecode, timeouts: DoorArgs, block_size: int):
         self._policy = policy
         self._call_decode = call_decode
-        self._timeout_s = timeout_s
+        self._timeouts = timeouts
         self._block_size = block_size
         self._flights: dict[str, Flight] = {}
         self._calls: set[asyncio.Future[None]] = set()
@@ -110,18 +111,19 @@ class Dispatcher:
         self, request: GenerateRequest, items: Sequence[MediaItem], block_hashes: Sequence[bytes]
     ) -> AsyncGenerator[TokenEvent, None]:
         """Tokens of one choice; the last event has a finish reason. Raises ClusterError. Closing it cancels."""
+        started_at = asyncio.get_running_loop().time()
         flight = self._place(request, items, block_hashes)
         self._launch(flight, items)
         try:
-            while True:
-                event = await flight.next_event(self._timeout_s)
+            event = await flight.next_event(started_at + self._timeouts.first_token_timeout_s)
+            while event.finish_reason is None:
                 yield event
-                if event.finish_reason is not None:
-                    break
+                event = await flight.next_event(started_at + self._timeouts.request_timeout_s)
+            yield event
         finally:
             self._land(flight)
 
-    def on_message(self, peer: Peer, message: Message) -> None:
+    def on_message(self, peer: Peer, message: AnyMessage) -> None:
         if isinstance(message, Tokens):
             for event in message.events:
                 flight = self._flights.get(event.request_id)
@@ -168,14 +170,15 @@ class Dispatcher:
         num_prompt_tokens = len(request.prompt.token_ids)
         flight.charge(flight.decode, 1)
         flight.charge(flight.prefill, num_prompt_tokens)
+        timeout_s = self._timeouts.first_token_timeout_s
         start = StartDecode(
-            request.request_id, num_prompt_tokens, request.sampling, request.stop, self._timeout_s
+            request.request_id, num_prompt_tokens, request.sampling, request.stop, timeout_s
         )
         flight.decode.send(start)
-        flight.prefill.send(StartPrefill(request, self._timeout_s))
+        flight.prefill.send(StartPrefill(request, timeout_s))
         for item_idx, (peer, item) in enumerate(zip(flight.encoders, items, strict=True)):
             flight.charge(peer, item.geometry.num_tokens)
-            peer.send(StartEncode(request.request_id, item_idx, item, self._timeout_s))
+            peer.send(StartEncode(request.request_id, item_idx, item, timeout_s))
         call = asyncio.ensure_future(self._call_decode(flight.decode.member.replica_id, request.request_id))
         self._calls.add(call)
         call.add_done_callback(lambda done: self._on_call_done(flight, done))

@@ -14,9 +14,10 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from cluster.rpc.connection import Connection, connect
+from cluster.errors import ClusterError
+from cluster.rpc import Connection, connect
 from cluster.types.members import Member, Role
-from cluster.types.messages import LoadReport, Message, Tokens
+from cluster.types.messages import AnyMessage, LoadReport, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class PeerListener(Protocol):
-    def on_message(self, peer: Peer, message: Message) -> None: ...
+    def on_message(self, peer: Peer, message: AnyMessage) -> None: ...
 
     def on_lost(self, peer: Peer) -> None: ...
 
@@ -48,7 +49,7 @@ class Peer:
         """The larger of what the worker last said and what we know we have sent since."""
         return max(self.load.num_queued_units, self.num_predicted_units)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: AnyMessage) -> None:
         assert self._connection is not None
         self._connection.send(message)
 
@@ -58,7 +59,7 @@ class Peer:
 
 
 class MemberTable:
-    def __init__(self, name: str, listener: PeerListener, secret: bytes | None):
+    def __init__(self, name: str, listener: PeerListener, secret: str | None):
         self._name = name
         self._listener = listener
         self._secret = secret
@@ -106,7 +107,7 @@ class MemberTable:
                 try:
                     await self._connect(member)
                     return
-                except OSError as error:
+                except ClusterError as error:
                     logger.warning("%s at %s does not answer: %s", member.replica_id, member.address, error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, 2.0)
@@ -116,7 +117,7 @@ class MemberTable:
     async def _connect(self, member: Member) -> None:
         peer = Peer(member)
 
-        def on_message(_: Connection, message: Message) -> None:
+        def on_message(_: Connection, message: AnyMessage) -> None:
             if isinstance(message, Tokens):
                 peer.load = message.load
             self._listener.on_message(peer, message)

@@ -52,6 +52,11 @@ class MemoryLayout:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def feature_layout(feature_width: int, rows_per_block: int, dtype: torch.dtype) -> MemoryLayout:
+    """How embedding rows lie in memory; equal in encoders and prefill workers of one model."""
+    return MemoryLayout((SegmentSpec(rows_per_block, (feature_width,), dtype),))
+
+
 class BlockMemory:
     """The buffer and typed views into it.
 

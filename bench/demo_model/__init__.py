@@ -1,0 +1,4 @@
+"""Everything that makes `deploy/demo_model`: synthetic data, speech, training, evaluation and examples.
+
+`data` needs numpy only, `speech` adds espeak-ng, the other modules need torch and transformers.
+"""

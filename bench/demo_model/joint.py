@@ -1,0 +1,117 @@
+"""Stage B: the whole model learns to answer, with a loss on the answers only.
+
+Two worker processes with one thread each share every step: each draws half of the rows, and the gradients are
+averaged over Gloo. `train` starts them; rank 0 writes the checkpoints and the result.
+"""
+
+import argparse
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed
+
+from bench.demo_model.allocator import keep_freed_memory
+from bench.demo_model.build import Model, Processor, build, save
+from bench.demo_model.conversations import RowMaker, collate, groups_of_step
+from bench.demo_model.features import Features
+from bench.demo_model.schedule import JOINT, Schedule, learning_rate, make_optimizer
+from bench.demo_model.speech import WordBank
+from bench.demo_model.words import training_words
+
+NUM_WORKERS = 2
+ENCODERS = ("model.visual", "model.audio_tower")
+REPORT_EVERY = 10
+SAVE_EVERY = 500
+
+
+def average_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    """Blocks until every worker has the mean gradient; does nothing in a process without workers."""
+    if not torch.distributed.is_initialized():
+        return
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    torch.distributed.all_reduce(flat)
+    flat /= torch.distributed.get_world_size()
+    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def train_jointly(
+    model: Model,
+    processor: Processor,
+    words: WordBank,
+    rng: random.Random,
+    schedule: Schedule,
+    report: Callable[[str], None],
+    divisor: int = NUM_WORKERS,
+    checkpoint: Callable[[int], None] | None = None,
+) -> None:
+    """Train in place on this worker's part of every step; `checkpoint` gets the number of steps done."""
+    features = Features(processor)
+    maker = RowMaker(processor, features, words)
+    groups = groups_of_step(maker, divisor)
+    optimizer = make_optimizer(dict(model.named_parameters()), schedule, slow_prefixes=ENCODERS)
+    parameters = list(model.parameters())
+    history: dict[str, list[float]] = defaultdict(list)
+    started_at = time.monotonic()
+    model.train()
+    for step in range(schedule.num_steps):
+        for members in optimizer.param_groups:
+            members["lr"] = learning_rate(schedule, step) * members["scale"]
+        for group in groups:
+            batch = collate([group.draw(rng) for _ in range(group.num_rows)], maker.pad_id, features)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(**batch).loss
+            (loss * group.weight).backward()
+            history[group.name].append(loss.item())
+        average_gradients(parameters)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % REPORT_EVERY == 0 or step + 1 == schedule.num_steps:
+            means = " ".join(f"{name} {np.mean(values):.4f}" for name, values in history.items())
+            report(f"step {step + 1}/{schedule.num_steps} after {time.monotonic() - started_at:.0f} s: {means}")
+            history.clear()
+        if checkpoint is not None and (step + 1) % SAVE_EVERY == 0:
+            checkpoint(step + 1)
+
+
+def main() -> None:
+    """Run one worker: load both encoders, train, and on rank 0 write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="folder with vision.pt and audio.pt")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=JOINT.num_steps)
+    parser.add_argument("--cache", type=Path, required=True)
+    arguments = parser.parse_args()
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    meeting_point = f"file://{(arguments.work / 'meeting').resolve()}"
+    torch.distributed.init_process_group("gloo", meeting_point, rank=arguments.rank, world_size=NUM_WORKERS)
+    model, processor = build(arguments.seed)
+    model.model.visual.load_state_dict(torch.load(arguments.work / "vision.pt"))
+    model.model.audio_tower.load_state_dict(torch.load(arguments.work / "audio.pt"))
+    is_first = arguments.rank == 0
+    train_jointly(
+        model,
+        processor,
+        training_words(arguments.seed, arguments.cache),
+        random.Random(f"joint {arguments.seed} {arguments.rank}"),
+        JOINT.with_steps(arguments.steps),
+        lambda line: print(line, flush=True),
+        checkpoint=(lambda step: save(model, processor, arguments.work / f"step-{step}")) if is_first else None,
+    )
+    if is_first:
+        save(model, processor, arguments.out)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Round trips through the file formats that users send (JPEG, h264 in mp4) and the processor's resizing."""
+
+import io
+import math
+import random
+
+import av
+import numpy as np
+from PIL import Image
+
+PATCH_SIDE = 16
+MIN_PIXELS = 64 * 64
+MAX_PIXELS = 128 * 128
+SOURCE_SIZES = ((50, 70), (100, 80), (120, 160), (160, 120), (200, 200), (240, 320), (150, 300))
+
+
+def jpeg_bytes(pixels: np.ndarray, quality: int) -> bytes:
+    """A JPEG file of [H, W, 3] uint8 with Pillow's default 4:2:0 chroma."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=quality)
+    return file.getvalue()
+
+
+def through_jpeg(pixels: np.ndarray, quality: int) -> np.ndarray:
+    """What a JPEG of the pixels decodes to."""
+    return np.asarray(Image.open(io.BytesIO(jpeg_bytes(pixels, quality))).convert("RGB"))
+
+
+def mp4_bytes(frames: np.ndarray, frames_per_second: int = 4, quality: int = 23) -> bytes:
+    """An h264 mp4 file (yuv420p) of [T, H, W, 3] uint8; `quality` is x264's constant rate factor."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=frames_per_second)
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": str(quality), "threads": "1"}
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def decode_mp4(file: bytes) -> np.ndarray:
+    """Every frame, [T, H, W, 3] uint8."""
+    with av.open(io.BytesIO(file)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def processor_size(height: int, width: int) -> tuple[int, int]:
+    """The size to which the demo model's image processor brings an image (its smart resize)."""
+    new_height, new_width = round(height / PATCH_SIDE) * PATCH_SIDE, round(width / PATCH_SIDE) * PATCH_SIDE
+    if new_height * new_width > MAX_PIXELS:
+        scale = math.sqrt(height * width / MAX_PIXELS)
+        return tuple(max(PATCH_SIDE, math.floor(side / scale / PATCH_SIDE) * PATCH_SIDE) for side in (height, width))
+    if new_height * new_width < MIN_PIXELS:
+        scale = math.sqrt(MIN_PIXELS / (height * width))
+        return tuple(math.ceil(side * scale / PATCH_SIDE) * PATCH_SIDE for side in (height, width))
+    return new_height, new_width
+
+
+def fit(pixels: np.ndarray) -> np.ndarray:
+    """The pixels at the processor's size (bicubic)."""
+    height, width = processor_size(*pixels.shape[:2])
+    if (height, width) == pixels.shape[:2]:
+        return pixels
+    return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def disturb_image(rng: random.Random, pixels: np.ndarray) -> np.ndarray:
+    """Every third image goes through JPEG."""
+    return through_jpeg(pixels, rng.randrange(50, 96)) if rng.random() < 0.33 else pixels
+
+
+def disturb_video(rng: random.Random, frames: np.ndarray) -> np.ndarray:
+    """Every third clip gets chroma subsampling and block noise frame by frame, a cheap stand-in for h264."""
+    if rng.random() > 0.33:
+        return frames
+    quality = rng.randrange(40, 96)
+    return np.stack([through_jpeg(frame, quality) for frame in frames])

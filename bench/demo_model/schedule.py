@@ -1,0 +1,61 @@
+"""The recipe's numbers and the optimizer: step-based, so that a run is the same on any machine."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+WEIGHT_DECAY = 0.05
+BETAS = (0.9, 0.98)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up to the peak, then a cosine down to `final_ratio` of it."""
+
+    num_steps: int
+    num_warmup_steps: int
+    peak: float
+    final_ratio: float = 0.02
+
+    def with_steps(self, num_steps: int) -> "Schedule":
+        """The same schedule stretched to another length."""
+        return dataclasses.replace(self, num_steps=num_steps)
+
+
+PRETRAINING = {
+    "vision": Schedule(num_steps=1600, num_warmup_steps=100, peak=2e-3),
+    "audio": Schedule(num_steps=2200, num_warmup_steps=100, peak=2e-3),
+}
+JOINT = Schedule(num_steps=3000, num_warmup_steps=150, peak=1e-3)
+ENCODER_SCALE = 0.2
+
+
+def learning_rate(schedule: Schedule, step: int) -> float:
+    """The rate of a step, counted from 0."""
+    warmup = min(1.0, (step + 1) / schedule.num_warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * step / schedule.num_steps))
+    return schedule.peak * warmup * (schedule.final_ratio + (1 - schedule.final_ratio) * cosine)
+
+
+def make_optimizer(
+    parameters: dict[str, torch.nn.Parameter], schedule: Schedule, slow_prefixes: tuple[str, ...]
+) -> torch.optim.AdamW:
+    """AdamW without decay on vectors; parameters under a slow prefix learn at `ENCODER_SCALE` of the rate."""
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        groups.setdefault((parameter.ndim >= 2, name.startswith(slow_prefixes)), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {
+                "params": members,
+                "weight_decay": WEIGHT_DECAY if is_matrix else 0.0,
+                "scale": ENCODER_SCALE if is_slow else 1.0,
+            }
+            for (is_matrix, is_slow), members in groups.items()
+        ],
+        lr=schedule.peak,
+        betas=BETAS,
+        fused=True,
+    )

@@ -1,0 +1,64 @@
+"""Make the demo model from nothing, in one command:
+
+    python -m bench.demo_model.train --out deploy/demo_model
+
+Stage A pretrains the vision and the audio encoder side by side, stage B trains the whole model with two workers;
+each of these processes has one thread. The result is written in bf16 and measured on fresh samples. All of it
+follows from the seed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.demo_model.evaluate import evaluate_folder, write_table
+from bench.demo_model.joint import NUM_WORKERS
+from bench.demo_model.words import training_words
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run_side_by_side(commands: dict[str, list[str]], work: Path) -> None:
+    """Run modules of this package until all have ended; each writes its own log in `work`."""
+    processes = {}
+    for name, (module, *arguments) in commands.items():
+        command = [sys.executable, "-m", f"bench.demo_model.{module}", *arguments]
+        with (work / f"{name}.log").open("w") as log:
+            processes[name] = subprocess.Popen(command, stdout=log, env={**os.environ, **ENVIRONMENT})
+    for name, process in processes.items():
+        if process.wait() != 0:
+            raise RuntimeError(f"{name} failed with exit code {process.returncode}")
+        print(f"{name}: {(work / f'{name}.log').read_text().splitlines()[-1]}", flush=True)
+
+
+def main() -> None:
+    """Pretrain, train, write, evaluate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the shipped model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/demo_model_cache"), help="spoken words")
+    parser.add_argument("--work", type=Path, help="encoders, logs and checkpoints (default: inside the cache)")
+    parser.add_argument("--eval-seed", type=int, default=1)
+    arguments = parser.parse_args()
+    work = arguments.work or arguments.cache / f"run-{arguments.seed}"
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "meeting").unlink(missing_ok=True)
+    training_words(arguments.seed, arguments.cache)
+    common = ["--seed", str(arguments.seed), "--cache", str(arguments.cache)]
+    encoders = {
+        which: ["pretrain", which, "--out", str(work / f"{which}.pt"), *common] for which in ("vision", "audio")
+    }
+    run_side_by_side(encoders, work)
+    workers = {
+        f"worker-{rank}": ["joint", "--rank", str(rank), "--work", str(work), "--out", str(arguments.out), *common]
+        for rank in range(NUM_WORKERS)
+    }
+    run_side_by_side(workers, work)
+    table = evaluate_folder(arguments.out, arguments.eval_seed, arguments.cache)
+    write_table(table, arguments.out / "evaluation.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The only file that reads the environment. Everything else is handed a frozen value.
+
+    EPDG_MODEL           model folder, unless the application's arguments name one
+    EPDG_SOCKET_DIR      folder of the Unix sockets (default /tmp/epdg-<uid>), private to this user
+    EPDG_CLUSTER_SECRET  shared by all hosts of one cluster; needed when side channels run over TCP
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+
+class Environment(msgspec.Struct, frozen=True):
+    model: str | None
+    socket_dir: Path
+    cluster_secret: str | None  # never logged, never part of ClusterArgs: the dashboard shows those
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    source = os.environ if variables is None else variables
+    return Environment(
+        model=source.get("EPDG_MODEL") or None,
+        socket_dir=Path(source.get("EPDG_SOCKET_DIR") or f"/tmp/epdg-{os.geteuid()}"),
+        cluster_secret=source.get("EPDG_CLUSTER_SECRET") or None,
+    )
+
+
+def child_environment(**overrides: str) -> dict[str, str]:
+    """This process's environment for a child, with what the launcher changes."""
+    return {**os.environ, **overrides}

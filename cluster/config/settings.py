@@ -1,0 +1,98 @@
+"""What one cluster is: `ClusterArgs`, the `args` of the application in deploy/cluster.yaml.
+
+Frozen, without I/O. An unknown name is refused with the nearest known one. `resolve` fills in what depends on the
+machine (the model's absolute path, thread counts); everything after the composition root sees resolved values only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cluster.config.environment import Environment
+from cluster.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+MIB = 1 << 20
+
+
+class _Args(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            known = list(cls.model_fields)
+            for name in data:
+                if name not in known:
+                    near = difflib.get_close_matches(str(name), known, n=1)
+                    hint = f'did you mean "{near[0]}"?' if near else f"known: {', '.join(known)}"
+                    raise ValueError(f'unknown setting "{name}"; {hint}')
+        return data
+
+
+class EncodeArgs(_Args):
+    threads: int = Field(0, ge=0)  # torch threads per replica; 0: half of the machine's cores
+    max_batch_items: int = Field(8, ge=1)  # media items in one encoder step
+    cache_bytes: int = Field(256 * MIB, ge=0)  # embeddings kept for media seen before
+
+
+class PrefillArgs(_Args):
+    threads: int = Field(0, ge=0)
+    kv_blocks: int = Field(2048, ge=2)  # KV of the prompts in work, and the prefix cache
+    max_batch_tokens: int = Field(512, ge=1)  # prompt tokens in one step, over all requests: the chunk budget
+    feature_bytes: int = Field(128 * MIB, ge=0)  # memory that encoders write embeddings into
+
+
+class DecodeArgs(_Args):
+    threads: int = Field(0, ge=0)
+    kv_blocks: int = Field(4096, ge=2)  # KV of whole conversations
+    max_batch_requests: int = Field(256, ge=1)  # requests in one step
+
+
+class DoorArgs(_Args):
+    request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
+    first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token
+    connect_timeout_s: float = Field(2.0, gt=0)  # until a worker's side channel stands
+
+
+class ClusterArgs(_Args):
+    model: str = "deploy/demo_model"  # folder; relative to the working directory, else to the repository
+    model_id: str = ""  # the name clients use; empty: the folder's name
+    max_model_len: int = Field(0, ge=0)  # prompt and answer, tokens; 0: what the model says
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: what the replica finds
+    block_size: int = Field(16, ge=1)  # tokens in one KV block
+    transport: Literal["nixl", "in_process"] = "nixl"  # in_process: tests with all rooms in one process
+    side_channel: Literal["unix", "tcp"] = "unix"  # tcp: pools on several hosts
+    host: str = "127.0.0.1"  # where other hosts reach this replica; filled in by the replica itself
+    encode: EncodeArgs = EncodeArgs()
+    prefill: PrefillArgs = PrefillArgs()
+    decode: DecodeArgs = DecodeArgs()
+    door: DoorArgs = DoorArgs()
+
+
+def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> ClusterArgs:
+    """Explicit arguments win over the environment, the environment over defaults. Raises ConfigError."""
+    given = args.model if "model" in args.model_fields_set else environment.model or args.model
+    model = _find(given)
+    half = max(1, num_cores // 2)
+    pools = {
+        name: pool.model_copy(update={"threads": pool.threads or half})
+        for name, pool in (("encode", args.encode), ("prefill", args.prefill), ("decode", args.decode))
+    }
+    return args.model_copy(update={"model": str(model), "model_id": args.model_id or model.name, **pools})
+
+
+def _find(model: str) -> Path:
+    path = Path(model).expanduser()
+    candidates = [path] if path.is_absolute() else [Path.cwd() / path, REPOSITORY / path]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file():
+            return candidate.resolve()
+    tried = ", ".join(str(candidate) for candidate in candidates)
+    raise ConfigError(f"no model here: {tried} (a folder with a config.json is needed)", param="model")

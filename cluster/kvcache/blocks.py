@@ -1,0 +1,168 @@
+"""Block pool: who may use which block, and which blocks still hold a known prefix.
+
+A block is in exactly one of three states:
+
+    free        no content that anyone may rely on; on the free list
+    referenced  one or more requests (or leases) hold it; it may carry a hash, then others can join
+    cached      nobody holds it, but its content is known by a hash; oldest is evicted when the free list is empty
+
+    free --allocate--> referenced --free (no hash)--> free
+                       referenced --free (hash)-----> cached --lookup--> referenced
+                                                      cached --allocate (evicted)--> referenced
+
+Each block has a generation. It grows whenever the block's content stops being valid (freed without a hash, or
+evicted), so that (block id, generation) names content, not just space. Owns no bytes and no clock; "last use"
+is the order of `free` calls. Not thread-safe: one engine owns one pool. Every call costs O(blocks named in
+it), whatever the pool's size."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from cluster.errors import OverloadedError
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, block_size: int):
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs blocks of tokens, not {num_blocks} blocks of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size  # token positions per block
+        self._free: deque[int] = deque(range(num_blocks))
+        self._num_references = [0] * num_blocks
+        self._generations = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}  # hash -> block; referenced or cached
+        self._cached: OrderedDict[int, None] = OrderedDict()  # unreferenced blocks with a hash, oldest first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out now: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Unreferenced blocks whose content can still be found by `lookup`."""
+        return len(self._cached)
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def generation(self, block_id: int) -> int:
+        return self._generations[block_id]
+
+    def generations(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """`generation` of each block, as a grant carries them."""
+        return tuple(self._generations[block_id] for block_id in block_ids)
+
+    def num_references(self, block_id: int) -> int:
+        return self._num_references[block_id]
+
+    def peek(self, hashes: Sequence[bytes]) -> int:
+        """Length in blocks of the prefix that `lookup` would return; changes nothing."""
+        num_found = 0
+        for block_hash in hashes:
+            if block_hash not in self._block_of:
+                break
+            num_found += 1
+        return num_found
+
+    def lookup(self, hashes: Sequence[bytes]) -> list[int]:
+        """The longest prefix of `hashes` whose blocks are known. The caller gets one reference to each of
+        them."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            if self._num_references[block_id] == 0:
+                del self._cached[block_id]
+            self._num_references[block_id] += 1
+            found.append(block_id)
+        return found
+
+    def try_allocate(self, num_blocks: int) -> list[int] | None:
+        """`num_blocks` blocks with one reference each and no valid content, or None (and no change) if too
+        few."""
+        if num_blocks < 0:
+            raise ValueError(f"cannot allocate {num_blocks} blocks")
+        if num_blocks > self.num_free:
+            return None
+        allocated: list[int] = []
+        for _ in range(num_blocks):
+            block_id = self._free.popleft() if self._free else self._evict()
+            self._num_references[block_id] = 1
+            allocated.append(block_id)
+        return allocated
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Like `try_allocate`; raises `OverloadedError` when there are too few, and the caller waits or
+        refuses."""
+        allocated = self.try_allocate(num_blocks)
+        if allocated is None:
+            raise OverloadedError(
+                f"{num_blocks} cache blocks wanted, {self.num_free} of {self.num_blocks} free"
+            )
+        return allocated
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give one reference to each block back. `block_ids` is in prompt order; its tail is evicted first,
+        because a prefix is worth more than what hangs on it."""
+        for block_id in reversed(block_ids):
+            if self._num_references[block_id] == 0:
+                raise ValueError(f"block {block_id} is freed but nobody holds it")
+            self._num_references[block_id] -= 1
+            if self._num_references[block_id] > 0:
+                continue
+            if self._hash_of[block_id] is None:
+                self._generations[block_id] += 1
+                self._free.append(block_id)
+            else:
+                self._cached[block_id] = None
+
+    def register(self, block_id: int, block_hash: bytes) -> None:
+        """Make a full, computed block findable. The first block registered for a hash stays the one that is
+        found; a second one with equal content keeps working for its holder and becomes free with its last
+        reference."""
+        if self._num_references[block_id] == 0:
+            raise ValueError(f"block {block_id} is registered but nobody holds it")
+        known = self._hash_of[block_id]
+        if known is not None and known != block_hash:
+            raise ValueError(f"block {block_id} already holds other content; a full block never changes")
+        if self._block_of.setdefault(block_hash, block_id) == block_id:
+            self._hash_of[block_id] = block_hash
+
+    def forget_all(self) -> None:
+        """Drop the prefix cache: cached blocks become free, referenced ones lose their hash."""
+        while self._cached:
+            self._free.append(self._evict())
+        for block_id in self._block_of.values():
+            self._hash_of[block_id] = None
+        self._block_of.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block is in exactly one state and all tables agree.
+        O(num_blocks)."""
+        free = set(self._free)
+        cached = set(self._cached)
+        referenced = {b for b in range(self.num_blocks) if self._num_references[b] > 0}
+        assert len(free) == len(self._free), "a block is on the free list twice"
+        assert not (free & cached or free & referenced or cached & referenced), "a block has two states"
+        assert free | cached | referenced == set(range(self.num_blocks)), "a block has no state"
+        assert min(self._num_references) >= 0, "a reference count is negative"
+        hashed = {b: h for b, h in enumerate(self._hash_of) if h is not None}
+        assert hashed == {b: h for h, b in self._block_of.items()}, "hash tables disagree"
+        assert cached <= set(hashed), "a cached block has no hash"
+        assert not free & set(hashed), "a free block has a hash"
+
+    def _evict(self) -> int:
+        """Take the cached block that was used longest ago; its content is gone."""
+        block_id, _ = self._cached.popitem(last=False)
+        block_hash = self._hash_of[block_id]
+        assert block_hash is not None
+        del self._block_of[block_hash]
+        self._hash_of[block_id] = None
+        self._generations[block_id] += 1
+        return block_id

@@ -1,0 +1,65 @@
+"""Limits and sampling policy for media. Frozen, made once; part of every media hash through its fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from cluster.errors import ClusterError, MediaError
+from cluster.types.media import Modality
+
+
+class MediaLimits(msgspec.Struct, frozen=True):
+    """What the operator allows one item to be."""
+
+    max_bytes: int = 32 * 2**20
+    max_pixels: int = 64 * 10**6  # of an image or of one video frame, before resizing
+    max_video_pixels: int = 512 * 10**6  # of all sampled frames together; decoding holds 3 bytes for each
+    max_video_s: float = 600.0
+    max_audio_s: float = 600.0
+
+
+class VideoSampling(msgspec.Struct, frozen=True):
+    """Uniform sampling: about `fps` frames a second, between min_frames and max_frames, a multiple of `multiple`."""
+
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    multiple: int = 2  # the model's temporal patch size
+
+
+class MediaSettings(msgspec.Struct, frozen=True):
+    """All that decides what the bytes of an item turn into before the processor."""
+
+    limits: MediaLimits = MediaLimits()
+    video: VideoSampling = VideoSampling()
+    sampling_rate: int = 16000  # of the audio the model takes, in Hz
+    max_audio_samples: int | None = None  # at that rate; what the feature extractor takes without cutting
+
+    def audio_cap(self) -> int:
+        """Most samples an item may have."""
+        cap = int(self.limits.max_audio_s * self.sampling_rate)
+        return cap if self.max_audio_samples is None else min(cap, self.max_audio_samples)
+
+
+def item_name(modality: Modality, item_idx: int) -> str:
+    return f"item {item_idx} ({modality})"
+
+
+@contextmanager
+def naming(modality: Modality, item_idx: int) -> Iterator[None]:
+    """Puts the item's name before every error; what a decoder throws at broken bytes becomes a MediaError."""
+    name = item_name(modality, item_idx)
+    try:
+        yield
+    except MediaError as error:
+        message = error.message if error.message.startswith(name) else f"{name}: {error.message}"
+        raise MediaError(message, param=error.param or "messages") from error
+    except ClusterError:
+        raise
+    except MemoryError as error:
+        raise MediaError(f"{name}: too large to decode", param="messages") from error
+    except Exception as error:
+        raise MediaError(f"{name}: cannot be decoded ({type(error).__name__})", param="messages") from error

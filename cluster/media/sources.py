@@ -1,0 +1,52 @@
+"""Where an item's bytes come from. Only data URIs: nothing is fetched, no path is ever opened."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+import msgspec
+
+from cluster.errors import MediaError, UnsupportedError
+from cluster.media.settings import item_name
+from cluster.types.media import Modality
+
+
+class MediaSource(msgspec.Struct, frozen=True):
+    """One item as the client wrote it, not yet looked at."""
+
+    modality: Modality
+    url: str
+    param: str = "messages"  # the request field it stood in
+
+
+def read_source(source: MediaSource, max_bytes: int, item_idx: int = 0) -> tuple[bytes, str]:
+    """The item's bytes and the type it was declared as (a hint: its magic bytes decide).
+
+    Raises UnsupportedError for http(s), MediaError for anything else that is not a valid data URI within `max_bytes`.
+    """
+    name, url = item_name(source.modality, item_idx), source.url
+    scheme = url[: url.find(":")].lower() if ":" in url[:32] else ""
+    if scheme in ("http", "https"):
+        raise UnsupportedError(
+            f"{name}: remote URLs are not supported yet; send the bytes as a data: URI", param=source.param
+        )
+    if scheme != "data":
+        raise MediaError(f"{name}: only data: URIs are accepted", param=source.param)
+    comma = url.find(",", 5, 512)
+    if comma < 0:
+        raise MediaError(f"{name}: a data URI needs a comma before its data", param=source.param)
+    declared, *flags = url[5:comma].split(";")
+    if "base64" not in (flag.strip().lower() for flag in flags):
+        raise MediaError(f"{name}: a data URI must be base64", param=source.param)
+    if (len(url) - comma - 1) // 4 * 3 - 2 > max_bytes:
+        raise MediaError(f"{name}: larger than {max_bytes} bytes", param=source.param)
+    try:
+        data = base64.b64decode(url[comma + 1 :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MediaError(f"{name}: the data is not valid base64", param=source.param) from error
+    if not data:
+        raise MediaError(f"{name}: empty", param=source.param)
+    if len(data) > max_bytes:
+        raise MediaError(f"{name}: larger than {max_bytes} bytes", param=source.param)
+    return data, declared.strip().lower()

@@ -1,0 +1,111 @@
+"""The attention function that every text backbone calls: writes new K and V into block memory, then attends over it.
+
+Registered in transformers' AttentionInterface under `ATTENTION_NAME`; the step's metadata travels through the HF layers
+as the keyword `paged`. transformers builds no mask for a name it does not know, so masks are the backend's business.
+Runs on the engine's thread. Owns no memory.
+
+Letters: T new tokens of all sequences, B sequences, Hq query heads, Hk KV heads, D key width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from cluster.kvcache.memory import BlockMemory
+
+ATTENTION_NAME = "epdg_paged"
+Span = tuple[int, int]  # absolute positions, half-open
+
+
+@dataclass
+class PagedBatch:
+    """One packed forward, as attention sees it. Lives for one step; backends keep masks and gathered indices in `memo`."""
+
+    kv: BlockMemory
+    block_size: int  # token positions per block
+    slots: Tensor  # [T] int64: block id * block_size + row, where each new token's K and V go
+    query_lens: Sequence[int]  # new tokens per sequence
+    context_lens: Sequence[int]  # KV length per sequence, new tokens included
+    block_tables: Tensor  # [B, max_blocks] int64, rows padded with block 0
+    context_lens_tensor: Tensor  # [B] int64
+    bidirectional_spans: Sequence[Sequence[Span]]  # per sequence; positions inside one span see each other
+    on_layer: Callable[[int], None] | None = None  # called when a layer's K and V are written
+    memo: dict[tuple, object] = field(default_factory=dict)
+
+    @property
+    def is_decode(self) -> bool:
+        """One new token for every sequence."""
+        return len(self.query_lens) == self.slots.shape[0]
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What one layer asks for besides plain scaled dot products."""
+
+    scaling: float
+    sliding_window: int | None = None  # a query sees itself and the `sliding_window - 1` positions before it
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: Tensor | None = None  # [Hq]: one more logit per head in the softmax, with no value (GPT-OSS)
+
+
+class AttentionBackend(Protocol):
+    def attend(
+        self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
+        key_blocks: Tensor, value_blocks: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """query [T, Hq, D], new_key [T, Hk, D], new_value [T, Hk, Dv] (already in the blocks too),
+        key_blocks [num_blocks, block_size, Hk, D], value_blocks [..., Dv]. Returns [T, Hq, Dv]."""
+        ...
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    paged: tuple[PagedBatch, AttentionBackend] | None = None,
+    **_kwargs: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature. query [1, Hq, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv]; returns
+    [1, T, Hq, Dv]. Keywords that change results are refused when the model is loaded (`language.probe`)."""
+    if paged is None:
+        raise RuntimeError("a language model that serves from block memory runs only through LanguageModel")
+    batch, backend = paged
+    layer_idx = module.layer_idx
+    key_blocks, value_blocks = batch.kv.segments[2 * layer_idx], batch.kv.segments[2 * layer_idx + 1]
+    new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    key_blocks.flatten(0, 1).index_copy_(0, batch.slots, new_key)
+    value_blocks.flatten(0, 1).index_copy_(0, batch.slots, new_value)
+    if batch.on_layer is not None:
+        batch.on_layer(layer_idx)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = LayerAttention(scale, sliding_window or None, softcap, s_aux)
+    out = backend.attend(batch, layer, query[0].transpose(0, 1), new_key, new_value, key_blocks, value_blocks)
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+def make_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """The fastest backend for the device that is installed."""
+    from cluster.model.attention_torch import TorchAttention
+
+    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+        try:
+            from cluster.model.attention_flash import FlashAttention
+        except ImportError:
+            return TorchAttention()
+        return FlashAttention(fallback=TorchAttention())
+    return TorchAttention()

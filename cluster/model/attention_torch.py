@@ -1,0 +1,156 @@
+"""Attention over block memory in plain torch: any device, any dtype, every feature. Letters as in `attention`.
+
+Decode gathers all sequences' blocks into one padded batch and folds the group of query heads that share a KV head into
+the query length, which keeps torch's fused kernel on its fast path. Prefill runs one kernel per sequence. Soft-capped
+scores and attention sinks take an explicit softmax instead of the fused kernel. Masks are made once per step and window.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cluster.model.attention import LayerAttention, PagedBatch
+
+
+class TorchAttention:
+    def attend(
+        self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
+        key_blocks: Tensor, value_blocks: Tensor,
+    ) -> Tensor:  # fmt: skip
+        if batch.is_decode:
+            return _attend_decode(batch, layer, query, key_blocks, value_blocks)
+        out = query.new_empty(*query.shape[:2], new_value.shape[-1])
+        start = 0
+        for seq, query_len in enumerate(batch.query_lens):
+            end = start + query_len
+            if _is_plain_prompt(batch, layer, seq):
+                key, value = new_key[start:end], new_value[start:end]
+                out[start:end] = _fused_causal(layer, query[start:end], key, value)
+            else:
+                positions, mask = _prefill_view(batch, layer.sliding_window, seq, query.dtype)
+                key, value = key_blocks.flatten(0, 1)[positions], value_blocks.flatten(0, 1)[positions]
+                out[start:end] = _one_sequence(layer, query[start:end], key, value, mask)
+            start = end
+        return out
+
+
+def _attend_decode(
+    batch: PagedBatch, layer: LayerAttention, query: Tensor, key_blocks: Tensor, value_blocks: Tensor
+) -> Tensor:
+    """query [B, Hq, D] → [B, Hq, Dv]."""
+    table, mask = _decode_view(batch, layer.sliding_window, query.dtype)
+    num_seqs, num_heads, width = query.shape
+    kv_heads = key_blocks.shape[2]
+    flat_table = table.flatten()
+    key = key_blocks.index_select(0, flat_table).view(num_seqs, -1, kv_heads, key_blocks.shape[3])
+    value = value_blocks.index_select(0, flat_table).view(num_seqs, -1, kv_heads, value_blocks.shape[3])
+    folded = query.view(num_seqs, kv_heads, num_heads // kv_heads, width)
+    if layer.softcap is None and layer.sinks is None:
+        out = F.scaled_dot_product_attention(
+            folded, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, scale=layer.scaling
+        )
+    else:
+        sinks = None if layer.sinks is None else layer.sinks.view(1, kv_heads, -1, 1)
+        out = _explicit(layer, folded, key.transpose(1, 2), value.transpose(1, 2), mask, sinks)
+    return out.reshape(num_seqs, num_heads, -1)
+
+
+def _decode_view(batch: PagedBatch, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Block table [B, M] and additive mask [B, 1, 1, M * block_size] of one decode step. With a window only the blocks
+    that some query still sees are gathered."""
+    memo_key = ("decode", window)
+    if memo_key not in batch.memo:
+        table, lens, size = batch.block_tables, batch.context_lens_tensor, batch.block_size
+        first_block = torch.zeros_like(lens)
+        if window is not None and max(batch.context_lens) > window:
+            first_block = (lens - window).clamp_(min=0) // size
+            num_blocks = min(table.shape[1], (window + size - 2) // size + 1)
+            columns = first_block[:, None] + torch.arange(num_blocks, device=table.device)
+            table = table.gather(1, columns.clamp_(max=table.shape[1] - 1))
+        offsets = torch.arange(table.shape[1] * size, device=table.device)
+        positions = first_block[:, None] * size + offsets
+        hidden = positions >= lens[:, None]
+        if window is not None:
+            hidden |= positions < lens[:, None] - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=table.device).masked_fill_(hidden, float("-inf"))
+        batch.memo[memo_key] = (table, mask[:, None, None, :])
+    return batch.memo[memo_key]
+
+
+def _is_plain_prompt(batch: PagedBatch, layer: LayerAttention, seq: int) -> bool:
+    """A whole prompt from its first token, causal, shorter than the window: needs no gather and no mask."""
+    query_len, context_len = batch.query_lens[seq], batch.context_lens[seq]
+    window = layer.sliding_window
+    return (
+        query_len == context_len
+        and layer.softcap is None
+        and layer.sinks is None
+        and not batch.bidirectional_spans[seq]
+        and (window is None or context_len <= window)
+    )
+
+
+def _prefill_view(batch: PagedBatch, window: int | None, seq: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Flat slots [S] of the keys that the chunk's queries may see, and the additive mask [n, S] (None: all visible)."""
+    memo_key = ("prefill", window, seq)
+    if memo_key not in batch.memo:
+        query_len, context_len, size = batch.query_lens[seq], batch.context_lens[seq], batch.block_size
+        first_query = context_len - query_len
+        first_key = 0 if window is None else max(0, first_query - window + 1)
+        keys = torch.arange(first_key, context_len, device=batch.slots.device)
+        slots = batch.block_tables[seq][keys // size] * size + keys % size
+        mask = None
+        if query_len > 1:
+            queries = torch.arange(first_query, context_len, device=keys.device)[:, None]
+            visible = keys <= queries
+            for start, end in batch.bidirectional_spans[seq]:
+                visible |= (queries >= start) & (queries < end) & (keys >= start) & (keys < end)
+            if window is not None:
+                visible &= keys > queries - window
+            mask = torch.zeros(visible.shape, dtype=dtype, device=keys.device).masked_fill_(~visible, float("-inf"))
+        batch.memo[memo_key] = (slots, mask)
+    return batch.memo[memo_key]
+
+
+def _fused_causal(layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    out = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
+        is_causal=len(query) > 1, scale=layer.scaling, enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out[0].transpose(0, 1)
+
+
+def _one_sequence(layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """query [n, Hq, D], key [S, Hk, D], value [S, Hk, Dv], mask [n, S] → [n, Hq, Dv]."""
+    num_heads, kv_heads = query.shape[1], key.shape[1]
+    if layer.softcap is None and layer.sinks is None:
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
+            attn_mask=mask, scale=layer.scaling, enable_gqa=num_heads != kv_heads,
+        )  # fmt: skip
+    else:
+        group = num_heads // kv_heads
+        key = key.transpose(0, 1).repeat_interleave(group, 0)[None]
+        value = value.transpose(0, 1).repeat_interleave(group, 0)[None]
+        sinks = None if layer.sinks is None else layer.sinks.view(1, -1, 1, 1)
+        out = _explicit(layer, query.transpose(0, 1)[None], key, value, mask, sinks)
+    return out[0].transpose(0, 1)
+
+
+def _explicit(
+    layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> Tensor:
+    """query [b, h, n, D], key [b, h, S, D], value [b, h, S, Dv]; mask broadcasts to [b, h, n, S], sinks to [b, h, n, 1]."""
+    scores = query @ key.transpose(-1, -2) * layer.scaling
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        probs = torch.cat([scores, column], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
+    else:
+        probs = scores.softmax(dim=-1, dtype=torch.float32)
+    return probs.to(value.dtype) @ value

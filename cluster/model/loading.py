@@ -1,0 +1,130 @@
+"""Loads one half of a checkpoint with transformers' own `from_pretrained`.
+
+A subclass made on the fly drops the other half right after construction. `from_pretrained` constructs on the meta
+device, so the dropped modules never take memory, and their tensors, now unexpected, are never read. Renamed keys and
+merged experts of hub checkpoints keep working, because transformers finds its conversions by class and model type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from cluster.errors import ConfigError
+from cluster.model.families import FAMILIES, check_class, family_of
+
+
+class Half(StrEnum):
+    ENCODER = "encoder"
+    LANGUAGE = "language"
+
+
+class AbsentHalf(nn.Module):
+    """Stands where the other half was. Keeps its configuration, holds no weights."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.config = config
+
+    def forward(self, *_args: object, **_kwargs: object) -> None:
+        raise RuntimeError("this worker does not hold these weights")
+
+
+def load_half(path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+    """transformers' model with only `half` in memory. Blocks while reading; raises ConfigError when the folder is no
+    model, the model type is not supported, or it has no such half."""
+    config = read_config(path)
+    family = family_of(config)
+    model_class = _model_class(config)
+    check_class(model_class)
+    if not family.modalities:
+        if half is Half.ENCODER:
+            raise ConfigError(f"model type '{config.model_type}' has no media encoder: it needs no encode pool")
+        half_class = model_class
+    else:
+        half_class = _encoder_class(model_class, family.text_module) if half is Half.ENCODER else None
+        half_class = half_class or _language_class(model_class, family.text_module)
+    model = half_class.from_pretrained(path, config=config, dtype=dtype)
+    _check_complete(model, half)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def read_config(path: str | Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"'{path}' holds no model configuration that transformers knows: {error}") from error
+
+
+def fingerprint(config: PreTrainedConfig, dtype: torch.dtype) -> str:
+    """Equal for all workers that may serve together: model type, configuration, dtype. Not the weights."""
+    text = json.dumps(_without_volatile(config.to_dict()), sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{config.model_type}-{digest}-{str(dtype).removeprefix('torch.')}"
+
+
+def _without_volatile(value: object) -> object:
+    """Drops what depends on how and by whom the model was loaded, at every depth."""
+    if isinstance(value, dict):
+        kept = (key for key in value if key not in ("dtype", "torch_dtype", "transformers_version", "_name_or_path"))
+        return {key: _without_volatile(value[key]) for key in map(str, kept)}
+    return value
+
+
+def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    name = (config.architectures or [""])[0]
+    model_class = getattr(transformers, name, None)
+    if model_class is None:
+        raise ConfigError(f"model type '{config.model_type}': transformers has no class '{name}'")
+    if config.model_type not in FAMILIES and not name.endswith(("ForCausalLM", "LMHeadModel")):
+        raise ConfigError(f"model type '{config.model_type}': class '{name}' is not a causal language model")
+    return model_class
+
+
+def _encoder_class(model_class: type[PreTrainedModel], text_module: str) -> type[PreTrainedModel]:
+    class EncoderHalf(model_class):
+        _keys_to_ignore_on_load_unexpected = (r".*",)
+
+        def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
+            super().__init__(config, *args, **kwargs)
+            text = AbsentHalf(getattr(self.model, text_module).config)
+            setattr(self.model, text_module, text)
+            self.lm_head = AbsentHalf(text.config)
+            self._tied_weights_keys = self.model._tied_weights_keys = self.all_tied_weights_keys = {}
+
+        def tie_weights(self, *_args: object, **_kwargs: object) -> None:
+            """The tied pair is in the language half."""
+
+    return _named_like(EncoderHalf, model_class)
+
+
+def _language_class(model_class: type[PreTrainedModel], text_module: str) -> type[PreTrainedModel]:
+    class LanguageHalf(model_class):
+        _keys_to_ignore_on_load_unexpected = (r".*",)
+
+        def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
+            super().__init__(config, *args, **kwargs)
+            for name, child in list(self.model.named_children()):
+                if name != text_module:
+                    setattr(self.model, name, AbsentHalf(getattr(child, "config", config)))
+
+    return _named_like(LanguageHalf, model_class)
+
+
+def _named_like(half_class: type, model_class: type) -> type:
+    """transformers looks conversions and quantizers up by class name and module."""
+    half_class.__name__ = half_class.__qualname__ = model_class.__name__
+    half_class.__module__ = model_class.__module__
+    return half_class
+
+
+def _check_complete(model: PreTrainedModel, half: Half) -> None:
+    if meta := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
+        raise ConfigError(f"the checkpoint lacks weights of the {half} half: {', '.join(meta[:5])}")

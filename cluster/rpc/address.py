@@ -1,0 +1,50 @@
+"""Names of sockets: "unix:/path" inside a host, "tcp:host:port" between hosts.
+
+A Unix socket lies in a directory that only its owner may enter: the file system is the authentication. A TCP socket
+needs the cluster secret (see `handshake`).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Literal
+
+from cluster.errors import ConfigError
+
+MAX_UNIX_PATH_BYTES = 107  # sun_path of struct sockaddr_un, less its terminating zero
+
+
+def new_address(kind: Literal["unix", "tcp"], *, name: str, directory: Path, host: str) -> str:
+    """Where the replica `name` will listen. A TCP port of 0 is replaced by a free one when the server starts."""
+    return f"unix:{directory / name}.sock" if kind == "unix" else f"tcp:{host}:0"
+
+
+def parse_unix(address: str) -> Path | None:
+    """The socket's path, or None for a TCP address. Raises ConfigError for a path that no socket can have."""
+    kind, _, rest = address.partition(":")
+    if kind == "tcp":
+        return None
+    if kind != "unix" or not rest.startswith("/"):
+        raise ConfigError(f'"{address}" is not an address; expected "unix:/path" or "tcp:host:port"')
+    if len(os.fsencode(rest)) > MAX_UNIX_PATH_BYTES:
+        raise ConfigError(
+            f"the socket path {rest} is longer than {MAX_UNIX_PATH_BYTES} bytes; set EPDG_SOCKET_DIR to a shorter one"
+        )
+    return Path(rest)
+
+
+def parse_tcp(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("tcp:").rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f'"{address}" is not an address; expected "unix:/path" or "tcp:host:port"')
+    return host, int(port)
+
+
+def make_private(directory: Path) -> None:
+    """Create the directory, or make sure that the one there is ours alone."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"{directory} must belong to this user with mode 0700; set EPDG_SOCKET_DIR to another place")

@@ -1,0 +1,167 @@
+"""One end of a side-channel connection.
+
+Life: socket opens → handshake → `on_open` → `on_message` for every message, in order → `on_close`, exactly once,
+however the connection ends. A connection that fails before `on_open` never reaches its owner's callbacks.
+
+All callbacks run synchronously on the event loop's thread inside the socket's read callback; no task is made per
+message, and a read that brings many frames delivers them in one go. A callback must not block. One that raises ends the
+connection: a half-handled stream of messages cannot be trusted.
+
+`send` never blocks and never fails: it writes to the transport's buffer. A peer that stops reading would let this
+buffer grow, so beyond `max_buffered_bytes` the connection is cut. Sending on a connection that has ended does nothing;
+`on_close` has told the owner, or is about to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from cluster.errors import ClusterError, InternalError, UnavailableError
+from cluster.rpc.frames import MAX_FRAME_BYTES, FrameBuffer, FrameError, decode_message, encode_message
+from cluster.rpc.handshake import MAX_HANDSHAKE_FRAME_BYTES, Handshake
+from cluster.types.messages import AnyMessage
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 2.0  # time a closing connection has to flush what was sent
+MAX_BUFFERED_BYTES = 2 * MAX_FRAME_BYTES
+
+OnMessage = Callable[["Connection", AnyMessage], None]
+OnConnection = Callable[["Connection"], None]
+
+
+class Connection(asyncio.Protocol):
+    """Made by `connect` and `Server` only."""
+
+    def __init__(
+        self,
+        handshake: Handshake,
+        *,
+        on_open: OnConnection,
+        on_message: OnMessage,
+        on_close: OnConnection,
+        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
+    ):
+        self.peer_name = ""
+        self.error: ClusterError | None = None  # why the connection ended, if not by an orderly close
+        self._handshake: Handshake | None = handshake
+        self._on_open = on_open
+        self._on_message = on_message
+        self._on_close = on_close
+        self._max_buffered_bytes = max_buffered_bytes
+        self._frames = FrameBuffer(MAX_HANDSHAKE_FRAME_BYTES)
+        self._transport: Any = None
+        self._is_open = False
+        self._loop = asyncio.get_running_loop()
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def send(self, message: AnyMessage) -> None:
+        if not self._is_open:
+            return
+        data = encode_message(message)
+        self._transport.write(data)
+        if self._transport.get_write_buffer_size() > self._max_buffered_bytes:
+            self._fail(UnavailableError(f"{self.peer_name} reads too slowly; its connection was cut"))
+
+    async def wait_open(self) -> None:
+        """Returns after the handshake; raises ClusterError when the peer is refused or refuses."""
+        await asyncio.shield(self._opened)
+
+    async def aclose(self) -> None:
+        """Send what is buffered, close, and wait until `on_close` has run. May be called at any time, repeatedly."""
+        self._is_open = False
+        if self._transport is not None and not self._ended.done():
+            self._transport.close()
+            await asyncio.wait([self._ended], timeout=CLOSE_TIMEOUT_S)
+            self._transport.abort()
+            await self._ended
+
+    def abort(self) -> None:
+        """Cut the connection now; what is buffered is lost. `on_close` follows from the event loop."""
+        self._is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _fail(self, error: ClusterError) -> None:
+        if self.error is None:
+            self.error = error
+        self.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert self._handshake is not None
+        self._transport = transport
+        self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._handshake_timed_out)
+        self._transport.write(self._handshake.opening())
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._frames.feed(data):
+                if self._handshake is not None:
+                    self._greet(self._handshake, payload)
+                elif self._is_open:
+                    self._on_message(self, decode_message(payload))
+                else:
+                    return  # closed by a callback: the rest of this read is nobody's
+        except FrameError as error:
+            logger.warning("connection to %s cut: %s", self.peer_name or "an unknown peer", error)
+            self._fail(UnavailableError(f"{self.peer_name or 'the peer'} broke the protocol: {error}"))
+        except ClusterError as error:
+            logger.warning("connection to %s cut: %s", self.peer_name or "an unknown peer", error)
+            self._fail(error)
+        except Exception:  # process edge: a bug in a callback ends this connection, not the process
+            logger.exception("a callback failed; connection to %s cut", self.peer_name)
+            self._fail(InternalError("a callback failed"))
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        was_greeted = self._handshake is None
+        waiting_for = "" if self._handshake is None else self._handshake.waiting_for
+        self._is_open = False
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if exc is not None and self.error is None:
+            self.error = UnavailableError(f"connection to {self.peer_name or 'the peer'} lost: {exc}")
+        if not self._opened.done():
+            self._opened.set_exception(
+                self.error or UnavailableError(f"the peer hung up where {waiting_for} was expected")
+            )
+            self._opened.exception()  # seen: a server has nobody waiting for it
+        if not self._ended.done():
+            self._ended.set_result(None)
+        if was_greeted:
+            try:
+                self._on_close(self)
+            except Exception:  # process edge
+                logger.exception("on_close failed for %s", self.peer_name)
+
+    def _greet(self, handshake: Handshake, payload: bytes) -> None:
+        answer = handshake.feed(payload)
+        if answer:
+            self._transport.write(answer)
+        if handshake.peer is None:
+            return
+        self.peer_name = handshake.peer.name
+        handshake.check_version()
+        self._handshake = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._frames.max_frame_bytes = MAX_FRAME_BYTES
+        self._is_open = True
+        self._on_open(self)
+        if not self._opened.done():
+            self._opened.set_result(None)
+
+    def _handshake_timed_out(self) -> None:
+        if self._handshake is not None:
+            self._fail(UnavailableError(f"the peer did not send {self._handshake.waiting_for} in time"))

@@ -1,0 +1,112 @@
+"""Who may talk. Runs once per connection, before any message is delivered; pure (bytes in, bytes out).
+
+Order, S the accepting side, C the dialling side:
+
+    TCP only:  S → C  nonce_s
+               C → S  nonce_c + HMAC(secret, "client" + nonce_s + nonce_c)
+               S → C  HMAC(secret, "server" + nonce_s + nonce_c)
+    always:    C → S  Hello,  S → C  Hello
+
+Both sides prove that they know the cluster secret without sending it. This keeps strangers and misdirected clusters
+out; it does not encrypt what follows: a network on which others can read or alter packets needs a tunnel underneath.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from enum import StrEnum
+
+from cluster.errors import ConfigError
+from cluster.rpc.frames import FrameError, decode_message, encode_message, frame
+from cluster.types.messages import PROTOCOL_VERSION, Hello
+
+NONCE_BYTES = 32
+MAX_HANDSHAKE_FRAME_BYTES = 4096  # before a peer is trusted it cannot make us keep more than this
+
+
+class _Expect(StrEnum):
+    NONCE = "the server's challenge"
+    ANSWER = "the client's answer"
+    PROOF = "the server's proof"
+    HELLO = "Hello"
+    NOTHING = "nothing"
+
+
+class Handshake:
+    """One side of it. Feed frames until `peer` is set; raises FrameError or ConfigError when the peer is refused."""
+
+    def __init__(self, name: str, *, is_server: bool, secret: bytes | None):
+        self.peer: Hello | None = None
+        self._is_server = is_server
+        self._secret = secret
+        self._nonce_s = secrets.token_bytes(NONCE_BYTES) if is_server and secret is not None else b""
+        self._nonce_c = b""
+        self._hello = encode_message(Hello(PROTOCOL_VERSION, name))
+        if secret is None:
+            self._expect = _Expect.HELLO
+        else:
+            self._expect = _Expect.ANSWER if is_server else _Expect.NONCE
+
+    @property
+    def waiting_for(self) -> str:
+        return self._expect.value
+
+    def opening(self) -> bytes:
+        """What to send when the socket is open."""
+        if self._secret is None:
+            return b"" if self._is_server else bytes(self._hello)
+        return frame(self._nonce_s) if self._is_server else b""
+
+    def feed(self, payload: bytes) -> bytes:
+        """One frame from the peer; returns what to send."""
+        match self._expect:
+            case _Expect.NONCE:
+                return self._answer(payload)
+            case _Expect.ANSWER:
+                return self._check_answer(payload)
+            case _Expect.PROOF:
+                self._check(payload, "server")
+                self._expect = _Expect.HELLO
+                return bytes(self._hello)
+            case _Expect.HELLO:
+                return self._take_hello(payload)
+        raise FrameError("a frame after the handshake")
+
+    def _answer(self, payload: bytes) -> bytes:
+        if len(payload) != NONCE_BYTES:
+            raise FrameError("the peer's challenge is malformed")
+        self._nonce_s, self._nonce_c = payload, secrets.token_bytes(NONCE_BYTES)
+        self._expect = _Expect.PROOF
+        return frame(self._nonce_c + self._digest("client"))
+
+    def _check_answer(self, payload: bytes) -> bytes:
+        self._nonce_c = payload[:NONCE_BYTES]
+        self._check(payload[NONCE_BYTES:], "client")
+        self._expect = _Expect.HELLO
+        return frame(self._digest("server"))
+
+    def _take_hello(self, payload: bytes) -> bytes:
+        hello = decode_message(payload)
+        if not isinstance(hello, Hello):
+            raise FrameError(f"{type(hello).__name__} came before Hello")
+        answer = bytes(self._hello) if self._is_server else b""
+        self._expect = _Expect.NOTHING
+        self.peer = hello
+        return answer
+
+    def check_version(self) -> None:
+        """To be called once `peer` is set and the last answer is sent, so that both sides can say what is wrong."""
+        if self.peer is not None and self.peer.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"{self.peer.name} speaks side-channel protocol {self.peer.protocol_version}, this process "
+                f"{PROTOCOL_VERSION}: run one version of epdg in the whole cluster"
+            )
+
+    def _digest(self, side: str) -> bytes:
+        assert self._secret is not None
+        return hmac.digest(self._secret, side.encode() + self._nonce_s + self._nonce_c, "sha256")
+
+    def _check(self, proof: bytes, side: str) -> None:
+        if not hmac.compare_digest(proof, self._digest(side)):
+            raise ConfigError("the peer does not know this cluster's secret (EPDG_CLUSTER_SECRET)")

@@ -1,0 +1,34 @@
+"""A conversation as the chat template sees it: roles, text, and places where media items stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from cluster.types.media import Modality
+
+
+class TextPart(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+
+
+class MediaPart(msgspec.Struct, frozen=True, tag="media"):
+    """The place of one media item; the items themselves travel beside the messages, in the same order."""
+
+    modality: Modality
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str | tuple[TextPart | MediaPart, ...]  # as the client sent it: templates may tell the two apart
+
+    def modalities(self) -> tuple[Modality, ...]:
+        if isinstance(self.content, str):
+            return ()
+        return tuple(part.modality for part in self.content if isinstance(part, MediaPart))
+
+
+def media_order(messages: Iterable[ChatMessage]) -> tuple[Modality, ...]:
+    """Modalities of all media items, in the order in which the client sent them."""
+    return tuple(modality for message in messages for modality in message.modalities())

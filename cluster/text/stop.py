@@ -1,0 +1,59 @@
+"""Stop strings over streamed text. Pure; one object per generated choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Cuts a stream before the first stop string, and holds back only what could still become one.
+
+    The first match is the one that ends first; of several that end together, the one that starts first. That is the
+    only choice which does not depend on how the text was split into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        if not all(stops):
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(stops)
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that may be shown now, and the stop string that was found. After a match nothing comes any more."""
+        if not self._stops:
+            return text, None
+        if self._matched is not None:
+            return "", self._matched
+        text = self._held + text
+        if match := self._first_match(text):
+            start, self._matched = match
+            self._held = ""
+            return text[:start], self._matched
+        cut = self._hold_from(text)
+        self._held = text[cut:]
+        return text[:cut], None
+
+    def flush(self) -> str:
+        """The end of the stream: what was held back turned out to be ordinary text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if not found:
+            return None
+        _, start, stop = min(found)
+        return start, stop
+
+    def _hold_from(self, text: str) -> int:
+        """Where the longest suffix starts that is the beginning of a stop string."""
+        cut = len(text)
+        for stop in self._stops:
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while 0 <= start < cut:
+                if stop.startswith(text[start:]):
+                    cut = start
+                    break
+                start = text.find(stop[0], start + 1)
+        return cut

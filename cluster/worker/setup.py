@@ -1,0 +1,36 @@
+"""What a worker process knows before it builds anything: its name, its device, where it listens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cluster.config.environment import read_environment
+from cluster.config.settings import ClusterArgs
+from cluster.errors import ConfigError
+from cluster.rpc import new_address
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    replica_id: str
+    device: torch.device
+    dtype: torch.dtype
+    address: str  # of the side channel; a TCP port of 0 is replaced when the server starts
+    secret: str | None
+
+
+def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
+    """Raises ConfigError when the configuration asks for a device that is not here."""
+    environment = read_environment()
+    has_cuda = torch.cuda.is_available()
+    if args.device == "cuda" and not has_cuda:
+        raise ConfigError("the configuration asks for CUDA, but this replica sees no GPU")
+    device = torch.device("cuda" if args.device != "cpu" and has_cuda else "cpu")
+    dtypes = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}
+    dtype = dtypes.get(args.dtype) or getattr(torch, args.dtype)
+    address = new_address(
+        args.side_channel, name=replica_id, directory=environment.socket_dir, host=args.host
+    )
+    return WorkerSetup(replica_id, device, dtype, address, environment.cluster_secret)

@@ -1,0 +1,90 @@
+"""The sockets of one worker process: doors' messages go to the engine, the engine's answers go to the doors.
+
+A door's end-of-file cancels everything that door asked for. Lives on the event loop; the engine lives on its own thread and
+answers through `deliver_from_thread`, one hand-over per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from cluster.rpc import Connection, Server
+from cluster.types.messages import AnyMessage
+from cluster.worker.loop import StepLoop
+from cluster.worker.outbox import DoorId, Outbox
+
+
+class DropsDoors(Protocol):
+    def drop_door(self, door: DoorId) -> None:
+        """Cancel everything the door asked for. Engine's thread."""
+
+
+class WorkerShell:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        secret: str | None,
+        outbox: Outbox,
+        loop: StepLoop,
+        engine: DropsDoors,
+        on_message: Callable[[DoorId, AnyMessage], None],
+    ):
+        """`on_message` runs on the event loop and must not block."""
+        self._server = Server(
+            address, name, self._on_connect, self._on_message, self._on_close, secret=secret
+        )
+        self._outbox = outbox
+        self._loop = loop
+        self._engine = engine
+        self._handle = on_message
+        self._doors: dict[Connection, DoorId] = {}
+        self._connections: dict[DoorId, Connection] = {}
+        self._num_doors_seen = 0
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> str:
+        """Listen; returns the address to dial."""
+        self._event_loop = asyncio.get_running_loop()
+        await self._server.start()
+        return self._server.address
+
+    async def aclose(self) -> None:
+        await self._server.aclose()
+
+    def send(self, door: DoorId, message: AnyMessage) -> None:
+        """Event loop only. A door that is gone is ignored."""
+        connection = self._connections.get(door)
+        if connection is not None:
+            connection.send(message)
+
+    def call_from_thread(self, function: Callable[..., None], *args: Any) -> None:
+        """Run `function(*args)` on the event loop, in order. Ignored once the loop is closed."""
+        assert self._event_loop is not None
+        if not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(function, *args)
+
+    def deliver_from_thread(self, batch: list[tuple[DoorId, AnyMessage]]) -> None:
+        self.call_from_thread(self._deliver, batch)
+
+    def _deliver(self, batch: list[tuple[DoorId, AnyMessage]]) -> None:
+        for door, message in batch:
+            self.send(door, message)
+
+    def _on_connect(self, connection: Connection) -> None:
+        self._num_doors_seen += 1
+        door = self._num_doors_seen
+        self._doors[connection] = door
+        self._connections[door] = connection
+        self._loop.call(self._outbox.add_door, door)
+
+    def _on_message(self, connection: Connection, message: AnyMessage) -> None:
+        self._handle(self._doors[connection], message)
+
+    def _on_close(self, connection: Connection) -> None:
+        door = self._doors.pop(connection)
+        del self._connections[door]
+        self._loop.call(self._engine.drop_door, door)
+        self._loop.call(self._outbox.remove_door, door)

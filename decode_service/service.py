@@ -1,0 +1,109 @@
+"""One decode worker process: builds the engine, answers doors, holds one Serve call per request open.
+
+`run` is the Serve call: it returns when the request has left the engine, in whatever way, so that Serve's drain, limits and
+load see every generation. It may arrive before or after the request itself, which comes by the side channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from cluster.clock import SystemClock
+from cluster.config.settings import ClusterArgs
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.language import LanguageModel
+from cluster.types.members import Member, Role
+from cluster.types.messages import AnyMessage, Cancel, ReturnGrant, StartDecode
+from cluster.worker.loop import StepLoop
+from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.setup import set_up
+from cluster.worker.shell import WorkerShell
+from decode_service.engine import DecodeEngine
+from decode_service.runner import DecodeRunner
+from kv_transfer.agents import make_agent
+from kv_transfer.mover import Mover, MoverEvent, MoverFailed
+
+MAX_REMEMBERED_ENDS = 100_000  # request ids that have ended, for Serve calls that arrive late
+STOP_TIMEOUT_S = 5.0
+
+
+class DecodeService:
+    def __init__(self, args: ClusterArgs, replica_id: str):
+        """Loads the language half of the model. Blocks for as long as that takes; raises ConfigError."""
+        setup = set_up(args, replica_id)
+        clock = SystemClock()
+        self.replica_id = replica_id
+        self._num_blocks = args.decode.kv_blocks
+        self._model = LanguageModel.load(
+            args.model, dtype=setup.dtype, device=setup.device, block_size=args.block_size
+        )
+        kv = BlockMemory(self._model.kv_layout, self._num_blocks, setup.device)
+        agent = make_agent(args.transport, replica_id)
+        self._outbox = Outbox(self._deliver)
+        self._mover = Mover(agent, clock, self._on_transfer, incoming=kv)
+        self._engine = DecodeEngine(
+            DecodeRunner(self._model, kv),
+            BlockPool(self._num_blocks, args.block_size),
+            self._mover,
+            self._outbox,
+            clock,
+            args.decode.max_batch_requests,
+            self._on_ended,
+        )
+        self._loop = StepLoop("decode-engine", self._engine)
+        self._shell = WorkerShell(
+            setup.address, replica_id, setup.secret, self._outbox, self._loop, self._engine, self._on_message
+        )
+        self._runs: dict[str, asyncio.Future[None]] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    async def start(self) -> Member:
+        """Listen and run; called once, on the replica's event loop."""
+        address = await self._shell.start()
+        self._mover.start()
+        self._loop.start()
+        return Member(
+            self.replica_id, Role.DECODE, address, self._model.fingerprint, self._model.kv_layout.fingerprint, self._num_blocks
+        )
+
+    async def run(self, request_id: str) -> None:
+        """Returns when the request has ended here. Cancelling this call does not cancel the request: doors do that."""
+        if request_id not in self._ended:
+            await self._runs.setdefault(request_id, asyncio.get_running_loop().create_future())
+
+    async def stop(self) -> None:
+        await self._shell.aclose()
+        await asyncio.to_thread(self._loop.stop, STOP_TIMEOUT_S)
+        await asyncio.to_thread(self._mover.close, STOP_TIMEOUT_S)
+
+    def check_health(self) -> None:
+        self._loop.check_health()
+
+    def _on_message(self, door: DoorId, message: AnyMessage) -> None:
+        match message:
+            case StartDecode():
+                self._loop.call(self._engine.start, door, message)
+            case Cancel():
+                self._loop.call(self._engine.cancel, message.request_id)
+            case ReturnGrant():
+                self._mover.revoke(message.lease_id, "no writer was given the grant")
+
+    def _on_transfer(self, event: MoverEvent) -> None:
+        if not isinstance(event, MoverFailed):  # logged by the mover; leases still end, by their time at the latest
+            self._loop.call(self._engine.on_transfer, event)
+
+    def _deliver(self, batch: list[tuple[DoorId, AnyMessage]]) -> None:
+        self._shell.deliver_from_thread(batch)
+
+    def _on_ended(self, request_id: str) -> None:
+        self._shell.call_from_thread(self._finish_run, request_id)
+
+    def _finish_run(self, request_id: str) -> None:
+        self._ended[request_id] = None
+        if len(self._ended) > MAX_REMEMBERED_ENDS:
+            self._ended.popitem(last=False)
+        run = self._runs.pop(request_id, None)
+        if run is not None and not run.done():
+            run.set_result(None)

@@ -1,0 +1,101 @@
+"""The narrow waist of transfer: what every transport must do, in NIXL's own nouns.
+
+Call order:
+
+    register(memory)             once per memory, before metadata() is handed out; repeating it is harmless
+    metadata()                   opaque bytes, sent to peers inside a grant
+    connect(metadata) -> peer    any number of times; cheap when the bytes are known
+    post(peer, local, remote)    one-sided write; may copy inside the call (NIXL on one host does)
+    poll(handle)                 until it is DONE or FAILED
+    release(handle)              exactly once per handle
+    notify(peer, payload)        any time after connect; arrives after writes that were DONE before the call
+    notifications()              call it often while anything is open: it also drives wire-up and both sides' progress
+    disconnect(peer)             the peer is gone; a later connect starts anew
+    close()
+
+An agent belongs to one thread at a time. Its name is unique per incarnation of a process. Verbs raise only
+the errors below; the transport's own are mapped.
+
+    UnavailableError
+    └── TransferError           this transfer failed; the request may be retried elsewhere
+        ├── PeerLostError       the peer process or the connection is gone; disconnect it
+        ├── LeaseExpiredError   the grant's time is over; nothing more was written
+        └── LayoutMismatchError the two memories do not have equal layouts
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+
+from cluster.errors import UnavailableError
+from cluster.kvcache.memory import BlockMemory
+
+TransferHandle = Any  # opaque; only the agent that made it looks inside
+
+
+class TransferError(UnavailableError):
+    """A transfer failed; the request may be retried with other workers."""
+
+
+class PeerLostError(TransferError):
+    """The peer process, or the connection to it, is gone."""
+
+
+class LeaseExpiredError(TransferError):
+    """The writer's time is over; nothing was posted after it."""
+
+
+class LayoutMismatchError(TransferError):
+    """Writer and owner disagree about the layout of a block: they run different models or configurations."""
+
+
+class TransferState(Enum):
+    PENDING = "pending"
+    DONE = "done"  # the bytes are in the peer's memory
+    FAILED = "failed"  # any part of them may be in the peer's memory
+
+
+class Agent(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def register(self, memory: BlockMemory) -> None: ...
+
+    def metadata(self) -> bytes: ...
+
+    def connect(self, metadata: bytes) -> str:
+        """The peer's name. Known bytes return at once; other bytes under a known name replace the old
+        peer."""
+        ...
+
+    def post(
+        self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b""
+    ) -> TransferHandle:
+        """Start writing `local[i]` to `remote[i]`; both are [n, 2] uint64 (address, bytes), n >= 1.
+
+        The source must not change until the handle is DONE or FAILED. A non-empty notification reaches the
+        peer after the bytes. On a GPU the caller has synchronised with the kernels that filled the source.
+        """
+        ...
+
+    def poll(self, handle: TransferHandle) -> TransferState: ...
+
+    def notify(self, peer: str, payload: bytes) -> None: ...
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """(peer name, payload) of everything that came in since the last call; drives the transport."""
+        ...
+
+    def release(self, handle: TransferHandle) -> None:
+        """Forget a handle. A pending transfer is cancelled; TransferError when it cannot be (then
+        disconnect)."""
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """Drop the peer, known or not. Never raises for a peer that is already gone."""
+        ...
+
+    def close(self) -> None: ...

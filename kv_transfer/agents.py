@@ -1,0 +1,21 @@
+"""Which agent a configuration asks for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kv_transfer.agent import Agent
+from kv_transfer.in_process import InProcessNetwork
+
+Transport = Literal["nixl", "in_process"]
+
+_LOCAL_NETWORK = InProcessNetwork()  # joins all agents of this process; there can be only one of it
+
+
+def make_agent(transport: Transport, name: str) -> Agent:
+    """An agent of this process. Raises ConfigError when the transport cannot be had here."""
+    if transport == "in_process":
+        return _LOCAL_NETWORK.agent(name)
+    from kv_transfer.nixl_agent import NixlAgent  # loads UCX; only where it is used
+
+    return NixlAgent(name)

@@ -1,0 +1,243 @@
+"""NIXL over UCX: shared memory on one host, TCP, CUDA IPC, RDMA. The only file that imports nixl.
+
+Settings, and why (measured, see docs): the progress thread is off, because it spins a whole core; so both
+sides must call `notifications` while anything is open. On one host a write of CPU memory is a cross-process
+copy that runs inside `post`. UCX's error handling stays at "peer", its default, so that a killed peer is an
+error within a second or two.
+
+The metadata that peers exchange wraps NIXL's own with the list of registered ranges: a grant names addresses
+only, and NIXL wants to know for each whether it is DRAM or VRAM and of which device.
+
+An agent belongs to one thread at a time; it may be made and registered on one and handed over to another.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from cluster.errors import ConfigError
+from cluster.kvcache.memory import BlockMemory
+from kv_transfer.agent import PeerLostError, TransferError, TransferState
+
+_STATES = {"DONE": TransferState.DONE, "PROC": TransferState.PENDING, "ERR": TransferState.FAILED}
+
+
+class _Region(msgspec.Struct, frozen=True, array_like=True):
+    address: int
+    num_bytes: int
+    kind: str  # "DRAM" or "VRAM"
+    device_id: int
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    regions: tuple[_Region, ...]
+    nixl: bytes
+
+
+@dataclass
+class _Peer:
+    metadata: bytes
+    regions: tuple[_Region, ...]
+
+
+@dataclass
+class _Handle:
+    nixl: Any
+    peer: str
+    state: TransferState
+
+
+def load_nixl() -> tuple[ModuleType, ModuleType]:
+    """(nixl's API, its bindings), from whichever wheel is installed. Raises ConfigError when none is."""
+    cuda_first = ("cu13", "cu12") if (torch.version.cuda or "").startswith("13") else ("cu12", "cu13")
+    names = [f"nixl_{cuda}" for cuda in cuda_first] + ["nixl"]
+    failures: list[str] = []
+    for name in names:
+        try:
+            return importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")
+        except ImportError as error:
+            failures.append(f"{name}: {error}")
+    raise ConfigError(
+        "the NIXL transport needs the package nixl-cu12 or nixl-cu13; none can be imported ("
+        + "; ".join(failures)
+        + ")"
+    )
+
+
+class NixlAgent:
+    def __init__(self, name: str, backend_params: dict[str, str] | None = None):
+        """`name` must never have been used by another process; a replica's incarnation id is right.
+
+        Takes about half a second. `backend_params` go to NIXL's UCX backend.
+        """
+        api, self._bindings = load_nixl()
+        self.name = name
+        with self._mapped():
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+            self._agent = api.nixl_agent(name, config)
+            if "UCX" not in self._agent.get_plugin_list():
+                raise ConfigError("this NIXL has no UCX plugin")
+            self._agent.create_backend("UCX", backend_params or {})
+        self._regions: list[_Region] = []
+        self._registrations: list[
+            tuple[BlockMemory, Any]
+        ] = []  # the memory stays alive while it is registered
+        self._metadata = b""
+        self._peers: dict[str, _Peer] = {}
+        self._name_of: dict[bytes, str] = {}  # metadata of connected peers
+        self._handles: dict[int, _Handle] = {}
+        self._is_closed = False
+
+    def register(self, memory: BlockMemory) -> None:
+        if any(known is memory for known, _ in self._registrations):
+            return
+        device = memory.buffer.device
+        kind = "VRAM" if device.type == "cuda" else "DRAM"
+        region = _Region(memory.base_address, memory.buffer.numel(), kind, device.index or 0)
+        with self._mapped():
+            registration = self._agent.register_memory(
+                [(region.address, region.num_bytes, region.device_id, "")], mem_type=kind
+            )
+            self._registrations.append((memory, registration))
+            self._regions.append(region)
+            encoded = _Metadata(self.name, tuple(self._regions), self._agent.get_agent_metadata())
+        self._metadata = msgspec.msgpack.encode(encoded)
+
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def connect(self, metadata: bytes) -> str:
+        known = self._name_of.get(metadata)
+        if known is not None:
+            return known
+        try:
+            decoded = msgspec.msgpack.decode(metadata, type=_Metadata)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"agent metadata cannot be read: {error}") from error
+        self.disconnect(decoded.name)
+        with self._mapped():
+            added = self._agent.add_remote_agent(decoded.nixl)
+        added = added.decode() if isinstance(added, bytes) else added
+        if added != decoded.name:
+            raise TransferError(f"metadata of {decoded.name} belongs to {added}")
+        self._peers[decoded.name] = _Peer(metadata, decoded.regions)
+        self._name_of[metadata] = decoded.name
+        return decoded.name
+
+    def post(self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b"") -> _Handle:
+        known = self._peers.get(peer)
+        if known is None:
+            raise PeerLostError(f"peer {peer} is not connected")
+        local_descs = self._descriptors(local, tuple(self._regions), self.name)
+        remote_descs = self._descriptors(remote, known.regions, peer)
+        with self._mapped():
+            transfer = self._agent.initialize_xfer("WRITE", local_descs, remote_descs, peer, notification)
+            try:
+                state = _STATES[self._agent.transfer(transfer)]
+            except BaseException:
+                self._forget(transfer)
+                raise
+        handle = _Handle(transfer, peer, state)
+        self._handles[id(handle)] = handle
+        return handle
+
+    def poll(self, handle: _Handle) -> TransferState:
+        if handle.state is TransferState.PENDING:
+            try:
+                with self._mapped():
+                    handle.state = _STATES[self._agent.check_xfer_state(handle.nixl)]
+            except TransferError:
+                handle.state = TransferState.FAILED
+                raise
+        return handle.state
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        if peer not in self._peers:
+            raise PeerLostError(f"peer {peer} is not connected")
+        with self._mapped():
+            self._agent.send_notif(peer, payload)
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        with self._mapped():
+            by_peer = self._agent.get_new_notifs()
+        return [(peer, payload) for peer, payloads in by_peer.items() for payload in payloads]
+
+    def release(self, handle: _Handle) -> None:
+        self._handles.pop(id(handle), None)
+        with self._mapped():
+            handle.nixl.release()
+
+    def disconnect(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        self._name_of.pop(known.metadata, None)
+        for handle in [h for h in self._handles.values() if h.peer == peer]:
+            handle.state = TransferState.FAILED
+        try:
+            with self._mapped():
+                self._agent.remove_remote_agent(peer)
+        except TransferError:
+            pass  # already gone
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for handle in list(self._handles.values()):
+            self._forget(handle.nixl)
+        self._handles.clear()
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        for _, registration in self._registrations:
+            with self._mapped():
+                self._agent.deregister_memory(registration)
+        self._registrations.clear()
+        self._agent = None
+
+    def _forget(self, transfer: Any) -> None:
+        """Release without a word; NIXL's own finaliser tries again."""
+        try:
+            with self._mapped():
+                transfer.release()
+        except TransferError:
+            pass
+
+    def _descriptors(self, rows: np.ndarray, regions: tuple[_Region, ...], owner: str) -> Any:
+        """NIXL's list of (address, bytes, device) for rows that all lie in one registered range."""
+        start, end = int(rows[:, 0].min()), int((rows[:, 0] + rows[:, 1]).max())
+        for region in regions:
+            if region.address <= start and end <= region.address + region.num_bytes:
+                table = np.empty((len(rows), 3), dtype=np.uint64)
+                table[:, :2] = rows
+                table[:, 2] = region.device_id
+                return self._agent.get_xfer_descs(table, mem_type=region.kind)
+        raise TransferError(f"agent {owner} has no registered memory at [{start:#x}, {end:#x})")
+
+    @contextmanager
+    def _mapped(self) -> Iterator[None]:
+        """NIXL's exceptions as ours."""
+        try:
+            yield
+        except self._bindings.nixlRemoteDisconnectError as error:
+            raise PeerLostError(f"NIXL: the peer is gone ({error})") from error
+        except _nixl_errors(self._bindings) as error:
+            raise TransferError(f"NIXL: {type(error).__name__}: {error}") from error
+
+
+def _nixl_errors(bindings: ModuleType) -> tuple[type[Exception], ...]:
+    return tuple(
+        value
+        for name, value in vars(bindings).items()
+        if name.startswith("nixl") and name.endswith("Error") and isinstance(value, type)
+    )

@@ -1,0 +1,344 @@
+"""The writer's half of a lease: writes blocks into a peer's memory and says so, once.
+
+In call order:
+
+    outgoing = sender.open(grant)                        as soon as the grant is there: its time runs from here
+    outgoing.write(local_block_ids, grant_indices)       any number of times, while the rest is still being computed
+    outgoing.finish(payload)  or  outgoing.abort(reason) once; abort may also follow finish, and may repeat
+    sender.poll()                                        again and again while `num_open` > 0
+
+    open --finish--> draining --all writes DONE, done notified--> Finished
+    open, draining --abort--> draining --no write in flight, abort notified--> SendAborted
+    open, draining --a write, the peer or the clock fails--> draining --no write in flight, abort tried--> SendFailed
+
+Every `open` that returned ends in exactly one event, also without finish or abort: the grant's time runs out.
+Until that event the local blocks belong to the transport and must not be freed. Nothing is posted after
+`ttl_s` from `open`; a write that is still in flight then is cancelled, its peer disconnected if it cannot be,
+and the owner is left to its own timer (no abort is sent, because bytes might still land). A lease is written
+once: its grant is refused when it comes again.
+
+The methods of `Sender.open` and `Outgoing` only take the wish down and may be called from any thread. `poll`
+acts on it and belongs to the agent's thread; a write may copy inside it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.clock import Clock
+from cluster.kvcache.memory import BlockMemory, block_descriptors
+from cluster.types.transfer import Grant
+from kv_transfer.agent import (
+    Agent,
+    LayoutMismatchError,
+    LeaseExpiredError,
+    PeerLostError,
+    TransferError,
+    TransferHandle,
+    TransferState,
+)  # fmt: skip
+from kv_transfer.envelope import Envelope, NoticeKind, digest_blocks, encode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All bytes are in the peer's memory and it was told so."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True)
+class SendAborted:
+    """The caller's abort is complete: nothing is in flight and the peer was told, if it lives."""
+
+    lease_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SendFailed:
+    lease_id: str
+    error: TransferError
+
+
+SendEvent = Finished | SendAborted | SendFailed
+
+
+@dataclass(frozen=True)
+class _Write:
+    local_block_ids: tuple[int, ...]
+    remote_block_ids: tuple[int, ...]
+    segment_ids: tuple[int, ...] | None
+
+
+class Outgoing:
+    """One lease from the writer's side. Made by `Sender.open`; the fields are the sender's."""
+
+    def __init__(self, grant: Grant, sender: Sender, expires_at: float):
+        self.lease_id = grant.lease_id
+        self._grant = grant
+        self._sender = sender
+        self._expires_at = expires_at
+        self._queued: deque[_Write] = deque()
+        self._in_flight: list[TransferHandle] = []
+        self._peer: str | None = None  # once connected
+        self._payload: bytes | None = None  # finish was called
+        self._abort_reason: str | None = None  # abort was called
+        self._error: TransferError | None = None
+        self._is_silent = False  # bytes may still land: the owner must not hear that the writer has stopped
+
+    def write(
+        self,
+        local_block_ids: Sequence[int],
+        grant_indices: Sequence[int],
+        segment_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Copy `local_block_ids[i]` to the grant's block number `grant_indices[i]`, in all segments or the
+        given ones.
+
+        The content must be final. Raises LeaseExpiredError after the grant's time (the event still follows);
+        ValueError for a call that makes no sense. Ignored once the transfer has failed: its event is on the
+        way."""
+        if len(local_block_ids) != len(grant_indices):
+            raise ValueError(f"{len(local_block_ids)} blocks cannot go to {len(grant_indices)} places")
+        blocks = self._grant.block_ids
+        if any(not 0 <= i < len(blocks) for i in grant_indices):
+            raise ValueError(f"lease {self.lease_id} has {len(blocks)} blocks; a write names another one")
+        if any(not 0 <= b < self._sender.memory.num_blocks for b in local_block_ids):
+            raise ValueError(f"a write for lease {self.lease_id} names a local block outside the memory")
+        if self._payload is not None:
+            raise ValueError(f"lease {self.lease_id} is finished; it cannot be written to")
+        if self._sender.now() >= self._expires_at:
+            raise _expired(self._grant)
+        if not local_block_ids:
+            return
+        remote = tuple(blocks[i] for i in grant_indices)
+        segments = None if segment_ids is None else tuple(segment_ids)
+        self._queued.append(_Write(tuple(local_block_ids), remote, segments))
+        self._sender.wake()
+
+    def finish(self, payload: bytes) -> None:
+        """Tell the owner, with `payload`, once all writes are in its memory. Raises like `write`."""
+        if self._payload is not None:
+            raise ValueError(f"lease {self.lease_id} is finished twice")
+        if self._sender.now() >= self._expires_at:
+            raise _expired(self._grant)
+        self._payload = payload
+        self._sender.wake()
+
+    def abort(self, reason: str) -> None:
+        """Stop: post nothing more, wait for what is in flight, tell the owner. No effect when all is over."""
+        if self._abort_reason is None:
+            self._abort_reason = reason
+        self._sender.wake()
+
+
+class Sender:
+    def __init__(
+        self, agent: Agent, memory: BlockMemory, clock: Clock, wake: Callable[[], None] = lambda: None
+    ):
+        """`wake` is called when there is something new for `poll` to do, from the caller's thread."""
+        self._agent = agent
+        self.memory = memory
+        self.wake = wake
+        self.now = clock.now
+        agent.register(memory)
+        self._layout = memory.layout.fingerprint
+        self._lock = threading.Lock()  # guards the two tables
+        self._open: dict[str, Outgoing] = {}
+        self._used: deque[tuple[float, str]] = deque()  # (when, lease) of closed leases, oldest first
+        self._used_ids: set[str] = set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def open(self, grant: Grant) -> Outgoing:
+        """Take a grant up; its time runs from here.
+
+        Raises LayoutMismatchError when the memories differ and TransferError when the lease was opened
+        before; no event follows then."""
+        if grant.layout != self._layout:
+            raise LayoutMismatchError(
+                f"lease {grant.lease_id}: the owner's blocks have layout {grant.layout}, ours have {self._layout}"
+            )
+        outgoing = Outgoing(grant, self, self.now() + grant.ttl_s)
+        with self._lock:
+            if grant.lease_id in self._open or grant.lease_id in self._used_ids:
+                raise TransferError(f"lease {grant.lease_id} was opened before; it can be written once")
+            self._open[grant.lease_id] = outgoing
+        self.wake()
+        return outgoing
+
+    def abort_all(self, reason: str) -> None:
+        with self._lock:
+            outgoings = list(self._open.values())
+        for outgoing in outgoings:
+            outgoing.abort(reason)
+
+    def poll(self) -> list[SendEvent]:
+        """Post what was asked for, see how writes are doing, and return what has ended."""
+        with self._lock:
+            outgoings = list(self._open.values())
+        events: list[SendEvent] = []
+        for outgoing in outgoings:
+            try:
+                event = self._advance(outgoing)
+            except Exception as error:  # a bug; it must not cost the other leases their progress
+                logger.exception("lease %s cannot be sent", outgoing.lease_id)
+                self._release_all(outgoing)
+                event = SendFailed(outgoing.lease_id, TransferError(f"internal error: {error!r}"))
+            if event is not None:
+                self._close(outgoing)
+                events.append(event)
+        return events
+
+    def fail_all(self, error: TransferError) -> list[SendEvent]:
+        """The agent is closed: every open lease ends here, unheard by its owner."""
+        with self._lock:
+            outgoings = list(self._open.values())
+        for outgoing in outgoings:
+            self._close(outgoing)
+        return [SendFailed(outgoing.lease_id, error) for outgoing in outgoings]
+
+    def _advance(self, outgoing: Outgoing) -> SendEvent | None:
+        # Read once, before the queue: writes queued before finish are seen in this round, a later abort in the next.
+        payload, abort_reason = outgoing._payload, outgoing._abort_reason
+        try:
+            self._post_queued(outgoing, is_aborted=abort_reason is not None)
+            self._settle(outgoing)
+        except TransferError as error:
+            self._fail(outgoing, error)
+        is_over = self.now() >= outgoing._expires_at
+        if outgoing._in_flight:
+            if is_over:
+                self._abandon(outgoing)
+            else:
+                return None
+        if outgoing._error is None and abort_reason is None and (payload is None or outgoing._queued):
+            if not is_over:
+                return None
+            self._fail(outgoing, _expired(outgoing._grant))
+        return self._conclude(outgoing, payload, abort_reason)
+
+    def _post_queued(self, outgoing: Outgoing, is_aborted: bool) -> None:
+        while outgoing._queued:
+            if outgoing._error is not None or is_aborted:
+                outgoing._queued.clear()
+                return
+            if self.now() >= outgoing._expires_at:
+                raise _expired(outgoing._grant)
+            write = outgoing._queued.popleft()
+            grant = outgoing._grant
+            peer = self._connect(outgoing)
+            local = self.memory.descriptors(write.local_block_ids, write.segment_ids)
+            remote = block_descriptors(
+                self.memory.layout,
+                grant.base_address,
+                grant.num_blocks,
+                write.remote_block_ids,
+                write.segment_ids,
+            )
+            outgoing._in_flight.append(self._agent.post(peer, local, remote))
+
+    def _connect(self, outgoing: Outgoing) -> str:
+        if outgoing._peer is None:
+            outgoing._peer = self._agent.connect(outgoing._grant.agent_metadata)
+        return outgoing._peer
+
+    def _settle(self, outgoing: Outgoing) -> None:
+        """Release what is over. Raises for a failed write; the others stay in flight."""
+        failed = 0
+        still_in_flight: list[TransferHandle] = []
+        handles, outgoing._in_flight = outgoing._in_flight, still_in_flight
+        for position, handle in enumerate(handles):
+            try:
+                state = self._agent.poll(handle)
+            except TransferError:
+                still_in_flight.extend(handles[position:])
+                raise
+            if state is TransferState.PENDING:
+                still_in_flight.append(handle)
+                continue
+            failed += state is TransferState.FAILED
+            self._release(outgoing, handle)
+        if failed:
+            raise TransferError(f"lease {outgoing.lease_id}: {failed} writes failed")
+
+    def _fail(self, outgoing: Outgoing, error: TransferError) -> None:
+        outgoing._error = outgoing._error or error
+        outgoing._queued.clear()
+        if isinstance(error, PeerLostError) and outgoing._peer is not None:
+            self._lose_peer(outgoing._peer, error)
+
+    def _lose_peer(self, peer: str, error: TransferError) -> None:
+        """The peer is gone for all leases at once; what is in flight to it will never end by itself."""
+        for outgoing in list(self._open.values()):
+            if outgoing._peer == peer:
+                outgoing._error = outgoing._error or error
+                outgoing._is_silent = True
+                self._release_all(outgoing)
+        self._agent.disconnect(peer)
+
+    def _abandon(self, outgoing: Outgoing) -> None:
+        """Time is over with writes in flight: take the source away from them."""
+        outgoing._error = outgoing._error or _expired(outgoing._grant)
+        outgoing._is_silent = True
+        self._release_all(outgoing)
+
+    def _release_all(self, outgoing: Outgoing) -> None:
+        handles, outgoing._in_flight = outgoing._in_flight, []
+        for handle in handles:
+            self._release(outgoing, handle)
+
+    def _release(self, outgoing: Outgoing, handle: TransferHandle) -> None:
+        try:
+            self._agent.release(handle)
+        except TransferError:
+            if outgoing._peer is not None:
+                self._agent.disconnect(outgoing._peer)  # ends the transfer together with its connection
+
+    def _conclude(self, outgoing: Outgoing, payload: bytes | None, abort_reason: str | None) -> SendEvent:
+        if outgoing._error is None and abort_reason is None:
+            assert payload is not None
+            try:
+                self._notify(outgoing, NoticeKind.DONE, payload)
+                return Finished(outgoing.lease_id)
+            except TransferError as error:
+                self._fail(outgoing, error)
+                outgoing._is_silent = True  # whether the owner has heard is unknown; its timer decides
+        if not outgoing._is_silent:
+            reason = str(outgoing._error) if outgoing._error is not None else abort_reason
+            try:
+                self._notify(outgoing, NoticeKind.ABORT, (reason or "").encode())
+            except TransferError as error:  # the owner's timer ends the lease
+                if isinstance(error, PeerLostError) and outgoing._peer is not None:
+                    self._lose_peer(outgoing._peer, error)
+        if outgoing._error is not None:
+            return SendFailed(outgoing.lease_id, outgoing._error)
+        return SendAborted(outgoing.lease_id, abort_reason or "")
+
+    def _notify(self, outgoing: Outgoing, kind: NoticeKind, payload: bytes) -> None:
+        grant = outgoing._grant
+        digest = digest_blocks(grant.block_ids, grant.generations)
+        self._agent.notify(self._connect(outgoing), encode(Envelope(grant.lease_id, digest, kind, payload)))
+
+    def _close(self, outgoing: Outgoing) -> None:
+        """Forget a lease but for its name, which is kept as long as its grant could come again and look
+        alive."""
+        outgoing._error = outgoing._error or TransferError("this lease is over")
+        with self._lock:
+            self._open.pop(outgoing.lease_id, None)
+            self._used.append((self.now() + outgoing._grant.ttl_s, outgoing.lease_id))
+            self._used_ids.add(outgoing.lease_id)
+            while self._used and self._used[0][0] <= self.now():
+                self._used_ids.discard(self._used.popleft()[1])
+
+
+def _expired(grant: Grant) -> LeaseExpiredError:
+    return LeaseExpiredError(f"lease {grant.lease_id} ran out {grant.ttl_s} s after its grant came")

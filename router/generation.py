@@ -1,0 +1,97 @@
+"""The G phase of one choice: token events to text, stop strings, usage. Runs on the door's event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from cluster.clock import Clock
+from cluster.errors import ClusterError
+from cluster.text.detokenizer import Detokenizer
+from cluster.text.stop import StopStrings
+from cluster.types.messages import FinishReason, TokenEvent
+from router.metrics import DoorMetrics
+from router.openai.protocol import TextDelta, Usage
+from router.prompts import PreparedPrompt
+
+
+class Choice:
+    """Iterates over the text of one choice. Closing it, at any time, cancels what still runs."""
+
+    def __init__(
+        self,
+        prompt: PreparedPrompt,
+        tokens: AsyncGenerator[TokenEvent, None],
+        detokenizer: Detokenizer,
+        stop_strings: StopStrings,
+        metrics: DoorMetrics,
+        clock: Clock,
+        arrived_at: float,
+    ):
+        """`arrived_at`: when the HTTP request reached the door, on `clock`."""
+        self._prompt = prompt
+        self._tokens = tokens
+        self._detokenizer = detokenizer
+        self._stop_strings = stop_strings
+        self._metrics = metrics
+        self._clock = clock
+        self._last_at = arrived_at
+        self._num_tokens = 0
+        self._num_cached_tokens = 0
+        self._outcome: str | None = "cancelled"  # what is counted at the end; None once counted
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._prompt.num_tokens,
+            completion_tokens=self._num_tokens,
+            cached_tokens=self._num_cached_tokens,
+            audio_tokens=self._prompt.num_audio_tokens,
+        )
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        try:
+            async for event in self._tokens:
+                self._measure(event)
+                delta = self._delta(event)
+                if delta.finish_reason is not None:
+                    self._outcome = delta.finish_reason
+                    await self._tokens.aclose()  # a stop string was found here; the pools do not know it
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        except ClusterError as error:
+            self._outcome = type(error).__name__
+            raise
+
+    async def aclose(self) -> None:
+        await self._tokens.aclose()
+        if self._outcome is not None:
+            self._metrics.finished(self._outcome)
+            self._outcome = None
+
+    def _measure(self, event: TokenEvent) -> None:
+        now = self._clock.now()
+        if self._num_tokens == 0:
+            self._num_cached_tokens = event.num_cached_tokens
+            self._metrics.ttft_s.observe(now - self._last_at)
+            self._metrics.prompt_tokens.inc(self._prompt.num_tokens)
+            self._metrics.cached_tokens.inc(event.num_cached_tokens)
+        else:
+            self._metrics.itl_s.observe(now - self._last_at)
+        self._metrics.generation_tokens.inc(len(event.token_ids))
+        self._last_at = now
+        self._num_tokens += len(event.token_ids)
+
+    def _delta(self, event: TokenEvent) -> TextDelta:
+        text, matched = self._stop_strings.push(self._detokenizer.push(event.token_ids))
+        if matched is None and event.finish_reason is not None:
+            more, matched = self._stop_strings.push(self._detokenizer.flush())
+            text += more
+            if matched is None:
+                text += self._stop_strings.flush()
+        if matched is not None:
+            return TextDelta(text, len(event.token_ids), "stop")
+        if event.finish_reason is None:
+            return TextDelta(text, len(event.token_ids))
+        reason = "stop" if event.finish_reason is FinishReason.STOP else "length"
+        return TextDelta(text, len(event.token_ids), reason)

@@ -1,0 +1,236 @@
+"""Routes, errors and disconnects. The edge of the process: the only broad `except`s stand here, and they answer.
+
+Every answer carries `x-request-id`; every error has OpenAI's form. A client that leaves cancels its call, streamed or
+not, also while the door is still choosing workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.errors import ClusterError, ModelNotFoundError, RequestError
+from router.openai import render
+from router.openai.protocol import DoorProtocol
+from router.openai.schema import ChatRequest, CompletionRequest, parse
+from router.openai.serving import ClientGoneError, stream, until_disconnect, whole
+from router.openai.translate import ChatCall, CompletionCall, chat_call, completion_call
+
+log = logging.getLogger(__name__)
+MAX_BODY_BYTES = 64 * 2**20
+BIG_BODY_BYTES = 256 * 2**10  # parsed in a thread from this size on, so that other streams go on
+CLIENT_GONE_STATUS = 499  # nobody reads it; nginx's number, for the access log
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class BodyTooLargeError(RequestError):
+    status = 413
+    code = "request_too_large"
+
+
+class NoSuchRouteError(RequestError):
+    code = "not_found"
+
+
+def build_api(door: DoorProtocol, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    api = FastAPI(title="OpenAI-compatible API", docs_url=None, redoc_url=None)
+    _Routes(door, max_body_bytes).mount(api)
+    api.add_exception_handler(ClusterError, _answer_error)
+    api.add_exception_handler(HTTPException, _answer_http_exception)
+    api.add_middleware(_Edge)
+    return api
+
+
+class _Routes:
+    def __init__(self, door: DoorProtocol, max_body_bytes: int):
+        self._door = door
+        self._max_body_bytes = max_body_bytes
+
+    def mount(self, api: FastAPI) -> None:
+        api.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        api.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
+        api.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
+        api.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
+        api.add_api_route("/health", self.health, methods=["GET"], response_model=None)
+        api.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
+
+    async def chat(self, request: Request) -> Response:
+        door = self._door
+        call: ChatCall = await self._call(
+            request, lambda body: chat_call(parse(ChatRequest, body), door.model_id, door.defaults)
+        )
+        answer = render.ChatFormat(_new_id("chatcmpl"), int(time.time()), door.model_id, call.include_usage)
+        return await self._answer(request, call, door.chat, answer)
+
+    async def complete(self, request: Request) -> Response:
+        door = self._door
+        call: CompletionCall = await self._call(
+            request,
+            lambda body: completion_call(parse(CompletionRequest, body), door.model_id, door.defaults),
+        )
+        answer = render.CompletionFormat(_new_id("cmpl"), int(time.time()), door.model_id, call.include_usage)
+        return await self._answer(request, call, door.complete, answer)
+
+    async def models(self, request: Request) -> Response:
+        models = [render.model_fields(self._door.model_id, self._door.created)]
+        return _json(msgspec.json.encode({"object": "list", "data": models}))
+
+    async def model(self, model_id: str) -> Response:
+        if model_id != self._door.model_id:
+            raise ModelNotFoundError(f"the model {model_id[:200]!r} does not exist", param="model")
+        return _json(msgspec.json.encode(render.model_fields(model_id, self._door.created)))
+
+    async def health(self) -> Response:
+        return Response(status_code=200 if self._door.is_ready() else 503)
+
+    async def metrics(self) -> Response:
+        return Response(self._door.metrics(), media_type=METRICS_TYPE)
+
+    async def _call(self, request: Request, translate: Callable[[bytes], Any]) -> Any:
+        body = await _read_body(request, self._max_body_bytes)
+        return translate(body) if len(body) < BIG_BODY_BYTES else await asyncio.to_thread(translate, body)
+
+    async def _answer(
+        self, request: Request, call: Any, start: Callable[[Any], Awaitable[Any]], answer: render.Format
+    ) -> Response:
+        num_choices = len(call.sampling)
+        if call.stream:
+            return EventStream(stream(lambda: start(call), answer, num_choices, call.include_usage))
+        try:
+            return _json(await until_disconnect(request, whole(lambda: start(call), answer, num_choices)))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE_STATUS)
+
+
+class EventStream(Response):
+    """Sends events as they come. The status line waits for the first event, so an error before it is still a plain
+    HTTP error; a later one is an event, after which the stream ends without `[DONE]`."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]):
+        super().__init__(
+            media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        with contextlib.suppress(ClientGoneError):
+            async with contextlib.aclosing(self._events):
+                await until_disconnect(request, self._send_all(request, send))
+
+    async def _send_all(self, request: Request, send: Send) -> None:
+        async def write(message: Message) -> None:
+            try:
+                await send(message)
+            except OSError:  # the server's way of saying that the connection is gone
+                raise ClientGoneError from None
+
+        def body(data: bytes, more: bool) -> Message:
+            return {"type": "http.response.body", "body": data, "more_body": more}
+
+        has_started = False
+        try:
+            async for event in self._events:
+                if not has_started:
+                    has_started = True
+                    await write({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await write(body(event, True))
+        except ClientGoneError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of the process: whatever it is, the client is told
+            if not has_started:
+                answer = await _answer_error(request, error)
+                await answer(request.scope, request.receive, send)
+                return
+            _log_unexpected(error)
+            await write(body(render.error_event(render.public_error(error)), True))
+        await write(body(b"", False))
+
+
+class _Edge:
+    """Names every answer, and answers what nothing inside did. A plain ASGI middleware: bodies pass untouched."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = (b"x-request-id", _new_id("http").encode())
+        has_started = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                message["headers"] = [*message.get("headers", ()), name]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            if has_started:
+                raise
+            answer = await _answer_error(Request(scope), error)
+            await answer(scope, receive, send_named)
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body, never more than `max_bytes` of it in memory."""
+    declared = request.headers.get("content-length", "")
+    too_large = BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_large
+    chunks: list[bytes] = []
+    num_bytes = 0
+    try:
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > max_bytes:
+                raise too_large
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise RequestError("the body ended early") from error
+    return b"".join(chunks)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    _log_unexpected(error)
+    known = render.public_error(error)
+    headers = {}
+    if known.status in (429, 503):
+        headers["retry-after"] = str(max(1, round(known.retry_after_s or 1)))
+    return _json(render.error_body(known), known.status, headers)
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # what it is registered for
+    known = NoSuchRouteError(f"{request.method} {request.url.path[:200]}: {error.detail}")
+    return _json(render.error_body(known), error.status_code, dict(error.headers or {}))
+
+
+def _log_unexpected(error: Exception) -> None:
+    if not isinstance(error, ClusterError):
+        log.error("a request failed unexpectedly", exc_info=error)
+
+
+def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, media_type="application/json")
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(12)}"

@@ -1,0 +1,72 @@
+"""What the API asks of the door. The fake in `tests/unit/openai/fake_door.py` implements it too.
+
+One call, in order: `chat` or `complete` → for every generation: iterate to its finish reason → `usage` → `aclose`.
+`aclose` is always called, also after the end, after an error and when the client is gone; it may be repeated.
+While `chat` or `complete` is still waiting, a client that leaves cancels the awaiting task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Literal, Protocol
+
+import msgspec
+
+from cluster.text.defaults import GenerationDefaults
+from router.openai.translate import ChatCall, CompletionCall
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    """A piece of one choice's text. The last one, and only it, carries the finish reason; its text may be empty."""
+
+    text: str
+    num_tokens: int = 0
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one choice; the prompt is counted in each, the API counts it once per prompt."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0  # of the prompt
+    audio_tokens: int = 0  # of the prompt
+
+
+class Generation(Protocol):
+    """One choice."""
+
+    @property
+    def usage(self) -> Usage:
+        """Up to date at every moment; final after the last delta."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        """May raise a ClusterError at any point; then nothing more comes."""
+        ...
+
+    async def aclose(self) -> None:
+        """Cancel it in every pool if it still runs."""
+        ...
+
+
+class DoorProtocol(Protocol):
+    model_id: str
+    created: int  # unix seconds
+    defaults: GenerationDefaults  # for fields that a request leaves out
+
+    async def chat(self, call: ChatCall) -> list[Generation]:
+        """One generation per choice. Raises ClusterError."""
+        ...
+
+    async def complete(self, call: CompletionCall) -> list[Generation]:
+        """Choices of the first prompt, then of the second, and so on. Raises ClusterError."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether every pool that the model needs has a member."""
+        ...
+
+    def metrics(self) -> bytes:
+        """Prometheus text."""
+        ...

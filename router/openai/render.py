@@ -1,0 +1,131 @@
+"""Answers and stream events, as bytes. Pure.
+
+A stream's events differ only in index, text and finish reason, so everything else is encoded once per stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from cluster.errors import ClusterError, InternalError
+from router.openai.protocol import Usage
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+def error_body(error: ClusterError) -> bytes:
+    """OpenAI's error object."""
+    fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return _encode({"error": fields})
+
+
+def error_event(error: ClusterError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def public_error(error: BaseException) -> ClusterError:
+    """What the client may know of it: the text of an unexpected exception stays in the log."""
+    return error if isinstance(error, ClusterError) else InternalError("internal error")
+
+
+def usage_fields(usages: Sequence[Usage], num_choices: int) -> dict[str, Any]:
+    """Totals over all choices; the prompt counts once for the `num_choices` choices that share it."""
+    completion_tokens = sum(usage.completion_tokens for usage in usages)
+    prompts = usages[::num_choices]
+    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(usage.cached_tokens for usage in prompts),
+            "audio_tokens": sum(usage.audio_tokens for usage in prompts),
+        },
+    }
+
+
+def model_fields(model_id: str, created: int) -> dict[str, Any]:
+    return {"id": model_id, "object": "model", "created": created, "owned_by": "disaggregated-cluster"}
+
+
+class ChatFormat:
+    """/v1/chat/completions: the shapes of one response."""
+
+    def __init__(self, response_id: str, created: int, model: str, include_usage: bool = False):
+        self._head = {"id": response_id, "created": created, "model": model}
+        self._prefix, self._suffix = _frame(self._head, "chat.completion.chunk", include_usage)
+
+    def body(self, texts: Sequence[str], finish_reasons: Sequence[str], usage: dict[str, Any]) -> bytes:
+        choices = [
+            {
+                "index": idx,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": reason,
+            }
+            for idx, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
+        ]
+        return _encode({**self._head, "object": "chat.completion", "choices": choices, "usage": usage})
+
+    def first(self, index: int) -> bytes:
+        delta = (
+            b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}]'
+        )
+        return b'%b[{"index":%d,%b%b' % (self._prefix, index, delta, self._suffix)
+
+    def text(self, index: int, text: str) -> bytes:
+        return b'%b[{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
+            self._prefix, index, _encode(text), self._suffix,
+        )  # fmt: skip
+
+    def finish(self, index: int, reason: str) -> bytes:
+        return b'%b[{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b"}]%b' % (
+            self._prefix, index, reason.encode(), self._suffix,
+        )  # fmt: skip
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        return b'%b[],"usage":%b}\n\n' % (self._prefix, _encode(usage))
+
+
+class CompletionFormat:
+    """/v1/completions: the shapes of one response."""
+
+    def __init__(self, response_id: str, created: int, model: str, include_usage: bool = False):
+        self._head = {"id": response_id, "created": created, "model": model}
+        self._prefix, self._suffix = _frame(self._head, "text_completion", include_usage)
+
+    def body(self, texts: Sequence[str], finish_reasons: Sequence[str], usage: dict[str, Any]) -> bytes:
+        choices = [
+            {"index": idx, "text": text, "logprobs": None, "finish_reason": reason}
+            for idx, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
+        ]
+        return _encode({**self._head, "object": "text_completion", "choices": choices, "usage": usage})
+
+    def first(self, index: int) -> bytes:
+        return b""
+
+    def text(self, index: int, text: str) -> bytes:
+        return b'%b[{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]%b' % (
+            self._prefix, index, _encode(text), self._suffix,
+        )  # fmt: skip
+
+    def finish(self, index: int, reason: str) -> bytes:
+        return b'%b[{"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}]%b' % (
+            self._prefix, index, reason.encode(), self._suffix,
+        )  # fmt: skip
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        return b'%b[],"usage":%b}\n\n' % (self._prefix, _encode(usage))
+
+
+Format = ChatFormat | CompletionFormat
+
+
+def _frame(head: dict[str, Any], kind: str, include_usage: bool) -> tuple[bytes, bytes]:
+    """What stands before and after the choices of every event."""
+    prefix = b"data: " + _encode({**head, "object": kind})[:-1] + b',"choices":'
+    return prefix, b',"usage":null}\n\n' if include_usage else b"}\n\n"

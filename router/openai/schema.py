@@ -1,0 +1,253 @@
+"""Request bodies of /v1/chat/completions and /v1/completions.
+
+Three kinds of fields: implemented ones are typed here; `Harmless` ones are accepted and have no effect on the answer;
+`Neutral` ones would change the answer but are not implemented, so only values that change nothing are accepted. A
+field that is none of these is refused, with the nearest known name in the message.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from cluster.errors import RequestError, UnsupportedError
+
+MAX_CHOICES = 8
+MAX_PROMPTS = 64
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1000
+
+Harmless = Any
+Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+# field → values that change nothing; None always is one
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "cache_salt": (),
+    "priority": (0,),
+}
+HARMLESS = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prediction", "parallel_tool_calls", "request_id", "session_id", "spaces_between_special_tokens",
+)  # fmt: skip
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class _Url(_Strict):
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None  # the processor's own size rule applies
+
+
+class ImagePart(_Strict):
+    type: Literal["image_url"]
+    image_url: _Url
+    uuid: Harmless = None
+
+
+class VideoPart(_Strict):
+    type: Literal["video_url"]
+    video_url: _Url
+    uuid: Harmless = None
+
+
+class AudioUrlPart(_Strict):
+    type: Literal["audio_url"]
+    audio_url: _Url
+    uuid: Harmless = None
+
+
+class _InputAudio(_Strict):
+    data: str
+    format: Annotated[str, Field(pattern=r"^[a-zA-Z0-9.+-]{1,32}$")]
+
+
+class InputAudioPart(_Strict):
+    type: Literal["input_audio"]
+    input_audio: _InputAudio
+    uuid: Harmless = None
+
+
+ContentPart = Annotated[
+    TextPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart, Field(discriminator="type")
+]
+
+
+def _content_kind(value: Any) -> str:
+    return "text" if isinstance(value, str) else "parts"
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[ContentPart], Tag("parts")], Discriminator(_content_kind)
+    ]
+    name: Harmless = None
+    # what an assistant message of the API carries beside its text, when a client sends it back; nothing may be in it
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Harmless = None
+    reasoning: Harmless = None
+    reasoning_content: Harmless = None
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Harmless = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class _Request(_Strict):
+    """Fields that both endpoints have."""
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Unit | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Unit | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatRequest(_Request):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class CompletionRequest(_Request):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
+        ]
+    )
+
+
+Request = TypeVar("Request", bound=_Request)
+
+
+def parse(model: type[Request], body: bytes) -> Request:
+    """A valid request. Raises RequestError or UnsupportedError; messages name fields, never repeat their values."""
+    try:
+        fields = pydantic.TypeAdapter(dict[str, Any]).validate_json(body)
+    except pydantic.ValidationError as error:
+        raise RequestError("the body is not a JSON object") from error
+    known = model.model_fields
+    for name in list(fields):
+        if name in known:
+            continue
+        value = fields.pop(name)
+        if name in HARMLESS:
+            continue
+        if name not in NEUTRAL:
+            near = difflib.get_close_matches(name[:64], [*known, *NEUTRAL, *HARMLESS], n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise RequestError(f"unknown field {name[:64]!r}{hint}", param=name[:64])
+        if value is not None and not any(_is_same(value, neutral) for neutral in NEUTRAL[name]):
+            raise UnsupportedError(f"{name!r} is not supported by this server", param=name)
+    try:
+        return model.model_validate(fields)
+    except pydantic.ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Equality that tells False from 0."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _refusal(error: pydantic.ValidationError) -> RequestError:
+    """The error that looks deepest into the body: of a union's branches, the one that got furthest."""
+    details = max(error.errors(include_url=False, include_input=False), key=lambda item: len(item["loc"]))
+    path = _path(details["loc"])
+    if "tool" in path or details["type"] == "none_required":
+        return UnsupportedError(f"{path}: not supported by this server", param=path)
+    if details["type"] == "extra_forbidden":
+        return RequestError(f"unknown field {path!r}", param=path)
+    if details["type"] == "union_tag_invalid":
+        expected = details.get("ctx", {}).get("expected_tags", "")
+        return RequestError(f"{path}: unknown part type; known are {expected}", param=path)
+    return RequestError(f"{path}: {details['msg']}", param=path)
+
+
+_BRANCHES = {"text", "parts", "image_url", "video_url", "audio_url", "input_audio"}
+
+
+def _path(loc: tuple[str | int, ...]) -> str:
+    """`messages[0].content[1].image_url.url`, without the names that pydantic gives to a union's branches."""
+    path = ""
+    for i, step in enumerate(loc):
+        if isinstance(step, int):
+            path += f"[{step}]"
+            continue
+        is_type = "[" in step or "-" in step or step == "str"
+        is_branch = step in _BRANCHES and i > 0 and (loc[i - 1] == "content" or isinstance(loc[i - 1], int))
+        if not is_type and not is_branch:
+            path += f".{step}" if path else step
+    return path[:200]

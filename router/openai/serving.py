@@ -1,0 +1,164 @@
+"""One call against the door: collect it into a body or merge its choices into a stream, and close every generation
+whatever happens. Plain coroutines; `app` owns HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from cluster.errors import ClusterError, InternalError
+from router.openai import render
+from router.openai.protocol import Generation, TextDelta
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection; nobody waits for an answer."""
+
+
+async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
+    """Run `work`; cancel it and raise ClientGoneError when the client leaves first. The body must have been read."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def whole(
+    start: Callable[[], Awaitable[list[Generation]]], answer: render.Format, num_choices: int
+) -> bytes:
+    """The body of a response that is not streamed."""
+    generations = await start()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_collect(generation)) for generation in generations]
+    except ExceptionGroup as errors:
+        raise _first(errors) from errors
+    finally:
+        await close_all(generations)
+    texts, reasons = zip(*(task.result() for task in tasks), strict=True)
+    usage = render.usage_fields([generation.usage for generation in generations], num_choices)
+    return answer.body(texts, reasons, usage)
+
+
+async def stream(
+    start: Callable[[], Awaitable[list[Generation]]],
+    answer: render.Format,
+    num_choices: int,
+    include_usage: bool,
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events. What is raised before the first one is the caller's to answer; later errors are events."""
+    generations = await start()
+    started: set[int] = set()
+    try:
+        async with contextlib.aclosing(_merged(generations)) as deltas:
+            async for index, delta in deltas:
+                events = b"" if index in started else answer.first(index)
+                started.add(index)
+                if delta.text:
+                    events += answer.text(index, delta.text)
+                if delta.finish_reason is not None:
+                    events += answer.finish(index, delta.finish_reason)
+                if events:
+                    yield events
+        if include_usage:
+            usages = [generation.usage for generation in generations]
+            yield answer.usage(render.usage_fields(usages, num_choices))
+        yield render.DONE
+    finally:
+        await close_all(generations)
+
+
+async def close_all(generations: Sequence[Generation]) -> None:
+    """Also when this task is being cancelled: the pools must hear of it."""
+    await asyncio.shield(_close_all(generations))
+
+
+async def _close_all(generations: Sequence[Generation]) -> None:
+    results = await asyncio.gather(
+        *(generation.aclose() for generation in generations), return_exceptions=True
+    )
+    for result in results:
+        if isinstance(result, Exception):
+            log.error("closing a generation failed", exc_info=result)
+
+
+async def _collect(generation: Generation) -> tuple[str, str]:
+    pieces: list[str] = []
+    async for delta in generation:
+        pieces.append(delta.text)
+        if delta.finish_reason is not None:
+            return "".join(pieces), delta.finish_reason
+    raise InternalError("a generation ended without a finish reason")
+
+
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    """Deltas of all choices as they come, each up to its finish reason. The first error ends them all."""
+    if len(generations) == 1:  # the usual case needs no queue and no task
+        async for delta in generations[0]:
+            yield 0, delta
+            if delta.finish_reason is not None:
+                return
+        raise InternalError("a generation ended without a finish reason")
+    queue: asyncio.Queue[tuple[int, TextDelta | BaseException]] = asyncio.Queue(maxsize=4 * len(generations))
+    tasks = [
+        asyncio.ensure_future(_pump(idx, generation, queue.put)) for idx, generation in enumerate(generations)
+    ]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            idx, delta = await queue.get()
+            if isinstance(delta, BaseException):
+                raise delta
+            num_open -= delta.finish_reason is not None
+            yield idx, delta
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    idx: int, generation: Generation, put: Callable[[tuple[int, TextDelta | BaseException]], Awaitable[None]]
+) -> None:
+    try:
+        async for delta in generation:
+            await put((idx, delta))
+            if delta.finish_reason is not None:
+                return
+        raise InternalError("a generation ended without a finish reason")
+    except Exception as error:  # noqa: BLE001 - raised again by the reader of the queue
+        await put((idx, error))
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    """One error for the client: an expected one if there is any."""
+    leaves = list(_leaves(errors))
+    return next((error for error in leaves if isinstance(error, ClusterError)), leaves[0])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -1,0 +1,80 @@
+"""The whole cluster in one process, without Ray: real services, real sockets, real door; transport in process or NIXL.
+
+Ends with the audit of the style page: every block free or cached, every lease closed, no flight, no task of ours pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from cluster.config.settings import ClusterArgs
+from cluster.types.members import Role
+from cluster.types.messages import LoadReport
+from decode_service.service import DecodeService
+from encoder_service.service import EncoderService
+from prefill_service.service import PrefillService
+from router.door import Door
+
+AUDIT_TIMEOUT_S = 20.0
+
+
+@dataclass
+class LocalCluster:
+    door: Door
+    encoders: list[EncoderService]
+    prefills: list[PrefillService]
+    decodes: list[DecodeService]
+
+    async def audit(self) -> None:
+        """Wait until everybody is idle, then require that nothing is held."""
+        try:
+            async with asyncio.timeout(AUDIT_TIMEOUT_S):
+                while not self._is_idle():
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            pass
+        assert self.door.num_flights == 0, "a request is still on its way"
+        for peer in self.door.peers:
+            held = LoadReport(num_cached_blocks=peer.load.num_cached_blocks)
+            assert peer.load == held, f"{peer.member.replica_id} still holds something: {peer.load}"
+            assert peer.num_predicted_units == 0 and peer.num_flights == 0
+
+    def _is_idle(self) -> bool:
+        idle = (LoadReport(num_cached_blocks=peer.load.num_cached_blocks) == peer.load for peer in self.door.peers)
+        return self.door.num_flights == 0 and all(idle)
+
+
+@asynccontextmanager
+async def local_cluster(args: ClusterArgs, num_replicas: Sequence[int] = (1, 1, 1)) -> AsyncIterator[LocalCluster]:
+    """`num_replicas`: encoders, prefill and decode workers."""
+    unique = secrets.token_hex(4)
+    encoders = [EncoderService(args, f"e{i}-{unique}") for i in range(num_replicas[0])]
+    prefills = [PrefillService(args, f"p{i}-{unique}") for i in range(num_replicas[1])]
+    decodes = [DecodeService(args, f"d{i}-{unique}") for i in range(num_replicas[2])]
+    by_id = {f"d{i}-{unique}": service for i, service in enumerate(decodes)}
+
+    async def call_decode(replica_id: str, request_id: str) -> None:
+        await by_id[replica_id].run(request_id)
+
+    door = Door(args, call_decode)
+    services = [*encoders, *prefills, *decodes]
+    members = [await service.start() for service in services]
+    for role in Role:
+        door.update_members(role, [member for member in members if member.role is role])
+    async with asyncio.timeout(10):
+        while len(door.peers) < len(members):
+            await asyncio.sleep(0.005)
+    cluster = LocalCluster(door, encoders, prefills, decodes)
+    try:
+        yield cluster
+        await cluster.audit()
+        for service in services:
+            service.check_health()
+    finally:
+        await door.aclose()
+        for service in services:
+            await service.stop()

@@ -1,0 +1,106 @@
+"""Whatever moment a client chooses to leave, every stage gives back what it holds. The audit stands in `local_cluster`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.workload import make_cases
+from cluster.errors import ClusterError, MediaError, UnavailableError
+from cluster.text.defaults import GenerationDefaults
+from router.openai.schema import ChatRequest
+from router.openai.translate import chat_call
+from tests.flow.local_cluster import local_cluster
+from tests.flow.test_law import cluster_args
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
+
+
+def call_for(case, **fields):
+    body = {"model": "demo", "messages": case.messages, "max_tokens": 64, "temperature": 0, **fields}
+    return chat_call(ChatRequest.model_validate(body), "demo", GenerationDefaults.load(MODEL))
+
+
+@pytest.mark.parametrize("transport", ["in_process", "nixl"])
+async def test_clients_that_leave_at_random_moments_leave_nothing_behind(transport):
+    rng = random.Random(5)
+    outcomes = {"finished": 0, "left": 0}
+
+    async def one(cluster, case, leaves_after_s: float | None) -> None:
+        async def read() -> None:
+            for choice in await cluster.door.chat(call_for(case, ignore_eos=True)):
+                try:
+                    async for _ in choice:
+                        pass
+                finally:
+                    await asyncio.shield(choice.aclose())
+
+        try:
+            async with asyncio.timeout(leaves_after_s):
+                await read()
+            outcomes["finished"] += 1
+        except TimeoutError:
+            outcomes["left"] += 1
+
+    async with local_cluster(cluster_args(64, transport)) as cluster:
+        cases = make_cases(3, 120)
+        tasks = []
+        for case in cases:
+            leaves = rng.random() < 0.5
+            tasks.append(asyncio.ensure_future(one(cluster, case, rng.uniform(0, 0.5) if leaves else None)))
+            await asyncio.sleep(rng.uniform(0, 0.02))
+        await asyncio.gather(*tasks)
+    assert outcomes["finished"] + outcomes["left"] == 120
+    assert outcomes["left"] > 10 and outcomes["finished"] > 10
+
+
+async def test_bad_media_is_named_and_harms_no_neighbour():
+    good = make_cases(4, 2)[1]
+    url = good.messages[0]["content"][0]["image_url"]["url"]
+    truncated = url[: len(url) // 2 // 4 * 4]
+    async with local_cluster(cluster_args(64)) as cluster:
+
+        async def text(image_url: str) -> str:
+            content = [{"type": "image_url", "image_url": {"url": image_url}}, *good.messages[0]["content"][1:]]
+            body = {"model": "demo", "messages": [{"role": "user", "content": content}], "temperature": 0}
+            call = chat_call(ChatRequest.model_validate(body), "demo", GenerationDefaults.load(MODEL))
+            (choice,) = await cluster.door.chat(call)
+            try:
+                return "".join([delta.text async for delta in choice])
+            finally:
+                await choice.aclose()
+
+        results = await asyncio.gather(text(url), text(truncated), text(url), return_exceptions=True)
+    assert isinstance(results[1], MediaError) and "item" in results[1].message
+    assert results[0] == results[2] and isinstance(results[0], str)
+
+
+async def test_a_lost_worker_ends_its_requests_with_a_named_error():
+    case = make_cases(4, 1)[0]
+    async with local_cluster(cluster_args(64), (1, 1, 2)) as cluster:
+        (choice,) = await cluster.door.chat(call_for(case, ignore_eos=True, max_tokens=2000))
+        deltas = aiter(choice)
+        await anext(deltas)
+        busy = next(peer for peer in cluster.door.peers if peer.num_flights and peer.member.role == "decode")
+        service = next(s for s in cluster.decodes if s.replica_id == busy.member.replica_id)
+        await service.stop()
+        with pytest.raises(UnavailableError, match="decode worker was lost"):
+            async for _ in deltas:
+                pass
+        await choice.aclose()
+        (again,) = await cluster.door.chat(call_for(case))
+        assert [delta.finish_reason async for delta in again][-1] in ("stop", "length")
+        await again.aclose()
+
+
+async def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
+    case = make_cases(4, 1)[0]
+    args = cluster_args(64).model_copy(update={"decode": cluster_args(64).decode.model_copy(update={"kv_blocks": 4})})
+    async with local_cluster(args) as cluster:
+        (choice,) = await cluster.door.chat(call_for(case, max_tokens=200))
+        with pytest.raises(ClusterError, match="a decode worker holds 64"):
+            await anext(aiter(choice))
+        await choice.aclose()

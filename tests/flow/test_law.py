@@ -1,0 +1,93 @@
+"""The law of the house: whatever the chunking, the cache state, the concurrency and the transport, the cluster's greedy output
+equals `generate` of the undivided model in fp32."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.workload import Answer, Case, Reference, make_cases
+from cluster.config.settings import ClusterArgs
+from router.openai.app import build_api
+from tests.flow.local_cluster import LocalCluster, local_cluster
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
+NUM_CASES = 24
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[Case, Answer]]:
+    reference = Reference(MODEL)
+    return [(case, reference.answer(case, MAX_TOKENS)) for case in make_cases(11, NUM_CASES)]
+
+
+def cluster_args(max_batch_tokens: int, transport: str = "in_process") -> ClusterArgs:
+    return ClusterArgs.model_validate(
+        {
+            "model": str(MODEL),
+            "model_id": "demo",
+            "transport": transport,
+            "dtype": "float32",
+            "encode": {"cache_bytes": 8 << 20},
+            "prefill": {"max_batch_tokens": max_batch_tokens, "kv_blocks": 256, "feature_bytes": 8 << 20},
+            "decode": {"kv_blocks": 512},
+        }
+    )
+
+
+async def ask(client: httpx.AsyncClient, case: Case, **fields: object) -> dict:
+    body = {"model": "demo", "messages": case.messages, "max_tokens": MAX_TOKENS, "temperature": 0, **fields}
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def check_all(cluster: LocalCluster, expected: list[tuple[Case, Answer]], concurrency: int) -> None:
+    transport = httpx.ASGITransport(build_api(cluster.door))
+    slots = asyncio.Semaphore(concurrency)
+
+    async def check(client: httpx.AsyncClient, case: Case, answer: Answer) -> None:
+        async with slots:
+            got = await ask(client, case)
+        assert got["choices"][0]["message"]["content"] == answer.text, case.kind
+        assert got["usage"]["prompt_tokens"] == answer.num_prompt_tokens
+        assert got["usage"]["completion_tokens"] == len(answer.token_ids)
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
+        async with asyncio.TaskGroup() as group:
+            for case, answer in expected:
+                group.create_task(check(client, case, answer))
+
+
+@pytest.mark.parametrize("max_batch_tokens", [16, 100, 4096])
+@pytest.mark.parametrize("concurrency", [1, 8])
+async def test_cold_and_warm_answers_equal_generate(expected, max_batch_tokens, concurrency):
+    async with local_cluster(cluster_args(max_batch_tokens)) as cluster:
+        await check_all(cluster, expected, concurrency)
+        await check_all(cluster, expected, concurrency)  # prefix cache and encoder cache are warm now
+
+
+async def test_answers_equal_generate_over_nixl_and_several_replicas(expected):
+    async with local_cluster(cluster_args(64, "nixl"), (2, 2, 2)) as cluster:
+        await check_all(cluster, expected, 32)
+
+
+async def test_a_seed_draws_the_same_tokens_alone_and_in_company(expected):
+    sampled = {"temperature": 1.5, "seed": 7}
+    case = expected[1][0]
+    async with local_cluster(cluster_args(64), (1, 2, 2)) as cluster:
+        transport = httpx.ASGITransport(build_api(cluster.door))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
+            alone = await ask(client, case, **sampled)
+            together = await asyncio.gather(
+                *(ask(client, case, **sampled) for _ in range(4)),
+                *(ask(client, other, temperature=1.0, seed=i) for i, (other, _) in enumerate(expected)),
+            )
+            other_seed = await ask(client, case, temperature=1.5, seed=8)
+    texts = {got["choices"][0]["message"]["content"] for got in together[:4]}
+    assert texts == {alone["choices"][0]["message"]["content"]}
+    assert other_seed["choices"][0]["message"]["content"] not in texts

@@ -1,0 +1,305 @@
+"""Sender and receiver over the in-process agent, on a virtual clock: every order of events, every fault."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
+from kv_transfer.agent import LayoutMismatchError, LeaseExpiredError, PeerLostError, TransferError
+from kv_transfer.in_process import InProcessNetwork
+from kv_transfer.mover import Mover
+from kv_transfer.receiver import Aborted, Completed, Expired
+from kv_transfer.sender import Finished, SendAborted, SendFailed
+
+LAYOUT = MemoryLayout((SegmentSpec(4, (2,), torch.float32), SegmentSpec(4, (3,), torch.float32)))
+TTL_S, MARGIN_S = 10.0, 2.0
+
+
+class VirtualClock:
+    def __init__(self):
+        self.at = 0.0
+
+    def now(self):
+        return self.at
+
+
+class Pair:
+    """A writer and an owner, stepped by hand."""
+
+    def __init__(self):
+        self.clock = VirtualClock()
+        self.network = InProcessNetwork()
+        self.source, self.target = BlockMemory(LAYOUT, 8), BlockMemory(LAYOUT, 8)
+        for segment in self.source.segments:
+            segment.copy_(torch.arange(1, segment.numel() + 1).view_as(segment))
+        self.pool = BlockPool(8, 4)
+        self.held: dict[str, list[int]] = {}
+        self.sent, self.received = [], []
+        self.writer = Mover(self.network.agent("writer"), self.clock, self.sent.append, outgoing=self.source)
+        self.owner = Mover(
+            self.network.agent("owner"), self.clock, self._on_lease, incoming=self.target, margin_s=MARGIN_S
+        )
+
+    def _on_lease(self, event):
+        self.received.append(event)
+        self.pool.free(self.held.pop(event.lease_id))
+
+    def grant(self, lease_id="lease", num_blocks=4):
+        self.held[lease_id] = blocks = self.pool.allocate(num_blocks)
+        return self.owner.grant(lease_id, blocks, self.pool.generations(blocks), TTL_S)
+
+    def step(self, rounds=1):
+        for _ in range(rounds):
+            self.writer.step()
+            self.owner.step()
+
+    def let_everything_end(self):
+        self.step(20)
+        for _ in range(3):
+            self.clock.at += TTL_S
+            self.step(2)
+
+    def audit(self):
+        assert self.writer.num_open == 0 and self.owner.num_open == 0
+        assert not self.held and self.pool.num_free == 8
+        self.pool.check_integrity()
+        assert self.writer.agent.num_handles == 0
+        for events in (self.sent, self.received):
+            names = [event.lease_id for event in events]
+            assert len(names) == len(set(names)), "a lease had two ends"
+
+
+@pytest.fixture
+def pair():
+    pair = Pair()
+    yield pair
+    pair.let_everything_end()
+    pair.audit()
+
+
+def send(pair, grant):
+    outgoing = pair.writer.open(grant)
+    outgoing.write([7, 6], [0, 1])
+    pair.step()
+    outgoing.write([5, 4], [2, 3])
+    outgoing.finish(b"payload")
+    return outgoing
+
+
+def assert_arrived(pair, grant):
+    for source, target in zip(pair.source.segments, pair.target.segments, strict=True):
+        assert torch.equal(target[list(grant.block_ids)], source[[7, 6, 5, 4]])
+
+
+def test_bytes_and_payload_arrive(pair):
+    grant = pair.grant()
+    send(pair, grant)
+    pair.step(2)
+    assert pair.sent == [Finished("lease")]
+    assert pair.received == [Completed("lease", b"payload")]
+    assert_arrived(pair, grant)
+
+
+def test_one_segment_can_be_written_at_a_time(pair):
+    outgoing = pair.writer.open(pair.grant())
+    outgoing.write([7], [0], segment_ids=[1])
+    pair.step()
+    assert not pair.target.segments[0].any()
+    assert torch.equal(pair.target.segments[1][0], pair.source.segments[1][7])
+    outgoing.abort("enough")
+
+
+def test_nothing_is_announced_before_the_last_write_is_done(pair):
+    pair.network.faults.post_polls = 5
+    send(pair, pair.grant())
+    pair.step(3)
+    assert not pair.sent and not pair.received
+    pair.step(6)
+    assert pair.received == [Completed("lease", b"payload")]
+
+
+def test_an_abort_waits_for_the_write_in_flight(pair):
+    pair.network.faults.post_polls = 4
+    outgoing = pair.writer.open(pair.grant())
+    outgoing.write([7], [0])
+    pair.step()
+    outgoing.abort("client gone")
+    pair.step()
+    assert not pair.sent
+    pair.step(5)
+    assert pair.sent == [SendAborted("lease", "client gone")]
+    assert pair.received == [Aborted("lease", "client gone")]
+
+
+def test_an_unused_right_can_be_given_back(pair):
+    pair.writer.open(pair.grant()).abort("not needed")
+    pair.step(2)
+    assert pair.received == [Aborted("lease", "not needed")]
+
+
+def test_a_cancelled_lease_keeps_its_blocks_until_the_writer_is_done(pair):
+    grant = pair.grant()
+    pair.owner.cancel("lease")
+    pair.step(3)
+    assert not pair.received and pair.pool.num_free == 4
+    send(pair, grant)
+    pair.step(3)
+    assert [type(event) for event in pair.received] == [Aborted]
+    pair.owner.cancel("lease")  # ended leases are ignored
+
+
+def test_a_silent_writer_loses_its_lease_after_the_margin(pair):
+    pair.grant()
+    pair.clock.at = TTL_S + MARGIN_S - 0.01
+    pair.step()
+    assert not pair.received
+    pair.clock.at = TTL_S + MARGIN_S
+    pair.step()
+    assert pair.received == [Expired("lease")]
+
+
+def test_nothing_is_posted_after_the_grants_time(pair):
+    outgoing = pair.writer.open(pair.grant())
+    outgoing.write([7], [0])  # queued in time, but the thread comes too late
+    pair.clock.at = TTL_S
+    with pytest.raises(LeaseExpiredError):
+        outgoing.write([6], [1])
+    with pytest.raises(LeaseExpiredError):
+        outgoing.finish(b"")
+    pair.step()
+    assert not pair.target.buffer.any()
+    assert isinstance(pair.sent[0].error, LeaseExpiredError)
+
+
+def test_a_write_that_never_ends_is_taken_back_at_the_deadline(pair):
+    pair.network.faults.post_polls = 10**9
+    outgoing = pair.writer.open(pair.grant())
+    outgoing.write([7], [0])
+    outgoing.finish(b"")
+    pair.step(3)
+    pair.clock.at = TTL_S
+    pair.step()
+    assert isinstance(pair.sent[0], SendFailed)
+    assert not pair.received  # only the owner's own timer may end it: bytes might have been under way
+    pair.clock.at = TTL_S + MARGIN_S
+    pair.step()
+    assert pair.received == [Expired("lease")]
+
+
+def test_a_grant_is_written_once(pair):
+    grant = pair.grant()
+    send(pair, grant)
+    pair.step(2)
+    with pytest.raises(TransferError, match="opened before"):
+        pair.writer.open(grant)
+
+
+def test_another_layout_is_refused_by_name(pair):
+    grant = pair.grant()
+    with pytest.raises(LayoutMismatchError, match=f"feedbeef.*{LAYOUT.fingerprint}"):
+        pair.writer.open(msgspec.structs.replace(grant, layout="feedbeef"))
+
+
+def test_other_generations_are_never_accepted(pair):
+    grant = pair.grant()
+    wrong = msgspec.structs.replace(grant, generations=tuple(g + 1 for g in grant.generations))
+    send(pair, wrong)
+    pair.step(3)
+    assert not pair.received
+    pair.clock.at = TTL_S + MARGIN_S
+    pair.step()
+    assert pair.received == [Expired("lease")]
+    assert pair.owner._receiver.num_mismatched == 1
+
+
+@pytest.mark.parametrize("trouble", ["duplicate", "drop", "delay"])
+def test_trouble_with_the_notification_gives_one_end(pair, trouble):
+    faults = pair.network.faults
+    {"duplicate": faults.duplicate, "drop": faults.drop, "delay": lambda n: faults.delay(n, 50)}[trouble](1)
+    send(pair, pair.grant())
+    pair.step(5)
+    pair.clock.at = TTL_S + MARGIN_S
+    pair.step(60)
+    assert [type(e) for e in pair.received] == [Completed if trouble == "duplicate" else Expired]
+    assert pair.owner._receiver.num_ignored == (0 if trouble == "drop" else 1)
+
+
+def test_a_killed_owner_fails_all_leases_to_it(pair):
+    pair.network.faults.post_polls = 5
+    send(pair, pair.grant("one"))
+    send(pair, pair.grant("two"))
+    pair.network.kill("owner")
+    pair.writer.step()
+    pair.writer.step()
+    assert {e.lease_id for e in pair.sent} == {"one", "two"}
+    assert all(isinstance(e.error, PeerLostError) for e in pair.sent)
+
+
+def test_a_dead_writers_lease_can_be_revoked(pair):
+    pair.grant()
+    pair.owner.revoke("lease", "writer died")
+    pair.step()
+    assert pair.received == [Aborted("lease", "writer died")]
+
+
+def test_unreadable_notifications_are_counted(pair):
+    pair.writer.agent.connect(pair.grant().agent_metadata)
+    pair.writer.agent.notify("owner", b"\xff nonsense")
+    pair.step()
+    assert pair.owner._receiver.num_ignored == 1
+
+
+def run_scenario(pair):
+    grant = pair.grant("one")
+    pair.network.faults.post_polls = 2
+    send(pair, grant)
+    try:
+        pair.writer.open(pair.grant("two", 2)).abort("no")
+    finally:
+        pair.let_everything_end()
+    return grant
+
+
+def count_operations():
+    pair = Pair()
+    run_scenario(pair)
+    assert Completed("one", b"payload") in pair.received
+    return pair.network.faults.num_operations
+
+
+@pytest.mark.parametrize(
+    "error", [TransferError("scripted"), PeerLostError("scripted")], ids=["fails", "lost"]
+)
+def test_whatever_operation_fails_every_lease_ends_once_and_no_wrong_byte_is_accepted(error):
+    num_operations = count_operations()
+    assert num_operations > 20
+    for n in range(1, num_operations + 1):
+        pair = Pair()
+        pair.network.faults.fail_at(n, error)
+        grant = run_scenario(pair)
+        pair.audit()
+        assert {event.lease_id for event in pair.sent} == {"one", "two"}, n
+        assert {event.lease_id for event in pair.received} == {"one", "two"}, n
+        if any(isinstance(event, Completed) for event in pair.received):
+            assert Finished("one") in pair.sent, n
+            assert_arrived(pair, grant)
+
+
+def test_a_step_that_raises_is_reported_once_and_leases_still_end():
+    pair = Pair()
+    pair.grant()
+
+    def broken():
+        raise RuntimeError("bug")
+
+    events = []
+    mover = Mover(pair.network.agent("third"), pair.clock, events.append, outgoing=pair.source)
+    mover.agent.notifications = broken
+    mover.step()
+    mover.step()
+    assert [type(e).__name__ for e in events] == ["MoverFailed"]
+    pair.let_everything_end()
+    pair.audit()

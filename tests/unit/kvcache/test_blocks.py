@@ -1,0 +1,162 @@
+"""The block pool: ownership, generations, prefix cache."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cluster.errors import OverloadedError
+from cluster.kvcache.blocks import BlockPool
+
+
+def test_allocating_too_many_blocks_changes_nothing():
+    pool = BlockPool(4, 16)
+    assert pool.try_allocate(5) is None
+    with pytest.raises(OverloadedError):
+        pool.allocate(5)
+    assert pool.num_free == 4
+    pool.check_integrity()
+
+
+def test_a_registered_block_is_found_again_after_it_is_freed():
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(2)
+    pool.register(blocks[0], b"a")
+    pool.register(blocks[1], b"b")
+    generations = pool.generations(blocks)
+    pool.free(blocks)
+    assert (pool.num_free, pool.num_cached) == (4, 2)
+    assert pool.lookup([b"a", b"b", b"c"]) == blocks
+    assert pool.generations(blocks) == generations
+    pool.free(blocks)
+    pool.check_integrity()
+
+
+def test_lookup_stops_at_the_first_unknown_hash():
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(2)
+    pool.register(blocks[1], b"b")
+    assert pool.lookup([b"a", b"b"]) == []
+    pool.free(blocks)
+
+
+def test_the_least_recently_used_cached_block_is_evicted_and_tails_before_heads():
+    pool = BlockPool(3, 16)
+    first = pool.allocate(2)
+    pool.register(first[0], b"head")
+    pool.register(first[1], b"tail")
+    pool.free(first)
+    (never_used,) = pool.allocate(1)
+    (evicted,) = pool.allocate(1)
+    assert never_used not in first
+    assert evicted == first[1]
+    assert pool.peek([b"head", b"tail"]) == 1
+    pool.free([never_used, evicted])
+    pool.check_integrity()
+
+
+def test_a_block_gets_a_new_generation_when_its_content_is_lost():
+    pool = BlockPool(1, 16)
+    (block,) = pool.allocate(1)
+    before = pool.generation(block)
+    pool.free([block])
+    assert pool.allocate(1) == [block]
+    assert pool.generation(block) > before
+    pool.free([block])
+
+
+def test_freeing_a_free_block_is_an_error():
+    pool = BlockPool(1, 16)
+    with pytest.raises(ValueError, match="nobody holds it"):
+        pool.free([0])
+
+
+def test_the_second_block_of_equal_content_stays_private():
+    pool = BlockPool(2, 16)
+    one, two = pool.allocate(2)
+    pool.register(one, b"a")
+    pool.register(two, b"a")
+    pool.free([one, two])
+    assert pool.num_cached == 1
+    assert pool.lookup([b"a"]) == [one]
+    pool.free([one])
+    pool.forget_all()
+    assert pool.num_cached == 0
+    pool.check_integrity()
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A pool against a model: content is (block, generation) -> hash, and must never change while it is
+    findable."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = BlockPool(6, 4)
+        self.held: list[list[int]] = []
+        self.content: dict[bytes, tuple[int, int]] = {}
+
+    @rule(n=st.integers(0, 7))
+    def allocate(self, n):
+        free = self.pool.num_free
+        blocks = self.pool.try_allocate(n)
+        assert (blocks is None) == (n > free)
+        if blocks:
+            assert len(set(blocks)) == n
+            assert not any(block in other for other in self.held for block in blocks)
+            self.held.append(blocks)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data):
+        self.pool.free(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), name=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def register(self, data, name):
+        block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.held))))
+        try:
+            self.pool.register(block, name)
+        except ValueError:
+            return  # this block has other content
+        if self.pool.peek([name]):
+            found = self.pool.lookup([name])
+            self.content.setdefault(name, (found[0], self.pool.generation(found[0])))
+            self.pool.free(found)
+
+    @rule(names=st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=4, unique=True))
+    def lookup(self, names):
+        expected = self.pool.peek(names)
+        found = self.pool.lookup(names)
+        assert len(found) == expected
+        for name, block in zip(names, found, strict=False):
+            old_block, old_generation = self.content[name]
+            if (block, self.pool.generation(block)) != (old_block, old_generation):
+                # evicted and registered anew: the old name of the content must be dead
+                assert self.pool.generation(old_block) > old_generation or old_block != block
+                self.content[name] = (block, self.pool.generation(block))
+        if found:
+            self.held.append(found)
+
+    @rule()
+    def forget_all(self):
+        self.pool.forget_all()
+        assert self.pool.num_cached == 0
+        self.content.clear()
+
+    @invariant()
+    def tables_agree(self):
+        self.pool.check_integrity()
+        for block in range(self.pool.num_blocks):
+            assert self.pool.num_references(block) == sum(held.count(block) for held in self.held)
+
+    def teardown(self):
+        for blocks in self.held:
+            self.pool.free(blocks)
+        assert self.pool.num_free == self.pool.num_blocks
+        self.pool.check_integrity()
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

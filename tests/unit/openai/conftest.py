@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+
+from router.openai.app import build_api
+from tests.unit.openai.fake_door import FakeDoor
+
+
+@pytest.fixture
+def door() -> FakeDoor:
+    return FakeDoor()
+
+
+@contextlib.asynccontextmanager
+async def serving(door: FakeDoor) -> AsyncIterator[str]:
+    """A real HTTP server on loopback; afterwards every generation must have been closed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(build_api(door), log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    task = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        while not server.started:
+            await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+    assert all(generation.num_closed for generation in door.generations)

@@ -1,0 +1,72 @@
+"""A door that says a scripted text, word by word. Implements `DoorProtocol`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from cluster.text.defaults import GenerationDefaults
+from router.openai.protocol import TextDelta, Usage
+from router.openai.translate import ChatCall, CompletionCall
+
+
+class FakeGeneration:
+    def __init__(self, door: FakeDoor, words: Sequence[str]):
+        self._door, self._words = door, words
+        self.usage = Usage(prompt_tokens=7, completion_tokens=0, cached_tokens=4)
+        self.num_closed = 0
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        for idx, word in enumerate(self._words):
+            await asyncio.sleep(self._door.pause_s)
+            if idx == self._door.fail_at:
+                raise self._door.error
+            self.usage = Usage(7, idx + 1, 4)
+            reason = "stop" if idx == len(self._words) - 1 else None
+            yield TextDelta(word, 1, reason)
+
+    async def aclose(self) -> None:
+        self.num_closed += 1
+        self._door.closed.set()
+
+
+class FakeDoor:
+    model_id = "org/demo"
+    created = 1_700_000_000
+    defaults = GenerationDefaults(temperature=0.0, max_tokens=64, eos_token_ids=(1014,))
+
+    def __init__(self, words: Sequence[str] = ("Hello", " wör", "ld", "")):
+        self.words = words
+        self.pause_s = 0.0
+        self.start_pause_s = 0.0
+        self.error: Exception | None = None
+        self.fail_at = -1  # word at which `error` is raised; None: at the call itself
+        self.calls: list[ChatCall | CompletionCall] = []
+        self.generations: list[FakeGeneration] = []
+        self.closed = asyncio.Event()
+        self.was_cancelled = False
+        self.ready = True
+
+    async def chat(self, call: ChatCall) -> list[FakeGeneration]:
+        return await self._start(call, len(call.sampling))
+
+    async def complete(self, call: CompletionCall) -> list[FakeGeneration]:
+        return await self._start(call, len(call.sampling) * len(call.prompts))
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def metrics(self) -> bytes:
+        return b"epdg_test 1\n"
+
+    async def _start(self, call: ChatCall | CompletionCall, num: int) -> list[FakeGeneration]:
+        self.calls.append(call)
+        try:
+            await asyncio.sleep(self.start_pause_s)
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        if self.error is not None and self.fail_at is None:
+            raise self.error
+        self.generations = [FakeGeneration(self, self.words) for _ in range(num)]
+        return self.generations

@@ -1,0 +1,191 @@
+"""Routes and error forms, over httpx's ASGI transport."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from router.openai.app import build_api
+from tests.unit.openai.fake_door import FakeDoor
+
+BODY = {"model": "org/demo", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def call(door: FakeDoor, method: str, path: str, **kwargs) -> httpx.Response:
+    async def main():
+        api = build_api(door, max_body_bytes=100_000)
+        transport = httpx.ASGITransport(api, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+            return await client.request(method, path, **kwargs)
+
+    return asyncio.run(main())
+
+
+def chat(door: FakeDoor, **fields) -> httpx.Response:
+    return call(door, "POST", "/v1/chat/completions", json={**BODY, **fields})
+
+
+def error_of(response: httpx.Response) -> dict:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert all(error[key] is None or isinstance(error[key], str) for key in error)
+    assert response.headers["x-request-id"]
+    return error
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"model": "org/demo"'])
+def test_a_body_that_is_no_json_object_is_refused(door, body):
+    response = call(door, "POST", "/v1/chat/completions", content=body)
+    assert response.status_code == 400
+    assert error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nothing", 404), ("GET", "/v1/chat/completions", 405), ("GET", "/v1/models/other/model", 404)],
+)
+def test_unknown_paths_and_methods_have_openais_error_form(door, method, path, status):
+    response = call(door, method, path)
+    assert response.status_code == status
+    error_of(response)
+
+
+def test_a_body_over_the_cap_is_refused_with_413(door):
+    response = call(door, "POST", "/v1/chat/completions", content=b"x" * 100_001)
+    assert response.status_code == 413 and error_of(response)["code"] == "request_too_large"
+
+    async def chunks():
+        for _ in range(200):
+            yield b"x" * 1000
+
+    response = call(door, "POST", "/v1/chat/completions", content=chunks())
+    assert response.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"n": 9}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 1}}]}]},
+            "messages[0].content[0].image_url.url",
+        ),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"max_token": 5}, "max_token"),
+    ],
+)
+def test_a_wrong_field_is_named(door, fields, param):
+    response = chat(door, **fields)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+    assert not door.calls
+
+
+def test_an_unknown_field_is_refused_with_the_nearest_known_name(door):
+    assert "'max_tokens'" in error_of(chat(door, max_token=5))["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"logprobs": True},
+        {"top_logprobs": 2},
+        {"logit_bias": {"5": 1}},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": -1},
+        {"modalities": ["text", "audio"]},
+        {"min_tokens": 3},
+        {"suffix": "x"},
+        {"echo": True},
+        {"best_of": 2},
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(door, fields):
+    response = chat(door, **fields)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["code"] == "unsupported_parameter" and error["param"] == next(iter(fields))
+
+
+def test_tool_messages_are_refused(door):
+    message = {"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}
+    assert error_of(chat(door, messages=[message]))["code"] == "unsupported_parameter"
+
+
+def test_values_that_change_nothing_are_accepted(door):
+    neutral = {
+        "tools": [],
+        "response_format": {"type": "text"},
+        "logprobs": False,
+        "logit_bias": {},
+        "min_tokens": 0,
+    }
+    harmless = {"user": "x", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "logprobs": None}
+    assert chat(door, frequency_penalty=0.0, presence_penalty=0, **neutral | harmless).status_code == 200
+
+
+def test_a_request_that_leaves_fields_out_gets_the_models_own(door):
+    chat(door)
+    (sampling,) = door.calls[0].sampling
+    assert (sampling.temperature, sampling.seed) == (0.0, 0)
+    assert door.calls[0].stop.token_ids == (1014,) and door.calls[0].stop.max_tokens == 64
+    chat(
+        door,
+        temperature=0.5,
+        top_k=-1,
+        ignore_eos=True,
+        stop_token_ids=[3],
+        stop="\n",
+        max_completion_tokens=9,
+    )
+    call_ = door.calls[1]
+    assert (call_.sampling[0].temperature, call_.sampling[0].top_k) == (0.5, 0) and call_.sampling[0].seed
+    assert (call_.stop.token_ids, call_.stop.strings, call_.stop.max_tokens) == ((3,), ("\n",), 9)
+
+
+def test_media_parts_become_sources_in_order(door):
+    parts = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}},
+        {"type": "text", "text": "and"},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}},
+    ]
+    assert chat(door, messages=[{"role": "developer", "content": parts}]).status_code == 200
+    call_ = door.calls[0]
+    assert call_.messages[0].role == "system"
+    assert [source.modality for source in call_.media] == ["image", "audio", "video"]
+    assert call_.media[1].url == "data:audio/wav;base64,AAAA"
+    assert call_.media[2].param == "messages[0].content[3]"
+
+
+def test_health_and_metrics(door):
+    assert call(door, "GET", "/health").status_code == 200
+    assert call(door, "GET", "/metrics").content == b"epdg_test 1\n"
+    door.ready = False
+    assert call(door, "GET", "/health").status_code == 503
+
+
+def test_a_stream_ends_with_done_and_has_one_role_per_choice(door):
+    lines = chat(door, stream=True, stream_options={"include_usage": True}).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["total_tokens"] == 11
+    assert all(event["usage"] is None for event in events[:-1])

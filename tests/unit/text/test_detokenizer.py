@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import random
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SAMPLE = "Grüße, 世界! 👩‍👩‍👧 naïve café\n\tdef f(x): return x\n" + "🙂🙃" * 5
+RELAXED = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def streamed(text, token_ids, sizes):
+    detokenizer, out, position = text.detokenizer(), "", 0
+    for size in sizes:
+        out += detokenizer.push(token_ids[position : position + size])
+        position += size
+    return out + detokenizer.push(token_ids[position:]) + detokenizer.flush()
+
+
+@RELAXED
+@given(content=st.text(max_size=60), sizes=st.lists(st.integers(0, 4), max_size=80))
+def test_any_split_gives_the_text_back(text, content, sizes):
+    token_ids = text._tokenizer.encode(content, split_special_tokens=True)
+    assert streamed(text, token_ids, sizes) == text._tokenizer.decode(token_ids)
+
+
+@RELAXED
+@given(token_ids=st.lists(st.integers(0, 1023), max_size=120), sizes=st.lists(st.integers(0, 3), max_size=80))
+def test_any_tokens_give_what_decoding_them_at_once_gives(text, token_ids, sizes):
+    expected = text._tokenizer.decode(token_ids, skip_special_tokens=True)
+    assert streamed(text, token_ids, sizes) == expected
+
+
+def test_no_half_character_is_ever_shown(text):
+    detokenizer = text.detokenizer()
+    pieces = [detokenizer.push([token_id]) for token_id in text._tokenizer.encode(SAMPLE)]
+    assert "".join(pieces) == SAMPLE
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_token_costs_the_same_at_the_end_of_a_long_text(text):
+    rng = random.Random(1)
+    detokenizer = text.detokenizer()
+
+    def seconds(count):
+        begin = time.perf_counter()
+        for _ in range(count):
+            detokenizer.push([rng.randrange(1000)])
+        return time.perf_counter() - begin
+
+    first = min(seconds(1000) for _ in range(3))
+    seconds(20_000)
+    assert len(detokenizer._window) <= 17
+    assert min(seconds(1000) for _ in range(3)) < 4 * first
