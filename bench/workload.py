@@ -125,7 +125,7 @@ class Reference:
         import torch
         from transformers import AutoModelForMultimodalLM, AutoProcessor
 
-        from cluster.media.torchvision_compat import ensure_torchvision
+        from cluster.model.torchvision_compat import ensure_torchvision
 
         ensure_torchvision()
         kwargs_file = Path(path) / "mm_processor_kwargs.json"
@@ -166,7 +166,7 @@ class Reference:
                 add_generation_prompt=True,
                 return_dict=True,
                 return_tensors="pt",
-                **self._kwargs,
+                processor_kwargs=self._kwargs,
             )
         )
 

@@ -86,7 +86,7 @@ class ConfigError(ClusterError):
 _BY_NAME: dict[str, type[ClusterError]] = {
     cls.__name__: cls
     for cls in (
-        InternalError, RequestError, MediaError, ContextLengthError, UnsupportedError, ModelNotFoundError,
+        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, UnsupportedError, ModelNotFoundError,
         OverloadedError, UnavailableError, ConfigError,
     )
 }  # fmt: skip
@@ -95,7 +95,8 @@ _BY_NAME: dict[str, type[ClusterError]] = {
 def to_info(error: BaseException) -> ErrorInfo:
     """The wire form. The text of an unexpected exception stays in this process's log: it may hold internals."""
     if isinstance(error, ClusterError):
-        return ErrorInfo(type(error).__name__, error.message, error.param, error.retry_after_s)
+        kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME)
+        return ErrorInfo(kind, error.message, error.param, error.retry_after_s)
     return ErrorInfo("InternalError", "internal error; see the server's log")
 
 

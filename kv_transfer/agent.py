@@ -9,7 +9,7 @@ Call order:
     poll(handle)                 until it is DONE or FAILED
     release(handle)              exactly once per handle
     notify(peer, payload)        any time after connect; arrives after writes that were DONE before the call
-    notifications()              call it often while anything is open: it also drives wire-up and both sides' progress
+    notifications()              call it often while anything is open: it also drives wire-up and progress
     disconnect(peer)             the peer is gone; a later connect starts anew
     close()
 
@@ -68,7 +68,8 @@ class Agent(Protocol):
 
     def connect(self, metadata: bytes) -> str:
         """The peer's name. Known bytes return at once; other bytes under a known name replace the old
-        peer."""
+        peer.
+        """
         ...
 
     def post(
@@ -91,7 +92,8 @@ class Agent(Protocol):
 
     def release(self, handle: TransferHandle) -> None:
         """Forget a handle. A pending transfer is cancelled; TransferError when it cannot be (then
-        disconnect)."""
+        disconnect).
+        """
         ...
 
     def disconnect(self, peer: str) -> None:

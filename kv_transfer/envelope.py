@@ -1,5 +1,6 @@
 """The one notification of a lease: which lease, which content of which blocks, done or stopped, and the
-owner's payload."""
+owner's payload.
+"""
 
 from __future__ import annotations
 

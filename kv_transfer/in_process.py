@@ -13,7 +13,8 @@ Faults are asked for before they happen and are counted over the whole network, 
 
 A failing `poll` answers FAILED with half of the bytes written, every other verb raises. Operations are the
 verbs connect, post, poll, notify and notifications. Agents on different threads may talk; each belongs to one
-thread."""
+thread.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The thread that moves bytes: one agent, its sender and its receiver.
 
-    any thread    grant / cancel / revoke, open, and the outgoing's write / finish / abort: taken down, returns at once
-    mover thread  step(): notifications in, writes out, events to `on_event`; every `poll_interval_s` while anything is
-                  open, asleep on a condition otherwise
+    any thread    grant / cancel / revoke, open, and the outgoing's write / finish / abort: returns at once
+    mover thread  step(): notifications in, writes out, events to `on_event`; every `poll_interval_s` while
+                  anything is open, asleep on a condition otherwise
 
 A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
 last lease has closed the thread polls on for `linger_s`, because a notification that was just sent may need

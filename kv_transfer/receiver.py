@@ -3,13 +3,13 @@ more.
 
 In call order:
 
-    owner   grant(lease_id, block_ids, generations, ttl_s) -> Grant, which travels to the writer by the side channel
+    owner   grant(lease_id, block_ids, generations, ttl_s) -> Grant; the side channel takes it to the writer
     owner   poll(), again and again, while `num_open` > 0
     owner   cancel(lease_id), if the bytes are no longer wanted; the blocks stay out of use
     writer  done: poll() returns Completed | writer stopped: Aborted | silence for ttl + margin: Expired
 
     open --done--> Completed            open --abort--> Aborted            open --ttl + margin--> Expired
-    open --cancel--> unwanted           unwanted --done or abort--> Aborted  unwanted --ttl + margin--> Expired
+    open --cancel--> unwanted    unwanted --done or abort--> Aborted    unwanted --ttl + margin--> Expired
     open --foreign digest--> refused    refused ends like unwanted
 
 Exactly one event per lease, and only after it may the owner free or reuse the blocks. The margin is what
@@ -20,7 +20,8 @@ generations than the lease is never accepted: bytes went somewhere unknown, so t
 not before its real writer stopped or its time ran out.
 
 `poll` belongs to the agent's thread; the other calls are bookkeeping under a lock and may come from any
-thread."""
+thread.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ class Receiver:
 
     def cancel(self, lease_id: str) -> None:
         """The bytes are not wanted. The blocks stay out of use until the lease's event; closed leases are
-        ignored."""
+        ignored.
+        """
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is not None and lease.discard_reason is None:
@@ -136,7 +138,8 @@ class Receiver:
 
     def revoke(self, lease_id: str, reason: str) -> None:
         """The caller knows that the writer is dead and cannot write: the lease ends as Aborted at the next
-        poll."""
+        poll.
+        """
         with self._lock:
             if self._leases.pop(lease_id, None) is not None:
                 self._events.append(Aborted(lease_id, reason))
@@ -149,7 +152,8 @@ class Receiver:
 
     def poll(self) -> list[LeaseEvent]:
         """Take in notifications, then let time pass. A transport that fails here does not keep leases from
-        expiring."""
+        expiring.
+        """
         try:
             notifications = self._agent.notifications()
         except TransferError as error:

@@ -2,14 +2,14 @@
 
 In call order:
 
-    outgoing = sender.open(grant)                        as soon as the grant is there: its time runs from here
-    outgoing.write(local_block_ids, grant_indices)       any number of times, while the rest is still being computed
+    outgoing = sender.open(grant)                        once the grant is there: its time runs from here
+    outgoing.write(local_block_ids, grant_indices)       any number of times, while the rest is computed
     outgoing.finish(payload)  or  outgoing.abort(reason) once; abort may also follow finish, and may repeat
     sender.poll()                                        again and again while `num_open` > 0
 
     open --finish--> draining --all writes DONE, done notified--> Finished
     open, draining --abort--> draining --no write in flight, abort notified--> SendAborted
-    open, draining --a write, the peer or the clock fails--> draining --no write in flight, abort tried--> SendFailed
+    open, draining --write, peer or clock fails--> draining --no write in flight, abort tried--> SendFailed
 
 Every `open` that returned ends in exactly one event, also without finish or abort: the grant's time runs out.
 Until that event the local blocks belong to the transport and must not be freed. Nothing is posted after
@@ -18,7 +18,8 @@ and the owner is left to its own timer (no abort is sent, because bytes might st
 once: its grant is refused when it comes again.
 
 The methods of `Sender.open` and `Outgoing` only take the wish down and may be called from any thread. `poll`
-acts on it and belongs to the agent's thread; a write may copy inside it."""
+acts on it and belongs to the agent's thread; a write may copy inside it.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ class Outgoing:
 
         The content must be final. Raises LeaseExpiredError after the grant's time (the event still follows);
         ValueError for a call that makes no sense. Ignored once the transfer has failed: its event is on the
-        way."""
+        way.
+        """
         if len(local_block_ids) != len(grant_indices):
             raise ValueError(f"{len(local_block_ids)} blocks cannot go to {len(grant_indices)} places")
         blocks = self._grant.block_ids
@@ -162,10 +164,11 @@ class Sender:
         """Take a grant up; its time runs from here.
 
         Raises LayoutMismatchError when the memories differ and TransferError when the lease was opened
-        before; no event follows then."""
+        before; no event follows then.
+        """
         if grant.layout != self._layout:
             raise LayoutMismatchError(
-                f"lease {grant.lease_id}: the owner's blocks have layout {grant.layout}, ours have {self._layout}"
+                f"lease {grant.lease_id}: the owner's blocks have layout {grant.layout}, ours {self._layout}"
             )
         outgoing = Outgoing(grant, self, self.now() + grant.ttl_s)
         with self._lock:
@@ -207,7 +210,7 @@ class Sender:
         return [SendFailed(outgoing.lease_id, error) for outgoing in outgoings]
 
     def _advance(self, outgoing: Outgoing) -> SendEvent | None:
-        # Read once, before the queue: writes queued before finish are seen in this round, a later abort in the next.
+        # Read before the queue: writes queued before finish are seen now, a later abort in the next round.
         payload, abort_reason = outgoing._payload, outgoing._abort_reason
         try:
             self._post_queued(outgoing, is_aborted=abort_reason is not None)
@@ -300,6 +303,7 @@ class Sender:
         try:
             self._agent.release(handle)
         except TransferError:
+            outgoing._is_silent = True
             if outgoing._peer is not None:
                 self._agent.disconnect(outgoing._peer)  # ends the transfer together with its connection
 
@@ -330,7 +334,8 @@ class Sender:
 
     def _close(self, outgoing: Outgoing) -> None:
         """Forget a lease but for its name, which is kept as long as its grant could come again and look
-        alive."""
+        alive.
+        """
         outgoing._error = outgoing._error or TransferError("this lease is over")
         with self._lock:
             self._open.pop(outgoing.lease_id, None)

@@ -1,6 +1,6 @@
 """One request's life in a prefill worker.
 
-    WAITING    wants blocks for its prompt                                        → RUNNING, or ended
+    WAITING    wants blocks for its prompt                                        → RUNNING, CLOSING, or ended
     RUNNING    prompt tokens are computed as far as embeddings have arrived       → SENDING, CLOSING
     SENDING    first token is out; KV is on its way to decode                     → ended
     CLOSING    nobody wants it any more, but writes from its blocks are in flight → ended
@@ -27,7 +27,7 @@ class Phase(Enum):
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.RUNNING}),
+    Phase.WAITING: frozenset({Phase.RUNNING, Phase.CLOSING}),  # its target may have come before its blocks
     Phase.RUNNING: frozenset({Phase.SENDING, Phase.CLOSING}),
     Phase.SENDING: frozenset({Phase.CLOSING}),
     Phase.CLOSING: frozenset(),

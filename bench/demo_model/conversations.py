@@ -19,8 +19,9 @@ from bench.demo_model.speech import Clip, WordBank, disturb, make_clip
 from bench.demo_model.tokenizer import SYSTEM_PROMPTS
 
 NO_LABEL = -100
-FRAME_COUNTS = (4, 6, 8, 8, 8, 8, 10, 12, 16)
+FRAME_COUNTS = (4, 6, 6, 8, 8, 8, 8, 8, 12, 16)
 SECONDS_PER_GRID = (1.0, 1.0, 1.0, 0.5)
+SMALLEST_IMAGE_RATIO = 0.55
 SYSTEM_RATIO = 0.1
 TEXT_FIRST_RATIO = 0.15
 
@@ -55,14 +56,14 @@ class RowMaker:
     def image_row(self, rng: random.Random) -> Row:
         """One image and a few questions."""
         row = Row()
-        pixels, shape, colour = draw_training_image(rng)
+        pixels, shape, colour = draw_training_image(rng, SMALLEST_IMAGE_RATIO)
         turns = [data.image_question(rng, shape, colour) for _ in range(rng.choice((1, 2, 3, 3)))]
         return self._converse(rng, row, self._image(row, pixels), turns)
 
     def images_row(self, rng: random.Random) -> Row:
         """Two or three images in order."""
         row = Row()
-        images = [draw_training_image(rng) for _ in range(rng.choice((2, 2, 2, 3)))]
+        images = [draw_training_image(rng, SMALLEST_IMAGE_RATIO) for _ in range(rng.choice((2, 2, 2, 3)))]
         media_ids = [token for pixels, *_ in images for token in self._image(row, pixels)]
         truths = [(shape, colour) for _, shape, colour in images]
         return self._converse(rng, row, media_ids, [data.images_question(rng, truths)])
@@ -84,7 +85,7 @@ class RowMaker:
     def image_audio_row(self, rng: random.Random) -> Row:
         """An image and a word in either order."""
         row = Row()
-        pixels, shape, colour = draw_training_image(rng)
+        pixels, shape, colour = draw_training_image(rng, SMALLEST_IMAGE_RATIO)
         clip = disturb(rng, make_clip(rng, self._words, 1))
         image_ids, audio_ids = self._image(row, pixels), self._audio(row, clip)
         media_ids = image_ids + audio_ids if rng.random() < 0.6 else audio_ids + image_ids

@@ -26,6 +26,7 @@ DIRECTIONS = ("left", "right", "up", "down")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDS = DIGITS + COLOUR_NAMES + SHAPES + DIRECTIONS + ("yes", "no", "hello", "stop", "go")
 
+SMALLEST_SIZE = (64, 64)
 IMAGE_SIZES = ((64, 64), (64, 64), (64, 64), (64, 80), (80, 64), (80, 80), (96, 96), (64, 112), (112, 64), (128, 128),
                (96, 144), (144, 96))  # fmt: skip
 COLOUR_JITTER = 18

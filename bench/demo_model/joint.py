@@ -26,7 +26,7 @@ from bench.demo_model.words import training_words
 NUM_WORKERS = 2
 ENCODERS = ("model.visual", "model.audio_tower")
 REPORT_EVERY = 10
-SAVE_EVERY = 500
+SAVE_EVERY = 200
 
 
 def average_gradients(parameters: list[torch.nn.Parameter]) -> None:
@@ -63,11 +63,13 @@ def train_jointly(
     for step in range(schedule.num_steps):
         for members in optimizer.param_groups:
             members["lr"] = learning_rate(schedule, step) * members["scale"]
-        for group in groups:
-            batch = collate([group.draw(rng) for _ in range(group.num_rows)], maker.pad_id, features)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(**batch).loss
-            (loss * group.weight).backward()
+        batches = [
+            collate([group.draw(rng) for _ in range(group.num_rows)], maker.pad_id, features) for group in groups
+        ]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = [model(**batch).loss for batch in batches]
+        torch.stack([loss * group.weight for loss, group in zip(losses, groups, strict=True)]).sum().backward()
+        for loss, group in zip(losses, groups, strict=True):
             history[group.name].append(loss.item())
         average_gradients(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

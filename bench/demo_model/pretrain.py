@@ -57,9 +57,15 @@ def draw_tubelet(rng: random.Random) -> tuple[np.ndarray, int, int, int]:
     return pair, data.SHAPES.index(shape), data.COLOUR_NAMES.index(colour), motion
 
 
-def draw_training_image(rng: random.Random) -> tuple[np.ndarray, str, str]:
-    """An image at a size that the model sees; every fifth was resized to it, every third was a JPEG."""
-    size = rng.choice(media.SOURCE_SIZES) if rng.random() < 0.2 else None
+def draw_training_image(rng: random.Random, smallest_ratio: float = 0.0) -> tuple[np.ndarray, str, str]:
+    """An image at a size that the model sees; every third was a JPEG.
+
+    `smallest_ratio` of the images have the smallest size, every fifth of the others was resized.
+    """
+    if smallest_ratio and rng.random() < smallest_ratio:
+        size = data.SMALLEST_SIZE
+    else:
+        size = rng.choice(media.SOURCE_SIZES) if rng.random() < 0.2 else None
     pixels, shape, colour = data.make_image(rng, size)
     return media.fit(media.disturb_image(rng, pixels)), shape, colour
 

@@ -28,7 +28,7 @@ PRETRAINING = {
     "vision": Schedule(num_steps=1600, num_warmup_steps=100, peak=2e-3),
     "audio": Schedule(num_steps=2200, num_warmup_steps=100, peak=2e-3),
 }
-JOINT = Schedule(num_steps=3000, num_warmup_steps=150, peak=1e-3)
+JOINT = Schedule(num_steps=1200, num_warmup_steps=100, peak=1e-3)
 ENCODER_SCALE = 0.2
 
 

@@ -4,7 +4,7 @@ A block is in exactly one of three states:
 
     free        no content that anyone may rely on; on the free list
     referenced  one or more requests (or leases) hold it; it may carry a hash, then others can join
-    cached      nobody holds it, but its content is known by a hash; oldest is evicted when the free list is empty
+    cached      nobody holds it, but its content is known by a hash; the oldest is evicted first
 
     free --allocate--> referenced --free (no hash)--> free
                        referenced --free (hash)-----> cached --lookup--> referenced
@@ -13,7 +13,8 @@ A block is in exactly one of three states:
 Each block has a generation. It grows whenever the block's content stops being valid (freed without a hash, or
 evicted), so that (block id, generation) names content, not just space. Owns no bytes and no clock; "last use"
 is the order of `free` calls. Not thread-safe: one engine owns one pool. Every call costs O(blocks named in
-it), whatever the pool's size."""
+it), whatever the pool's size.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class BlockPool:
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
         """The longest prefix of `hashes` whose blocks are known. The caller gets one reference to each of
-        them."""
+        them.
+        """
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
@@ -85,7 +87,8 @@ class BlockPool:
 
     def try_allocate(self, num_blocks: int) -> list[int] | None:
         """`num_blocks` blocks with one reference each and no valid content, or None (and no change) if too
-        few."""
+        few.
+        """
         if num_blocks < 0:
             raise ValueError(f"cannot allocate {num_blocks} blocks")
         if num_blocks > self.num_free:
@@ -99,7 +102,8 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Like `try_allocate`; raises `OverloadedError` when there are too few, and the caller waits or
-        refuses."""
+        refuses.
+        """
         allocated = self.try_allocate(num_blocks)
         if allocated is None:
             raise OverloadedError(
@@ -109,7 +113,8 @@ class BlockPool:
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give one reference to each block back. `block_ids` is in prompt order; its tail is evicted first,
-        because a prefix is worth more than what hangs on it."""
+        because a prefix is worth more than what hangs on it.
+        """
         for block_id in reversed(block_ids):
             if self._num_references[block_id] == 0:
                 raise ValueError(f"block {block_id} is freed but nobody holds it")
@@ -125,7 +130,8 @@ class BlockPool:
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Make a full, computed block findable. The first block registered for a hash stays the one that is
         found; a second one with equal content keeps working for its holder and becomes free with its last
-        reference."""
+        reference.
+        """
         if self._num_references[block_id] == 0:
             raise ValueError(f"block {block_id} is registered but nobody holds it")
         known = self._hash_of[block_id]
@@ -144,7 +150,8 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is in exactly one state and all tables agree.
-        O(num_blocks)."""
+        O(num_blocks).
+        """
         free = set(self._free)
         cached = set(self._cached)
         referenced = {b for b in range(self.num_blocks) if self._num_references[b] > 0}

@@ -7,7 +7,8 @@ Placeholder tokens are equal for all images of a model, so each media span that 
 (modality, media hash, offset inside the span, position in the block): blocks of two images never share a
 name, nor do blocks that start at different rows of one image. Text behind an image differs too, through the
 chain. Names are equal in all processes of one cluster (little- and big-endian hosts must not be mixed) and
-are used as cache keys only."""
+are used as cache keys only.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def block_hashes(prompt: Prompt, block_size: int, salt: bytes = b"") -> list[byt
     """One hash per full block of the prompt, `len(token_ids) // block_size` of them.
 
     `salt` separates caches that must never share content (model fingerprint, tenant). `prompt.media` is in
-    prompt order and does not overlap."""
+    prompt order and does not overlap.
+    """
     num_blocks = len(prompt.token_ids) // block_size
     token_bytes = memoryview(array("q", prompt.token_ids).tobytes())
     stride = block_size * 8  # bytes of one block's token ids
@@ -46,7 +48,8 @@ def block_hashes(prompt: Prompt, block_size: int, salt: bytes = b"") -> list[byt
 
 def _media_parts(media: Sequence[MediaSpan], block_size: int, num_blocks: int) -> dict[int, bytes]:
     """What the media spans add to each block they touch; each part's length is part of it, so none can
-    imitate two."""
+    imitate two.
+    """
     parts: dict[int, bytes] = {}
     for span in media:
         if span.end <= span.offset:

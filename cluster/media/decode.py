@@ -202,11 +202,12 @@ def _video_frames(container: InputContainer, settings: MediaSettings) -> Iterato
 
 def _source_fps(stream: Any, times: list[int | None], ends: list[int]) -> float:
     """Frames per second over the clip's whole length; the header's rate where the packets carry no times."""
-    if None not in times:
-        seconds = float((max(ends) - min(times)) * stream.time_base)
+    known = [time for time in times if time is not None]
+    if len(known) == len(times):
+        seconds = float((max(ends) - min(known)) * stream.time_base)
         if (
-            max(ends) == max(times) and len(times) > 1
-        ):  # no packet durations: the last frame lasts as long as the others
+            max(ends) == max(known) and len(times) > 1
+        ):  # no durations: the last frame lasts as long as the others
             seconds *= len(times) / (len(times) - 1)
         if seconds > 0:
             return len(times) / seconds

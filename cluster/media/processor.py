@@ -107,7 +107,7 @@ class MediaProcessor:
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"no usable processor in {path}: {error}") from error
         settings = msgspec.json.encode(
-            [processor.to_dict(), call_kwargs, limits], enc_hook=str, order="deterministic"
+            [processor.to_dict(), call_kwargs], enc_hook=str, order="deterministic"
         )
         return cls(processor, family, call_kwargs, limits, hashlib.sha256(settings).hexdigest()[:16])
 

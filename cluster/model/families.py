@@ -30,7 +30,7 @@ IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 @dataclass(frozen=True)
 class Family:
     encode: Mapping[Modality, EncodeCall]  # empty: text only
-    positions: pos.PositionRule = pos.one_dimensional
+    positions: pos.PositionRule = pos.ONE_DIMENSIONAL
     text_module: str = "language_model"  # name of the text backbone inside `model.model`
     bidirectional_media: bool = False  # tokens of one item see each other, so a chunk must not cut an item
 
@@ -41,7 +41,7 @@ class Family:
 
 TEXT = Family(encode={})
 _PACKED_VISION = {IMAGE: calls.packed_patches(IMAGE), VIDEO: calls.packed_patches(VIDEO)}
-_QWEN_VL = Family(_PACKED_VISION, pos.qwen_vl)
+_QWEN_VL = Family(_PACKED_VISION, pos.QWEN_VL)
 _GRID_IMAGE = {IMAGE: calls.tiled_images}
 _MASKED_MELS = {AUDIO: calls.windowed_mels("input_features_mask")}
 
@@ -50,8 +50,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": _QWEN_VL,
     "qwen3_vl": _QWEN_VL,
     "qwen3_vl_moe": _QWEN_VL,
-    "qwen2_5_omni_thinker": Family({**_PACKED_VISION, AUDIO: calls.qwen2_5_omni_audio}, pos.qwen_omni),
-    "qwen3_omni_moe_thinker": Family({**_PACKED_VISION, AUDIO: calls.qwen3_omni_audio}, pos.qwen_omni),
+    "qwen2_5_omni_thinker": Family({**_PACKED_VISION, AUDIO: calls.qwen2_5_omni_audio}, pos.QWEN_OMNI),
+    "qwen3_omni_moe_thinker": Family({**_PACKED_VISION, AUDIO: calls.qwen3_omni_audio}, pos.QWEN_OMNI),
     "llava": Family(_GRID_IMAGE),
     "llava_next": Family({IMAGE: calls.sized_images}),
     "llava_onevision": Family({IMAGE: calls.sized_images, VIDEO: calls.stacked_videos}),
@@ -92,7 +92,7 @@ def check_supported(config: PreTrainedConfig) -> None:
 
 
 def check_class(model_class: type) -> None:
-    """The second half of `check_supported`, on transformers' class: recurrent state, fixed attention."""
+    """The second half of `check_supported`, on the class of the text model: recurrent state, fixed attention."""
     name = model_class.config_class.model_type if model_class.config_class else model_class.__name__
     if model_class._is_stateful:
         _refuse(name, f"{model_class.__name__} keeps recurrent (SSM or linear-attention) state")
@@ -113,6 +113,12 @@ def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
     if factor:
         return lambda logits: logits * factor
     return lambda logits: logits
+
+
+def num_deepstack_layers(config: PreTrainedConfig) -> int:
+    """Layers of the language model that add a vision feature of their own to the media rows (Qwen3-VL, Qwen3-Omni)."""
+    vision = getattr(config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
 def _refuse(name: str, reason: str) -> None:

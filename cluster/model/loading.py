@@ -21,6 +21,9 @@ from cluster.errors import ConfigError
 from cluster.model.families import FAMILIES, check_class, family_of
 
 
+_VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
+
+
 class Half(StrEnum):
     ENCODER = "encoder"
     LANGUAGE = "language"
@@ -43,14 +46,15 @@ def load_half(path: str | Path, half: Half, *, dtype: torch.dtype, device: torch
     config = read_config(path)
     family = family_of(config)
     model_class = _model_class(config)
-    check_class(model_class)
     if not family.modalities:
+        check_class(model_class)
         if half is Half.ENCODER:
             raise ConfigError(f"model type '{config.model_type}' has no media encoder: it needs no encode pool")
         half_class = model_class
+    elif half is Half.ENCODER:
+        half_class = _encoder_class(model_class, family.text_module)
     else:
-        half_class = _encoder_class(model_class, family.text_module) if half is Half.ENCODER else None
-        half_class = half_class or _language_class(model_class, family.text_module)
+        half_class = _language_class(model_class, family.text_module)
     model = half_class.from_pretrained(path, config=config, dtype=dtype)
     _check_complete(model, half)
     return model.to(device).eval().requires_grad_(False)
@@ -73,8 +77,7 @@ def fingerprint(config: PreTrainedConfig, dtype: torch.dtype) -> str:
 def _without_volatile(value: object) -> object:
     """Drops what depends on how and by whom the model was loaded, at every depth."""
     if isinstance(value, dict):
-        kept = (key for key in value if key not in ("dtype", "torch_dtype", "transformers_version", "_name_or_path"))
-        return {key: _without_volatile(value[key]) for key in map(str, kept)}
+        return {str(key): _without_volatile(entry) for key, entry in value.items() if key not in _VOLATILE}
     return value
 
 

@@ -83,8 +83,9 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self._ended.done():
             self._transport.close()
             await asyncio.wait([self._ended], timeout=CLOSE_TIMEOUT_S)
-            self._transport.abort()
-            await self._ended
+            if not self._ended.done():
+                self._transport.abort()
+                await self._ended
 
     def abort(self) -> None:
         """Cut the connection now; what is buffered is lost. `on_close` follows from the event loop."""

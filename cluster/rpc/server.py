@@ -149,7 +149,7 @@ async def connect(
     except (OSError, TimeoutError) as error:
         if connection is not None:
             connection.abort()
-        raise UnavailableError(f"cannot reach {address}: {error or 'no answer in time'}") from error
+        raise UnavailableError(f"cannot reach {address}: {str(error) or 'no answer in time'}") from error
     except (ClusterError, asyncio.CancelledError):
         if connection is not None:
             connection.abort()

@@ -31,7 +31,12 @@ class StepLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._failure: BaseException | None = None
+        self._on_failure: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def on_failure(self, function: Callable[[], None]) -> None:
+        """`function` is called, on the engine's thread, if the engine dies. Set it before `start`."""
+        self._on_failure = function
 
     def start(self) -> None:
         self._thread.start()
@@ -63,6 +68,8 @@ class StepLoop:
         except BaseException as error:  # process edge: check_health reports it and Serve replaces the replica
             logger.exception("engine stopped")
             self._failure = error
+            if self._on_failure is not None:
+                self._on_failure()
 
     def _take_calls(self, wait_s: float | None) -> bool:
         with self._wake:

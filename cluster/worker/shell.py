@@ -7,6 +7,7 @@ answers through `deliver_from_thread`, one hand-over per step.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -48,6 +49,7 @@ class WorkerShell:
     async def start(self) -> str:
         """Listen; returns the address to dial."""
         self._event_loop = asyncio.get_running_loop()
+        self._loop.on_failure(functools.partial(self.call_from_thread, self._hang_up))
         await self._server.start()
         return self._server.address
 
@@ -72,6 +74,11 @@ class WorkerShell:
     def _deliver(self, batch: list[tuple[DoorId, AnyMessage]]) -> None:
         for door, message in batch:
             self.send(door, message)
+
+    def _hang_up(self) -> None:
+        """The engine is dead: doors learn it now, from end-of-file, and not from their requests' deadlines."""
+        for connection in list(self._doors):
+            connection.abort()
 
     def _on_connect(self, connection: Connection) -> None:
         self._num_doors_seen += 1

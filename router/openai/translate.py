@@ -23,7 +23,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 class StopRules(msgspec.Struct, frozen=True):
     """When a choice ends."""
 
-    max_tokens: int | None  # None: as many as the context has room for
+    max_tokens: int | None  # None: the model's default, as far as the context has room
     token_ids: tuple[int, ...]  # includes the model's end-of-sequence ids unless the client ignores them
     strings: tuple[str, ...]
 
@@ -56,7 +56,7 @@ def chat_call(request: ChatRequest, model_id: str, defaults: GenerationDefaults)
         messages=messages,
         media=tuple(media),
         sampling=_sampling(request, defaults),
-        stop=_stop(request, max_tokens or defaults.max_tokens, defaults),
+        stop=_stop(request, max_tokens, defaults),
         stream=bool(request.stream),
         include_usage=_wants_usage(request),
     )

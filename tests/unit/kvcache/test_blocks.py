@@ -89,7 +89,8 @@ def test_the_second_block_of_equal_content_stays_private():
 
 class PoolMachine(RuleBasedStateMachine):
     """A pool against a model: content is (block, generation) -> hash, and must never change while it is
-    findable."""
+    findable.
+    """
 
     def __init__(self):
         super().__init__()

@@ -1,0 +1,81 @@
+"""The composition root: configuration → Serve application of four deployments, Encode, Prefill, Decode and Door.
+
+`serve run deploy/cluster.yaml` calls `build` with that file's `args`; the file's `deployments:` section overrides what is
+set here per deployment (replica counts, resources). Builds nothing itself: model code is imported in the replicas only.
+A deployment that the model has no use for (Encode of a text model) is left out.
+"""
+
+# No `from __future__ import annotations`: Serve reads `build`'s annotation as a class to validate the arguments with.
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from cluster.config import ClusterArgs, read_environment, resolve
+from cluster.serving.door import DoorReplica
+from cluster.serving.hook_router import HookRouter
+from cluster.serving.replicas import DecodeReplica, Replica
+from cluster.types.members import Role
+
+SERVICES = {
+    Role.ENCODE: "encoder_service.service:EncoderService",
+    Role.PREFILL: "prefill_service.service:PrefillService",
+    Role.DECODE: "decode_service.service:DecodeService",
+}
+DOOR = "router.door:Door"
+API = "router.openai.app:build_api"
+
+MAX_ONGOING_REQUESTS = 1_000_000  # the engines admit and refuse; Serve's default of 5 would queue behind their backs
+HEALTH_CHECK_PERIOD_S = 0.5  # a killed replica is replaced this much later; doors notice at once by end-of-file
+HEALTH_CHECK_TIMEOUT_S = 5.0
+DRAIN_TIMEOUT_S = 20.0  # a replica that must go may finish its requests for this long
+
+
+def build(args: ClusterArgs) -> serve.Application:
+    """Raises ConfigError for a model or setting that cannot work."""
+    return compose(args)
+
+
+def compose(
+    args: ClusterArgs, services: dict[Role, str] = SERVICES, door: str = DOOR, api: str = API
+) -> serve.Application:
+    """`build` with other rooms in the same frame: import paths of the classes, so that no process loads what it does not run."""
+    resolved = resolve(args, read_environment(), num_cores=os.cpu_count() or 1)
+    roles = [role for role in Role if role is not Role.ENCODE or _has_encoder(Path(resolved.model))]
+    pools = [_pool(role, resolved, services[role]) for role in roles]
+    options = _options("Door")
+    return serve.deployment(name="Door", **options)(DoorReplica).bind(resolved, door, api, pools)
+
+
+def _pool(role: Role, args: ClusterArgs, service: str) -> Any:
+    threads = {
+        Role.ENCODE: args.encode.threads, Role.PREFILL: args.prefill.threads, Role.DECODE: args.decode.threads
+    }[role]  # fmt: skip
+    adapter = DecodeReplica if role is Role.DECODE else Replica
+    router = RequestRouterConfig(request_router_class=HookRouter, request_router_kwargs={"role": role.value})
+    options = _options(role.value.capitalize(), request_router_config=router)
+    return serve.deployment(name=role.value.capitalize(), **options)(adapter).bind(args, service, threads)
+
+
+def _options(name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "num_replicas": 1,
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+        "ray_actor_options": {"num_cpus": 0},  # torch's threads are set per pool; Ray's cores are for counting only
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": DRAIN_TIMEOUT_S,
+        "logging_config": LoggingConfig(log_level="WARNING", enable_access_log=False),
+        **more,
+    }
+
+
+def _has_encoder(model: Path) -> bool:
+    config = json.loads((model / "config.json").read_text())
+    return any(key in config for key in ("vision_config", "audio_config"))

@@ -1,0 +1,66 @@
+"""The encoder half: media tensors in, embedding rows out.
+
+Wraps transformers' unmodified encoders and projectors. Owns the weights and nothing else. Runs on the engine's thread,
+one call at a time; calls block and synchronise the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cluster.errors import ConfigError
+from cluster.model.families import family_of, num_deepstack_layers
+from cluster.model.loading import Half, fingerprint, load_half
+from cluster.types.media import Modality
+
+
+class EncoderModel:
+    """feature_width: columns of an embedding row: the embedding, then one block of hidden_size columns for every
+    deep-stack layer (zeros where a modality has none)."""
+
+    def __init__(self, model: PreTrainedModel):
+        config = model.config
+        family = family_of(config)
+        if not family.modalities:
+            raise ConfigError(f"model type '{config.model_type}' has no media encoder: it needs no encode pool")
+        self._base = model.model
+        self._calls = family.encode
+        self.modalities: tuple[Modality, ...] = family.modalities
+        self.feature_width: int = config.get_text_config().hidden_size * (1 + num_deepstack_layers(config))
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        self.device: torch.device = next(model.parameters()).device
+        self.fingerprint: str = fingerprint(config, self.dtype)
+
+    @classmethod
+    def load(cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> EncoderModel:
+        """Reads only the encoder half of the checkpoint. Raises ConfigError for models that are not supported."""
+        return cls(load_half(path, Half.ENCODER, dtype=dtype, device=device))
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> EncoderModel:
+        return cls(model.eval())
+
+    @torch.inference_mode()
+    def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """One [num_tokens, feature_width] tensor per item, equal to encoding the item alone up to rounding (1e-5).
+
+        items: the HF processor's tensors for one media item each, batch dimension included, e.g. `pixel_values`
+        [patches, d] + `image_grid_thw` [1, 3], or `input_features` [1, mels, frames] + `feature_attention_mask`.
+        """
+        outputs = self._calls[modality](self._base, [self._on_device(item) for item in items])
+        return [self._full_width(rows) for rows in outputs]
+
+    def _on_device(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Floating-point tensors in the model's dtype, as the family's own forward would cast them."""
+        return {
+            key: value.to(self.device, self.dtype if value.is_floating_point() else None) for key, value in item.items()
+        }
+
+    def _full_width(self, rows: Tensor) -> Tensor:
+        missing = self.feature_width - rows.shape[-1]
+        return torch.nn.functional.pad(rows, (0, missing)) if missing else rows.contiguous()

@@ -1,0 +1,237 @@
+"""The language half: token ids and embedding rows in, logits out, KV in the caller's block memory.
+
+Wraps transformers' unmodified text backbone and head. Owns the weights; the KV, the block tables and the choice of what
+to run belong to the engine. Runs on the engine's thread, one call at a time; calls block and may synchronise the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cluster.errors import InternalError
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.attention import ATTENTION_NAME, PagedBatch, Span, make_backend
+from cluster.model.families import check_class, family_of, num_deepstack_layers, post_head
+from cluster.model.loading import Half, fingerprint, load_half
+from cluster.model.positions import PromptPositions
+from cluster.model.probe import check_post_head, kv_segments, probe_backbone
+from cluster.types.request import Prompt
+
+__all__ = ["FeatureSlice", "LanguageModel", "PromptPositions", "SequenceChunk"]
+
+
+@dataclass(frozen=True)
+class FeatureSlice:
+    """Embedding rows that replace placeholder tokens of a chunk."""
+
+    start: int  # first row inside the chunk
+    rows: Tensor  # [n, feature_width]
+
+
+@dataclass(frozen=True)
+class SequenceChunk:
+    """One sequence's share of a packed forward: its next n tokens."""
+
+    token_ids: Sequence[int]  # n new tokens
+    position_ids: Tensor  # [n] or [3, n]
+    num_computed_tokens: int  # tokens of this sequence whose KV is in the block memory
+    block_table: Sequence[int]  # block ids that cover num_computed_tokens + n tokens
+    features: tuple[FeatureSlice, ...] = ()
+    bidirectional_spans: tuple[Span, ...] = ()  # absolute [start, end) of media that see both ways; all of the prompt's
+
+
+class LanguageModel:
+    """Attributes are fixed at load.
+
+    kv_layout: two segments per layer, K then V. feature_width: hidden_size * (1 + deep-stack layers).
+    chunk_cut_spans: the family forbids a chunk that ends inside a media span (the span's tokens see each other).
+    """
+
+    def __init__(self, model: PreTrainedModel, block_size: int):
+        config = model.config
+        family = family_of(config)
+        text_config = config.get_text_config()
+        self._model = model
+        self._base = model.model
+        self._text = getattr(self._base, family.text_module) if family.modalities else self._base
+        check_class(type(self._text))
+        self._embed = model.get_input_embeddings()
+        self._head = model.get_output_embeddings()
+        self._post_head = post_head(config)
+        self._position_rule = family.positions
+        self.family: str = config.model_type
+        self.chunk_cut_spans: bool = family.bidirectional_media
+        self.hidden_size: int = text_config.hidden_size
+        self.vocab_size: int = self._head.weight.shape[0]
+        self.num_layers: int = text_config.num_hidden_layers
+        self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
+        self.max_model_len: int = text_config.max_position_embeddings
+        self.eos_token_ids: tuple[int, ...] = _eos_token_ids(model)
+        self.dtype: torch.dtype = self._embed.weight.dtype
+        self.device: torch.device = self._embed.weight.device
+        self.block_size = block_size
+        self.fingerprint: str = fingerprint(config, self.dtype)
+        shapes = probe_backbone(self._text, self.hidden_size)
+        check_post_head(model, self._text, self._post_head)
+        self.kv_layout = MemoryLayout(kv_segments(shapes, block_size, self.dtype))
+        self._text.set_attn_implementation(ATTENTION_NAME)
+        self._backend = make_backend(self.device, self.dtype)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", block_size: int = 16
+    ) -> LanguageModel:
+        """Reads only the language half of the checkpoint. Raises ConfigError for models that are not supported."""
+        return cls(load_half(path, Half.LANGUAGE, dtype=dtype, device=device), block_size)
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, *, block_size: int = 16) -> LanguageModel:
+        """Takes the language half of a model in memory. Its text backbone runs only through this object afterwards."""
+        return cls(model.eval(), block_size)
+
+    def positions(self, prompt: Prompt) -> PromptPositions:
+        """Positions of every prompt token, from ids and media geometries. CPU work only; any thread."""
+        return self._position_rule.of_prompt(self._base, prompt)
+
+    @torch.inference_mode()
+    def forward(
+        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Writes the chunks' KV and returns [len(chunks), vocab_size] float32 logits of each chunk's last token.
+        `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA: enqueued)."""
+        batch = self._packed_batch(chunks, kv, on_layer)
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        embeds = self._embed_tokens(token_ids)
+        media_rows, deep = self._place_features(embeds, chunks)
+        position_ids = torch.cat([chunk.position_ids for chunk in chunks], dim=-1)
+        extra = {}
+        if deep is not None:
+            mask = torch.zeros(1, len(token_ids), dtype=torch.bool, device=self.device)
+            mask[0, media_rows] = True
+            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
+        hidden = self._run(embeds, position_ids, batch, extra)
+        last_rows = torch.tensor(batch.query_lens, device=self.device).cumsum(0) - 1
+        return self._logits(hidden[last_rows])
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        context_lens: Sequence[int],
+        deltas: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        kv: BlockMemory,
+    ) -> Tensor:
+        """One token for each of B sequences. context_lens[i]: KV length before this token, which is its index.
+        block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32 logits."""
+        contexts = torch.tensor(context_lens)
+        tables = _padded_tables(block_tables, max(context_lens) // self.block_size + 1)
+        blocks = tables.gather(1, (contexts // self.block_size)[:, None])[:, 0]
+        batch = PagedBatch(
+            kv,
+            self.block_size,
+            slots=(blocks * self.block_size + contexts % self.block_size).to(self.device),
+            query_lens=[1] * len(token_ids),
+            context_lens=[context + 1 for context in context_lens],
+            block_tables=tables.to(self.device),
+            context_lens_tensor=(contexts + 1).to(self.device),
+            bidirectional_spans=(),
+        )
+        position_ids = contexts + torch.tensor(deltas)
+        hidden = self._run(self._embed_tokens(token_ids), position_ids, batch, {})
+        return self._logits(hidden)
+
+    def _run(self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, extra: dict) -> Tensor:
+        """embeds [T, hidden_size] → [T, hidden_size]."""
+        position_ids = position_ids.to(self.device)
+        if self._position_rule.axes == 3 and position_ids.ndim == 1:
+            position_ids = position_ids.expand(3, -1)
+        output = self._text(
+            inputs_embeds=embeds[None],
+            position_ids=position_ids.unsqueeze(-2),
+            use_cache=False,
+            paged=(batch, self._backend),
+            **extra,
+        )
+        return output.last_hidden_state[0]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._post_head(self._head(hidden)).float()
+
+    def _embed_tokens(self, token_ids: Sequence[int]) -> Tensor:
+        """[T, hidden_size]. Placeholder ids may lie outside the embedding table; their rows are replaced anyway."""
+        ids = torch.tensor(token_ids, device=self.device)
+        return self._embed(ids.masked_fill_(ids >= self._embed.num_embeddings, 0))
+
+    def _place_features(self, embeds: Tensor, chunks: Sequence[SequenceChunk]) -> tuple[Tensor, list[Tensor] | None]:
+        """Writes the feature rows into `embeds`. Returns their row indices, ascending, and one [rows, hidden_size] tensor
+        per deep-stack layer (None: no such layers, or no media in this forward)."""
+        row_ids, deep_rows, chunk_start = [], [], 0
+        for chunk in chunks:
+            for piece in sorted(chunk.features, key=lambda piece: piece.start):
+                start, end = chunk_start + piece.start, chunk_start + piece.start + len(piece.rows)
+                rows = piece.rows.to(device=self.device, dtype=self.dtype)
+                embeds[start:end] = rows[:, : self.hidden_size]
+                row_ids.append(torch.arange(start, end, device=self.device))
+                deep_rows.append(rows[:, self.hidden_size :])
+            chunk_start += len(chunk.token_ids)
+        if not row_ids:
+            return torch.empty(0, dtype=torch.int64), None
+        if self.feature_width == self.hidden_size:
+            return torch.cat(row_ids), None
+        return torch.cat(row_ids), list(torch.cat(deep_rows).split(self.hidden_size, dim=-1))
+
+    def _packed_batch(
+        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None
+    ) -> PagedBatch:
+        longest = max(len(chunk.block_table) for chunk in chunks)
+        tables = _padded_tables([chunk.block_table for chunk in chunks], longest)
+        query_lens = [len(chunk.token_ids) for chunk in chunks]
+        context_lens = [chunk.num_computed_tokens + n for chunk, n in zip(chunks, query_lens, strict=True)]
+        slots, spans = [], []
+        for chunk, context_len, table in zip(chunks, context_lens, tables, strict=True):
+            indices = torch.arange(chunk.num_computed_tokens, context_len)
+            slots.append(table[indices // self.block_size] * self.block_size + indices % self.block_size)
+            spans.append(_visible_spans(chunk, context_len))
+        return PagedBatch(
+            kv,
+            self.block_size,
+            slots=torch.cat(slots).to(self.device),
+            query_lens=query_lens,
+            context_lens=context_lens,
+            block_tables=tables.to(self.device),
+            context_lens_tensor=torch.tensor(context_lens, device=self.device),
+            bidirectional_spans=spans,
+            on_layer=on_layer,
+        )
+
+
+def _visible_spans(chunk: SequenceChunk, context_len: int) -> list[Span]:
+    """The spans that reach into this chunk. One that goes on behind it would get wrong KV, silently."""
+    spans = [(a, b) for a, b in chunk.bidirectional_spans if a < context_len and b > chunk.num_computed_tokens]
+    if any(end > context_len for _, end in spans):
+        raise InternalError("a prefill chunk ends inside a media span that this model sees in both directions")
+    return spans
+
+
+def _padded_tables(block_tables: Sequence[Sequence[int]], width: int) -> Tensor:
+    """[B, width] int64 on the CPU: cut to `width` (a table may reserve blocks for later), padded with block 0, which
+    masks hide."""
+    padding = (0,) * width
+    return torch.tensor([[*table[:width], *padding[len(table) :]] for table in block_tables])
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """As `generate` sees them: the generation configuration first, then the text configuration."""
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if eos is None:
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

@@ -1,0 +1,107 @@
+"""One dummy token through a text backbone, to learn what no configuration says in one way for all families: K and V
+widths per layer. Refuses, by name, a backbone that wants something from attention that ours would silently ignore."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from cluster.errors import ConfigError
+from cluster.kvcache.memory import SegmentSpec
+
+_PROBE_NAME = "epdg_probe"
+_HARMLESS = frozenset(  # keywords that families pass along and that no attention function reads, or that ours reads
+    ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "probe", "position_ids", "use_cache", "output_attentions",
+     "cache_position", "position_embeddings", "return_dict", "output_router_logits", "is_causal")
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Row shapes of one layer's K and V."""
+
+    key: tuple[int, int]  # (kv heads, key width)
+    value: tuple[int, int]  # (kv heads, value width); differs from the key's in MLA
+
+
+class _Recorder:
+    """Shapes by layer, and what makes the backbone unusable."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
+        self.objections: set[str] = set()
+
+    def see(self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict) -> None:
+        layer_idx = getattr(module, "layer_idx", None)
+        if layer_idx is None or layer_idx in self.shapes:
+            self.objections.add("it calls attention more than once per layer (cross attention?)")
+            return
+        self.shapes[layer_idx] = LayerShape((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
+        self.windows[layer_idx] = kwargs.get("sliding_window")
+        self.objections.update(
+            f"its attention takes '{name}'" for name, given in kwargs.items() if name not in _HARMLESS and given is not None
+        )
+        if kwargs.get("is_causal") is False or mask is not None:
+            self.objections.add("its attention is not causal")
+
+
+def _probe_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+) -> tuple[Tensor, None]:
+    kwargs["probe"].see(module, key, value, attention_mask, kwargs)
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+AttentionInterface.register(_PROBE_NAME, _probe_attention)
+
+
+@torch.inference_mode()
+def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerShape]:
+    """Leaves the backbone with another attention implementation: the caller sets the one it wants."""
+    text_model.set_attn_implementation(_PROBE_NAME)
+    recorder = _Recorder()
+    dummy = torch.zeros(1, 1, hidden_size, dtype=text_model.dtype, device=text_model.device)
+    text_model(inputs_embeds=dummy, use_cache=False, probe=recorder)
+    config = text_model.config
+    _check_windows(config, recorder)
+    num_layers = config.num_hidden_layers
+    if sorted(recorder.shapes) != list(range(num_layers)):
+        recorder.objections.add(f"only layers {sorted(recorder.shapes)} of {num_layers} call the attention interface")
+    if recorder.objections:
+        raise ConfigError(
+            f"model type '{config.model_type}' is not supported: {'; '.join(sorted(recorder.objections))}"
+        )
+    return [recorder.shapes[i] for i in range(num_layers)]
+
+
+def _check_windows(config: object, recorder: _Recorder) -> None:
+    """A window that is expressed in the mask alone would be lost."""
+    for layer_idx, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
+        if layer_type == "sliding_attention" and not recorder.windows.get(layer_idx):
+            recorder.objections.add("its sliding window is not passed to the attention interface")
+
+
+@torch.inference_mode()
+def check_post_head(model: PreTrainedModel, text_model: PreTrainedModel, post_head: object) -> None:
+    """Compares `post_head(head(backbone))` with the logits of the model's own forward, for one text token. Call between
+    `probe_backbone` and the choice of the final attention implementation."""
+    token = torch.tensor([[1]], device=text_model.device)
+    embedded = model.get_input_embeddings()(token)
+    hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=_Recorder()).last_hidden_state
+    ours = post_head(model.get_output_embeddings()(hidden)).float()
+    reference = model(input_ids=token, attention_mask=None, use_cache=False, probe=_Recorder()).logits.float()
+    if not torch.allclose(ours, reference, rtol=1e-2, atol=1e-3):
+        raise ConfigError(
+            f"model type '{model.config.model_type}' is not supported: its logits differ from head(backbone) by a rule "
+            "that is not known here"
+        )
+
+
+def kv_segments(shapes: list[LayerShape], block_size: int, dtype: torch.dtype) -> tuple[SegmentSpec, ...]:
+    """K then V of every layer."""
+    specs = [SegmentSpec(block_size, row, dtype) for shape in shapes for row in (shape.key, shape.value)]
+    return tuple(specs)

@@ -1,0 +1,46 @@
+"""Serve's request router for the worker pools. Runs in every process that holds a handle to one, on Serve's router thread.
+
+Two jobs: tell this process's `Membership` which replicas are listed, and send a call to the replica that the caller chose
+(`handle.options(session_id=replica_id)`), failing at once when it is gone.
+
+Serve pickles this class by value, so a module global in here would be a copy: shared state is imported inside methods.
+Two things that would hang every later call of the process are avoided: an exception out of `choose_replicas`, and an
+answer without candidates unless `should_backoff` is set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+
+class HookRouter(RequestRouter):
+    def initialize_state(self, role: str) -> None:
+        self._role = role
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        wanted = pending_request.metadata.session_id
+        chosen = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
+        if not chosen and not pending_request.future.done():
+            from cluster.errors import UnavailableError
+
+            pending_request.future.set_exception(UnavailableError(f"{self._role} replica {wanted} is gone"))
+        return [chosen or candidate_replicas]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        from cluster.serving.membership import MEMBERSHIP
+        from cluster.serving.published import decode_members
+        from cluster.types.members import Role
+
+        MEMBERSHIP.publish(Role(self._role), decode_members(_metadata(replica) for replica in replicas))
+
+
+def _metadata(replica: RunningReplica) -> dict[str, Any]:
+    return replica.replica_metadata

@@ -1,0 +1,49 @@
+"""The door process's end of Serve's membership push: which replicas does Serve list now, per role.
+
+One registry per process. Serve's router thread writes (`HookRouter.update_replicas`), the door's event loop reads
+(`subscribe`). A subscriber is told the current state at once and every later change, in order, on its own loop.
+No Ray in here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from cluster.types.members import Member, Role
+
+OnMembers = Callable[[Role, list[Member]], None]
+
+
+class Membership:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._members: dict[Role, list[Member]] = {}
+        self._subscribers: list[tuple[asyncio.AbstractEventLoop, OnMembers]] = []
+
+    def publish(self, role: Role, members: list[Member]) -> None:
+        """Any thread. The list replaces the role's previous one."""
+        with self._lock:
+            self._members[role] = members
+            for loop, callback in self._subscribers:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(callback, role, members)
+
+    def subscribe(self, callback: OnMembers) -> Callable[[], None]:
+        """To be called on the loop that is to run `callback`; returns what ends the subscription."""
+        entry = (asyncio.get_running_loop(), callback)
+        with self._lock:
+            self._subscribers.append(entry)
+            for role, members in self._members.items():
+                entry[0].call_soon_threadsafe(callback, role, members)
+
+        def cancel() -> None:
+            with self._lock:
+                if entry in self._subscribers:
+                    self._subscribers.remove(entry)
+
+        return cancel
+
+
+MEMBERSHIP = Membership()  # of this process

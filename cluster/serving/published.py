@@ -1,0 +1,21 @@
+"""A `Member` as Serve carries it: replica metadata is a dict of plain values. No Ray in here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from cluster.types.members import Member
+
+_KEY = "member"
+
+
+def encode_member(member: Member) -> dict[str, str]:
+    return {_KEY: msgspec.json.encode(member).decode()}
+
+
+def decode_members(metadata: Iterable[dict[str, Any]]) -> list[Member]:
+    """Replicas that have not published yet are left out; they come with the next push."""
+    return [msgspec.json.decode(entry[_KEY], type=Member) for entry in metadata if _KEY in entry]

@@ -1,0 +1,73 @@
+"""The adapter between Serve and a worker service: one process of one pool.
+
+Order: `__init__` imports and builds the service (torch is loaded here, in the replica only, never in the process that
+composes the application) → `record_replica_metadata` opens its side channel and publishes its `Member` → `check_health`
+every period → Serve drains its calls → `__del__` stops the service. Serve runs all of it on the replica's user loop, apart
+from `__init__`, which may block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from typing import Any, Protocol
+
+import ray
+from ray import serve
+
+from cluster.config.settings import ClusterArgs
+from cluster.errors import UnavailableError
+from cluster.serving.published import encode_member
+from cluster.types.members import Member
+
+
+class WorkerService(Protocol):
+    def __init__(self, args: ClusterArgs, replica_id: str): ...
+
+    async def start(self) -> Member: ...
+
+    async def stop(self) -> None: ...
+
+    def check_health(self) -> None: ...
+
+
+def load(path: str) -> Any:
+    """ "package.module:Name" → the object."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class Replica:
+    """Encode and prefill: everything a request needs goes over the side channel."""
+
+    def __init__(self, args: ClusterArgs, service: str, threads: int):
+        import torch  # the composing process must not load it
+
+        torch.set_num_threads(threads)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        local = args.model_copy(update={"host": ray.util.get_node_ip_address()})
+        self._service = load(service)(local, replica_id)
+        self._is_stopping = False
+
+    async def record_replica_metadata(self) -> dict[str, str]:
+        return encode_member(await self._service.start())
+
+    async def check_health(self) -> None:
+        self._service.check_health()
+
+    async def __del__(self) -> None:
+        service = getattr(self, "_service", None)
+        if service is not None:
+            await service.stop()
+
+
+class DecodeReplica(Replica):
+    """Decode: one Serve call per request, open for as long as it generates, so that Serve's drain and limits see it."""
+
+    async def run(self, request_id: str) -> None:
+        try:
+            await self._service.run(request_id)
+        except asyncio.CancelledError:
+            raise
+        except RuntimeError as error:
+            raise UnavailableError(f"decode could not run {request_id}: {error}") from error

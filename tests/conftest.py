@@ -1,0 +1,29 @@
+"""For every test: no hub, no outside network; torch on one thread, so that parallel tests do not fight for cores."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_connect = socket.socket.connect
+
+
+def _connect_here_only(self: socket.socket, address) -> None:
+    if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1", "localhost"):
+        raise AssertionError(f"a unit test reached for the network: {address}")
+    _connect(self, address)
+
+
+@pytest.fixture(autouse=True)
+def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    if "unit" in request.node.path.parts:
+        monkeypatch.setattr(socket.socket, "connect", _connect_here_only)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    yield

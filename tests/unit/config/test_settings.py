@@ -1,0 +1,47 @@
+"""Settings: wrong names are helped, the machine fills in the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.config import ClusterArgs, read_environment, resolve
+from cluster.errors import ConfigError
+
+
+def model_folder(tmp_path: Path, name: str) -> str:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+def test_an_unknown_setting_names_the_nearest_known_one():
+    with pytest.raises(ValidationError, match='unknown setting "kv_block"; did you mean "kv_blocks"'):
+        ClusterArgs.model_validate({"decode": {"kv_block": 3}})
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        ClusterArgs().block_size = 8  # type: ignore[misc]
+
+
+def test_an_argument_wins_over_the_environment_and_that_over_the_default(tmp_path):
+    first, second = model_folder(tmp_path, "first"), model_folder(tmp_path, "second")
+    environment = read_environment({"EPDG_MODEL": second})
+    assert resolve(ClusterArgs(model=first), environment, num_cores=2).model == first
+    resolved = resolve(ClusterArgs(), environment, num_cores=2)
+    assert (resolved.model, resolved.model_id) == (second, "second")
+
+
+def test_threads_are_half_of_the_cores_unless_given(tmp_path):
+    args = ClusterArgs.model_validate({"model": model_folder(tmp_path, "m"), "decode": {"threads": 3}})
+    resolved = resolve(args, read_environment({}), num_cores=8)
+    assert (resolved.encode.threads, resolved.prefill.threads, resolved.decode.threads) == (4, 4, 3)
+
+
+def test_a_folder_without_a_model_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        resolve(ClusterArgs(model=str(tmp_path)), read_environment({}), num_cores=1)
