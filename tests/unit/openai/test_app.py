@@ -145,7 +145,7 @@ def test_a_request_that_leaves_fields_out_gets_the_models_own(door):
     chat(door)
     (sampling,) = door.calls[0].sampling
     assert (sampling.temperature, sampling.seed) == (0.0, 0)
-    assert door.calls[0].stop.token_ids == (1014,) and door.calls[0].stop.max_tokens == 64
+    assert door.calls[0].stop.token_ids == (1014,) and door.calls[0].stop.max_tokens is None
     chat(
         door,
         temperature=0.5,

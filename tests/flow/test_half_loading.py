@@ -1,0 +1,186 @@
+"""Each worker reads only its half of a checkpoint, whole and unchanged; models that cannot be served are refused by name
+before a weight is read; and the shipped checkpoint obeys the law with all its media."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from cluster.errors import ConfigError, UnsupportedError
+from cluster.model.encoder import EncoderModel
+from cluster.model.language import LanguageModel
+from cluster.model.loading import AbsentHalf, Half, load_half
+from cluster.types.media import MediaGeometry, MediaSpan, Modality
+from cluster.types.request import Prompt
+
+from tests.flow.test_families import Split, admit, decode, generate, memory, prefill
+from tests.flow.tiny_models import MEDIA_FAMILIES, TEXT_FAMILIES, TinyCase, TinyRequest
+
+DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_vl", "llava_onevision", "gemma3", "qwen2_audio", "idefics3"])
+def test_halves_of_a_saved_checkpoint_are_complete_and_equal_the_whole(name: str, tmp_path: Path) -> None:
+    case = MEDIA_FAMILIES[name]()
+    case.model.save_pretrained(tmp_path)
+    expected = [generate(case, request) for request in case.requests]
+    encoder = EncoderModel.load(tmp_path, dtype=torch.float32)
+    whole = EncoderModel.from_model(case.model)
+    for modality, item in [pair for request in case.requests for pair in request.items]:
+        assert torch.equal(encoder.encode(modality, [item])[0], whole.encode(modality, [item])[0])
+    language = LanguageModel.load(tmp_path, dtype=torch.float32)
+    assert language.fingerprint == encoder.fingerprint
+    halves = Split(case, expected, encoder, language)
+    kv, sequences = memory(language), admit(halves)
+    prefill(language, kv, sequences, 16)
+    assert decode(language, kv, sequences) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_omni", "gemma3"])
+def test_a_half_holds_no_weight_of_the_other(name: str, tmp_path: Path) -> None:
+    model = MEDIA_FAMILIES[name]().model
+    model.save_pretrained(tmp_path)
+    held = {}
+    for half in Half:
+        loaded = load_half(tmp_path, half, dtype=torch.float32, device="cpu")
+        assert not any(tensor.is_meta for tensor in (*loaded.parameters(), *loaded.buffers()))
+        assert any(isinstance(module, AbsentHalf) for module in loaded.modules())
+        held[half] = {key for key, _ in loaded.named_parameters()}
+    assert not held[Half.ENCODER] & held[Half.LANGUAGE]
+    assert held[Half.ENCODER] | held[Half.LANGUAGE] == {key for key, _ in model.named_parameters()}
+
+
+def test_a_checkpoint_without_a_weight_of_its_half_is_refused(tmp_path: Path) -> None:
+    model = TEXT_FAMILIES["llama"]().model
+    state = {key: tensor for key, tensor in model.state_dict().items() if "layers.1.mlp.up_proj" not in key}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigError, match=r"lacks.*layers\.1\.mlp\.up_proj"):
+        LanguageModel.load(tmp_path, dtype=torch.float32)
+
+
+_SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "reason"),
+    [
+        (hf.Llama4TextConfig(**_SMALL, attention_chunk_size=64), "Llama4ForCausalLM", "llama4_text.*chunk"),
+        (hf.Qwen3NextConfig(**_SMALL), "Qwen3NextForCausalLM", "qwen3_next.*linear_attention"),
+        (hf.MambaConfig(vocab_size=64), "MambaForCausalLM", "mamba"),
+        (hf.FalconH1Config(**_SMALL), "FalconH1ForCausalLM", "falcon_h1"),
+        (hf.BloomConfig(vocab_size=64), "BloomForCausalLM", "bloom.*attention interface"),
+        (hf.T5Config(vocab_size=64), "T5ForConditionalGeneration", "t5.*encoder-decoder"),
+        (hf.PaliGemmaConfig(), "PaliGemmaForConditionalGeneration", "paligemma.*no adapter"),
+        (hf.BertConfig(vocab_size=64), "BertForMaskedLM", "bert"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_served_is_refused_by_name(
+    config: hf.PreTrainedConfig, architecture: str, reason: str, tmp_path: Path
+) -> None:
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        LanguageModel.load(tmp_path, dtype=torch.float32)
+
+
+def test_a_text_model_has_no_encoder_half(tmp_path: Path) -> None:
+    TEXT_FAMILIES["llama"]().model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no media encoder"):
+        EncoderModel.load(tmp_path, dtype=torch.float32)
+
+
+def test_an_unknown_rule_after_the_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TEXT_FAMILIES["granite_logits_scaling"]().model
+    del model.config.logits_scaling  # our side no longer knows; the model's forward still divides
+    monkeypatch.setattr(type(model.config), "logits_scaling", None, raising=False)
+    scaled = type(model).forward
+
+    def forward(self: hf.PreTrainedModel, *args: object, **kwargs: object) -> object:
+        self.config.logits_scaling = 4.0
+        try:
+            return scaled(self, *args, **kwargs)
+        finally:
+            self.config.logits_scaling = None
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    with pytest.raises(ConfigError, match="granite.*not known here"):
+        LanguageModel.from_model(model)
+
+
+def test_a_prompt_that_ends_in_a_media_item_is_refused() -> None:
+    language = LanguageModel.from_model(MEDIA_FAMILIES["qwen2_vl"]().model)
+    span = MediaSpan(Modality.IMAGE, "x", 1, MediaGeometry(4, grid_thw=(1, 2, 8)))
+    with pytest.raises(UnsupportedError, match="end with text"):
+        language.positions(Prompt((5, *[390] * 4), (span,)))
+
+
+# ------------------------------------------------------------------------------------------- the shipped checkpoint
+
+
+def _demo_request(processor: hf.ProcessorMixin, parts: list[dict], question: str) -> TinyRequest:
+    """One prompt through the real processor; items are cut out of its joint tensors."""
+    message = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
+    settings = json.loads((DEMO / "mm_processor_kwargs.json").read_text())
+    inputs = processor.apply_chat_template(
+        [message], tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt", **settings
+    )
+    ids = inputs["input_ids"][0].tolist()
+    config = processor_ids()
+    request = TinyRequest(token_ids=ids, generate_kwargs={k: torch.as_tensor(v) for k, v in inputs.items()})
+    del request.generate_kwargs["input_ids"], request.generate_kwargs["attention_mask"]
+    for part in parts:
+        _add_span(request, inputs, Modality(part["type"]), config[Modality(part["type"])])
+    return request
+
+
+def processor_ids() -> dict[Modality, int]:
+    config = json.loads((DEMO / "config.json").read_text())
+    return {modality: config[f"{modality}_token_index"] for modality in Modality}
+
+
+def _add_span(request: TinyRequest, inputs: dict, modality: Modality, token_id: int) -> None:
+    offset = request.token_ids.index(token_id)
+    count = request.token_ids.count(token_id)  # one item of each modality per prompt here
+    match modality:
+        case Modality.IMAGE:
+            item = {key: inputs[key] for key in ("pixel_values", "image_grid_thw")}
+            geometry = MediaGeometry(count, grid_thw=tuple(item["image_grid_thw"][0].tolist()))
+        case Modality.VIDEO:
+            item = {key: inputs[key] for key in ("pixel_values_videos", "video_grid_thw")}
+            seconds = float(torch.as_tensor(inputs["video_second_per_grid"])[0])
+            grid = tuple(item["video_grid_thw"][0].tolist())
+            geometry = MediaGeometry(count, grid_thw=grid, second_per_grid=seconds)
+        case Modality.AUDIO:
+            item = {key: inputs[key] for key in ("input_features", "feature_attention_mask")}
+            geometry = MediaGeometry(count, num_mel_frames=int(item["feature_attention_mask"].sum()))
+    request.spans.append(MediaSpan(modality, str(modality), offset, geometry))
+    request.items.append((modality, item))
+
+
+def test_the_demo_checkpoint_in_halves_equals_generate_with_image_video_and_audio() -> None:
+    processor = hf.AutoProcessor.from_pretrained(DEMO)
+    rng = np.random.default_rng(3)
+    image = {"type": "image", "image": rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)}
+    video = {"type": "video", "video": rng.integers(0, 255, (8, 64, 64, 3), dtype=np.uint8)}
+    audio = {"type": "audio", "audio": rng.normal(0, 0.1, 20_000).astype(np.float32)}
+    requests = [
+        _demo_request(processor, [image, video, audio], "What is this?"),
+        _demo_request(processor, [audio], "Which word?"),
+        _demo_request(processor, [], "Count to five."),
+    ]
+    model = hf.AutoModelForMultimodalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    case = TinyCase(model, requests)
+    expected = [generate(case, request) for request in requests]
+    encoder = EncoderModel.load(DEMO, dtype=torch.float32)
+    language = LanguageModel.load(DEMO, dtype=torch.float32)
+    assert encoder.fingerprint == language.fingerprint
+    assert language.eos_token_ids == (1014,)
+    for size in (7, 16, 10_000):
+        kv, sequences = memory(language), admit(Split(case, expected, encoder, language))
+        prefill(language, kv, sequences, size)
+        assert decode(language, kv, sequences) == expected
