@@ -122,12 +122,12 @@ class Reference:
     """The undivided model: `generate`, greedy, fp32."""
 
     def __init__(self, path: str | Path):
+        from cluster.model.torchvision_compat import ensure_torchvision
+
+        ensure_torchvision()  # before transformers looks for it
         import torch
         from transformers import AutoModelForMultimodalLM, AutoProcessor
 
-        from cluster.model.torchvision_compat import ensure_torchvision
-
-        ensure_torchvision()
         kwargs_file = Path(path) / "mm_processor_kwargs.json"
         self._kwargs = json.loads(kwargs_file.read_text()) if kwargs_file.is_file() else {}
         self._processor = AutoProcessor.from_pretrained(path)

@@ -79,7 +79,12 @@ def build_processor(tokenizer: Qwen2Tokenizer) -> Processor:
             **PATCHES, size=VIDEO_SIZE, do_sample_frames=False, fps=4, min_frames=4, max_frames=32
         ),
         feature_extractor=WhisperFeatureExtractor(
-            feature_size=80, sampling_rate=16000, hop_length=160, chunk_length=10, n_fft=400, return_attention_mask=True
+            feature_size=80,
+            sampling_rate=16000,
+            hop_length=160,
+            chunk_length=10,
+            n_fft=400,
+            return_attention_mask=True,
         ),
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,

@@ -91,7 +91,9 @@ class RowMaker:
         media_ids = image_ids + audio_ids if rng.random() < 0.6 else audio_ids + image_ids
         turns = [data.image_audio_question(rng, shape, colour, clip.words[0])]
         if rng.random() < 0.4:
-            extra = rng.choice((data.image_question(rng, shape, colour), data.audio_question(rng, clip.words)))
+            extra = rng.choice(
+                (data.image_question(rng, shape, colour), data.audio_question(rng, clip.words))
+            )
             turns.insert(rng.randrange(2), extra)
         return self._converse(rng, row, media_ids, turns)
 
@@ -128,13 +130,19 @@ class RowMaker:
     def _converse(self, rng: random.Random, row: Row, media_ids: list[int], turns: Sequence[Turn]) -> Row:
         """Write the chat template's text: the media belong to the first user turn."""
         if rng.random() < SYSTEM_RATIO:
-            self._append(row, self._encode(f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n"), False)
+            self._append(
+                row, self._encode(f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n"), False
+            )
         is_text_first = rng.random() < TEXT_FIRST_RATIO
         for turn_idx, turn in enumerate(turns):
             attached = media_ids if turn_idx == 0 else []
             question = self._encode(turn.question)
             content = question + attached if is_text_first else attached + question
-            prompt = self._encode("<|im_start|>user\n") + content + self._encode("<|im_end|>\n<|im_start|>assistant\n")
+            prompt = (
+                self._encode("<|im_start|>user\n")
+                + content
+                + self._encode("<|im_end|>\n<|im_start|>assistant\n")
+            )
             self._append(row, prompt, False)
             self._append(row, self._encode(turn.answer) + self._encode("<|im_end|>"), True)
             self._append(row, self._encode("\n"), False)

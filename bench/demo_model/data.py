@@ -62,7 +62,12 @@ class Turn:
 
 
 def coverage(
-    shape: str, size: tuple[int, int], centre: tuple[float, float], radius: float, aspect: float, softness: float
+    shape: str,
+    size: tuple[int, int],
+    centre: tuple[float, float],
+    radius: float,
+    aspect: float,
+    softness: float,
 ) -> np.ndarray:
     """Fraction of each pixel that the shape covers, [H, W] float32; softness 0 gives hard edges."""
     height, width = size
@@ -113,7 +118,9 @@ def make_image(
     colour = colour or rng.choice(COLOUR_NAMES)
     shorter = min(height, width)
     radius = rng.uniform(0.15, 0.37) * shorter
-    aspect = rng.choice((rng.uniform(1.15, 1.5), 1 / rng.uniform(1.15, 1.5), 1.0)) if shape == "rectangle" else 1.0
+    aspect = (
+        rng.choice((rng.uniform(1.15, 1.5), 1 / rng.uniform(1.15, 1.5), 1.0)) if shape == "rectangle" else 1.0
+    )
     margin = min(radius * max(aspect, 1 / aspect), shorter / 2 - 1)
     centre = (rng.uniform(margin, width - margin), rng.uniform(margin, height - margin))
     softness = draw_softness(rng) * shorter / 64
@@ -187,7 +194,9 @@ def images_question(rng: random.Random, truths: Sequence[tuple[str, str]]) -> Tu
     """A question about several images, given as (shape, colour) in order."""
     if rng.random() < 0.15:
         return Turn("How many images are there?", str(len(truths)))
-    answer = " ".join(f"Image {idx}: {colour} {shape}." for idx, (shape, colour) in enumerate(truths, start=1))
+    answer = " ".join(
+        f"Image {idx}: {colour} {shape}." for idx, (shape, colour) in enumerate(truths, start=1)
+    )
     return Turn(rng.choice(SEVERAL_QUESTIONS), answer)
 
 

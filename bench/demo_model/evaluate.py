@@ -88,7 +88,9 @@ def image_sample(ask: Callable[[random.Random, str, str], Turn]) -> Maker:
 def two_images(rng: random.Random, _words: WordBank) -> Sample:
     """Two images, to be described in order."""
     pictures = [draw_image(rng) for _ in range(2)]
-    answer = " ".join(f"Image {idx}: {colour} {shape}." for idx, (_, shape, colour) in enumerate(pictures, start=1))
+    answer = " ".join(
+        f"Image {idx}: {colour} {shape}." for idx, (_, shape, colour) in enumerate(pictures, start=1)
+    )
     return Sample(Turn("Describe each image.", answer), images=[picture for picture, *_ in pictures])
 
 
@@ -101,7 +103,10 @@ def video_direction(rng: random.Random, _words: WordBank) -> Sample:
 def video_description(rng: random.Random, _words: WordBank) -> Sample:
     """Shape, colour and direction in one sentence."""
     frames, shape, colour, direction = draw_video(rng)
-    return Sample(Turn("Describe the video.", f"The video shows a {colour} {shape} moving {direction}."), videos=[frames])
+    return Sample(
+        Turn("Describe the video.", f"The video shows a {colour} {shape} moving {direction}."),
+        videos=[frames],
+    )
 
 
 def spoken_words(num_words: int) -> Maker:
@@ -186,7 +191,9 @@ def write_table(table: dict, path: Path) -> None:
 
 def main() -> None:
     """Evaluate a folder and write its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--samples", type=int, default=400, help="for each task")

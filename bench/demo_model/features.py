@@ -47,7 +47,9 @@ class Features:
         padded = torch.zeros(len(clips), longest * SAMPLES_PER_FRAME + 2 * FOURIER_LENGTH)
         for row, clip in enumerate(clips):
             padded[row, : len(clip)] = torch.from_numpy(clip)
-        spectrum = torch.stft(padded, FOURIER_LENGTH, SAMPLES_PER_FRAME, window=self._window, return_complex=True)
+        spectrum = torch.stft(
+            padded, FOURIER_LENGTH, SAMPLES_PER_FRAME, window=self._window, return_complex=True
+        )
         mels = torch.clamp(self._mel_filters @ spectrum.abs() ** 2, min=1e-10).log10()
         mels = torch.maximum(mels, mels.amax((1, 2), keepdim=True) - 8.0)
         mask = torch.arange(longest)[None] < num_frames[:, None]

@@ -64,11 +64,14 @@ def train_jointly(
         for members in optimizer.param_groups:
             members["lr"] = learning_rate(schedule, step) * members["scale"]
         batches = [
-            collate([group.draw(rng) for _ in range(group.num_rows)], maker.pad_id, features) for group in groups
+            collate([group.draw(rng) for _ in range(group.num_rows)], maker.pad_id, features)
+            for group in groups
         ]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             losses = [model(**batch).loss for batch in batches]
-        torch.stack([loss * group.weight for loss, group in zip(losses, groups, strict=True)]).sum().backward()
+        torch.stack(
+            [loss * group.weight for loss, group in zip(losses, groups, strict=True)]
+        ).sum().backward()
         for loss, group in zip(losses, groups, strict=True):
             history[group.name].append(loss.item())
         average_gradients(parameters)
@@ -77,7 +80,9 @@ def train_jointly(
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % REPORT_EVERY == 0 or step + 1 == schedule.num_steps:
             means = " ".join(f"{name} {np.mean(values):.4f}" for name, values in history.items())
-            report(f"step {step + 1}/{schedule.num_steps} after {time.monotonic() - started_at:.0f} s: {means}")
+            report(
+                f"step {step + 1}/{schedule.num_steps} after {time.monotonic() - started_at:.0f} s: {means}"
+            )
             history.clear()
         if checkpoint is not None and (step + 1) % SAVE_EVERY == 0:
             checkpoint(step + 1)
@@ -85,7 +90,9 @@ def train_jointly(
 
 def main() -> None:
     """Run one worker: load both encoders, train, and on rank 0 write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--work", type=Path, required=True, help="folder with vision.pt and audio.pt")
     parser.add_argument("--out", type=Path, required=True)
@@ -108,7 +115,9 @@ def main() -> None:
         random.Random(f"joint {arguments.seed} {arguments.rank}"),
         JOINT.with_steps(arguments.steps),
         lambda line: print(line, flush=True),
-        checkpoint=(lambda step: save(model, processor, arguments.work / f"step-{step}")) if is_first else None,
+        checkpoint=(lambda step: save(model, processor, arguments.work / f"step-{step}"))
+        if is_first
+        else None,
     )
     if is_first:
         save(model, processor, arguments.out)

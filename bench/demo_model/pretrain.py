@@ -123,7 +123,9 @@ class AudioTask(nn.Module):
 
     def forward(self, rng: random.Random) -> Losses:
         """Loss and accuracies on one batch drawn from the generator."""
-        clips = [disturb(rng, make_clip(rng, self._words, rng.choice((1, 2, 2, 3)))) for _ in range(AUDIO_BATCH)]
+        clips = [
+            disturb(rng, make_clip(rng, self._words, rng.choice((1, 2, 2, 3)))) for _ in range(AUDIO_BATCH)
+        ]
         mels, mask = self._features.log_mel([clip.samples for clip in clips])
         tokens = self._encode(mels, mask, return_dict=True).last_hidden_state
         counts = [num_audio_tokens(int(frames)) for frames in mask.sum(1)]
@@ -161,14 +163,20 @@ def pretrain(which: str, seed: int, num_steps: int, cache: Path, report: Callabl
     model, processor = build(seed)
     features = Features(processor)
     torch.manual_seed(seed)
-    task = VisionTask(model, features) if which == "vision" else AudioTask(model, features, training_words(seed, cache))
+    task = (
+        VisionTask(model, features)
+        if which == "vision"
+        else AudioTask(model, features, training_words(seed, cache))
+    )
     run(task, random.Random(f"{which} {seed}"), PRETRAINING[which].with_steps(num_steps), report)
     return task.encoder.state_dict()
 
 
 def main() -> None:
     """Pretrain one encoder and write its weights."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("which", choices=("vision", "audio"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)

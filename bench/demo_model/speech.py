@@ -64,7 +64,9 @@ class Synthesizer:
         self._callback = SynthesisCallback(self._collect)
         self._library.espeak_SetSynthCallback(self._callback)
 
-    def _collect(self, samples: "ctypes._Pointer[ctypes.c_short]", num_samples: int, _events: int | None) -> int:
+    def _collect(
+        self, samples: "ctypes._Pointer[ctypes.c_short]", num_samples: int, _events: int | None
+    ) -> int:
         if samples and num_samples > 0:
             self._chunks.append(np.ctypeslib.as_array(samples, shape=(num_samples,)).copy())
         return 0
@@ -77,7 +79,9 @@ class Synthesizer:
         self._library.espeak_SetParameter(PARAMETER_RATE, voice.speed, 0)
         self._library.espeak_SetParameter(PARAMETER_PITCH, voice.pitch, 0)
         encoded = text.encode()
-        self._library.espeak_Synth(encoded, len(encoded) + 1, 0, POSITION_CHARACTER, 0, CHARS_UTF8, None, None)
+        self._library.espeak_Synth(
+            encoded, len(encoded) + 1, 0, POSITION_CHARACTER, 0, CHARS_UTF8, None, None
+        )
         self._library.espeak_Synchronize()
         sound = np.concatenate(self._chunks).astype(np.float32) / 32768
         return resample(sound, self._sample_rate, SAMPLE_RATE)
@@ -167,11 +171,11 @@ def silence(rng: random.Random, shortest_s: float, longest_s: float) -> np.ndarr
     return np.zeros(int(rng.uniform(shortest_s, longest_s) * SAMPLE_RATE), np.float32)
 
 
-def make_clip(rng: random.Random, bank: WordBank, num_words: int, word: str | None = None) -> Clip:
-    """Words of the bank with pauses of 50 to 200 ms, as recorded: no noise, full volume."""
+def make_clip(rng: random.Random, bank: WordBank, num_words: int, wanted: Sequence[str] = ()) -> Clip:
+    """The wanted words, or random ones, with pauses of 50 to 200 ms: no noise, full volume."""
     parts, words, spans = [silence(rng, 0.02, 0.2)], [], []
     position = len(parts[0])
-    for _ in range(num_words):
+    for word in wanted or [None] * num_words:
         spoken = bank.draw(rng, word)
         pause = silence(rng, 0.05, 0.2)
         parts += [spoken.samples.astype(np.float32), pause]

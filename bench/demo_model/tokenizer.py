@@ -63,8 +63,12 @@ COMMON_WORDS = (
     "learn leave listen little matter measure nothing often order other possible present provide question rather "
     "really remember second several should simple since something sometimes special start still suggest support "
     "think though through together toward travel understand until usual various whether without wonder young"
-).split()
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a tiny assistant. Answer briefly.", "Answer in English.")
+)
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a tiny assistant. Answer briefly.",
+    "Answer in English.",
+)
 
 
 def task_sentences(rng: random.Random) -> Iterator[str]:
@@ -101,7 +105,7 @@ def corpus(seed: int) -> Iterator[str]:
         yield from task_sentences(rng)
     for _ in range(NUM_ENGLISH_SENTENCES):
         yield english_sentence(rng)
-    for word in COMMON_WORDS:
+    for word in COMMON_WORDS.split():
         yield from [f" {word}"] * rng.randrange(20, 60)
     for word in data.WORDS:
         yield from [word, f" {word}", word.capitalize()] * 200

@@ -44,7 +44,12 @@ class TorchAttention:
         return out
 
     def _attend_decode(
-        self, batch: PagedBatch, layer: LayerAttention, query: Tensor, key_blocks: Tensor, value_blocks: Tensor
+        self,
+        batch: PagedBatch,
+        layer: LayerAttention,
+        query: Tensor,
+        key_blocks: Tensor,
+        value_blocks: Tensor,
     ) -> Tensor:
         """query [B, Hq, D] → [B, Hq, Dv]."""
         table, mask = _decode_view(batch, layer.sliding_window, query.dtype)
@@ -52,7 +57,9 @@ class TorchAttention:
         kv_heads = key_blocks.shape[2]
         flat_table = table.flatten()
         key = self._gather("key", key_blocks, flat_table).view(num_seqs, -1, kv_heads, key_blocks.shape[3])
-        value = self._gather("value", value_blocks, flat_table).view(num_seqs, -1, kv_heads, value_blocks.shape[3])
+        value = self._gather("value", value_blocks, flat_table).view(
+            num_seqs, -1, kv_heads, value_blocks.shape[3]
+        )
         folded = query.view(num_seqs, kv_heads, num_heads // kv_heads, width)
         if layer.softcap is None and layer.sinks is None:
             out = F.scaled_dot_product_attention(
@@ -68,7 +75,12 @@ class TorchAttention:
         shape = (len(block_ids), *blocks.shape[1:])
         size = math.prod(shape)
         scratch = self._scratch.get(name)
-        if scratch is None or scratch.numel() < size or scratch.dtype != blocks.dtype or scratch.device != blocks.device:
+        if (
+            scratch is None
+            or scratch.numel() < size
+            or scratch.dtype != blocks.dtype
+            or scratch.device != blocks.device
+        ):
             scratch = self._scratch[name] = blocks.new_empty(size)
         return torch.index_select(blocks, 0, block_ids, out=scratch[:size].view(shape))
 
@@ -108,7 +120,9 @@ def _is_plain_prompt(batch: PagedBatch, layer: LayerAttention, seq: int) -> bool
     )
 
 
-def _prefill_view(batch: PagedBatch, window: int | None, seq: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _prefill_view(
+    batch: PagedBatch, window: int | None, seq: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     """Flat slots [S] of the keys that the chunk's queries may see, and the additive mask [n, S] (None: all visible)."""
     memo_key = ("prefill", window, seq)
     if memo_key not in batch.memo:
@@ -125,7 +139,9 @@ def _prefill_view(batch: PagedBatch, window: int | None, seq: int, dtype: torch.
                 visible |= (queries >= start) & (queries < end) & (keys >= start) & (keys < end)
             if window is not None:
                 visible &= keys > queries - window
-            mask = torch.zeros(visible.shape, dtype=dtype, device=keys.device).masked_fill_(~visible, float("-inf"))
+            mask = torch.zeros(visible.shape, dtype=dtype, device=keys.device).masked_fill_(
+                ~visible, float("-inf")
+            )
         batch.memo[memo_key] = (slots, mask)
     return batch.memo[memo_key]
 
@@ -138,7 +154,9 @@ def _fused_causal(layer: LayerAttention, query: Tensor, key: Tensor, value: Tens
     return out[0].transpose(0, 1)
 
 
-def _one_sequence(layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def _one_sequence(
+    layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
     """query [n, Hq, D], key [S, Hk, D], value [S, Hk, Dv], mask [n, S] → [n, Hq, Dv]."""
     num_heads, kv_heads = query.shape[1], key.shape[1]
     if layer.softcap is None and layer.sinks is None:
@@ -156,7 +174,12 @@ def _one_sequence(layer: LayerAttention, query: Tensor, key: Tensor, value: Tens
 
 
 def _explicit(
-    layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None
+    layer: LayerAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """query [b, h, n, D], key [b, h, S, D], value [b, h, S, Dv]; mask broadcasts to [b, h, n, S], sinks to [b, h, n, 1]."""
     scores = query @ key.transpose(-1, -2) * layer.scaling

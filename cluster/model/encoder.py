@@ -27,7 +27,9 @@ class EncoderModel:
         config = model.config
         family = family_of(config)
         if not family.modalities:
-            raise ConfigError(f"model type '{config.model_type}' has no media encoder: it needs no encode pool")
+            raise ConfigError(
+                f"model type '{config.model_type}' has no media encoder: it needs no encode pool"
+            )
         self._base = model.model
         self._calls = family.encode
         self.modalities: tuple[Modality, ...] = family.modalities
@@ -37,7 +39,9 @@ class EncoderModel:
         self.fingerprint: str = fingerprint(config, self.dtype)
 
     @classmethod
-    def load(cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> EncoderModel:
+    def load(
+        cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> EncoderModel:
         """Reads only the encoder half of the checkpoint. Raises ConfigError for models that are not supported."""
         return cls(load_half(path, Half.ENCODER, dtype=dtype, device=device))
 
@@ -58,7 +62,8 @@ class EncoderModel:
     def _on_device(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Floating-point tensors in the model's dtype, as the family's own forward would cast them."""
         return {
-            key: value.to(self.device, self.dtype if value.is_floating_point() else None) for key, value in item.items()
+            key: value.to(self.device, self.dtype if value.is_floating_point() else None)
+            for key, value in item.items()
         }
 
     def _full_width(self, rows: Tensor) -> Tensor:

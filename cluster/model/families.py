@@ -83,9 +83,13 @@ def check_supported(config: PreTrainedConfig) -> None:
         _refuse(name, f"it has no adapter; multimodal model types with one: {', '.join(sorted(FAMILIES))}")
     text = config.get_text_config()
     if name not in FAMILIES and text is not config:
-        _refuse(name, f"it is multimodal and has no adapter; model types with one: {', '.join(sorted(FAMILIES))}")
+        _refuse(
+            name, f"it is multimodal and has no adapter; model types with one: {', '.join(sorted(FAMILIES))}"
+        )
     if getattr(text, "attention_chunk_size", None) is not None:
-        _refuse(name, "its chunked attention (attention_chunk_size) is not expressed in the attention interface")
+        _refuse(
+            name, "its chunked attention (attention_chunk_size) is not expressed in the attention interface"
+        )
     layer_types = set(getattr(text, "layer_types", None) or _ATTENTION_LAYERS)
     if other := sorted(layer_types.difference(_ATTENTION_LAYERS)):
         _refuse(name, f"its layers of type {', '.join(other)} keep state that a block of KV cannot hold")

@@ -43,7 +43,9 @@ class SequenceChunk:
     num_computed_tokens: int  # tokens of this sequence whose KV is in the block memory
     block_table: Sequence[int]  # block ids that cover num_computed_tokens + n tokens
     features: tuple[FeatureSlice, ...] = ()
-    bidirectional_spans: tuple[Span, ...] = ()  # absolute [start, end) of media that see both ways; all of the prompt's
+    bidirectional_spans: tuple[
+        Span, ...
+    ] = ()  # absolute [start, end) of media that see both ways; all of the prompt's
 
 
 class LanguageModel:
@@ -169,7 +171,9 @@ class LanguageModel:
         ids = torch.tensor(token_ids, device=self.device)
         return self._embed(ids.masked_fill_(ids >= self._embed.num_embeddings, 0))
 
-    def _place_features(self, embeds: Tensor, chunks: Sequence[SequenceChunk]) -> tuple[Tensor, list[Tensor] | None]:
+    def _place_features(
+        self, embeds: Tensor, chunks: Sequence[SequenceChunk]
+    ) -> tuple[Tensor, list[Tensor] | None]:
         """Writes the feature rows into `embeds`. Returns their row indices, ascending, and one [rows, hidden_size] tensor
         per deep-stack layer (None: no such layers, or no media in this forward)."""
         row_ids, deep_rows, chunk_start = [], [], 0
@@ -214,9 +218,13 @@ class LanguageModel:
 
 def _visible_spans(chunk: SequenceChunk, context_len: int) -> list[Span]:
     """The spans that reach into this chunk. One that goes on behind it would get wrong KV, silently."""
-    spans = [(a, b) for a, b in chunk.bidirectional_spans if a < context_len and b > chunk.num_computed_tokens]
+    spans = [
+        (a, b) for a, b in chunk.bidirectional_spans if a < context_len and b > chunk.num_computed_tokens
+    ]
     if any(end > context_len for _, end in spans):
-        raise InternalError("a prefill chunk ends inside a media span that this model sees in both directions")
+        raise InternalError(
+            "a prefill chunk ends inside a media span that this model sees in both directions"
+        )
     return spans
 
 

@@ -20,8 +20,12 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from cluster.errors import ConfigError
 from cluster.model.families import FAMILIES, check_class, family_of
 
-
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
+
+_THINKER_CLASSES = {  # checkpoints that also hold a speech generator, which is not served
+    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+}
 
 
 class Half(StrEnum):
@@ -35,12 +39,15 @@ class AbsentHalf(nn.Module):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.config = config
+        self.device = torch.device("cpu")  # Qwen2-Audio's forward asks for it even when there is no audio
 
     def forward(self, *_args: object, **_kwargs: object) -> None:
         raise RuntimeError("this worker does not hold these weights")
 
 
-def load_half(path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+def load_half(
+    path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str
+) -> PreTrainedModel:
     """transformers' model with only `half` in memory. Blocks while reading; raises ConfigError when the folder is no
     model, the model type is not supported, or it has no such half."""
     config = read_config(path)
@@ -49,22 +56,33 @@ def load_half(path: str | Path, half: Half, *, dtype: torch.dtype, device: torch
     if not family.modalities:
         check_class(model_class)
         if half is Half.ENCODER:
-            raise ConfigError(f"model type '{config.model_type}' has no media encoder: it needs no encode pool")
+            raise ConfigError(
+                f"model type '{config.model_type}' has no media encoder: it needs no encode pool"
+            )
         half_class = model_class
     elif half is Half.ENCODER:
         half_class = _encoder_class(model_class, family.text_module)
     else:
         half_class = _language_class(model_class, family.text_module)
-    model = half_class.from_pretrained(path, config=config, dtype=dtype)
-    _check_complete(model, half)
+    model, report = half_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+    if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
+        raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {', '.join(wrong[:5])}")
     return model.to(device).eval().requires_grad_(False)
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
+    """The configuration of the part that is served. Raises ConfigError when the folder has none."""
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"'{path}' holds no model configuration that transformers knows: {error}") from error
+        raise ConfigError(
+            f"'{path}' holds no model configuration that transformers knows: {error}"
+        ) from error
+    if config.model_type in _THINKER_CLASSES:
+        thinker = config.thinker_config
+        thinker.architectures = [_THINKER_CLASSES[config.model_type]]
+        return thinker
+    return config
 
 
 def fingerprint(config: PreTrainedConfig, dtype: torch.dtype) -> str:
@@ -126,8 +144,3 @@ def _named_like(half_class: type, model_class: type) -> type:
     half_class.__name__ = half_class.__qualname__ = model_class.__name__
     half_class.__module__ = model_class.__module__
     return half_class
-
-
-def _check_complete(model: PreTrainedModel, half: Half) -> None:
-    if meta := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
-        raise ConfigError(f"the checkpoint lacks weights of the {half} half: {', '.join(meta[:5])}")

@@ -22,7 +22,9 @@ EncodeCall = Callable[[nn.Module, Sequence[Item]], list[Tensor]]
 def packed_patches(modality: Modality) -> EncodeCall:
     """Qwen: patches of all items in one sequence, cut apart by their grids; deep-stack features become columns."""
     video = modality is Modality.VIDEO
-    pixels_key, grid_key = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
+    pixels_key, grid_key = (
+        ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
+    )
 
     def encode(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
         method = base.get_video_features if video else base.get_image_features

@@ -26,7 +26,9 @@ class PromptPositions:
 @dataclass(frozen=True)
 class PositionRule:
     axes: int  # 1, or 3 for multimodal rotary positions
-    of_prompt: Callable[[nn.Module, Prompt], PromptPositions]  # first argument: `model.model` of transformers' class
+    of_prompt: Callable[
+        [nn.Module, Prompt], PromptPositions
+    ]  # first argument: `model.model` of transformers' class
 
 
 def _one_dimensional(_base: nn.Module, prompt: Prompt) -> PromptPositions:
@@ -90,7 +92,9 @@ def _prompt_positions(position_ids: Tensor) -> PromptPositions:
         raise UnsupportedError("a prompt must end with text, not with a media item")
     delta = following.pop() - position_ids.shape[-1]
     if delta != int(delta):
-        raise UnsupportedError(f"a clip's frame rate gives fractional positions after it (offset {delta}); use another")
+        raise UnsupportedError(
+            f"a clip's frame rate gives fractional positions after it (offset {delta}); use another"
+        )
     return PromptPositions(position_ids, int(delta))
 
 

@@ -3,6 +3,7 @@ widths per layer. Refuses, by name, a backbone that wants something from attenti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from cluster.kvcache.memory import SegmentSpec
 
 _PROBE_NAME = "epdg_probe"
 _HARMLESS = frozenset(  # keywords that families pass along and that no attention function reads, or that ours reads
-    ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "probe", "position_ids", "use_cache", "output_attentions",
+    ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "use_cache", "output_attentions",
      "cache_position", "position_embeddings", "return_dict", "output_router_logits", "is_causal")
 )  # fmt: skip
 
@@ -43,16 +44,25 @@ class _Recorder:
         self.shapes[layer_idx] = LayerShape((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
         self.windows[layer_idx] = kwargs.get("sliding_window")
         self.objections.update(
-            f"its attention takes '{name}'" for name, given in kwargs.items() if name not in _HARMLESS and given is not None
+            f"its attention takes '{name}'"
+            for name, given in kwargs.items()
+            if name not in _HARMLESS and given is not None
         )
         if kwargs.get("is_causal") is False or mask is not None:
             self.objections.add("its attention is not causal")
 
 
 def _probe_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    probe: _Recorder,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
-    kwargs["probe"].see(module, key, value, attention_mask, kwargs)
+    probe.see(module, key, value, attention_mask, kwargs)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
@@ -70,7 +80,9 @@ def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerS
     _check_windows(config, recorder)
     num_layers = config.num_hidden_layers
     if sorted(recorder.shapes) != list(range(num_layers)):
-        recorder.objections.add(f"only layers {sorted(recorder.shapes)} of {num_layers} call the attention interface")
+        recorder.objections.add(
+            f"only layers {sorted(recorder.shapes)} of {num_layers} call the attention interface"
+        )
     if recorder.objections:
         raise ConfigError(
             f"model type '{config.model_type}' is not supported: {'; '.join(sorted(recorder.objections))}"
@@ -86,7 +98,9 @@ def _check_windows(config: object, recorder: _Recorder) -> None:
 
 
 @torch.inference_mode()
-def check_post_head(model: PreTrainedModel, text_model: PreTrainedModel, post_head: object) -> None:
+def check_post_head(
+    model: PreTrainedModel, text_model: PreTrainedModel, post_head: Callable[[Tensor], Tensor]
+) -> None:
     """Compares `post_head(head(backbone))` with the logits of the model's own forward, for one text token. Call between
     `probe_backbone` and the choice of the final attention implementation."""
     token = torch.tensor([[1]], device=text_model.device)

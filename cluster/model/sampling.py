@@ -25,6 +25,9 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+_MAX_GROUP_ELEMENTS = (
+    1 << 18
+)  # rows drawn together; larger 64-bit temporaries spend their time in page faults
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
@@ -32,9 +35,10 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     row i's sequence (prompt + generated). Synchronises the device."""
     tokens = logits.argmax(dim=-1)
     rows = [row for row, p in enumerate(params) if p.temperature > 0]
-    if rows:
-        drawn = _draw(logits[rows], [params[row] for row in rows], [positions[row] for row in rows])
-        tokens[rows] = drawn
+    group = max(1, _MAX_GROUP_ELEMENTS // logits.shape[-1])
+    for start in range(0, len(rows), group):
+        some = rows[start : start + group]
+        tokens[some] = _draw(logits[some], [params[row] for row in some], [positions[row] for row in some])
     return tokens.tolist()
 
 
@@ -52,9 +56,11 @@ def keep_likely(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocab_size = scores.shape[-1]
     top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
     if any(k < vocab_size for k in top_k):
-        largest = scores.sort(dim=-1, descending=True).values
-        smallest_kept = largest.gather(1, torch.tensor(top_k, device=scores.device)[:, None] - 1)
-        scores = scores.masked_fill(scores < smallest_kept, float("-inf"))
+        largest = scores.topk(max(k for k in top_k if k < vocab_size), dim=-1).values
+        last_kept = torch.tensor(top_k, device=scores.device)[:, None] - 1
+        limited = last_kept < vocab_size - 1
+        smallest_kept = largest.gather(1, last_kept.clamp(max=largest.shape[1] - 1))
+        scores = scores.masked_fill((scores < smallest_kept) & limited, float("-inf"))
     if any(p.top_p < 1 for p in params):
         scores = scores.masked_fill(_outside_top_p(scores, [p.top_p for p in params]), float("-inf"))
     if any(p.min_p > 0 for p in params):

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
+
 from cluster.errors import InternalError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
-from torch import Tensor
-
-from tests.flow.tiny_models import MEDIA_FAMILIES, TEXT_FAMILIES, TinyCase, TinyRequest
+from tests.flow.tiny_media_models import MEDIA_FAMILIES
+from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase, TinyRequest
 
 NUM_TOKENS = 12
 BLOCK_SIZE = 16
@@ -67,7 +68,11 @@ def generate(case: TinyCase, request: TinyRequest, num_tokens: int = NUM_TOKENS)
     kwargs = {key: value.clone() for key, value in request.generate_kwargs.items()}
     with torch.no_grad():
         out = case.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, **kwargs
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            **kwargs,
         )
     return out[0, ids.shape[1] :].tolist()
 

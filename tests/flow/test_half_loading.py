@@ -10,20 +10,24 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
+
 from cluster.errors import ConfigError, UnsupportedError
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel
 from cluster.model.loading import AbsentHalf, Half, load_half
 from cluster.types.media import MediaGeometry, MediaSpan, Modality
 from cluster.types.request import Prompt
-
 from tests.flow.test_families import Split, admit, decode, generate, memory, prefill
-from tests.flow.tiny_models import MEDIA_FAMILIES, TEXT_FAMILIES, TinyCase, TinyRequest
+from tests.flow.tiny_media_models import MEDIA_FAMILIES
+from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase, TinyRequest
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_vl", "llava_onevision", "gemma3", "qwen2_audio", "idefics3"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_omni", "qwen3_vl", "llava_onevision", "gemma3", "qwen2_audio", "idefics3"]
+)
 def test_halves_of_a_saved_checkpoint_are_complete_and_equal_the_whole(name: str, tmp_path: Path) -> None:
     case = MEDIA_FAMILIES[name]()
     case.model.save_pretrained(tmp_path)
@@ -52,6 +56,24 @@ def test_a_half_holds_no_weight_of_the_other(name: str, tmp_path: Path) -> None:
         held[half] = {key for key, _ in loaded.named_parameters()}
     assert not held[Half.ENCODER] & held[Half.LANGUAGE]
     assert held[Half.ENCODER] | held[Half.LANGUAGE] == {key for key, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("name", "whole"), [("qwen2_5_omni", "Qwen2_5Omni"), ("qwen3_omni", "Qwen3OmniMoe")])
+def test_the_thinker_is_found_inside_an_omni_checkpoint(name: str, whole: str, tmp_path: Path) -> None:
+    case = MEDIA_FAMILIES[name]()
+    case.model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {f"thinker.{key}": tensor for key, tensor in weights.items()}
+    save_file({**renamed, "talker.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    config = getattr(hf, f"{whole}Config")(thinker_config=case.model.config.to_dict())
+    config.architectures = [f"{whole}ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    expected = [generate(case, request) for request in case.requests]
+    encoder = EncoderModel.load(tmp_path, dtype=torch.float32)
+    language = LanguageModel.load(tmp_path, dtype=torch.float32)
+    kv, sequences = memory(language), admit(Split(case, expected, encoder, language))
+    prefill(language, kv, sequences, 16)
+    assert decode(language, kv, sequences) == expected
 
 
 def test_a_checkpoint_without_a_weight_of_its_half_is_refused(tmp_path: Path) -> None:
@@ -93,22 +115,17 @@ def test_a_text_model_has_no_encoder_half(tmp_path: Path) -> None:
         EncoderModel.load(tmp_path, dtype=torch.float32)
 
 
-def test_an_unknown_rule_after_the_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = TEXT_FAMILIES["granite_logits_scaling"]().model
-    del model.config.logits_scaling  # our side no longer knows; the model's forward still divides
-    monkeypatch.setattr(type(model.config), "logits_scaling", None, raising=False)
-    scaled = type(model).forward
+class _DoubledLogits(hf.LlamaForCausalLM):
+    def forward(self, *args: object, **kwargs: object) -> object:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
 
-    def forward(self: hf.PreTrainedModel, *args: object, **kwargs: object) -> object:
-        self.config.logits_scaling = 4.0
-        try:
-            return scaled(self, *args, **kwargs)
-        finally:
-            self.config.logits_scaling = None
 
-    monkeypatch.setattr(type(model), "forward", forward)
-    with pytest.raises(ConfigError, match="granite.*not known here"):
-        LanguageModel.from_model(model)
+def test_an_unknown_rule_after_the_head_is_refused() -> None:
+    config = TEXT_FAMILIES["llama"]().model.config
+    with pytest.raises(ConfigError, match=r"llama.*not known here"):
+        LanguageModel.from_model(_DoubledLogits(config))
 
 
 def test_a_prompt_that_ends_in_a_media_item_is_refused() -> None:
@@ -126,18 +143,23 @@ def _demo_request(processor: hf.ProcessorMixin, parts: list[dict], question: str
     message = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
     settings = json.loads((DEMO / "mm_processor_kwargs.json").read_text())
     inputs = processor.apply_chat_template(
-        [message], tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt", **settings
+        [message],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        **settings,
     )
     ids = inputs["input_ids"][0].tolist()
-    config = processor_ids()
+    token_ids = placeholder_ids()
     request = TinyRequest(token_ids=ids, generate_kwargs={k: torch.as_tensor(v) for k, v in inputs.items()})
     del request.generate_kwargs["input_ids"], request.generate_kwargs["attention_mask"]
     for part in parts:
-        _add_span(request, inputs, Modality(part["type"]), config[Modality(part["type"])])
+        _add_span(request, inputs, Modality(part["type"]), token_ids[Modality(part["type"])])
     return request
 
 
-def processor_ids() -> dict[Modality, int]:
+def placeholder_ids() -> dict[Modality, int]:
     config = json.loads((DEMO / "config.json").read_text())
     return {modality: config[f"{modality}_token_index"] for modality in Modality}
 

@@ -1,0 +1,71 @@
+"""The demo model's sample makers: deterministic, balanced, and free of torch and espeak-ng."""
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+
+from bench.demo_model import data
+
+
+def test_the_same_seed_gives_the_same_image() -> None:
+    first, second = (data.make_image(random.Random(3)) for _ in range(2))
+    assert first[0].tobytes() == second[0].tobytes()
+    assert first[1:] == second[1:]
+
+
+def test_the_same_seed_gives_the_same_video() -> None:
+    first, second = (data.make_video(random.Random(3)) for _ in range(2))
+    assert first[0].tobytes() == second[0].tobytes()
+    assert first[1:] == second[1:]
+
+
+def test_an_image_has_the_asked_size_shape_and_colour() -> None:
+    pixels, shape, colour = data.make_image(random.Random(0), (80, 96), "circle", "teal")
+    assert (pixels.shape, pixels.dtype, shape, colour) == ((80, 96, 3), np.uint8, "circle", "teal")
+    different = np.abs(pixels.astype(int) - pixels[0, 0].astype(int)).sum(-1) > 60
+    assert 0.02 < different.mean() < 0.6
+
+
+def test_a_video_moves_the_way_it_says_at_every_length() -> None:
+    rng = random.Random(0)
+    for num_frames in range(4, 17):
+        for direction in data.DIRECTIONS:
+            frames, *_ = data.make_video(rng, num_frames, direction=direction)
+            assert frames.shape == (num_frames, 64, 64, 3)
+            rows, columns = zip(*(centre_of_shape(frame) for frame in (frames[0], frames[-1])), strict=True)
+            moved = {"down": rows[1] - rows[0], "right": columns[1] - columns[0]}
+            moved |= {"up": -moved["down"], "left": -moved["right"]}
+            assert max(moved, key=moved.__getitem__) == direction
+
+
+def centre_of_shape(frame: np.ndarray) -> tuple[float, float]:
+    different = np.abs(frame.astype(int) - frame[0, 0].astype(int)).sum(-1) > 60
+    rows, columns = np.nonzero(different)
+    return float(rows.mean()), float(columns.mean())
+
+
+def test_yes_and_no_are_equally_likely_whatever_the_wording() -> None:
+    rng = random.Random(0)
+    answers: dict[str, list[bool]] = {}
+    for _ in range(8000):
+        turn = data.yes_no_question(rng, rng.choice(data.SHAPES), rng.choice(data.COLOUR_NAMES))
+        stem = " ".join(turn.question.split()[:2])
+        answers.setdefault(stem, []).append(turn.answer == "yes")
+    for stem, is_yes in answers.items():
+        assert abs(np.mean(is_yes) - 0.5) < 0.04, stem
+
+
+def test_every_question_has_one_answer_in_the_documented_form() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        shape, colour = rng.choice(data.SHAPES), rng.choice(data.COLOUR_NAMES)
+        allowed = {shape, colour, "yes", "no", data.describe_image(shape, colour)}
+        assert data.image_question(rng, shape, colour).answer in allowed
+        assert data.text_question(rng).answer
+
+
+def test_the_sample_makers_import_neither_torch_nor_espeak() -> None:
+    program = "import sys, bench.demo_model.data; sys.exit('torch' in sys.modules or 'espeakng_loader' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

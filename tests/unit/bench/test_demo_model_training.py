@@ -1,0 +1,83 @@
+"""Training of the demo model: deterministic from its seed, on features equal to the stock processors'."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from bench.demo_model import data  # noqa: E402
+from bench.demo_model.build import PROCESSOR_KWARGS, Model, Processor, build  # noqa: E402
+from bench.demo_model.features import Features, num_audio_tokens, num_mel_frames  # noqa: E402
+from bench.demo_model.joint import train_jointly  # noqa: E402
+from bench.demo_model.schedule import Schedule  # noqa: E402
+from bench.demo_model.speech import SAMPLE_RATE, Spoken, Voice, WordBank, make_clip  # noqa: E402
+
+ONE_ROW_PER_GROUP = 1000
+
+
+@pytest.fixture(scope="module")
+def built() -> tuple[Model, Processor]:
+    return build(seed=0)
+
+
+def tones() -> WordBank:
+    """A bank with one pure tone for each word: no synthesizer."""
+    times = np.arange(SAMPLE_RATE // 4) / SAMPLE_RATE
+    return WordBank(
+        [
+            Spoken(word, Voice("tone", 0, 0), np.sin(2 * np.pi * (200 + 40 * idx) * times).astype(np.float16))
+            for idx, word in enumerate(data.WORDS)
+        ]
+    )
+
+
+def train_two_steps(built: tuple[Model, Processor], seed: int) -> dict[str, torch.Tensor]:
+    model, processor = copy.deepcopy(built[0]), built[1]
+    schedule = Schedule(num_steps=2, num_warmup_steps=1, peak=1e-3)
+    lines: list[str] = []
+    train_jointly(
+        model, processor, tones(), random.Random(seed), schedule, lines.append, divisor=ONE_ROW_PER_GROUP
+    )
+    assert lines[-1].startswith("step 2/2")
+    return model.state_dict()
+
+
+def test_two_runs_of_one_seed_give_the_same_bits(built: tuple[Model, Processor]) -> None:
+    first, second = train_two_steps(built, seed=1), train_two_steps(built, seed=1)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = train_two_steps(built, seed=2)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_training_patches_equal_the_processors(built: tuple[Model, Processor]) -> None:
+    processor = built[1]
+    pixels, *_ = data.make_image(random.Random(0), (80, 96))
+    frames, *_ = data.make_video(random.Random(0), num_frames=5)
+    expected = processor(
+        text=["<|IMAGE|><|VIDEO|>"], images=[pixels], videos=[frames], return_tensors="pt", **PROCESSOR_KWARGS
+    )
+    features = Features(processor)
+    for given, patches, grid in (
+        (pixels[None], expected["pixel_values"], expected["image_grid_thw"]),
+        (frames, expected["pixel_values_videos"], expected["video_grid_thw"]),
+    ):
+        own_patches, own_grid = features.patchify(given)
+        assert own_grid == grid[0].tolist()
+        torch.testing.assert_close(own_patches, patches, atol=1e-5, rtol=0)
+
+
+def test_training_mels_equal_the_processors(built: tuple[Model, Processor]) -> None:
+    processor = built[1]
+    clip = make_clip(random.Random(0), tones(), num_words=3)
+    expected = processor(
+        text=["<|AUDIO|>"], audio=[clip.samples], sampling_rate=SAMPLE_RATE, return_tensors="pt"
+    )
+    mels, mask = Features(processor).log_mel([clip.samples])
+    num_frames = num_mel_frames(len(clip.samples))
+    assert mask.sum() == expected["feature_attention_mask"].sum() == num_frames
+    torch.testing.assert_close(mels, expected["input_features"][:, :, :num_frames], atol=1e-4, rtol=0)
+    assert (expected["input_ids"] == processor.audio_token_id).sum() == num_audio_tokens(num_frames)
