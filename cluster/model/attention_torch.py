@@ -17,8 +17,10 @@ from cluster.model.attention import LayerAttention, PagedBatch
 
 
 class TorchAttention:
-    """Keeps two scratch buffers for the gathered K and V of a decode step: a fresh allocation of that size costs more in
-    page faults than the gather itself (measured: 1.6 ms against 0.3 ms for 5 MB)."""
+    """Keeps two scratch buffers for the gathered K and V of a decode step instead of allocating them in every layer.
+    Measured on the demo model, batch 32, context 256, one busy core: whole step 6.9 ms against 9.4 at best, 8.4 against
+    20 in the median.
+    """
 
     def __init__(self) -> None:
         self._scratch: dict[str, Tensor] = {}

@@ -11,6 +11,7 @@ import hashlib
 import json
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import transformers
@@ -111,7 +112,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 def _encoder_class(model_class: type[PreTrainedModel], text_module: str) -> type[PreTrainedModel]:
     class EncoderHalf(model_class):
-        _keys_to_ignore_on_load_unexpected = (r".*",)
+        _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r".*"]
 
         def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
             super().__init__(config, *args, **kwargs)
@@ -128,7 +129,7 @@ def _encoder_class(model_class: type[PreTrainedModel], text_module: str) -> type
 
 def _language_class(model_class: type[PreTrainedModel], text_module: str) -> type[PreTrainedModel]:
     class LanguageHalf(model_class):
-        _keys_to_ignore_on_load_unexpected = (r".*",)
+        _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r".*"]
 
         def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
             super().__init__(config, *args, **kwargs)

@@ -1,6 +1,6 @@
 """Routes, errors and disconnects. The edge of the process: the only broad `except`s stand here, and they answer.
 
-Every answer carries `x-request-id`; every error has OpenAI's form. A client that leaves cancels its call, streamed or
+Every error has OpenAI's form; Serve's front adds `x-request-id`. A client that leaves cancels its call, streamed or
 not, also while the door is still choosing workers.
 """
 
@@ -150,7 +150,7 @@ class EventStream(Response):
                 await write(body(event, True))
         except ClientGoneError:
             raise
-        except Exception as error:  # noqa: BLE001 - the edge of the process: whatever it is, the client is told
+        except Exception as error:
             if not has_started:
                 answer = await _answer_error(request, error)
                 await answer(request.scope, request.receive, send)
@@ -161,7 +161,7 @@ class EventStream(Response):
 
 
 class _Edge:
-    """Names every answer, and answers what nothing inside did. A plain ASGI middleware: bodies pass untouched."""
+    """Answers what nothing inside did. A plain ASGI middleware: bodies pass untouched."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -170,23 +170,21 @@ class _Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = (b"x-request-id", _new_id("http").encode())
         has_started = False
 
-        async def send_named(message: Message) -> None:
+        async def send_noting(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                message["headers"] = [*message.get("headers", ()), name]
             await send(message)
 
         try:
-            await self._app(scope, receive, send_named)
+            await self._app(scope, receive, send_noting)
         except Exception as error:
             if has_started:
                 raise
             answer = await _answer_error(Request(scope), error)
-            await answer(scope, receive, send_named)
+            await answer(scope, receive, send_noting)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:

@@ -146,7 +146,7 @@ async def _pump(
             if delta.finish_reason is not None:
                 return
         raise InternalError("a generation ended without a finish reason")
-    except Exception as error:  # noqa: BLE001 - raised again by the reader of the queue
+    except Exception as error:
         await put((idx, error))
 
 

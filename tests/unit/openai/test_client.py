@@ -38,7 +38,6 @@ def test_an_answer_is_valid_and_carries_usage(door):
             11,
         )
         assert answer.usage.prompt_tokens_details.cached_tokens == 4
-        assert answer._request_id.startswith("http-")
 
     run(door, scenario)
 
@@ -134,7 +133,7 @@ def test_an_error_before_the_first_token_is_an_http_error(door, error, expected,
         with pytest.raises(expected) as caught:
             await api.chat.completions.create(model="org/demo", messages=HELLO, stream=stream)
         assert "secret" not in caught.value.response.text
-        assert caught.value.request_id.startswith("http-") and caught.value.type
+        assert caught.value.type
         if isinstance(error, OverloadedError):
             assert caught.value.response.headers["retry-after"] == "3"
 

@@ -1,0 +1,106 @@
+"""What the house promises about its shape, checked on the source text."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGES = ("cluster", "router", "encoder_service", "prefill_service", "decode_service", "kv_transfer", "bench")
+SOURCES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
+TESTS = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+REASON = "# size:"  # followed by why this is longer
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module or "")
+    return names
+
+
+def importers_of(package: str) -> set[str]:
+    return {
+        name_of(path)
+        for path in SOURCES
+        if any(name == package or name.startswith(package + ".") for name in imported(path))
+    }
+
+
+def test_import_contracts_hold():
+    lint = Path(sys.executable).parent / "lint-imports"
+    result = subprocess.run([lint, "--no-cache"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+def test_only_one_file_imports_nixl():
+    importers = {name for package in ("nixl", "nixl_cu12", "nixl_cu13") for name in importers_of(package)}
+    assert importers <= {"kv_transfer/nixl_agent.py"}
+
+
+def test_only_the_composition_and_its_adapters_import_ray():
+    strangers = {name for name in importers_of("ray") if not name.startswith(("cluster/serving/", "cluster/app.py"))}
+    assert not strangers
+
+
+def test_only_one_file_reads_the_environment():
+    readers = {
+        name_of(path)
+        for path in SOURCES
+        if not name_of(path).startswith("bench/")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
+        and isinstance(node.value, ast.Name) and node.value.id == "os"
+    }  # fmt: skip
+    assert readers == {"cluster/config/environment.py"}
+
+
+def test_long_files_and_functions_say_why():
+    silent = []
+    for path in SOURCES:
+        text = path.read_text()
+        lines = text.splitlines()
+        if len(lines) > MAX_FILE_LINES and REASON not in text:
+            silent.append(f"{name_of(path)}: {len(lines)} lines")
+        for node in functions(ast.parse(text)):
+            body = lines[node.lineno - 1 : node.end_lineno]
+            if len(body) > MAX_FUNCTION_LINES and not any(REASON in line for line in body):
+                silent.append(f"{name_of(path)}:{node.lineno} {node.name}: {len(body)} lines")
+    assert not silent
+
+
+def test_every_module_says_what_it_is_for():
+    assert not [name_of(path) for path in SOURCES if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+@pytest.mark.parametrize("path", TESTS, ids=name_of)
+def test_every_test_asserts_something(path: Path):
+    """Directly or through a function of the test's own tree whose name says so (check_…, assert_…, expect…)."""
+    tests = [node for node in functions(ast.parse(path.read_text())) if node.name.startswith("test_")]
+    assert not [node.name for node in tests if not any(_asserts(child) for child in ast.walk(node))]
+
+
+def _asserts(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assert):
+        return True
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return name in ("raises", "fail") or name.lstrip("_").startswith(("assert_", "check", "expect", "audit"))
