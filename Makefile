@@ -33,7 +33,7 @@ test: lint
 lint: $(STAMP)
 	$(BIN)/ruff check $(PACKAGES)
 	$(BIN)/ruff format --check $(PACKAGES)
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 
 fmt: $(STAMP)

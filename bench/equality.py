@@ -43,7 +43,9 @@ async def check(client: httpx.AsyncClient, model_id: str, case: Case, answer: An
 async def run(url: str, expected: list[tuple[Case, Answer]], concurrency: int) -> tuple[list[str], float]:
     """(what went wrong, seconds)."""
     slots = asyncio.Semaphore(concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=64)) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=120, limits=httpx.Limits(max_connections=64)
+    ) as client:
         model_id = (await client.get("/v1/models")).json()["data"][0]["id"]
 
         async def one(case: Case, answer: Answer) -> str | None:
@@ -56,7 +58,9 @@ async def run(url: str, expected: list[tuple[Case, Answer]], concurrency: int) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default=str(MODEL), help="the folder that the cluster serves")
     parser.add_argument("--num-requests", type=int, default=204)
@@ -64,7 +68,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=2026)
     args = parser.parse_args()
     reference = Reference(args.model)
-    expected = [(case, reference.answer(case, MAX_TOKENS)) for case in make_cases(args.seed, args.num_requests)]
+    expected = [
+        (case, reference.answer(case, MAX_TOKENS)) for case in make_cases(args.seed, args.num_requests)
+    ]
     num_faults = 0
     for concurrency in args.concurrency:
         faults, elapsed_s = asyncio.run(run(args.url, expected, concurrency))

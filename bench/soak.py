@@ -43,7 +43,9 @@ async def stream(client: httpx.AsyncClient, model_id: str, case: Case) -> str:
         return "answered" if last == "data: [DONE]" else "broken off"
 
 
-async def run(url: str, cases: list[Case], concurrency: int, cancelled_ratio: float, seed: int) -> Counter[str]:
+async def run(
+    url: str, cases: list[Case], concurrency: int, cancelled_ratio: float, seed: int
+) -> Counter[str]:
     rng = random.Random(seed)
     slots = asyncio.Semaphore(concurrency)
     outcomes: Counter[str] = Counter()
@@ -86,7 +88,9 @@ def wait_idle(url: str, timeout_s: float) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--num-requests", type=int, default=1000)
     parser.add_argument("--cancelled-ratio", type=float, default=0.2)

@@ -60,7 +60,9 @@ def make_case(rng: random.Random, kind: str) -> Case:
             pixels, shape, colour = data.make_image(rng)
             images.append(pixels)
             truths.append((shape, colour))
-            parts.append({"type": "image_url", "image_url": {"url": data_uri("image/png", png_bytes(pixels))}})
+            parts.append(
+                {"type": "image_url", "image_url": {"url": data_uri("image/png", png_bytes(pixels))}}
+            )
     if kind == "video":
         frames, shape, colour, direction = data.make_video(rng, num_frames=rng.choice((4, 6, 8)))
         file = media.mp4_bytes(frames)
@@ -122,7 +124,7 @@ class Reference:
     """The undivided model: `generate`, greedy, fp32."""
 
     def __init__(self, path: str | Path):
-        from cluster.model.torchvision_compat import ensure_torchvision
+        from cluster.media.torchvision_compat import ensure_torchvision
 
         ensure_torchvision()  # before transformers looks for it
         import torch

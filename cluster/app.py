@@ -30,8 +30,12 @@ SERVICES = {
 DOOR = "router.door:Door"
 API = "router.openai.app:build_api"
 
-MAX_ONGOING_REQUESTS = 1_000_000  # the engines admit and refuse; Serve's default of 5 would queue behind their backs
-HEALTH_CHECK_PERIOD_S = 0.5  # a killed replica is replaced this much later; doors notice at once by end-of-file
+MAX_ONGOING_REQUESTS = (
+    1_000_000  # the engines admit and refuse; Serve's default of 5 would queue behind their backs
+)
+HEALTH_CHECK_PERIOD_S = (
+    0.5  # a killed replica is replaced this much later; doors notice at once by end-of-file
+)
 HEALTH_CHECK_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 20.0  # a replica that must go may finish its requests for this long
 
@@ -66,7 +70,9 @@ def _options(name: str, **more: Any) -> dict[str, Any]:
     return {
         "num_replicas": 1,
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
-        "ray_actor_options": {"num_cpus": 0},  # torch's threads are set per pool; Ray's cores are for counting only
+        "ray_actor_options": {
+            "num_cpus": 0
+        },  # torch's threads are set per pool; Ray's cores are for counting only
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": 0.1,

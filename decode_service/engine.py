@@ -16,7 +16,13 @@ from cluster.errors import ClusterError, RequestError, UnavailableError, to_info
 from cluster.ids import new_lease_id
 from cluster.kvcache.blocks import BlockPool
 from cluster.types.messages import (
-    DecodeGranted, Failed, FinishReason, KvReady, LoadReport, StartDecode, TokenEvent,
+    DecodeGranted,
+    Failed,
+    FinishReason,
+    KvReady,
+    LoadReport,
+    StartDecode,
+    TokenEvent,
 )  # fmt: skip
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox

@@ -65,7 +65,12 @@ class DecodeService:
         self._mover.start()
         self._loop.start()
         return Member(
-            self.replica_id, Role.DECODE, address, self._model.fingerprint, self._model.kv_layout.fingerprint, self._num_blocks
+            self.replica_id,
+            Role.DECODE,
+            address,
+            self._model.fingerprint,
+            self._model.kv_layout.fingerprint,
+            self._num_blocks,
         )
 
     async def run(self, request_id: str) -> None:
@@ -91,7 +96,9 @@ class DecodeService:
                 self._mover.revoke(message.lease_id, "no writer was given the grant")
 
     def _on_transfer(self, event: MoverEvent) -> None:
-        if not isinstance(event, MoverFailed):  # logged by the mover; leases still end, by their time at the latest
+        if not isinstance(
+            event, MoverFailed
+        ):  # logged by the mover; leases still end, by their time at the latest
             self._loop.call(self._engine.on_transfer, event)
 
     def _deliver(self, batch: list[tuple[DoorId, AnyMessage]]) -> None:

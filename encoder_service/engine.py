@@ -16,13 +16,13 @@ import torch
 from cluster.clock import Clock
 from cluster.errors import ClusterError, InternalError, MediaError, UnavailableError, to_info
 from cluster.types.messages import Encoded, EncodeTarget, Failed, FeaturesReady, LoadReport, StartEncode
+from cluster.types.transfer import Grant
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from encoder_service.cache import EmbeddingCache
 from encoder_service.runner import EncoderRunner, check_rows
 from encoder_service.scheduler import Candidate, select_batch
-from cluster.types.transfer import Grant
 from encoder_service.state import Delivery, EncodeItem, ItemPhase, delivery_key
 from kv_transfer.agent import TransferError
 from kv_transfer.mover import Mover

@@ -20,7 +20,9 @@ class EncoderRunner:
 
     def prepare(self, item: MediaItem) -> Mapping[str, torch.Tensor]:
         """The processor's tensors for one item. Thread-safe; raises MediaError for bytes that cannot be used."""
-        return self._processor.prepare(item.modality, decode(item.modality, item.data, self._processor.settings))
+        return self._processor.prepare(
+            item.modality, decode(item.modality, item.data, self._processor.settings)
+        )
 
     @torch.inference_mode()
     def encode(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:

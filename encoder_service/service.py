@@ -91,7 +91,9 @@ class EncoderService:
                 self._loop.call(self._engine.cancel, message.request_id)
 
     def _on_transfer(self, event: MoverEvent) -> None:
-        if not isinstance(event, MoverFailed):  # logged by the mover; leases still end, by their time at the latest
+        if not isinstance(
+            event, MoverFailed
+        ):  # logged by the mover; leases still end, by their time at the latest
             self._loop.call(self._engine.on_transfer, event)
 
     def _deliver(self, batch: list[tuple[DoorId, AnyMessage]]) -> None:

@@ -128,7 +128,9 @@ class PrefillEngine:
         return LoadReport(
             num_running=len(self._running),
             num_waiting=len(self._requests) - len(self._running),
-            num_queued_units=sum(r.num_prompt_tokens - r.num_computed_tokens for r in self._requests.values()),
+            num_queued_units=sum(
+                r.num_prompt_tokens - r.num_computed_tokens for r in self._requests.values()
+            ),
             num_used_blocks=self._blocks.num_blocks - self._blocks.num_free + self._features.num_used_blocks,
             num_open_leases=len(self._by_lease) + self._features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,

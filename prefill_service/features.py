@@ -63,7 +63,9 @@ class FeatureStore:
     def num_open_leases(self) -> int:
         return len(self._by_lease)
 
-    def reserve(self, key: ItemKey, num_rows: int, ttl_s: float, send: Callable[[FeatureGranted], None]) -> None:
+    def reserve(
+        self, key: ItemKey, num_rows: int, ttl_s: float, send: Callable[[FeatureGranted], None]
+    ) -> None:
         """Ask for room; `send` is called with the grant, at once or when room is there. Any thread."""
         with self._lock:
             item = _Item(key, num_rows, ttl_s, send)

@@ -25,7 +25,9 @@ class PrefillRunner:
         draws the first token. Blocks; synchronises the device."""
         logits = self._model.forward([self._chunk(request, count) for request, count in batch], self._kv)
         complete = [
-            row for row, (r, count) in enumerate(batch) if r.num_computed_tokens + count == r.num_prompt_tokens
+            row
+            for row, (r, count) in enumerate(batch)
+            if r.num_computed_tokens + count == r.num_prompt_tokens
         ]
         first_tokens: list[int | None] = [None] * len(batch)
         if complete:
@@ -45,7 +47,9 @@ class PrefillRunner:
         for item_idx, span in enumerate(prompt.media):
             low, high = max(start, span.offset), min(end, span.end)
             if low < high:
-                rows = self._features.rows((request.request_id, item_idx), low - span.offset, high - span.offset)
+                rows = self._features.rows(
+                    (request.request_id, item_idx), low - span.offset, high - span.offset
+                )
                 slices.append(FeatureSlice(low - start, rows))
         return SequenceChunk(
             token_ids=prompt.token_ids[start:end],

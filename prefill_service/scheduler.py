@@ -55,7 +55,9 @@ def cut(start: int, end: int, uncut_spans: Sequence[Span], *, may_exceed: bool) 
     return end
 
 
-def usable_prefix(num_cached_tokens: int, num_prompt_tokens: int, block_size: int, uncut_spans: Sequence[Span]) -> int:
+def usable_prefix(
+    num_cached_tokens: int, num_prompt_tokens: int, block_size: int, uncut_spans: Sequence[Span]
+) -> int:
     """How much of a cached prefix can be used, in tokens: whole blocks, at least one token left to compute (it gives the
     logits), no span cut."""
     usable = min(num_cached_tokens, (num_prompt_tokens - 1) // block_size * block_size)

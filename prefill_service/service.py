@@ -47,7 +47,9 @@ class PrefillService:
         agent = make_agent(args.transport, replica_id)
         self._outbox = Outbox(self._deliver)
         self._mover = Mover(agent, clock, self._on_transfer, outgoing=kv, incoming=feature_memory)
-        self._features = FeatureStore(feature_memory, BlockPool(num_feature_blocks, args.block_size), self._mover)
+        self._features = FeatureStore(
+            feature_memory, BlockPool(num_feature_blocks, args.block_size), self._mover
+        )
         self._engine = PrefillEngine(
             self._model,
             PrefillRunner(self._model, kv, self._features),
@@ -69,7 +71,12 @@ class PrefillService:
         self._mover.start()
         self._loop.start()
         return Member(
-            self.replica_id, Role.PREFILL, address, self._model.fingerprint, self._model.kv_layout.fingerprint, self._num_blocks
+            self.replica_id,
+            Role.PREFILL,
+            address,
+            self._model.fingerprint,
+            self._model.kv_layout.fingerprint,
+            self._num_blocks,
         )
 
     async def stop(self) -> None:
@@ -108,9 +115,10 @@ class PrefillService:
         self._loop.call(self._engine.start, door, message)
 
     def _on_transfer(self, event: MoverEvent) -> None:
-        if not isinstance(event, MoverFailed):  # logged by the mover; leases still end, by their time at the latest
+        if not isinstance(
+            event, MoverFailed
+        ):  # logged by the mover; leases still end, by their time at the latest
             self._loop.call(self._engine.on_transfer, event)
 
     def _deliver(self, batch: list[tuple[DoorId, AnyMessage]]) -> None:
         self._shell.deliver_from_thread(batch)
-

@@ -48,9 +48,7 @@ class Door:
         self._needs_encoder = media is not None
         self._max_model_len = args.max_model_len or context_length(args.model)
         self._prompts = PromptBuilder(self._text, media, args.block_size, self._max_model_len)
-        self._dispatcher = Dispatcher(
-            LeastWorkPolicy(), call_decode, args.door, args.block_size
-        )
+        self._dispatcher = Dispatcher(LeastWorkPolicy(), call_decode, args.door, args.block_size)
         self._members = MemberTable("door", self._dispatcher, read_environment().cluster_secret)
         self._dispatcher.members = self._members
         self._metrics = DoorMetrics(
@@ -77,7 +75,9 @@ class Door:
         return self._members.all_peers()
 
     def is_ready(self) -> bool:
-        needed = (Role.ENCODE, Role.PREFILL, Role.DECODE) if self._needs_encoder else (Role.PREFILL, Role.DECODE)
+        needed = (
+            (Role.ENCODE, Role.PREFILL, Role.DECODE) if self._needs_encoder else (Role.PREFILL, Role.DECODE)
+        )
         return all(self._members.candidates(role) for role in needed)
 
     def metrics(self) -> bytes:

@@ -18,14 +18,28 @@ from cluster.errors import ClusterError, MediaError, UnavailableError, from_info
 from cluster.types.media import MediaItem
 from cluster.types.members import Role
 from cluster.types.messages import (
-    AnyMessage, Cancel, DecodeGranted, DecodeTarget, EncodeTarget, Failed, FeatureGranted, FinishReason,
-    ReturnGrant, StartDecode, StartEncode, StartPrefill, TokenEvent, Tokens,
+    AnyMessage,
+    Cancel,
+    DecodeGranted,
+    DecodeTarget,
+    EncodeTarget,
+    Failed,
+    FeatureGranted,
+    FinishReason,
+    ReturnGrant,
+    StartDecode,
+    StartEncode,
+    StartPrefill,
+    TokenEvent,
+    Tokens,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
 from router.members import MemberTable, Peer
 from router.policy import LeastWorkPolicy, RequestView, WorkerView
 
-CallDecode = Callable[[str, str], Awaitable[None]]  # (replica id, request id): the one Serve call of a request
+CallDecode = Callable[
+    [str, str], Awaitable[None]
+]  # (replica id, request id): the one Serve call of a request
 
 
 class Flight:
@@ -171,9 +185,7 @@ class Dispatcher:
         flight.charge(flight.decode, 1)
         flight.charge(flight.prefill, num_prompt_tokens)
         timeout_s = self._timeouts.first_token_timeout_s
-        start = StartDecode(
-            request.request_id, num_prompt_tokens, request.sampling, request.stop, timeout_s
-        )
+        start = StartDecode(request.request_id, num_prompt_tokens, request.sampling, request.stop, timeout_s)
         flight.decode.send(start)
         flight.prefill.send(StartPrefill(request, timeout_s))
         for item_idx, (peer, item) in enumerate(zip(flight.encoders, items, strict=True)):
@@ -187,7 +199,9 @@ class Dispatcher:
         self._calls.discard(call)
         error = None if call.cancelled() else call.exception()
         if error is not None and not flight.has_landed:
-            flight.fail(UnavailableError(f"the decode worker refused the request: {error}", retry_after_s=1.0))
+            flight.fail(
+                UnavailableError(f"the decode worker refused the request: {error}", retry_after_s=1.0)
+            )
 
     def _land(self, flight: Flight) -> None:
         """Every stage that may still hold something lets go. An answer that decode has ended is over at prefill, too;

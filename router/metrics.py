@@ -8,6 +8,7 @@ load reports when somebody scrapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -15,7 +16,27 @@ from prometheus_client.registry import Collector
 
 from router.members import Peer
 
-_TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_TTFT_BUCKETS_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 
 
@@ -36,7 +57,9 @@ class DoorMetrics:
             buckets=_ITL_BUCKETS_S,
             **labels,
         ).labels(name)
-        self.prompt_tokens = Counter("epdg_prompt_tokens", "Prompt tokens of answered requests", **labels).labels(name)
+        self.prompt_tokens = Counter(
+            "epdg_prompt_tokens", "Prompt tokens of answered requests", **labels
+        ).labels(name)
         self.cached_tokens = Counter(
             "epdg_prompt_tokens_cached", "Prompt tokens whose KV came from the prefix cache", **labels
         ).labels(name)
@@ -60,7 +83,7 @@ class DoorMetrics:
 class _Gauges(Collector):
     """Worker state as last reported on the side channel."""
 
-    _FIELDS = {
+    _FIELDS: ClassVar = {
         "num_running": ("epdg_worker_running", "Requests (encoder: media items) being worked on"),
         "num_waiting": ("epdg_worker_waiting", "Requests waiting for memory, embeddings or KV"),
         "num_queued_units": (
@@ -69,7 +92,10 @@ class _Gauges(Collector):
         ),
         "num_used_blocks": ("epdg_worker_used_blocks", "Memory blocks held by requests"),
         "num_cached_blocks": ("epdg_worker_cached_blocks", "Memory blocks kept for reuse"),
-        "num_open_leases": ("epdg_worker_open_leases", "Transfers by or into this worker that are not closed"),
+        "num_open_leases": (
+            "epdg_worker_open_leases",
+            "Transfers by or into this worker that are not closed",
+        ),
     }
 
     def __init__(self, peers: Callable[[], Iterable[Peer]], num_flights: Callable[[], int]):

@@ -37,7 +37,9 @@ class PreparedPrompt:
 class PromptBuilder:
     """Thread-safe after construction."""
 
-    def __init__(self, text: TextProcessor, media: MediaProcessor | None, block_size: int, max_model_len: int):
+    def __init__(
+        self, text: TextProcessor, media: MediaProcessor | None, block_size: int, max_model_len: int
+    ):
         self._text = text
         self._media = media
         self._block_size = block_size

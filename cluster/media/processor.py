@@ -95,7 +95,7 @@ class MediaProcessor:
             if any(key.endswith(("vision_config", "audio_config", "thinker_config")) for key in config):
                 raise ConfigError(f"model type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
             return None
-        from cluster.model.torchvision_compat import ensure_torchvision
+        from cluster.media.torchvision_compat import ensure_torchvision
 
         ensure_torchvision()
         from transformers import AutoProcessor

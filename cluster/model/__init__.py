@@ -10,7 +10,7 @@ Importing the package prepares torchvision, because transformers' model classes 
 
 from importlib.util import find_spec
 
-from cluster.model.torchvision_compat import ensure_torchvision
+from cluster.media.torchvision_compat import ensure_torchvision
 
 if find_spec("torchvision") is not None:
     ensure_torchvision()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class PagedBatch:
     context_lens_tensor: Tensor  # [B] int64
     bidirectional_spans: Sequence[Sequence[Span]]  # per sequence; positions inside one span see each other
     on_layer: Callable[[int], None] | None = None  # called when a layer's K and V are written
-    memo: dict[tuple, object] = field(default_factory=dict)
+    memo: dict[tuple, Any] = field(default_factory=dict)
 
     @property
     def is_decode(self) -> bool:
@@ -82,7 +82,7 @@ def paged_attention(
     if paged is None:
         raise RuntimeError("a language model that serves from block memory runs only through LanguageModel")
     batch, backend = paged
-    layer_idx = module.layer_idx
+    layer_idx = cast(int, module.layer_idx)
     key_blocks, value_blocks = batch.kv.segments[2 * layer_idx], batch.kv.segments[2 * layer_idx + 1]
     new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     key_blocks.flatten(0, 1).index_copy_(0, batch.slots, new_key)

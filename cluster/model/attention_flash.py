@@ -8,7 +8,10 @@ flash_attn; `make_backend` falls back where it is missing.
 from __future__ import annotations
 
 import torch
-from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import (  # pyright: ignore[reportMissingImports]
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from torch import Tensor
 
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cluster.errors import InternalError
@@ -63,8 +64,8 @@ class LanguageModel:
         self._base = model.model
         self._text = getattr(self._base, family.text_module) if family.modalities else self._base
         check_class(type(self._text))
-        self._embed = model.get_input_embeddings()
-        self._head = model.get_output_embeddings()
+        self._embed = cast(nn.Embedding, model.get_input_embeddings())
+        self._head = cast(nn.Linear, model.get_output_embeddings())
         self._post_head = post_head(config)
         self._position_rule = family.positions
         self.family: str = config.model_type

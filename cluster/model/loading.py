@@ -11,7 +11,7 @@ import hashlib
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -65,7 +65,8 @@ def load_half(
         half_class = _encoder_class(model_class, family.text_module)
     else:
         half_class = _language_class(model_class, family.text_module)
-    model, report = half_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+    loaded: Any = half_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+    model, report = loaded
     if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
         raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {', '.join(wrong[:5])}")
     return model.to(device).eval().requires_grad_(False)

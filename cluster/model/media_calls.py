@@ -8,6 +8,7 @@ transformers class. Calls that cannot be batched without padding take equal shap
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ def stacked_videos(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
 
     def encode(group: Sequence[Item]) -> list[Tensor]:
         clips = base.get_video_features(_joined(group, "pixel_values_videos"), return_dict=True).pooler_output
-        newline = base.image_newline[None]
+        newline = cast(Tensor, base.image_newline)[None]
         return [torch.cat([clip.flatten(0, -2), newline.to(clip.dtype)]) for clip in clips]
 
     return _by_shape(items, ("pixel_values_videos",), encode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,8 @@ def check_post_head(
     token = torch.tensor([[1]], device=text_model.device)
     embedded = model.get_input_embeddings()(token)
     hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=_Recorder()).last_hidden_state
-    ours = post_head(model.get_output_embeddings()(hidden)).float()
+    head = cast(nn.Module, model.get_output_embeddings())
+    ours = post_head(head(hidden)).float()
     reference = model(input_ids=token, attention_mask=None, use_cache=False, probe=_Recorder()).logits.float()
     if not torch.allclose(ours, reference, rtol=1e-2, atol=1e-3):
         raise ConfigError(

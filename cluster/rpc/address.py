@@ -47,4 +47,6 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"{directory} must belong to this user with mode 0700; set EPDG_SOCKET_DIR to another place")
+        raise ConfigError(
+            f"{directory} must belong to this user with mode 0700; set EPDG_SOCKET_DIR to another place"
+        )

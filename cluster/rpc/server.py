@@ -28,7 +28,9 @@ def _key(address: str, secret: str | None) -> bytes | None:
     if parse_unix(address) is not None:
         return None
     if not secret:
-        raise ConfigError("side channels over TCP need a cluster secret: set EPDG_CLUSTER_SECRET on every host")
+        raise ConfigError(
+            "side channels over TCP need a cluster secret: set EPDG_CLUSTER_SECRET on every host"
+        )
     return secret.encode()
 
 

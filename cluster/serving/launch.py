@@ -44,7 +44,9 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_metrics_report_interval_ms="5000",
         RAY_SERVE_ENABLE_HA_PROXY="1",  # streams cost a quarter of the Python proxy's CPU
         RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # else every stop takes 30 s
-        RAY_SERVE_HAPROXY_STATS_PORT=str(free_port()),  # the defaults are fixed: a second cluster could not start
+        RAY_SERVE_HAPROXY_STATS_PORT=str(
+            free_port()
+        ),  # the defaults are fixed: a second cluster could not start
         RAY_SERVE_HAPROXY_METRICS_PORT=str(free_port()),
         RAY_SERVE_FALLBACK_PROXY_HTTP_PORT=str(free_port()),
         EPDG_SOCKET_DIR=str(folder / "s"),

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("cluster", "router", "encoder_service", "prefill_service", "decode_service", "kv_transfer", "bench")
+PACKAGES = (
+    "cluster",
+    "router",
+    "encoder_service",
+    "prefill_service",
+    "decode_service",
+    "kv_transfer",
+    "bench",
+)
 SOURCES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
 TESTS = sorted((REPOSITORY / "tests").rglob("test_*.py"))
 MAX_FILE_LINES = 400
@@ -56,7 +64,9 @@ def test_only_one_file_imports_nixl():
 
 
 def test_only_the_composition_and_its_adapters_import_ray():
-    strangers = {name for name in importers_of("ray") if not name.startswith(("cluster/serving/", "cluster/app.py"))}
+    strangers = {
+        name for name in importers_of("ray") if not name.startswith(("cluster/serving/", "cluster/app.py"))
+    }
     assert not strangers
 
 

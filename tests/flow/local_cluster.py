@@ -44,12 +44,16 @@ class LocalCluster:
             assert peer.num_predicted_units == 0 and peer.num_flights == 0
 
     def _is_idle(self) -> bool:
-        idle = (LoadReport(num_cached_blocks=peer.load.num_cached_blocks) == peer.load for peer in self.door.peers)
+        idle = (
+            LoadReport(num_cached_blocks=peer.load.num_cached_blocks) == peer.load for peer in self.door.peers
+        )
         return self.door.num_flights == 0 and all(idle)
 
 
 @asynccontextmanager
-async def local_cluster(args: ClusterArgs, num_replicas: Sequence[int] = (1, 1, 1)) -> AsyncIterator[LocalCluster]:
+async def local_cluster(
+    args: ClusterArgs, num_replicas: Sequence[int] = (1, 1, 1)
+) -> AsyncIterator[LocalCluster]:
     """`num_replicas`: encoders, prefill and decode workers."""
     unique = secrets.token_hex(4)
     encoders = [EncoderService(args, f"e{i}-{unique}") for i in range(num_replicas[0])]

@@ -64,7 +64,10 @@ async def test_bad_media_is_named_and_harms_no_neighbour():
     async with local_cluster(cluster_args(64)) as cluster:
 
         async def text(image_url: str) -> str:
-            content = [{"type": "image_url", "image_url": {"url": image_url}}, *good.messages[0]["content"][1:]]
+            content = [
+                {"type": "image_url", "image_url": {"url": image_url}},
+                *good.messages[0]["content"][1:],
+            ]
             body = {"model": "demo", "messages": [{"role": "user", "content": content}], "temperature": 0}
             call = chat_call(ChatRequest.model_validate(body), "demo", GenerationDefaults.load(MODEL))
             (choice,) = await cluster.door.chat(call)
@@ -98,7 +101,9 @@ async def test_a_lost_worker_ends_its_requests_with_a_named_error():
 
 async def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
     case = make_cases(4, 1)[0]
-    args = cluster_args(64).model_copy(update={"decode": cluster_args(64).decode.model_copy(update={"kv_blocks": 4})})
+    args = cluster_args(64).model_copy(
+        update={"decode": cluster_args(64).decode.model_copy(update={"kv_blocks": 4})}
+    )
     async with local_cluster(args) as cluster:
         (choice,) = await cluster.door.chat(call_for(case, max_tokens=200))
         with pytest.raises(ClusterError, match="a decode worker holds 64"):

@@ -57,10 +57,12 @@ async def check_all(cluster: LocalCluster, expected: list[tuple[Case, Answer]], 
         assert got["usage"]["prompt_tokens"] == answer.num_prompt_tokens
         assert got["usage"]["completion_tokens"] == len(answer.token_ids)
 
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
-        async with asyncio.TaskGroup() as group:
-            for case, answer in expected:
-                group.create_task(check(client, case, answer))
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        for case, answer in expected:
+            group.create_task(check(client, case, answer))
 
 
 @pytest.mark.parametrize("max_batch_tokens", [16, 100, 4096])

@@ -11,7 +11,7 @@ def test_everyone_runs_when_the_batch_is_large_enough():
 def test_more_requests_than_the_batch_take_turns():
     running = deque("abcde")
     turns = [select_batch(running, 2) for _ in range(5)]
-    assert sorted(sum(turns, [])) == sorted("abcde" * 2)
+    assert sorted(member for turn in turns for member in turn) == sorted("abcde" * 2)
 
 
 def test_nobody_overtakes_a_large_request():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,11 @@ def test_payloads_come_out_whole_and_in_order_however_the_stream_is_cut(payloads
     stream = b"".join(frame(payload) for payload in payloads)
     edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     buffer = FrameBuffer()
-    out = [bytes(payload) for start, stop in zip(edges, edges[1:], strict=False) for payload in buffer.feed(stream[start:stop])]
+    out = [
+        bytes(payload)
+        for start, stop in itertools.pairwise(edges)
+        for payload in buffer.feed(stream[start:stop])
+    ]
     assert out == payloads
 
 

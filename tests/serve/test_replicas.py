@@ -1,0 +1,44 @@
+"""Processes that die under load are noticed, named and replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cluster.serving.launch import processes_of
+
+
+def pid_of(cluster, pool: str) -> int:
+    title = f"ray::ServeReplica:epdg:{pool}".encode()
+    return next(
+        pid for pid in processes_of(cluster.folder) if title in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+
+
+def wait_for_health(url: str, status: int, timeout_s: float) -> float:
+    started_at = time.monotonic()
+    while httpx.get(f"{url}/health").status_code != status:
+        assert time.monotonic() - started_at < timeout_s, f"/health was not {status} within {timeout_s} s"
+        time.sleep(0.05)
+    return time.monotonic() - started_at
+
+
+def ask(url: str) -> httpx.Response:
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)
+
+
+@pytest.mark.parametrize("pool", ["Encode", "Prefill", "Decode"])
+def test_a_killed_worker_is_noticed_at_once_and_replaced(cluster, pool):
+    old = pid_of(cluster, pool)
+    os.kill(old, signal.SIGKILL)
+    wait_for_health(cluster.url, 503, timeout_s=2)
+    wait_for_health(cluster.url, 200, timeout_s=60)
+    assert pid_of(cluster, pool) != old
+    assert ask(cluster.url).status_code == 200
