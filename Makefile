@@ -9,6 +9,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 CONFIG ?= deploy/cluster.yaml
 PYTEST_ARGS ?=
+OPENAI_2 := openai==2.54.0 distro==1.9.0# the examples are tested with this major version of the client, too
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cluster router encoder_service prefill_service decode_service kv_transfer bench tests
@@ -21,6 +22,7 @@ $(STAMP):
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/cpu.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/openai-2 --upgrade $(OPENAI_2)
 	rm -f $(VENV)/.installed-*
 	touch $@
 
@@ -33,7 +35,7 @@ test: lint
 lint: $(STAMP)
 	$(BIN)/ruff check $(PACKAGES)
 	$(BIN)/ruff format --check $(PACKAGES)
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 
 fmt: $(STAMP)

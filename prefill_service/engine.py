@@ -199,13 +199,12 @@ class PrefillEngine:
             finish_reason = FinishReason.LENGTH
         event = TokenEvent(request.request_id, (token_id,), finish_reason, request.num_cached_tokens)
         self._outbox.token(request.door, event)
-        if finish_reason is not None:
-            self._let_go(request, "the first token ended the answer")
-            return
-        request.first_token = token_id
         del self._running[request.request_id]
         request.move(Phase.SENDING)
-        self._send_computed(request)
+        if finish_reason is None:
+            request.first_token = token_id
+            self._send_computed(request)
+        # Else the door's Cancel ends the request: were the lease aborted now, decode's failure could overtake this token.
 
     def _send_computed(self, request: PrefillRequest) -> None:
         try:
@@ -214,10 +213,11 @@ class PrefillEngine:
             self._fail(request, UnavailableError(f"cannot write to the decode worker: {error}"))
 
     def _on_sent(self, request: PrefillRequest, event: LeaseEvent | SendEvent) -> None:
-        if request.phase is not Phase.CLOSING and not isinstance(event, Finished):
+        if request.phase is Phase.CLOSING or isinstance(event, Finished):
+            self._end(request)
+        else:
             error = UnavailableError(f"the KV cache could not be sent to the decode worker: {event}")
-            self._outbox.send(request.door, Failed(request.request_id, to_info(error)))
-        self._end(request)
+            self._fail(request, error)
 
     def _expire(self, request_id: str) -> None:
         request = self._requests.get(request_id)

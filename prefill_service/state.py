@@ -2,7 +2,8 @@
 
     WAITING    wants blocks for its prompt                                        → RUNNING, CLOSING, or ended
     RUNNING    prompt tokens are computed as far as embeddings have arrived       → SENDING, CLOSING
-    SENDING    first token is out; KV is on its way to decode                     → ended
+    SENDING    first token is out; KV is on its way to decode, or, if that token
+               ended the answer, the door's Cancel is awaited                     → ended, CLOSING
     CLOSING    nobody wants it any more, but writes from its blocks are in flight → ended
 
 A media item's embeddings (`FeatureStore`) live beside it: reserved → ready → released.

@@ -52,6 +52,7 @@ class Flight:
         self.decode = decode
         self.num_cached_tokens = 0
         self.has_first_token = False
+        self.has_decode_spoken = False
         self.has_landed = False
         self.ended_at: Peer | None = None  # whose event carried the finish reason
         self._charges: list[tuple[Peer, int]] = []  # predicted work not known to be done
@@ -61,6 +62,15 @@ class Flight:
     @property
     def peers(self) -> list[Peer]:
         return [*dict.fromkeys([self.decode, self.prefill, *self.encoders])]
+
+    def needs(self, peer: Peer) -> bool:
+        """Whether the answer still depends on a worker: on encoders until the first token, on prefill until decode has
+        the KV. A worker that gives up or is lost later costs the client nothing."""
+        if peer is self.decode:
+            return True
+        if peer is self.prefill:
+            return not self.has_decode_spoken
+        return peer in self.encoders and not self.has_first_token
 
     def charge(self, peer: Peer, num_units: int) -> None:
         """Count work that is on its way to a worker, so that the next request sees it before the worker reports it."""
@@ -79,6 +89,7 @@ class Flight:
             return
         if event.finish_reason is not None:
             self.ended_at = peer
+        self.has_decode_spoken |= peer is self.decode
         if peer is self.prefill and not self.has_first_token:
             self.has_first_token = True
             self.num_cached_tokens = event.num_cached_tokens
@@ -127,8 +138,8 @@ class Dispatcher:
         """Tokens of one choice; the last event has a finish reason. Raises ClusterError. Closing it cancels."""
         started_at = asyncio.get_running_loop().time()
         flight = self._place(request, items, block_hashes)
-        self._launch(flight, items)
         try:
+            self._launch(flight, items)
             event = await flight.next_event(started_at + self._timeouts.first_token_timeout_s)
             while event.finish_reason is None:
                 yield event
@@ -153,14 +164,14 @@ class Dispatcher:
         elif isinstance(message, FeatureGranted):
             target = EncodeTarget(message.request_id, message.item_idx, message.grant)
             flight.encoders[message.item_idx].send(target)
-        elif isinstance(message, Failed):
+        elif isinstance(message, Failed) and flight.needs(peer):
             flight.fail(_named(message))
         # Encoded needs no answer: prefill has been told by the encoder's own notification.
 
     def on_lost(self, peer: Peer) -> None:
         self._policy.forget(peer.member.replica_id)
         for flight in list(self._flights.values()):
-            if peer in flight.peers:
+            if flight.needs(peer):
                 flight.fail(UnavailableError(f"the {peer.member.role} worker was lost", retry_after_s=1.0))
 
     def _place(self, request: GenerateRequest, items: Sequence[MediaItem], hashes: Sequence[bytes]) -> Flight:
@@ -204,12 +215,13 @@ class Dispatcher:
             )
 
     def _land(self, flight: Flight) -> None:
-        """Every stage that may still hold something lets go. An answer that decode has ended is over at prefill, too;
-        an encoder may be left with an item that prefill found in its prefix cache."""
+        """Every stage that may still hold something lets go. An answer that decode has ended is over at prefill, too; one
+        that prefill has ended waits there for this Cancel, and an encoder may be left with an item that prefill found in
+        its prefix cache."""
         del self._flights[flight.request.request_id]
         flight.has_landed = True
         flight.discharge()
-        ended = [flight.prefill, flight.decode] if flight.ended_at is flight.decode else [flight.ended_at]
+        ended = [flight.prefill, flight.decode] if flight.ended_at is flight.decode else []
         assert self.members is not None
         for peer in flight.peers:
             if peer not in ended:

@@ -1,6 +1,6 @@
 """Who is in the cluster, and this door's connection to each.
 
-Serve pushes the list of replicas; each new one is dialled once. A worker is a candidate while its connection stands and
+Serve pushes the list of replicas; each is dialled until it answers, and again when its connection is lost. A worker is a candidate while its connection stands and
 Serve lists it. End-of-file takes it out at once, long before Serve's health check would. A worker that Serve no longer
 lists but that still answers is draining: it gets nothing new and keeps its connection until its last request here is done.
 
@@ -13,7 +13,7 @@ import asyncio
 import logging
 from typing import Protocol
 
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, UnavailableError
 from cluster.rpc import Connection, connect
 from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, LoadReport, Tokens
@@ -83,11 +83,12 @@ class MemberTable:
                 peer.is_listed = peer.member.replica_id in self._listed[role]
                 self.close_if_drained(peer)
         for member in members:
-            if member.replica_id not in self._peers and member.replica_id not in self._dialling:
-                self._dialling[member.replica_id] = asyncio.ensure_future(self._dial(member))
+            self._start_dialling(member)
 
     def close_if_drained(self, peer: Peer) -> None:
-        if not peer.is_listed and peer.num_flights == 0 and self._peers.pop(peer.member.replica_id, None):
+        replica_id = peer.member.replica_id
+        if not peer.is_listed and peer.num_flights == 0 and self._peers.get(replica_id) is peer:
+            del self._peers[replica_id]
             asyncio.ensure_future(peer.aclose())
             self._listener.on_lost(peer)
 
@@ -97,6 +98,10 @@ class MemberTable:
         peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
             await peer.aclose()
+
+    def _start_dialling(self, member: Member) -> None:
+        if member.replica_id not in self._peers and member.replica_id not in self._dialling:
+            self._dialling[member.replica_id] = asyncio.ensure_future(self._dial(member))
 
     async def _dial(self, member: Member) -> None:
         """Until it answers or Serve no longer lists it."""
@@ -126,9 +131,15 @@ class MemberTable:
                 del self._peers[member.replica_id]
                 logger.warning("lost %s worker %s", member.role, member.replica_id)
                 self._listener.on_lost(peer)
+                if member.replica_id in self._listed[member.role]:  # perhaps only the connection has died
+                    self._start_dialling(member)
 
         connection = await connect(
             member.address, self._name, on_message, on_close, timeout_s=CONNECT_TIMEOUT_S, secret=self._secret
         )
+        if not connection.is_open:
+            raise UnavailableError("the connection was lost at once")
         peer.attach(connection)
+        peer.is_listed = member.replica_id in self._listed[member.role]
         self._peers[member.replica_id] = peer
+        self.close_if_drained(peer)

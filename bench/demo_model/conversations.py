@@ -20,6 +20,25 @@ from bench.demo_model.tokenizer import SYSTEM_PROMPTS
 
 NO_LABEL = -100
 FRAME_COUNTS = (4, 6, 6, 8, 8, 8, 8, 8, 12, 16)
+ROWS_OF_STEP = {
+    "learn": {
+        "image": (12, 1.0),
+        "images": (6, 0.6),
+        "video": (6, 0.6),
+        "audio": (16, 1.0),
+        "both": (6, 0.6),
+        "text": (8, 0.5),
+    },
+    "refine": {
+        "yes_no": (10, 1.5),
+        "image": (6, 0.5),
+        "images": (6, 0.6),
+        "video": (4, 0.5),
+        "audio": (12, 0.8),
+        "both": (4, 0.5),
+        "text": (10, 1.0),
+    },
+}
 SECONDS_PER_GRID = (1.0, 1.0, 1.0, 0.5)
 SMALLEST_IMAGE_RATIO = 0.55
 SYSTEM_RATIO = 0.1
@@ -28,10 +47,14 @@ TEXT_FIRST_RATIO = 0.15
 
 @dataclass
 class Row:
-    """One conversation: ids and labels of equal length, and its media in prompt order."""
+    """One conversation: ids, labels and loss weights of equal length, and its media in prompt order.
+
+    The weights of one answer's tokens sum to 1, all others are 0.
+    """
 
     ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
     image_patches: list[torch.Tensor] = field(default_factory=list)
     image_grids: list[list[int]] = field(default_factory=list)
     video_patches: list[torch.Tensor] = field(default_factory=list)
@@ -58,6 +81,15 @@ class RowMaker:
         row = Row()
         pixels, shape, colour = draw_training_image(rng, SMALLEST_IMAGE_RATIO)
         turns = [data.image_question(rng, shape, colour) for _ in range(rng.choice((1, 2, 3, 3)))]
+        return self._converse(rng, row, self._image(row, pixels), turns)
+
+    def yes_no_row(self, rng: random.Random) -> Row:
+        """One image and three questions of yes or no, sometimes after its description."""
+        row = Row()
+        pixels, shape, colour = draw_training_image(rng, SMALLEST_IMAGE_RATIO)
+        turns = [data.yes_no_question(rng, shape, colour) for _ in range(3)]
+        if rng.random() < 0.3:
+            turns[0] = Turn(rng.choice(data.DESCRIBE_QUESTIONS), data.describe_image(shape, colour))
         return self._converse(rng, row, self._image(row, pixels), turns)
 
     def images_row(self, rng: random.Random) -> Row:
@@ -151,20 +183,23 @@ class RowMaker:
     def _append(self, row: Row, ids: list[int], is_answer: bool) -> None:
         row.ids += ids
         row.labels += ids if is_answer else [NO_LABEL] * len(ids)
+        row.weights += [1 / len(ids) if is_answer else 0.0] * len(ids)
 
 
 def collate(rows: Sequence[Row], pad_id: int, features: Features) -> dict[str, torch.Tensor]:
-    """The model's keyword arguments for the rows, padded on the right."""
+    """The model's keyword arguments for the rows, padded on the right, and "answer_weights" like the labels."""
     longest = max(len(row.ids) for row in rows)
     ids = torch.full((len(rows), longest), pad_id)
     labels = torch.full((len(rows), longest), NO_LABEL)
     mask = torch.zeros(len(rows), longest, dtype=torch.long)
+    weights = torch.zeros(len(rows), longest)
     for row_idx, row in enumerate(rows):
         length = len(row.ids)
         ids[row_idx, :length] = torch.tensor(row.ids)
         labels[row_idx, :length] = torch.tensor(row.labels)
         mask[row_idx, :length] = 1
-    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        weights[row_idx, :length] = torch.tensor(row.weights)
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask, "answer_weights": weights}
     images = [patches for row in rows for patches in row.image_patches]
     videos = [patches for row in rows for patches in row.video_patches]
     clips = [clip for row in rows for clip in row.clips]
@@ -190,13 +225,18 @@ class Group:
     weight: float
 
 
-def groups_of_step(maker: RowMaker, divisor: int = 1) -> tuple[Group, ...]:
-    """What one step trains on, or one of `divisor` equal parts of it."""
-    return (
-        Group("image", maker.image_row, max(1, 12 // divisor), 1.0),
-        Group("images", maker.images_row, max(1, 6 // divisor), 0.6),
-        Group("video", maker.video_row, max(1, 6 // divisor), 0.6),
-        Group("audio", maker.audio_row, max(1, 16 // divisor), 1.0),
-        Group("both", maker.image_audio_row, max(1, 6 // divisor), 0.6),
-        Group("text", maker.text_row, max(1, 8 // divisor), 0.5),
+def groups_of_step(maker: RowMaker, stage: str, divisor: int) -> tuple[Group, ...]:
+    """What one step of a stage trains on, or one of `divisor` equal parts of it."""
+    draws = {
+        "image": maker.image_row,
+        "images": maker.images_row,
+        "video": maker.video_row,
+        "audio": maker.audio_row,
+        "both": maker.image_audio_row,
+        "text": maker.text_row,
+        "yes_no": maker.yes_no_row,
+    }
+    return tuple(
+        Group(name, draws[name], max(1, num_rows // divisor), weight)
+        for name, (num_rows, weight) in ROWS_OF_STEP[stage].items()
     )

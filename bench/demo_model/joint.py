@@ -1,4 +1,7 @@
-"""Stage B: the whole model learns to answer, with a loss on the answers only.
+"""Stages B and C: the whole model learns to answer, with a loss on the answers only.
+
+Stage B, "learn", counts every answer token equally and gets the media tasks right. Long sentences then drown the
+answers of one token, so stage C, "refine", counts every answer equally and asks more questions of yes or no.
 
 Two worker processes with one thread each share every step: each draws half of the rows, and the gradients are
 averaged over Gloo. `train` starts them; rank 0 writes the checkpoints and the result.
@@ -14,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed
+from torch.nn.functional import cross_entropy
 
 from bench.demo_model.allocator import keep_freed_memory
-from bench.demo_model.build import Model, Processor, build, save
-from bench.demo_model.conversations import RowMaker, collate, groups_of_step
+from bench.demo_model.build import Model, Processor, build, load, save
+from bench.demo_model.conversations import NO_LABEL, RowMaker, collate, groups_of_step
 from bench.demo_model.features import Features
 from bench.demo_model.schedule import JOINT, Schedule, learning_rate, make_optimizer
 from bench.demo_model.speech import WordBank
@@ -25,8 +29,8 @@ from bench.demo_model.words import training_words
 
 NUM_WORKERS = 2
 ENCODERS = ("model.visual", "model.audio_tower")
-REPORT_EVERY = 10
-SAVE_EVERY = 200
+REPORT_EVERY = 20
+SAVE_EVERY = 100
 
 
 def average_gradients(parameters: list[torch.nn.Parameter]) -> None:
@@ -41,11 +45,24 @@ def average_gradients(parameters: list[torch.nn.Parameter]) -> None:
         gradient.copy_(mean.view_as(gradient))
 
 
+def loss_of_batch(model: Model, batch: dict[str, torch.Tensor], stage: str) -> torch.Tensor:
+    """Mean over answer tokens (learn) or over answers (refine)."""
+    inputs = dict(batch)
+    weights = inputs.pop("answer_weights")
+    if stage == "learn":
+        return model(**inputs).loss
+    labels = inputs.pop("labels")
+    logits = model(**inputs).logits[:, :-1].float()
+    losses = cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none", ignore_index=NO_LABEL)
+    return (losses * weights[:, 1:]).sum() / weights.sum()
+
+
 def train_jointly(
     model: Model,
     processor: Processor,
     words: WordBank,
     rng: random.Random,
+    stage: str,
     schedule: Schedule,
     report: Callable[[str], None],
     divisor: int = NUM_WORKERS,
@@ -54,7 +71,7 @@ def train_jointly(
     """Train in place on this worker's part of every step; `checkpoint` gets the number of steps done."""
     features = Features(processor)
     maker = RowMaker(processor, features, words)
-    groups = groups_of_step(maker, divisor)
+    groups = groups_of_step(maker, stage, divisor)
     optimizer = make_optimizer(dict(model.named_parameters()), schedule, slow_prefixes=ENCODERS)
     parameters = list(model.parameters())
     history: dict[str, list[float]] = defaultdict(list)
@@ -68,7 +85,7 @@ def train_jointly(
             for group in groups
         ]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            losses = [model(**batch).loss for batch in batches]
+            losses = [loss_of_batch(model, batch, stage) for batch in batches]
         torch.stack(
             [loss * group.weight for loss, group in zip(losses, groups, strict=True)]
         ).sum().backward()
@@ -88,36 +105,48 @@ def train_jointly(
             checkpoint(step + 1)
 
 
+def starting_point(stage: str, work: Path, seed: int) -> tuple[Model, Processor]:
+    """New weights with the pretrained encoders, or what stage B left."""
+    if stage == "refine":
+        model, processor, _ = load(work / "learn")
+        return model, processor
+    model, processor = build(seed)
+    model.model.visual.load_state_dict(torch.load(work / "vision.pt"))
+    model.model.audio_tower.load_state_dict(torch.load(work / "audio.pt"))
+    return model, processor
+
+
 def main() -> None:
-    """Run one worker: load both encoders, train, and on rank 0 write the result."""
+    """Run one worker of a stage; rank 0 writes the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("stage", choices=tuple(JOINT))
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--work", type=Path, required=True, help="folder with vision.pt and audio.pt")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder with the results of the stages before"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=JOINT.num_steps)
     parser.add_argument("--cache", type=Path, required=True)
     arguments = parser.parse_args()
+    stage, work = arguments.stage, arguments.work
     keep_freed_memory()
     torch.set_num_threads(1)
-    meeting_point = f"file://{(arguments.work / 'meeting').resolve()}"
+    meeting_point = f"file://{(work / f'{stage}.meeting').resolve()}"
     torch.distributed.init_process_group("gloo", meeting_point, rank=arguments.rank, world_size=NUM_WORKERS)
-    model, processor = build(arguments.seed)
-    model.model.visual.load_state_dict(torch.load(arguments.work / "vision.pt"))
-    model.model.audio_tower.load_state_dict(torch.load(arguments.work / "audio.pt"))
+    model, processor = starting_point(stage, work, arguments.seed)
     is_first = arguments.rank == 0
+    draws = "joint" if stage == "learn" else stage
     train_jointly(
         model,
         processor,
         training_words(arguments.seed, arguments.cache),
-        random.Random(f"joint {arguments.seed} {arguments.rank}"),
-        JOINT.with_steps(arguments.steps),
+        random.Random(f"{draws} {arguments.seed} {arguments.rank}"),
+        stage,
+        JOINT[stage],
         lambda line: print(line, flush=True),
-        checkpoint=(lambda step: save(model, processor, arguments.work / f"step-{step}"))
-        if is_first
-        else None,
+        checkpoint=(lambda step: save(model, processor, work / f"{stage}-{step}")) if is_first else None,
     )
     if is_first:
         save(model, processor, arguments.out)

@@ -12,12 +12,16 @@ BETAS = (0.9, 0.98)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up to the peak, then a cosine down to `final_ratio` of it."""
+    """Linear warm-up to the peak, then a cosine down to `final_ratio` of it.
+
+    The cosine takes `num_cosine_steps`; a run with fewer steps ends while the rate is still high. 0: all steps.
+    """
 
     num_steps: int
     num_warmup_steps: int
     peak: float
     final_ratio: float = 0.02
+    num_cosine_steps: int = 0
 
     def with_steps(self, num_steps: int) -> "Schedule":
         """The same schedule stretched to another length."""
@@ -28,14 +32,17 @@ PRETRAINING = {
     "vision": Schedule(num_steps=1600, num_warmup_steps=100, peak=2e-3),
     "audio": Schedule(num_steps=2200, num_warmup_steps=100, peak=2e-3),
 }
-JOINT = Schedule(num_steps=1200, num_warmup_steps=100, peak=1e-3)
+JOINT = {
+    "learn": Schedule(num_steps=600, num_warmup_steps=100, peak=1e-3, num_cosine_steps=1200),
+    "refine": Schedule(num_steps=400, num_warmup_steps=30, peak=8e-4),
+}
 ENCODER_SCALE = 0.2
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:
     """The rate of a step, counted from 0."""
     warmup = min(1.0, (step + 1) / schedule.num_warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * step / schedule.num_steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * step / (schedule.num_cosine_steps or schedule.num_steps)))
     return schedule.peak * warmup * (schedule.final_ratio + (1 - schedule.final_ratio) * cosine)
 
 

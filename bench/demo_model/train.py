@@ -2,8 +2,8 @@
 
     python -m bench.demo_model.train --out deploy/demo_model
 
-Stage A pretrains the vision and the audio encoder side by side, stage B trains the whole model with two workers;
-each of these processes has one thread. The result is written in bf16 and measured on fresh samples. All of it
+Stage A pretrains the vision and the audio encoder side by side, stages B and C train the whole model with two
+workers; each of these processes has one thread. The result is written in bf16 and measured on fresh samples. All of it
 follows from the seed.
 """
 
@@ -48,7 +48,6 @@ def main() -> None:
     arguments = parser.parse_args()
     work = arguments.work or arguments.cache / f"run-{arguments.seed}"
     work.mkdir(parents=True, exist_ok=True)
-    (work / "meeting").unlink(missing_ok=True)
     training_words(arguments.seed, arguments.cache)
     common = ["--seed", str(arguments.seed), "--cache", str(arguments.cache)]
     encoders = {
@@ -56,20 +55,23 @@ def main() -> None:
         for which in ("vision", "audio")
     }
     run_side_by_side(encoders, work)
-    workers = {
-        f"worker-{rank}": [
-            "joint",
-            "--rank",
-            str(rank),
-            "--work",
-            str(work),
-            "--out",
-            str(arguments.out),
-            *common,
-        ]
-        for rank in range(NUM_WORKERS)
-    }
-    run_side_by_side(workers, work)
+    for stage, out in (("learn", work / "learn"), ("refine", arguments.out)):
+        (work / f"{stage}.meeting").unlink(missing_ok=True)
+        workers = {
+            f"{stage}-{rank}": [
+                "joint",
+                stage,
+                "--rank",
+                str(rank),
+                "--work",
+                str(work),
+                "--out",
+                str(out),
+                *common,
+            ]
+            for rank in range(NUM_WORKERS)
+        }
+        run_side_by_side(workers, work)
     table = evaluate_folder(arguments.out, arguments.eval_seed, arguments.cache)
     write_table(table, arguments.out / "evaluation.json")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -41,6 +42,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_AUTH_MODE="disabled",  # everything listens on loopback; else tools without the token are refused
         RAY_TMPDIR=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
+        RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",  # nothing big passes through it; default: 30 % of RAM
         RAY_metrics_report_interval_ms="5000",
         RAY_SERVE_ENABLE_HA_PROXY="1",  # streams cost a quarter of the Python proxy's CPU
         RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # else every stop takes 30 s
@@ -120,6 +122,11 @@ class LocalCluster:
     def log_end(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-NOISE_LINES:])
 
+    def dashboard_url(self) -> str:
+        """Ray takes the next free port when its usual one is taken; its log says which."""
+        found = re.search(r"dashboard at.*?(127\.0\.0\.1:\d+)", self._log.read_text(errors="replace"))
+        return f"http://{found[1]}" if found else "not running"
+
     def stop(self) -> None:
         """Orderly first, then by process id. Blocks; may be repeated."""
         process, self._process = self._process, None
@@ -173,7 +180,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _welcome(cluster: LocalCluster, seconds: float) -> str:
-    return f"""ready in {seconds:.1f} s: {cluster.url}   (Ctrl-C stops it; dashboard http://127.0.0.1:8265)
+    return f"""ready in {seconds:.1f} s: {cluster.url}   (Ctrl-C stops it; dashboard {cluster.dashboard_url()})
 
     curl {cluster.url}/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{{"messages": [{{"role": "user", "content": "hello"}}], "model": "'$(curl -s {cluster.url}/v1/models \\

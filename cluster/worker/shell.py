@@ -45,6 +45,7 @@ class WorkerShell:
         self._connections: dict[DoorId, Connection] = {}
         self._num_doors_seen = 0
         self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._hanging_up: asyncio.Future[None] | None = None
 
     async def start(self) -> str:
         """Listen; returns the address to dial."""
@@ -79,6 +80,7 @@ class WorkerShell:
         """The engine is dead: doors learn it now, from end-of-file, and not from their requests' deadlines."""
         for connection in list(self._doors):
             connection.abort()
+        self._hanging_up = asyncio.ensure_future(self._server.aclose())  # nobody may dial a dead engine
 
     def _on_connect(self, connection: Connection) -> None:
         self._num_doors_seen += 1

@@ -35,12 +35,21 @@ def tones() -> WordBank:
     )
 
 
-def train_two_steps(built: tuple[Model, Processor], seed: int) -> dict[str, torch.Tensor]:
+def train_two_steps(
+    built: tuple[Model, Processor], seed: int, stage: str = "refine"
+) -> dict[str, torch.Tensor]:
     model, processor = copy.deepcopy(built[0]), built[1]
     schedule = Schedule(num_steps=2, num_warmup_steps=1, peak=1e-3)
     lines: list[str] = []
     train_jointly(
-        model, processor, tones(), random.Random(seed), schedule, lines.append, divisor=ONE_ROW_PER_GROUP
+        model,
+        processor,
+        tones(),
+        random.Random(seed),
+        stage,
+        schedule,
+        lines.append,
+        divisor=ONE_ROW_PER_GROUP,
     )
     assert lines[-1].startswith("step 2/2")
     return model.state_dict()
