@@ -3,6 +3,10 @@
 `serve run deploy/cluster.yaml` calls `build` with that file's `args`; the file's `deployments:` section overrides what is
 set here per deployment (replica counts, resources). Builds nothing itself: model code is imported in the replicas only.
 A deployment that the model has no use for (Encode of a text model) is left out.
+
+Pools are kept apart by what hosts offer. Where a host of the cluster has a custom resource `encode_pool`, `prefill_pool` or
+`decode_pool` (`make serve` gives them to its own host), that pool's replicas take one each and run only there. On GPU hosts
+deploy/cluster-gpu.yaml asks for `num_gpus` and labels instead. A machine that offers nothing still runs everything.
 """
 
 # No `from __future__ import annotations`: Serve reads `build`'s annotation as a class to validate the arguments with.
@@ -12,6 +16,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
@@ -62,7 +67,9 @@ def _pool(role: Role, args: ClusterArgs, service: str) -> Any:
     }[role]  # fmt: skip
     adapter = DecodeReplica if role is Role.DECODE else Replica
     router = RequestRouterConfig(request_router_class=HookRouter, request_router_kwargs={"role": role.value})
-    options = _options(role.value.capitalize(), request_router_config=router)
+    resources = {f"{role.value}_pool": 1} if f"{role.value}_pool" in ray.cluster_resources() else {}
+    actor_options = {"num_cpus": 0, "resources": resources}
+    options = _options(role.value.capitalize(), request_router_config=router, ray_actor_options=actor_options)
     return serve.deployment(name=role.value.capitalize(), **options)(adapter).bind(args, service, threads)
 
 

@@ -27,10 +27,11 @@ from kv_transfer.mover import Mover, MoverEvent, MoverFailed
 
 MAX_REMEMBERED_ENDS = 100_000  # request ids that have ended, for Serve calls that arrive late
 STOP_TIMEOUT_S = 5.0
+LEASE_MARGIN_S = 5.0  # how much longer than its writer an owner waits: see kv_transfer.receiver
 
 
 class DecodeService:
-    def __init__(self, args: ClusterArgs, replica_id: str):
+    def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
         """Loads the language half of the model. Blocks for as long as that takes; raises ConfigError."""
         setup = set_up(args, replica_id)
         clock = SystemClock()
@@ -42,7 +43,7 @@ class DecodeService:
         kv = BlockMemory(self._model.kv_layout, self._num_blocks, setup.device)
         agent = make_agent(args.transport, replica_id)
         self._outbox = Outbox(self._deliver)
-        self._mover = Mover(agent, clock, self._on_transfer, incoming=kv)
+        self._mover = Mover(agent, clock, self._on_transfer, incoming=kv, margin_s=lease_margin_s)
         self._engine = DecodeEngine(
             DecodeRunner(self._model, kv),
             BlockPool(self._num_blocks, args.block_size),

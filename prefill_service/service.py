@@ -28,10 +28,11 @@ from prefill_service.features import FeatureStore
 from prefill_service.runner import PrefillRunner
 
 STOP_TIMEOUT_S = 5.0
+LEASE_MARGIN_S = 5.0  # how much longer than its writer an owner waits: see kv_transfer.receiver
 
 
 class PrefillService:
-    def __init__(self, args: ClusterArgs, replica_id: str):
+    def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
         """Loads the language half of the model. Blocks for as long as that takes; raises ConfigError."""
         setup = set_up(args, replica_id)
         clock = SystemClock()
@@ -46,7 +47,9 @@ class PrefillService:
         feature_memory = BlockMemory(layout, num_feature_blocks, setup.device)
         agent = make_agent(args.transport, replica_id)
         self._outbox = Outbox(self._deliver)
-        self._mover = Mover(agent, clock, self._on_transfer, outgoing=kv, incoming=feature_memory)
+        self._mover = Mover(
+            agent, clock, self._on_transfer, outgoing=kv, incoming=feature_memory, margin_s=lease_margin_s
+        )
         self._features = FeatureStore(
             feature_memory, BlockPool(num_feature_blocks, args.block_size), self._mover
         )

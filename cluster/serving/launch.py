@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -31,6 +32,7 @@ from cluster.config.settings import REPOSITORY
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0  # for running requests to end and Serve to shut down, before what is left is killed
 NOISE_LINES = 60
+POOL_SLOTS = 16  # replicas of one pool that this machine takes
 
 
 def cluster_environment(folder: Path) -> dict[str, str]:
@@ -40,6 +42,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         PYTHONPATH=str(REPOSITORY),
         RAY_ADDRESS="local",  # never join a cluster that happens to run here
         RAY_AUTH_MODE="disabled",  # everything listens on loopback; else tools without the token are refused
+        RAY_OVERRIDE_RESOURCES=json.dumps({f"{pool}_pool": POOL_SLOTS for pool in ("encode", "prefill", "decode")}),
         RAY_TMPDIR=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
         RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",  # nothing big passes through it; default: 30 % of RAM

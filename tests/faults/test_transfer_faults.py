@@ -1,0 +1,156 @@
+"""Every transfer operation of a small mixed request fails once, every notification is lost, doubled or late. Each time the
+client gets the right tokens or a named error in time, nothing stays behind, and the next request is answered correctly.
+
+The audit waits for leases that only time can end; timeouts are short for that reason alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.workload import Answer, Case, Reference, make_cases
+from cluster.config.settings import DoorArgs
+from cluster.errors import UnavailableError
+from cluster.text.defaults import GenerationDefaults
+from cluster.types.members import Role
+from kv_transfer.agent import PeerLostError, TransferError
+from kv_transfer.agents import _LOCAL_NETWORK as network
+from kv_transfer.in_process import FaultScript
+from router.openai.schema import ChatRequest
+from router.openai.translate import chat_call
+from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.flow.test_law import cluster_args
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
+MAX_TOKENS = 6
+FIRST_TOKEN_TIMEOUT_S, REQUEST_TIMEOUT_S, LEASE_MARGIN_S = 1.5, 2.5, 0.1
+MAX_POLLS = 12  # of one verb: the threads poll as long as they wait, so there is no last one
+ARGS = cluster_args(48).model_copy(
+    update={
+        "door": DoorArgs(first_token_timeout_s=FIRST_TOKEN_TIMEOUT_S, request_timeout_s=REQUEST_TIMEOUT_S)
+    }
+)
+Expected = tuple[Case, Answer]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[Expected]]:
+    reference = Reference(MODEL)
+    pairs = [(case, reference.answer(case, MAX_TOKENS)) for case in make_cases(21, 12)]
+    return {kind: [p for p in pairs if p[0].kind == kind] for kind in ("text", "image and audio")}
+
+
+@pytest.fixture(autouse=True)
+def _healthy_network_afterwards() -> Iterator[None]:
+    yield
+    network.faults = FaultScript()
+
+
+async def answer(cluster: LocalCluster, case: Case) -> tuple[str, int]:
+    body = {"model": "demo", "messages": case.messages, "max_tokens": MAX_TOKENS, "temperature": 0}
+    call = chat_call(ChatRequest.model_validate(body), "demo", GenerationDefaults.load(MODEL))
+    (choice,) = await cluster.door.chat(call)
+    try:
+        text = "".join([delta.text async for delta in choice])
+        return text, choice.usage.completion_tokens
+    finally:
+        await choice.aclose()
+
+
+async def ask_in_trouble(cluster: LocalCluster, pair: Expected, faults: FaultScript, label: object) -> bool:
+    """One request under `faults`, the audit, one request without; whether the first was answered."""
+    case, right = pair
+    network.faults = faults
+    started_at = time.monotonic()
+    try:
+        got = await answer(cluster, case)
+        assert got == (right.text, len(right.token_ids)), label
+        was_answered = True
+    except UnavailableError as error:
+        assert error.message, label
+        was_answered = False
+    assert time.monotonic() - started_at < REQUEST_TIMEOUT_S + 1, label
+    await cluster.audit()
+    network.faults = FaultScript()
+    assert await answer(cluster, case) == (right.text, len(right.token_ids)), label
+    await cluster.audit()
+    return was_answered
+
+
+@pytest.mark.parametrize("kind", ["text", "image and audio"])
+@pytest.mark.parametrize("error", [TransferError, PeerLostError])
+@pytest.mark.parametrize("verb", ["connect", "post", "poll", "notify", "notifications"])
+async def test_whichever_operation_fails_the_next_request_is_answered(expected, verb, error, kind):
+    num_answered = num_asked = 0
+    async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
+        limit = MAX_POLLS if verb == "notifications" else 100
+        for n in range(1, limit + 1):
+            faults = FaultScript(post_polls=1)
+            faults.fail(verb, n, error(f"scripted: {verb} {n}"))
+            pair = expected[kind][n % len(expected[kind])]
+            num_answered += await ask_in_trouble(cluster, pair, faults, (verb, n))
+            num_asked += 1
+            if faults._counts[verb] < n:
+                break
+    assert num_asked > 1
+    assert num_answered >= 1, "the last request met no fault"
+
+
+@pytest.mark.parametrize("kind", ["text", "image and audio"])
+@pytest.mark.parametrize(
+    ("trouble", "is_harmless"),
+    [
+        (FaultScript.drop, False),
+        (FaultScript.duplicate, True),
+        (lambda script, n: script.delay(n, 10), True),
+        (lambda script, n: script.delay(n, 10**9), False),
+    ],
+    ids=["lost", "doubled", "late", "never"],
+)
+async def test_trouble_with_any_notification_harms_one_request_at_most(
+    expected, trouble: Callable[[FaultScript, int], None], is_harmless, kind
+):
+    async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
+        for n in range(1, 4 if kind == "image and audio" else 2):
+            faults = FaultScript()
+            trouble(faults, n)
+            pair = expected[kind][n % len(expected[kind])]
+            assert await ask_in_trouble(cluster, pair, faults, n) or not is_harmless
+
+
+async def test_a_decode_worker_that_can_no_longer_be_written_to_fails_its_requests_by_name(expected):
+    (case, _), *_ = expected["text"]
+    async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
+        network.kill(cluster.decodes[0].replica_id)
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="decode"):
+                await answer(cluster, case)
+
+
+async def test_requests_side_by_side_with_a_failing_one_are_answered(expected):
+    pairs = expected["image and audio"] + expected["text"]
+    async with local_cluster(ARGS, (1, 1, 1), lease_margin_s=LEASE_MARGIN_S) as cluster:
+        faults = FaultScript()
+        faults.fail("post", 2)
+        network.faults = faults
+        outcomes = await asyncio.gather(*(answer(cluster, case) for case, _ in pairs), return_exceptions=True)
+    failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    assert len(failed) == 1 and isinstance(failed[0], UnavailableError)
+    for outcome, (_, right) in zip(outcomes, pairs, strict=True):
+        assert outcome is failed[0] or outcome == (right.text, len(right.token_ids))
+
+
+async def test_a_worker_whose_connection_was_cut_is_dialled_again(expected):
+    case, right = expected["text"][0]
+    async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
+        lost = next(peer for peer in cluster.door.peers if peer.member.role is Role.DECODE)
+        await lost.aclose()
+        async with asyncio.timeout(5):
+            while len(cluster.door.peers) < 3:
+                await asyncio.sleep(0.01)
+        assert await answer(cluster, case) == (right.text, len(right.token_ids))
