@@ -125,10 +125,10 @@ class EncoderEngine:
             if delivery.target is not None:
                 self._send(delivery)
             return
+        delivery.from_cache = False  # it may have been evicted since
         item = self._items.get(delivery.media_hash)
         if item is None:
             item = self._items[delivery.media_hash] = EncodeItem(delivery.item)
-            delivery.from_cache = False  # it may have been evicted since
             self._prepare(item)
         if delivery not in item.deliveries:
             item.deliveries.append(delivery)

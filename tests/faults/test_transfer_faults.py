@@ -28,7 +28,7 @@ from tests.flow.test_law import cluster_args
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 MAX_TOKENS = 6
-FIRST_TOKEN_TIMEOUT_S, REQUEST_TIMEOUT_S, LEASE_MARGIN_S = 1.5, 2.5, 0.1
+FIRST_TOKEN_TIMEOUT_S, REQUEST_TIMEOUT_S, LEASE_MARGIN_S = 1.1, 2.0, 0.1
 MAX_POLLS = 12  # of one verb: the threads poll as long as they wait, so there is no last one
 ARGS = cluster_args(48).model_copy(
     update={

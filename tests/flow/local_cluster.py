@@ -57,8 +57,12 @@ async def local_cluster(
     """`num_replicas`: encoders, prefill and decode workers."""
     unique = secrets.token_hex(4)
     encoders = [EncoderService(args, f"e{i}-{unique}") for i in range(num_replicas[0])]
-    prefills = [PrefillService(args, f"p{i}-{unique}", lease_margin_s=lease_margin_s) for i in range(num_replicas[1])]
-    decodes = [DecodeService(args, f"d{i}-{unique}", lease_margin_s=lease_margin_s) for i in range(num_replicas[2])]
+    prefills = [
+        PrefillService(args, f"p{i}-{unique}", lease_margin_s=lease_margin_s) for i in range(num_replicas[1])
+    ]
+    decodes = [
+        DecodeService(args, f"d{i}-{unique}", lease_margin_s=lease_margin_s) for i in range(num_replicas[2])
+    ]
     by_id = {f"d{i}-{unique}": service for i, service in enumerate(decodes)}
 
     async def call_decode(replica_id: str, request_id: str) -> None:

@@ -1,0 +1,301 @@
+"""One encoder, one prefill and one decode engine without models, sockets or threads: every hand-over waits in a queue until a
+test lets it happen. What runs in place of the models writes recognisable content and checks what it reads, so that a block
+reused too early is found.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec, feature_layout
+from cluster.types.media import MediaGeometry, MediaItem, MediaSpan, Modality
+from cluster.types.messages import (
+    AnyMessage,
+    Cancel,
+    DecodeTarget,
+    EncodeTarget,
+    LoadReport,
+    ReturnGrant,
+    StartDecode,
+    StartEncode,
+    StartPrefill,
+)  # fmt: skip
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from cluster.worker.outbox import Outbox
+from decode_service.engine import DecodeEngine
+from encoder_service.cache import EmbeddingCache
+from encoder_service.engine import EncoderEngine
+from kv_transfer.in_process import InProcessNetwork
+from kv_transfer.mover import Mover, MoverFailed
+from prefill_service.engine import PrefillEngine
+from prefill_service.features import FeatureStore
+from tests.fakes.clock import ManualClock
+
+BLOCK_SIZE = 4
+TIMEOUT_S, MARGIN_S = 10.0, 2.0
+KV_LAYOUT = MemoryLayout((SegmentSpec(BLOCK_SIZE, (1,), torch.int64),))
+FEATURE_LAYOUT = feature_layout(1, BLOCK_SIZE, torch.int64)
+DOOR = 1
+
+
+def make_item(name: str, num_rows: int) -> MediaItem:
+    return MediaItem(Modality.IMAGE, name.encode(), name, MediaGeometry(num_rows))
+
+
+def make_request(
+    request_id: str,
+    num_tokens: int,
+    items: Sequence[MediaItem] = (),
+    max_tokens: int = 4,
+    stop: tuple[int, ...] = (),
+) -> GenerateRequest:
+    """`num_tokens` of text, an item behind every third of them."""
+    token_ids: list[int] = []
+    spans: list[MediaSpan] = []
+    left = deque(items)
+    for position in range(num_tokens):
+        token_ids.append(100 + position)
+        if (left and position % 3 == 2) or (left and position == num_tokens - 1):
+            while left:
+                item = left.popleft()
+                spans.append(MediaSpan(item.modality, item.media_hash, len(token_ids), item.geometry))
+                token_ids += [9] * item.geometry.num_tokens
+                if position < num_tokens - 1:
+                    break
+    token_ids.append(99)
+    prompt = Prompt(tuple(token_ids), tuple(spans))
+    return GenerateRequest(request_id, prompt, SamplingParams(), StopParams(max_tokens, stop))
+
+
+def item_value(media_hash: str) -> int:
+    """What every embedding row of an item holds."""
+    return 1000 + sum(media_hash.encode())
+
+
+def kv_value(prompt: Prompt, position: int) -> int:
+    """What the KV of a prompt token holds."""
+    for span in prompt.media:
+        if span.offset <= position < span.end:
+            return item_value(span.media_hash)
+    return prompt.token_ids[position]
+
+
+class Inbox:
+    """Stands for the engine's loop: calls wait until `run`."""
+
+    def __init__(self) -> None:
+        self.calls: deque[Callable[[], None]] = deque()
+
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        self.calls.append(lambda: function(*args))
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.popleft()()
+
+
+class ManualExecutor(Executor):
+    def __init__(self) -> None:
+        self.jobs: deque[Callable[[], None]] = deque()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+
+        self.jobs.append(job)
+        return future
+
+    def run_one(self) -> None:
+        if self.jobs:
+            self.jobs.popleft()()
+
+
+@dataclass
+class Worker:
+    """An engine, its mover, and what it has said to the door so far."""
+
+    engine: Any
+    mover: Mover
+    inbox: Inbox
+    outbox: Outbox
+    said: deque[AnyMessage] = field(default_factory=deque)
+
+    def step(self) -> None:
+        self.inbox.run()
+        self.engine.step()
+
+    def tell(self, function: Callable[..., None], *args: Any) -> None:
+        self.inbox.call(function, *args)
+
+
+class Rig:
+    def __init__(
+        self, kv_blocks: int = 24, decode_blocks: int = 24, feature_blocks: int = 6, cache_blocks: int = 6
+    ):
+        self.clock = ManualClock()
+        self.network = InProcessNetwork()
+        self.executor = ManualExecutor()
+        self.prompts: dict[str, Prompt] = {}
+        self.bad_items: set[str] = set()  # names of items that cannot be encoded
+        self.ended: list[str] = []  # request ids that left decode
+        self._kv, self._decode_kv = BlockMemory(KV_LAYOUT, kv_blocks), BlockMemory(KV_LAYOUT, decode_blocks)
+        features, rows = (
+            BlockMemory(FEATURE_LAYOUT, feature_blocks),
+            BlockMemory(FEATURE_LAYOUT, cache_blocks),
+        )
+        self.pools = {
+            "prefill": BlockPool(kv_blocks, BLOCK_SIZE),
+            "decode": BlockPool(decode_blocks, BLOCK_SIZE),
+            "features": BlockPool(feature_blocks, BLOCK_SIZE),
+            "encoder": BlockPool(cache_blocks, BLOCK_SIZE),
+        }
+        self.cache = EmbeddingCache(rows, self.pools["encoder"])
+        runner = SimpleNamespace(prepare=self._prepare, encode=self._encode)
+        self.encoder = self._worker("encoder", lambda mover, outbox: EncoderEngine(
+            runner, self.cache, mover, outbox, self.clock, self.executor, 16, 4), outgoing=rows)  # fmt: skip
+        self.encoder.engine.attach(self.encoder.inbox)
+
+        def prefill(mover: Mover, outbox: Outbox) -> PrefillEngine:
+            model = SimpleNamespace(positions=lambda prompt: SimpleNamespace(delta=0), chunk_cut_spans=False)
+            self.features = FeatureStore(features, self.pools["features"], mover)
+            runner = SimpleNamespace(run=self._run_prefill)
+            return PrefillEngine(
+                model,
+                runner,
+                self.pools["prefill"],
+                self.features,
+                mover,
+                outbox,
+                self.clock,
+                max_batch_tokens=10,
+            )
+
+        self.prefill = self._worker("prefill", prefill, outgoing=self._kv, incoming=features)
+        self.decode = self._worker("decode", lambda mover, outbox: DecodeEngine(
+            SimpleNamespace(run=self._run_decode), self.pools["decode"], mover, outbox, self.clock, 2,
+            self.ended.append), incoming=self._decode_kv)  # fmt: skip
+        self.workers = {"encoder": self.encoder, "prefill": self.prefill, "decode": self.decode}
+
+    def _worker(self, name: str, build: Callable[[Mover, Outbox], Any], **memories: BlockMemory) -> Worker:
+        inbox = Inbox()
+        said: deque[AnyMessage] = deque()
+        outbox = Outbox(lambda batch: said.extend(message for _, message in batch))
+        outbox.add_door(DOOR)
+
+        def on_event(event: Any) -> None:
+            assert not isinstance(event, MoverFailed), event.error
+            inbox.call(lambda: worker.engine.on_transfer(event))
+
+        mover = Mover(self.network.agent(name), self.clock, on_event, margin_s=MARGIN_S, **memories)
+        worker = Worker(build(mover, outbox), mover, inbox, outbox, said)
+        return worker
+
+    def receive(self, name: str, message: AnyMessage) -> None:
+        """A frame from the door reaches a worker; what `service.py` does with it."""
+        worker = self.workers[name]
+        engine = worker.engine
+        match message:
+            case StartPrefill():
+                for item_idx, span in enumerate(message.request.prompt.media):
+                    key = (message.request.request_id, item_idx)
+                    self.features.reserve(
+                        key, span.geometry.num_tokens, message.timeout_s, worker.said.append
+                    )
+                worker.tell(engine.start, DOOR, message)
+            case StartDecode() | StartEncode():
+                worker.tell(engine.start, DOOR, message)
+            case DecodeTarget():
+                worker.tell(engine.set_target, message.request_id, message.grant)
+            case EncodeTarget():
+                worker.tell(engine.set_target, message)
+            case Cancel():
+                worker.tell(engine.cancel, message.request_id)
+            case ReturnGrant():
+                worker.mover.revoke(message.lease_id, "nobody was given it")
+
+    def launch(
+        self, request: GenerateRequest, items: Sequence[MediaItem] = ()
+    ) -> list[tuple[str, AnyMessage]]:
+        """What the door sends first: (worker, message)."""
+        self.prompts[request.request_id] = request.prompt
+        num_tokens = len(request.prompt.token_ids)
+        start = StartDecode(request.request_id, num_tokens, request.sampling, request.stop, TIMEOUT_S)
+        encode = [StartEncode(request.request_id, i, item, TIMEOUT_S) for i, item in enumerate(items)]
+        return [
+            ("decode", start),
+            ("prefill", StartPrefill(request, TIMEOUT_S)),
+            *(("encoder", m) for m in encode),
+        ]
+
+    def turn(self, rounds: int = 1) -> None:
+        """Everybody does whatever can be done, `rounds` times."""
+        for _ in range(rounds):
+            self.executor.run_one()
+            for worker in self.workers.values():
+                worker.step()
+                worker.mover.step()
+
+    def audit(self) -> None:
+        for worker in self.workers.values():
+            worker.inbox.run()
+            load = worker.engine.load()
+            assert load == LoadReport(num_cached_blocks=load.num_cached_blocks), load
+            assert worker.mover.num_open == 0
+            assert worker.mover.agent.num_handles == 0
+        for name, pool in self.pools.items():
+            pool.check_integrity()
+            if name != "encoder":  # its cache holds references while it keeps rows
+                assert pool.num_referenced == 0, name
+        assert self.cache.num_pinned_blocks == 0
+        assert self.cache.num_cached_blocks == self.pools["encoder"].num_referenced
+
+    def _prepare(self, item: MediaItem) -> dict[str, torch.Tensor]:
+        if item.media_hash in self.bad_items:
+            raise ValueError("this item cannot be decoded")
+        return {"value": torch.tensor([item_value(item.media_hash), item.geometry.num_tokens])}
+
+    def _encode(self, _: Modality, items: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        return [torch.full((int(t["value"][1]), 1), int(t["value"][0])) for t in items]
+
+    def _run_prefill(self, batch: Sequence[tuple[Any, int]]) -> list[int | None]:
+        first_tokens: list[int | None] = []
+        for request, count in batch:
+            prompt = request.message.request.prompt
+            start, end = request.num_computed_tokens, request.num_computed_tokens + count
+            for item_idx, span in enumerate(prompt.media):
+                low, high = max(start, span.offset), min(end, span.end)
+                if low < high:
+                    key = (request.request_id, item_idx)
+                    rows = self.features.rows(key, low - span.offset, high - span.offset)
+                    assert rows.flatten().tolist() == [item_value(span.media_hash)] * (high - low)
+            self._check(self._kv, request.block_table, prompt, start)
+            for position in range(start, end):
+                block_id = request.block_table[position // BLOCK_SIZE]
+                self._kv.segments[0][block_id, position % BLOCK_SIZE] = kv_value(prompt, position)
+            first_tokens.append(50 if end == len(prompt.token_ids) else None)
+        return first_tokens
+
+    def _run_decode(self, batch: Sequence[Any]) -> list[int]:
+        for request in batch:
+            prompt = self.prompts[request.request_id]
+            self._check(self._decode_kv, request.block_table, prompt, request.num_prompt_tokens)
+        return [request.last_token + 1 for request in batch]
+
+    def _check(
+        self, memory: BlockMemory, block_table: Sequence[int], prompt: Prompt, num_tokens: int
+    ) -> None:
+        found = memory.segments[0][list(block_table)].flatten().tolist()[:num_tokens]
+        assert found == [kv_value(prompt, position) for position in range(num_tokens)], "foreign KV"

@@ -1,0 +1,95 @@
+"""Three engines and a door in every order of events that hypothesis thinks of: starts, messages in flight, steps, transfers,
+cancels, time. Then everything is let go, and nothing may be left; meanwhile no model may read foreign bytes.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig, make_item, make_request
+from tests.fakes.relay import Relay
+
+NAMES = ("encoder", "prefill", "decode")
+ITEMS = {name: make_item(name, num_rows) for name, num_rows in (("a", 3), ("b", 4), ("c", 9), ("bad", 5))}
+
+starts = st.tuples(
+    st.just("start"),
+    st.integers(1, 14),
+    st.lists(st.sampled_from(sorted(ITEMS)), max_size=3),
+    st.integers(1, 5),
+)
+on_worker = st.tuples(st.sampled_from(["send", "hear", "step", "move"]), st.sampled_from(NAMES))
+others = st.one_of(
+    st.tuples(st.just("prepare")),
+    st.tuples(st.just("cancel"), st.integers(0, 5)),
+    st.tuples(st.just("play"), st.integers(1, 3)),
+    st.tuples(st.just("wait"), st.sampled_from([0.1, 4.0, TIMEOUT_S])),
+    st.tuples(st.just("drop"), st.sampled_from(NAMES)),
+)
+
+
+def act(rig: Rig, relay: Relay, event: tuple) -> None:
+    match event:
+        case ("start", num_tokens, names, max_tokens):
+            items = [ITEMS[name] for name in names]
+            request = make_request(f"r{len(relay.stories)}", num_tokens, items, max_tokens)
+            relay.start(request, items)
+        case ("send", name):
+            relay.send_one(name)
+        case ("hear", name):
+            relay.hear_one(name)
+        case ("step", name):
+            rig.workers[name].step()
+        case ("move", name):
+            rig.workers[name].mover.step()
+        case ("prepare",):
+            rig.executor.run_one()
+        case ("cancel", nth):
+            if nth < len(relay.stories):
+                relay.land(f"r{nth}")
+        case ("play", rounds):
+            relay.play(rounds)
+        case ("wait", seconds):
+            rig.clock.at += seconds
+        case ("drop", name):
+            rig.workers[name].tell(rig.workers[name].engine.drop_door, DOOR)
+
+
+def let_everything_end(rig: Rig, relay: Relay) -> None:
+    for request_id in relay.stories:
+        relay.land(request_id)
+    relay.play(10)
+    for _ in range(3):
+        rig.clock.at += TIMEOUT_S + MARGIN_S
+        relay.play(5)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.lists(st.one_of(starts, on_worker, on_worker, others), max_size=80), st.integers(0, 3))
+def test_whatever_the_order_of_events_everything_returns(events, post_polls):
+    rig = Rig()
+    rig.network.faults.post_polls = post_polls
+    rig.bad_items.add("bad")
+    relay = Relay(rig)
+    for event in events:
+        act(rig, relay, event)
+    let_everything_end(rig, relay)
+    rig.audit()
+    assert sorted(rig.ended) == sorted(set(rig.ended))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.one_of(starts, on_worker), max_size=60), st.integers(0, 3))
+def test_whatever_the_order_of_messages_every_good_request_is_answered(events, post_polls):
+    rig = Rig()
+    rig.network.faults.post_polls = post_polls
+    relay = Relay(rig)
+    for event in events:
+        act(rig, relay, event)
+    relay.play(400)
+    for story in relay.stories.values():
+        assert story.error is None and story.finish_reason is not None
+        assert story.tokens == list(range(50, 50 + len(story.tokens)))
+    let_everything_end(rig, relay)
+    rig.audit()

@@ -1,0 +1,115 @@
+"""The prefill engine with its neighbours, stepped by hand."""
+
+import pytest
+
+from cluster.types.messages import Failed, FinishReason, Tokens
+from tests.fakes.engines import MARGIN_S, TIMEOUT_S, Rig, make_item, make_request
+from tests.fakes.relay import Relay
+
+
+@pytest.fixture
+def rig():
+    return Rig()
+
+
+@pytest.fixture
+def relay(rig):
+    relay = Relay(rig)
+    yield relay
+    for request_id in relay.stories:
+        relay.land(request_id)
+    relay.play(20)
+    rig.clock.at += TIMEOUT_S + MARGIN_S
+    relay.play(5)
+    rig.audit()
+
+
+def only_to(relay, *names):
+    """Messages to the others are held back."""
+    for name in names:
+        while relay.to_worker[name]:
+            relay.send_one(name)
+
+
+def events(rig):
+    return [e for m in rig.prefill.said if isinstance(m, Tokens) for e in m.events]
+
+
+def test_text_before_the_first_item_is_computed_while_its_embeddings_are_missing(rig, relay):
+    relay.start(make_request("r", 3, [make_item("a", 5)]), [make_item("a", 5)])
+    only_to(relay, "prefill")
+    rig.turn(3)
+    assert rig.prefill.engine.load().num_queued_units == 6
+    relay.play()
+    assert relay.stories["r"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_cached_prefix_makes_embeddings_unneeded_and_the_late_encoder_is_harmless(rig, relay):
+    item = make_item("a", 5)
+    relay.start(make_request("r", 3, [item]), [item])
+    relay.play()
+    relay.start(make_request("s", 12, [item]), [item])  # other text behind the item
+    only_to(relay, "prefill", "decode")
+    rig.turn(6)
+    (event,) = [e for e in events(rig) if e.request_id == "s"]
+    assert event.num_cached_tokens == 8
+    assert rig.features.num_open_leases == 1
+    relay.play()
+    assert relay.stories["s"].finish_reason is FinishReason.LENGTH
+
+
+def test_decode_hears_that_the_first_token_ended_the_answer_only_after_the_door(rig, relay):
+    story = relay.start(make_request("r", 9, max_tokens=1))
+    relay.send_one("decode")
+    rig.turn()
+    while rig.decode.said:
+        relay.hear_one("decode")
+    only_to(relay, "prefill")
+    rig.turn(10)  # the door is slow to read
+    assert events(rig)[0].finish_reason is FinishReason.LENGTH
+    assert not any(isinstance(message, Failed) for message in rig.decode.said)
+    relay.play()
+    assert story.tokens == [50] and story.error is None
+
+
+def test_a_request_that_fails_while_it_waits_for_blocks_is_not_admitted_later(rig, relay):
+    rig.bad_items.add("bad")
+    bad = make_item("bad", 4)
+    relay.start(make_request("long", 80))
+    only_to(relay, "prefill")
+    rig.turn()
+    story = relay.start(make_request("r", 30, [bad]), [bad])
+    relay.play(2)
+    relay.play()
+    assert story.error is not None and relay.stories["long"].error is None
+    assert relay.stories["long"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_with_the_numbers():
+    rig = Rig(decode_blocks=40)
+    relay = Relay(rig)
+    story = relay.start(make_request("r", 24 * 4))
+    relay.play(5)
+    assert "97 tokens" in story.error and "holds 96" in story.error
+    rig.audit()
+
+
+def test_the_deadline_names_what_was_waited_for(rig, relay):
+    item = make_item("a", 5)
+    relay.start(make_request("r", 3, [item]), [item])
+    only_to(relay, "prefill")
+    rig.turn(2)
+    rig.clock.at += TIMEOUT_S
+    rig.turn()
+    (failed,) = [m for m in rig.prefill.said if isinstance(m, Failed)]
+    assert "embeddings" in failed.error.message
+
+
+def test_a_returned_grant_frees_its_room_at_once(rig, relay):
+    item = make_item("a", 5)
+    relay.start(make_request("r", 3, [item]), [item])
+    only_to(relay, "prefill")
+    relay.to_worker["encoder"].clear()
+    relay.land("r")
+    relay.play(5)
+    assert rig.features.num_used_blocks == 0 and rig.features.num_open_leases == 0

@@ -1,0 +1,254 @@
+"""The dispatcher against scripted workers: what it sends, what the client gets, what is left."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.config.settings import DoorArgs
+from cluster.errors import MediaError, UnavailableError, to_info
+from cluster.types.media import MediaGeometry, MediaItem, MediaSpan, Modality
+from cluster.types.members import Member, Role
+from cluster.types.messages import (
+    Cancel,
+    DecodeGranted,
+    DecodeTarget,
+    EncodeTarget,
+    Failed,
+    FeatureGranted,
+    FinishReason,
+    LoadReport,
+    ReturnGrant,
+    StartDecode,
+    StartEncode,
+    StartPrefill,
+    TokenEvent,
+    Tokens,
+)  # fmt: skip
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from cluster.types.transfer import Grant
+from router.flight import Dispatcher
+from router.members import Peer
+from router.policy import LeastWorkPolicy
+
+ITEM = MediaItem(Modality.IMAGE, b"png", "hash", MediaGeometry(3))
+REQUEST = GenerateRequest(
+    "r",
+    Prompt((1, 2, 9, 9, 9, 3), (MediaSpan(ITEM.modality, "hash", 2, ITEM.geometry),)),
+    SamplingParams(),
+    StopParams(3),
+)
+
+
+class FakeConnection:
+    def __init__(self):
+        self.sent: list = []
+
+    def send(self, message) -> None:
+        self.sent.append(message)
+
+
+class FakeMembers:
+    """The part of the member table that a dispatcher uses."""
+
+    def __init__(self):
+        self.peers = {role: Peer(Member(role.value, role, "", "", "", 8)) for role in Role}
+        self.connections = {role: FakeConnection() for role in Role}
+        self.drained: list[Peer] = []
+        for role, peer in self.peers.items():
+            peer.attach(self.connections[role])
+
+    def candidates(self, role):
+        return [self.peers[role]]
+
+    def peer(self, replica_id):
+        return self.peers[Role(replica_id)]
+
+    def close_if_drained(self, peer):
+        self.drained.append(peer)
+
+
+@dataclass
+class Door:
+    dispatcher: Dispatcher
+    members: FakeMembers
+    calls: dict[str, asyncio.Future] = field(default_factory=dict)
+
+    def tell(self, role: Role, message) -> None:
+        self.dispatcher.on_message(self.members.peers[role], message)
+
+    def token(self, role: Role, *token_ids: int, reason: FinishReason | None = None) -> None:
+        self.tell(role, Tokens((TokenEvent("r", token_ids, reason),), LoadReport()))
+
+    def fail(self, role: Role, error=None, item_idx=None) -> None:
+        self.tell(role, Failed("r", to_info(error or UnavailableError(f"{role} gave up")), item_idx))
+
+    def sent(self, role: Role) -> list[str]:
+        return [type(message).__name__ for message in self.members.connections[role].sent]
+
+    async def start(self) -> tuple[asyncio.Task, list[int]]:
+        got: list[int] = []
+
+        async def read() -> FinishReason | None:
+            async for event in self.dispatcher.generate(REQUEST, [ITEM], [b"block"]):
+                got.extend(event.token_ids)
+                if event.finish_reason is not None:
+                    return event.finish_reason
+            return None
+
+        task = asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return task, got
+
+
+@pytest.fixture
+async def door():
+    calls: dict[str, asyncio.Future] = {}
+
+    async def call_decode(replica_id: str, request_id: str) -> None:
+        await calls.setdefault(request_id, asyncio.get_running_loop().create_future())
+
+    timeouts = DoorArgs(first_token_timeout_s=0.2, request_timeout_s=0.4)
+    door = Door(Dispatcher(LeastWorkPolicy(), call_decode, timeouts, 16), FakeMembers(), calls)
+    door.dispatcher.members = door.members
+    yield door
+    for call in calls.values():
+        if not call.done():
+            call.set_result(None)
+    await asyncio.sleep(0.01)
+    assert door.dispatcher.num_flights == 0
+    for role, peer in door.members.peers.items():
+        assert peer.num_flights == 0 and peer.num_predicted_units == 0, role
+        assert door.sent(role).count("Cancel") <= 1
+    assert not door.dispatcher._calls
+
+
+def grant(lease_id: str) -> Grant:
+    return Grant(lease_id, b"", 0, 8, "", (0,), (0,), 1.0)
+
+
+async def test_every_stage_is_told_at_once_and_grants_are_passed_on(door):
+    task, got = await door.start()
+    assert [door.sent(role) for role in (Role.DECODE, Role.PREFILL, Role.ENCODE)] == [
+        [StartDecode.__name__], [StartPrefill.__name__], [StartEncode.__name__]
+    ]  # fmt: skip
+    door.tell(Role.DECODE, DecodeGranted("r", grant("d")))
+    door.tell(Role.PREFILL, FeatureGranted("r", 0, grant("p")))
+    assert door.members.connections[Role.PREFILL].sent[-1] == DecodeTarget("r", grant("d"))
+    assert door.members.connections[Role.ENCODE].sent[-1] == EncodeTarget("r", 0, grant("p"))
+    door.token(Role.PREFILL, 5)
+    door.token(Role.DECODE, 6)
+    door.token(Role.DECODE, 7, reason=FinishReason.LENGTH)
+    assert await task is FinishReason.LENGTH and got == [5, 6, 7]
+    await asyncio.sleep(0.01)
+
+
+async def test_decodes_tokens_that_overtake_the_first_one_wait_for_it(door):
+    task, got = await door.start()
+    door.token(Role.DECODE, 6)
+    door.token(Role.DECODE, 7, reason=FinishReason.STOP)
+    await asyncio.sleep(0)
+    assert got == []
+    door.token(Role.PREFILL, 5)
+    assert await task is FinishReason.STOP and got == [5, 6, 7]
+
+
+async def test_work_is_predicted_until_it_is_known_to_be_done(door):
+    task, _ = await door.start()
+    units = {role: peer.num_predicted_units for role, peer in door.members.peers.items()}
+    assert units == {Role.ENCODE: 3, Role.PREFILL: 6, Role.DECODE: 1}
+    door.token(Role.PREFILL, 5)
+    units = {role: peer.num_predicted_units for role, peer in door.members.peers.items()}
+    assert units == {Role.ENCODE: 0, Role.PREFILL: 0, Role.DECODE: 1}
+    door.token(Role.DECODE, 6, reason=FinishReason.STOP)
+    await task
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_a_stage_that_fails_ends_the_request_and_frees_the_others(door, role):
+    task, _ = await door.start()
+    door.fail(role)
+    with pytest.raises(UnavailableError, match=f"{role} gave up"):
+        await task
+    assert all(door.sent(other)[-1] == Cancel.__name__ for other in Role)
+
+
+async def test_a_bad_item_is_named_by_its_place(door):
+    task, _ = await door.start()
+    door.fail(Role.ENCODE, MediaError("no picture"), item_idx=0)
+    with pytest.raises(MediaError, match="media item 1: no picture"):
+        await task
+
+
+@pytest.mark.parametrize("how", ["fails", "is lost"])
+@pytest.mark.parametrize(("role", "has_decode_spoken"), [(Role.ENCODE, False), (Role.PREFILL, True)])
+async def test_a_stage_that_has_done_its_part_may_go(door, role, has_decode_spoken, how):
+    task, got = await door.start()
+    door.token(Role.PREFILL, 5)
+    if has_decode_spoken:
+        door.token(Role.DECODE, 6)
+    door.fail(role) if how == "fails" else door.dispatcher.on_lost(door.members.peers[role])
+    door.token(Role.DECODE, 7, reason=FinishReason.STOP)
+    assert await task is FinishReason.STOP and got[-1] == 7
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_a_lost_worker_that_is_needed_ends_the_request_by_name(door, role):
+    task, _ = await door.start()
+    door.dispatcher.on_lost(door.members.peers[role])
+    with pytest.raises(UnavailableError, match=f"the {role} worker was lost"):
+        await task
+
+
+async def test_grants_for_a_landed_flight_go_back_to_their_owner(door):
+    task, _ = await door.start()
+    task.cancel()
+    await asyncio.wait([task])
+    door.tell(Role.DECODE, DecodeGranted("r", grant("d")))
+    door.tell(Role.PREFILL, FeatureGranted("r", 0, grant("p")))
+    assert door.members.connections[Role.DECODE].sent[-1] == ReturnGrant("d")
+    assert door.members.connections[Role.PREFILL].sent[-1] == ReturnGrant("p")
+
+
+async def test_a_refused_serve_call_ends_the_request(door):
+    task, _ = await door.start()
+    door.calls["r"].set_exception(RuntimeError("too many requests"))
+    with pytest.raises(UnavailableError, match="refused the request: too many"):
+        await task
+
+
+async def test_silence_ends_the_request_at_its_deadline(door):
+    task, _ = await door.start()
+    with pytest.raises(UnavailableError, match="out of time"):
+        await task
+
+
+async def test_an_answer_that_the_first_token_ends_is_cancelled_everywhere(door):
+    task, got = await door.start()
+    door.token(Role.PREFILL, 5, reason=FinishReason.LENGTH)
+    door.fail(Role.DECODE)  # prefill has given its lease up
+    assert await task is FinishReason.LENGTH and got == [5]
+    await asyncio.sleep(0.01)
+    assert all(door.sent(role)[-1] == Cancel.__name__ for role in Role)
+
+
+async def test_an_answer_that_decode_has_ended_is_cancelled_at_the_encoder_only(door):
+    task, _ = await door.start()
+    door.token(Role.PREFILL, 5)
+    door.token(Role.DECODE, 6, reason=FinishReason.STOP)
+    await task
+    await asyncio.sleep(0.01)
+    assert [Cancel.__name__ in door.sent(role) for role in Role] == [True, False, False]
+
+
+async def test_a_worker_that_cannot_be_sent_to_leaves_no_flight(door):
+    def broken(message):
+        raise UnavailableError("frame too long")
+
+    door.members.connections[Role.PREFILL].send = lambda m: broken(m) if isinstance(m, StartPrefill) else None
+    task, _ = await door.start()
+    with pytest.raises(UnavailableError, match="too long"):
+        await task

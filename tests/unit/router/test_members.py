@@ -1,0 +1,114 @@
+"""The member table over real Unix sockets; workers are bare servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from cluster.rpc import Connection, Server
+from cluster.types.members import Member, Role
+from cluster.types.messages import LoadReport, Tokens
+from router.members import MemberTable
+
+
+class Listener:
+    def __init__(self):
+        self.lost: list[str] = []
+
+    def on_message(self, peer, message):
+        pass
+
+    def on_lost(self, peer):
+        self.lost.append(peer.member.replica_id)
+
+
+class Workers:
+    def __init__(self, directory):
+        self._directory = directory
+        self.connections: list[Connection] = []
+        self.servers: list[Server] = []
+
+    async def start(self, name: str) -> Member:
+        address = f"unix:{self._directory / name}"
+        server = Server(address, name, self.connections.append, lambda *_: None)
+        await server.start()
+        self.servers.append(server)
+        return Member(name, Role.DECODE, address, "", "", 8)
+
+
+@pytest.fixture
+async def workers(tmp_path):
+    tmp_path.chmod(0o700)
+    workers = Workers(tmp_path)
+    yield workers
+    for server in workers.servers:
+        await server.aclose()
+
+
+@pytest.fixture
+async def table():
+    table = MemberTable("door", Listener(), None)
+    yield table
+    await table.aclose()
+    await asyncio.sleep(0.01)
+    assert not table._dialling and not table.all_peers()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_listed_worker_becomes_a_candidate_and_its_load_is_known(table, workers):
+    table.update(Role.DECODE, [await workers.start("d")])
+    await until(lambda: table.candidates(Role.DECODE))
+    workers.connections[0].send(Tokens((), LoadReport(num_queued_units=7)))
+    await until(lambda: table.peer("d").num_queued_units == 7)
+    assert table.candidates(Role.PREFILL) == []
+
+
+async def test_a_worker_that_is_not_up_yet_is_dialled_until_it_answers(table, workers):
+    late = await workers.start("d")
+    await workers.servers[0].aclose()
+    table.update(Role.DECODE, [late])
+    await asyncio.sleep(0.1)
+    assert table.candidates(Role.DECODE) == []
+    await workers.start("d")
+    await until(lambda: table.candidates(Role.DECODE))
+
+
+async def test_a_draining_worker_keeps_its_flights_and_then_goes(table, workers):
+    table.update(Role.DECODE, [await workers.start("d")])
+    await until(lambda: table.candidates(Role.DECODE))
+    peer = table.peer("d")
+    peer.num_flights = 1
+    table.update(Role.DECODE, [])
+    assert table.candidates(Role.DECODE) == [] and table.all_peers() == [peer]
+    peer.num_flights = 0
+    table.close_if_drained(peer)
+    assert table.all_peers() == [] and table._listener.lost == ["d"]
+
+
+async def test_a_cut_connection_is_told_and_dialled_again(table, workers):
+    table.update(Role.DECODE, [await workers.start("d")])
+    await until(lambda: table.candidates(Role.DECODE))
+    old = table.peer("d")
+    workers.connections[0].abort()
+    await until(lambda: table._listener.lost == ["d"])
+    await until(lambda: table.candidates(Role.DECODE))
+    assert table.peer("d") is not old
+    old.is_listed = False
+    table.close_if_drained(old)
+    assert table.candidates(Role.DECODE), "the old connection's end is not the new one's"
+
+
+async def test_a_worker_that_is_unlisted_while_it_is_dialled_is_no_candidate(table, workers):
+    member = await workers.start("d")
+    table.update(Role.DECODE, [member])
+    await asyncio.sleep(0)  # the dial is under way
+    table.update(Role.DECODE, [])
+    await until(lambda: not table._dialling)
+    assert table.candidates(Role.DECODE) == [] and table.all_peers() == []
