@@ -11,6 +11,7 @@ from collections import OrderedDict
 
 from cluster.clock import SystemClock
 from cluster.config.settings import ClusterArgs
+from cluster.errors import UnavailableError
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel
@@ -26,6 +27,7 @@ from kv_transfer.agents import make_agent
 from kv_transfer.mover import Mover, MoverEvent, MoverFailed
 
 MAX_REMEMBERED_ENDS = 100_000  # request ids that have ended, for Serve calls that arrive late
+START_TIMEOUT_S = 30.0  # between a Serve call and the request it stands for; normally milliseconds
 STOP_TIMEOUT_S = 5.0
 LEASE_MARGIN_S = 5.0  # how much longer than its writer an owner waits: see kv_transfer.receiver
 
@@ -58,6 +60,7 @@ class DecodeService:
             setup.address, replica_id, setup.secret, self._outbox, self._loop, self._engine, self._on_message
         )
         self._runs: dict[str, asyncio.Future[None]] = {}
+        self._started: set[str] = set()  # and not ended
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     async def start(self) -> Member:
@@ -75,9 +78,23 @@ class DecodeService:
         )
 
     async def run(self, request_id: str) -> None:
-        """Returns when the request has ended here. Cancelling this call does not cancel the request: doors do that."""
-        if request_id not in self._ended:
-            await self._runs.setdefault(request_id, asyncio.get_running_loop().create_future())
+        """Returns when the request has ended here. Cancelling this call does not cancel the request: doors do that.
+
+        Raises UnavailableError when the request itself does not come: its door's connection was cut meanwhile.
+        """
+        if request_id in self._ended:
+            return
+        loop = asyncio.get_running_loop()
+        run = self._runs.setdefault(request_id, loop.create_future())
+        check = loop.call_later(START_TIMEOUT_S, self._check_started, request_id)
+        try:
+            await asyncio.shield(run)
+        finally:
+            check.cancel()
+
+    def _check_started(self, request_id: str) -> None:
+        if request_id not in self._started and (run := self._runs.pop(request_id, None)) is not None:
+            run.set_exception(UnavailableError("the request did not reach this worker"))
 
     async def stop(self) -> None:
         await self._shell.aclose()
@@ -90,6 +107,7 @@ class DecodeService:
     def _on_message(self, door: DoorId, message: AnyMessage) -> None:
         match message:
             case StartDecode():
+                self._started.add(message.request_id)
                 self._loop.call(self._engine.start, door, message)
             case Cancel():
                 self._loop.call(self._engine.cancel, message.request_id)
@@ -109,6 +127,7 @@ class DecodeService:
         self._shell.call_from_thread(self._finish_run, request_id)
 
     def _finish_run(self, request_id: str) -> None:
+        self._started.discard(request_id)
         self._ended[request_id] = None
         if len(self._ended) > MAX_REMEMBERED_ENDS:
             self._ended.popitem(last=False)

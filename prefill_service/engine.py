@@ -68,9 +68,12 @@ class PrefillEngine:
 
     def start(self, door: DoorId, message: StartPrefill) -> None:
         prompt = message.request.prompt
-        request = PrefillRequest(
-            door, message, self._model.positions(prompt), block_hashes(prompt, self._blocks.block_size)
-        )
+        try:
+            positions = self._model.positions(prompt)
+        except ClusterError as error:  # a prompt that this family cannot place
+            self._release_features(message)
+            return self._outbox.send(door, Failed(message.request.request_id, to_info(error)))
+        request = PrefillRequest(door, message, positions, block_hashes(prompt, self._blocks.block_size))
         self._requests[request.request_id] = request
         if self._num_blocks(request) > self._blocks.num_blocks:
             capacity = self._blocks.num_blocks * self._blocks.block_size
@@ -189,6 +192,11 @@ class PrefillEngine:
             if span.end <= request.num_computed_tokens:
                 self._features.release((request.request_id, item_idx))
 
+    def _release_features(self, message: StartPrefill) -> None:
+        """All of them; those that are gone already are ignored."""
+        for item_idx in range(len(message.request.prompt.media)):
+            self._features.release((message.request.request_id, item_idx))
+
     def _first_token(self, request: PrefillRequest, token_id: int) -> None:
         """The prompt is computed. The token goes out at once; KV follows, unless the token already ends the answer."""
         stop = request.message.request.stop
@@ -236,8 +244,7 @@ class PrefillEngine:
 
     def _let_go(self, request: PrefillRequest, reason: str) -> None:
         """Nobody wants the request any more. Blocks that a posted write still reads wait for its end."""
-        for item_idx in range(len(request.message.request.prompt.media)):
-            self._features.release((request.request_id, item_idx))
+        self._release_features(request.message)
         if request.phase is Phase.WAITING and request in self._waiting:
             self._waiting.remove(request)
         self._running.pop(request.request_id, None)
@@ -248,8 +255,7 @@ class PrefillEngine:
             self._end(request)
 
     def _end(self, request: PrefillRequest) -> None:
-        for item_idx in range(len(request.message.request.prompt.media)):
-            self._features.release((request.request_id, item_idx))
+        self._release_features(request.message)
         self._running.pop(request.request_id, None)
         self._blocks.free(request.block_table)
         del self._requests[request.request_id]

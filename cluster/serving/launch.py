@@ -42,7 +42,9 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         PYTHONPATH=str(REPOSITORY),
         RAY_ADDRESS="local",  # never join a cluster that happens to run here
         RAY_AUTH_MODE="disabled",  # everything listens on loopback; else tools without the token are refused
-        RAY_OVERRIDE_RESOURCES=json.dumps({f"{pool}_pool": POOL_SLOTS for pool in ("encode", "prefill", "decode")}),
+        RAY_OVERRIDE_RESOURCES=json.dumps(
+            {f"{pool}_pool": POOL_SLOTS for pool in ("encode", "prefill", "decode")}
+        ),
         RAY_TMPDIR=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
         RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",  # nothing big passes through it; default: 30 % of RAM

@@ -21,7 +21,9 @@ class StopParams(msgspec.Struct, frozen=True):
     """When generation ends inside the engine. Stop strings are the door's business: they need text."""
 
     max_tokens: int  # generated tokens at most, at least 1
-    stop_token_ids: tuple[int, ...] = ()  # includes the model's end-of-sequence ids unless the client ignores them
+    stop_token_ids: tuple[
+        int, ...
+    ] = ()  # includes the model's end-of-sequence ids unless the client ignores them
 
 
 class Prompt(msgspec.Struct, frozen=True):
