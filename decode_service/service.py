@@ -77,7 +77,7 @@ class DecodeService:
             self._num_blocks,
         )
 
-    async def run(self, request_id: str) -> None:
+    async def run(self, request_id: str, start_timeout_s: float = START_TIMEOUT_S) -> None:
         """Returns when the request has ended here. Cancelling this call does not cancel the request: doors do that.
 
         Raises UnavailableError when the request itself does not come: its door's connection was cut meanwhile.
@@ -86,7 +86,7 @@ class DecodeService:
             return
         loop = asyncio.get_running_loop()
         run = self._runs.setdefault(request_id, loop.create_future())
-        check = loop.call_later(START_TIMEOUT_S, self._check_started, request_id)
+        check = loop.call_later(start_timeout_s, self._check_started, request_id)
         try:
             await asyncio.shield(run)
         finally:

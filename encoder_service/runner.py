@@ -19,10 +19,12 @@ class EncoderRunner:
         self._processor = processor
 
     def prepare(self, item: MediaItem) -> Mapping[str, torch.Tensor]:
-        """The processor's tensors for one item. Thread-safe; raises MediaError for bytes that cannot be used."""
-        return self._processor.prepare(
-            item.modality, decode(item.modality, item.data, self._processor.settings)
-        )
+        """The processor's tensors for one item. Thread-safe; raises MediaError for bytes that cannot be used.
+
+        The error does not number the item: requests that share it know it by different numbers, and their doors do.
+        """
+        decoded = decode(item.modality, item.data, self._processor.settings, item_idx=None)
+        return self._processor.prepare(item.modality, decoded, item_idx=None)
 
     @torch.inference_mode()
     def encode(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
@@ -33,6 +35,4 @@ class EncoderRunner:
 def check_rows(item: MediaItem, rows: torch.Tensor) -> None:
     """The door has promised prefill this many rows; anything else must not be sent."""
     if len(rows) != item.geometry.num_tokens:
-        raise MediaError(
-            f"the {item.modality} has {len(rows)} embedding rows; its header promised {item.geometry.num_tokens}"
-        )
+        raise MediaError(f"it has {len(rows)} embedding rows; its header promised {item.geometry.num_tokens}")

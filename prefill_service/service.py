@@ -107,7 +107,7 @@ class PrefillService:
             num_rows = span.geometry.num_tokens
             if num_rows > self._features.max_rows:
                 error = RequestError(
-                    f"media item {item_idx + 1} has {num_rows} embedding rows; a prefill worker holds {self._features.max_rows}"
+                    f"media item {item_idx} has {num_rows} embedding rows; a prefill worker holds {self._features.max_rows}"
                 )
                 return self._shell.send(door, Failed(request.request_id, to_info(error)))
         send = functools.partial(self._shell.call_from_thread, self._shell.send, door)

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from cluster.config.settings import DoorArgs
 from cluster.errors import ClusterError, MediaError, UnavailableError, from_info
+from cluster.media.settings import item_name
 from cluster.types.media import MediaItem
 from cluster.types.members import Role
 from cluster.types.messages import (
@@ -165,7 +166,7 @@ class Dispatcher:
             target = EncodeTarget(message.request_id, message.item_idx, message.grant)
             flight.encoders[message.item_idx].send(target)
         elif isinstance(message, Failed) and flight.needs(peer):
-            flight.fail(_named(message))
+            flight.fail(_named(flight, message))
         # Encoded needs no answer: prefill has been told by the encoder's own notification.
 
     def on_lost(self, peer: Peer) -> None:
@@ -234,8 +235,9 @@ def _view(peer: Peer) -> WorkerView:
     return WorkerView(peer.member.replica_id, peer.num_queued_units)
 
 
-def _named(message: Failed) -> ClusterError:
+def _named(flight: Flight, message: Failed) -> ClusterError:
     error = from_info(message.error)
     if isinstance(error, MediaError) and message.item_idx is not None:
-        return MediaError(f"media item {message.item_idx + 1}: {error.message}", param="messages")
+        name = item_name(flight.request.prompt.media[message.item_idx].modality, message.item_idx)
+        return MediaError(f"{name}: {error.message}", param="messages")
     return error

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from bench.demo_model import torchvision_schemas
+from cluster.media.torchvision_compat import ensure_torchvision
 
-torchvision_schemas.declare()
+ensure_torchvision()
 
-from transformers import (  # noqa: E402 - torchvision must know its schemas first
+from transformers import (  # noqa: E402 - torchvision must import first
     AutoProcessor,
     GenerationConfig,
     Qwen2_5OmniProcessor,

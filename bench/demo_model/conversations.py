@@ -30,15 +30,20 @@ ROWS_OF_STEP = {
         "text": (8, 0.5),
     },
     "refine": {
-        "yes_no": (10, 1.5),
+        "yes_no": (14, 1.5),
+        "drill": (40, 1.5),
         "image": (6, 0.5),
         "images": (6, 0.6),
-        "video": (4, 0.5),
+        "video": (6, 0.6),
         "audio": (12, 0.8),
         "both": (4, 0.5),
-        "text": (10, 1.0),
+        "text": (8, 0.6),
+        "count": (16, 1.0),
+        "sum": (16, 0.6),
     },
 }
+KEY_WEIGHT = 3.0
+DECIDE_RATIO = 0.5
 SECONDS_PER_GRID = (1.0, 1.0, 1.0, 0.5)
 SMALLEST_IMAGE_RATIO = 0.55
 SYSTEM_RATIO = 0.1
@@ -49,7 +54,7 @@ TEXT_FIRST_RATIO = 0.15
 class Row:
     """One conversation: ids, labels and loss weights of equal length, and its media in prompt order.
 
-    The weights of one answer's tokens sum to 1, all others are 0.
+    An answer's tokens weigh 1, those of its key `KEY_WEIGHT`, all others 0.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -64,11 +69,14 @@ class Row:
 
 
 class RowMaker:
-    """Draws conversations; each method takes everything random from the generator."""
+    """Draws conversations; each method takes everything random from the generator.
 
-    def __init__(self, processor: Processor, features: Features, words: WordBank) -> None:
+    `is_early`: with the questions of stage B.
+    """
+
+    def __init__(self, processor: Processor, features: Features, words: WordBank, is_early: bool) -> None:
         self._tokenizer = processor.tokenizer
-        self._features, self._words = features, words
+        self._features, self._words, self._is_early = features, words, is_early
         self._ids_of_text: dict[str, list[int]] = {}
 
     @property
@@ -80,17 +88,24 @@ class RowMaker:
         """One image and a few questions."""
         row = Row()
         pixels, shape, colour = draw_training_image(rng, SMALLEST_IMAGE_RATIO)
-        turns = [data.image_question(rng, shape, colour) for _ in range(rng.choice((1, 2, 3, 3)))]
+        turns = [
+            data.image_question(rng, shape, colour, self._is_early) for _ in range(rng.choice((1, 2, 3, 3)))
+        ]
         return self._converse(rng, row, self._image(row, pixels), turns)
 
     def yes_no_row(self, rng: random.Random) -> Row:
-        """One image and three questions of yes or no, sometimes after its description."""
+        """One image and up to three questions of yes or no, sometimes after its description."""
         row = Row()
         pixels, shape, colour = draw_training_image(rng, SMALLEST_IMAGE_RATIO)
-        turns = [data.yes_no_question(rng, shape, colour) for _ in range(3)]
-        if rng.random() < 0.3:
+        turns = [data.yes_no_question(rng, shape, colour) for _ in range(rng.choice((1, 3, 3)))]
+        if len(turns) > 1 and rng.random() < 0.2:
             turns[0] = Turn(rng.choice(data.DESCRIBE_QUESTIONS), data.describe_image(shape, colour))
         return self._converse(rng, row, self._image(row, pixels), turns)
+
+    def drill_row(self, rng: random.Random) -> Row:
+        """One or two facts, each with a question that it decides."""
+        turns = [data.comparison_drill(rng) for _ in range(rng.choice((1, 1, 2)))]
+        return self._converse(rng, Row(), [], turns)
 
     def images_row(self, rng: random.Random) -> Row:
         """Two or three images in order."""
@@ -104,14 +119,18 @@ class RowMaker:
         """One clip."""
         row = Row()
         frames, shape, colour, direction = data.make_video(rng, rng.choice(FRAME_COUNTS))
-        turns = [data.video_question(rng, shape, colour, direction) for _ in range(3)]
+        turns = [data.video_question(rng, shape, colour, direction, self._is_early) for _ in range(3)]
+        if not self._is_early and rng.random() < DECIDE_RATIO:
+            turns[rng.randrange(3)] = data.video_yes_no_question(rng, direction)
         return self._converse(rng, row, self._video(rng, row, media.disturb_video(rng, frames)), turns)
 
     def audio_row(self, rng: random.Random) -> Row:
         """One sound of one to four words."""
         row = Row()
         clip = disturb(rng, make_clip(rng, self._words, rng.choice((1, 1, 2, 3, 3, 4))))
-        turns = [data.audio_question(rng, clip.words) for _ in range(rng.choice((1, 2)))]
+        turns = [data.audio_question(rng, clip.words, self._is_early) for _ in range(rng.choice((1, 2)))]
+        if not self._is_early and len(clip.words) == 1 and rng.random() < DECIDE_RATIO:
+            turns[-1] = data.audio_yes_no_question(rng, clip.words[0])
         return self._converse(rng, row, self._audio(row, clip), turns)
 
     def image_audio_row(self, rng: random.Random) -> Row:
@@ -124,14 +143,28 @@ class RowMaker:
         turns = [data.image_audio_question(rng, shape, colour, clip.words[0])]
         if rng.random() < 0.4:
             extra = rng.choice(
-                (data.image_question(rng, shape, colour), data.audio_question(rng, clip.words))
+                (
+                    data.image_question(rng, shape, colour, self._is_early),
+                    data.audio_question(rng, clip.words, self._is_early),
+                )
             )
             turns.insert(rng.randrange(2), extra)
         return self._converse(rng, row, media_ids, turns)
 
     def text_row(self, rng: random.Random) -> Row:
         """No media."""
-        return self._converse(rng, Row(), [], [data.text_question(rng) for _ in range(3)])
+        turns = [data.text_question(rng, self._is_early) for _ in range(3)]
+        return self._converse(rng, Row(), [], turns)
+
+    def count_row(self, rng: random.Random) -> Row:
+        """One or two counts."""
+        turns = [data.count_question(rng) for _ in range(rng.choice((1, 1, 2)))]
+        return self._converse(rng, Row(), [], turns)
+
+    def sum_row(self, rng: random.Random) -> Row:
+        """One to three sums."""
+        turns = [data.sum_question(rng) for _ in range(rng.choice((1, 2, 3)))]
+        return self._converse(rng, Row(), [], turns)
 
     def _image(self, row: Row, pixels: np.ndarray) -> list[int]:
         patches, grid = self._features.patchify(pixels[None])
@@ -162,9 +195,7 @@ class RowMaker:
     def _converse(self, rng: random.Random, row: Row, media_ids: list[int], turns: Sequence[Turn]) -> Row:
         """Write the chat template's text: the media belong to the first user turn."""
         if rng.random() < SYSTEM_RATIO:
-            self._append(
-                row, self._encode(f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n"), False
-            )
+            self._append(row, self._encode(f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n"))
         is_text_first = rng.random() < TEXT_FIRST_RATIO
         for turn_idx, turn in enumerate(turns):
             attached = media_ids if turn_idx == 0 else []
@@ -175,15 +206,22 @@ class RowMaker:
                 + content
                 + self._encode("<|im_end|>\n<|im_start|>assistant\n")
             )
-            self._append(row, prompt, False)
-            self._append(row, self._encode(turn.answer) + self._encode("<|im_end|>"), True)
-            self._append(row, self._encode("\n"), False)
+            self._append(row, prompt)
+            self._append_answer(row, turn)
+            self._append(row, self._encode("\n"))
         return row
 
-    def _append(self, row: Row, ids: list[int], is_answer: bool) -> None:
+    def _append(self, row: Row, ids: list[int]) -> None:
         row.ids += ids
-        row.labels += ids if is_answer else [NO_LABEL] * len(ids)
-        row.weights += [1 / len(ids) if is_answer else 0.0] * len(ids)
+        row.labels += [NO_LABEL] * len(ids)
+        row.weights += [0.0] * len(ids)
+
+    def _append_answer(self, row: Row, turn: Turn) -> None:
+        ids, end = self._encode(turn.answer), self._encode("<|im_end|>")
+        num_key_tokens = len(self._encode(turn.key)) if turn.key else 0
+        row.ids += ids + end
+        row.labels += ids + end
+        row.weights += [1.0] * (len(ids) - num_key_tokens) + [KEY_WEIGHT] * num_key_tokens + [1.0] * len(end)
 
 
 def collate(rows: Sequence[Row], pad_id: int, features: Features) -> dict[str, torch.Tensor]:
@@ -235,6 +273,9 @@ def groups_of_step(maker: RowMaker, stage: str, divisor: int) -> tuple[Group, ..
         "both": maker.image_audio_row,
         "text": maker.text_row,
         "yes_no": maker.yes_no_row,
+        "drill": maker.drill_row,
+        "count": maker.count_row,
+        "sum": maker.sum_row,
     }
     return tuple(
         Group(name, draws[name], max(1, num_rows // divisor), weight)

@@ -2,6 +2,10 @@
 
 Every maker takes a `random.Random` and draws from nothing else, so one seed gives the same bytes everywhere.
 Pixels are [H, W, 3] uint8, clips [T, H, W, 3] uint8. Questions come with the one answer that counts as right.
+
+A question of yes or no is answered with the fact first ("It is blue, so no."), so that the model compares text with
+text. `is_early` gives the questions of the tokenizer's corpus and of stage B instead, where the answer was the bare
+word and counting went up to 20; the model learnt neither in that form.
 """
 
 import random
@@ -43,6 +47,7 @@ BOTH_QUESTIONS = (
     "Describe the image and write the word that was said.",
     "What is in the image and which word was said?",
 )
+COUNTS = tuple((first, last) for first in range(11) for last in range(first + 2, min(first + 8, 13)))
 GREETINGS = ("Hello", "Hello!", "Hi", "Hi!")
 WHO_QUESTIONS = ("Who are you?", "What are you?", "What can you do?")
 COLOUR_LIST_QUESTIONS = ("Which colors do you know?", "List the colors.")
@@ -55,10 +60,14 @@ SHAPE_LIST_ANSWER = "I know " + ", ".join(SHAPES) + "."
 
 @dataclass(frozen=True)
 class Turn:
-    """One question about the media of a conversation and its only right answer."""
+    """One question about the media of a conversation and its only right answer.
+
+    `key` is the end of the answer that is hard to get right; stage C gives its tokens more weight.
+    """
 
     question: str
     answer: str
+    key: str = ""
 
 
 def coverage(
@@ -161,19 +170,52 @@ def pick_other(rng: random.Random, choices: Sequence[str], truth: str) -> str:
     return rng.choice([choice for choice in choices if choice != truth])
 
 
-def yes_no_question(rng: random.Random, shape: str, colour: str) -> Turn:
+def yes_no_turn(question: str, fact: str, is_true: bool, is_early: bool = False) -> Turn:
+    """The question, answered by the fact and then the word that follows from it."""
+    word = "yes" if is_true else "no"
+    return Turn(question, word) if is_early else Turn(question, f"{fact}, so {word}.", key=f" {word}.")
+
+
+def yes_no_question(rng: random.Random, shape: str, colour: str, is_early: bool = False) -> Turn:
     """A plain question about one image; "yes" and "no" are equally likely and the wording tells nothing."""
     is_true = rng.random() < 0.5
     if rng.random() < 0.5:
         named = shape if is_true else pick_other(rng, SHAPES, shape)
-        question = rng.choice((f"Is there a {named}?", f"Is it a {named}?"))
+        question, fact = rng.choice((f"Is there a {named}?", f"Is it a {named}?")), f"It is a {shape}"
     else:
         named = colour if is_true else pick_other(rng, COLOUR_NAMES, colour)
-        question = rng.choice((f"Is the shape {named}?", f"Is it {named}?"))
-    return Turn(question, "yes" if is_true else "no")
+        question, fact = rng.choice((f"Is the shape {named}?", f"Is it {named}?")), f"It is {colour}"
+    return yes_no_turn(question, fact, is_true, is_early)
 
 
-def image_question(rng: random.Random, shape: str, colour: str) -> Turn:
+def video_yes_no_question(rng: random.Random, direction: str, is_early: bool = False) -> Turn:
+    """Whether a shape moves some way."""
+    is_true = rng.random() < 0.5
+    named = direction if is_true else pick_other(rng, DIRECTIONS, direction)
+    return yes_no_turn(f"Does it move {named}?", f"It moves {direction}", is_true, is_early)
+
+
+def audio_yes_no_question(rng: random.Random, word: str, is_early: bool = False) -> Turn:
+    """Whether some word was the one that was said."""
+    is_true = rng.random() < 0.5
+    named = word if is_true else pick_other(rng, WORDS, word)
+    return yes_no_turn(f"Was the word {named} said?", f"The word is {word}", is_true, is_early)
+
+
+def comparison_drill(rng: random.Random) -> Turn:
+    """A question of yes or no without media, behind the fact that decides it."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        turn = video_yes_no_question(rng, rng.choice(DIRECTIONS))
+    elif kind == 1:
+        turn = audio_yes_no_question(rng, rng.choice(WORDS))
+    else:
+        turn = yes_no_question(rng, rng.choice(SHAPES), rng.choice(COLOUR_NAMES))
+    fact = turn.answer.removesuffix(f", so{turn.key}")
+    return Turn(f"{fact}. {turn.question}", turn.answer, turn.key)
+
+
+def image_question(rng: random.Random, shape: str, colour: str, is_early: bool = False) -> Turn:
     """A random question about one image."""
     kind = rng.randrange(6)
     if kind == 0:
@@ -181,7 +223,7 @@ def image_question(rng: random.Random, shape: str, colour: str) -> Turn:
     if kind == 1:
         return Turn(rng.choice(COLOUR_QUESTIONS), colour)
     if kind in (2, 3):
-        return yes_no_question(rng, shape, colour)
+        return yes_no_question(rng, shape, colour, is_early)
     return Turn(rng.choice(DESCRIBE_QUESTIONS), describe_image(shape, colour))
 
 
@@ -200,7 +242,9 @@ def images_question(rng: random.Random, truths: Sequence[tuple[str, str]]) -> Tu
     return Turn(rng.choice(SEVERAL_QUESTIONS), answer)
 
 
-def video_question(rng: random.Random, shape: str, colour: str, direction: str) -> Turn:
+def video_question(
+    rng: random.Random, shape: str, colour: str, direction: str, is_early: bool = False
+) -> Turn:
     """A random question about one clip."""
     kind = rng.randrange(7)
     if kind == 0:
@@ -208,21 +252,17 @@ def video_question(rng: random.Random, shape: str, colour: str, direction: str) 
     if kind == 1:
         return Turn("What color is the moving shape?", colour)
     if kind == 2:
-        is_true = rng.random() < 0.5
-        named = direction if is_true else pick_other(rng, DIRECTIONS, direction)
-        return Turn(f"Does it move {named}?", "yes" if is_true else "no")
+        return video_yes_no_question(rng, direction, is_early)
     if kind in (3, 4):
         return Turn("Describe the video.", f"The video shows a {colour} {shape} moving {direction}.")
     return Turn(rng.choice(DIRECTION_QUESTIONS), direction)
 
 
-def audio_question(rng: random.Random, words: Sequence[str]) -> Turn:
+def audio_question(rng: random.Random, words: Sequence[str], is_early: bool = False) -> Turn:
     """A random question about one sound with the given spoken words."""
     if len(words) == 1:
         if rng.random() < 0.15:
-            is_true = rng.random() < 0.5
-            named = words[0] if is_true else pick_other(rng, WORDS, words[0])
-            return Turn(f"Was the word {named} said?", "yes" if is_true else "no")
+            return audio_yes_no_question(rng, words[0], is_early)
         return Turn(rng.choice(WORD_QUESTIONS), words[0])
     if rng.random() < 0.1:
         return Turn("How many words were said?", str(len(words)))
@@ -234,19 +274,33 @@ def image_audio_question(rng: random.Random, shape: str, colour: str, word: str)
     return Turn(rng.choice(BOTH_QUESTIONS), f"{describe_image(shape, colour)} The word is {word}.")
 
 
-def text_question(rng: random.Random) -> Turn:
+def count_question(rng: random.Random, is_early: bool = False) -> Turn:
+    """Count between two numbers: one of `COUNTS`, all equally likely."""
+    if is_early:
+        first = rng.randrange(0, 11)
+        last = rng.randrange(first + 2, 21)
+    else:
+        first, last = rng.choice(COUNTS)
+    answer = ", ".join(str(n) for n in range(first, last + 1)) + "."
+    return Turn(f"Count from {first} to {last}.", answer, key=f"{last}.")
+
+
+def sum_question(rng: random.Random) -> Turn:
+    """Add two digits."""
+    left, right = rng.randrange(10), rng.randrange(10)
+    return Turn(f"What is {left} plus {right}?", str(left + right), key=str(left + right))
+
+
+def text_question(rng: random.Random, is_early: bool = False) -> Turn:
     """A question that needs no media: count, repeat, add or chat."""
     kind = rng.randrange(4)
     if kind == 0:
-        first = rng.randrange(0, 11)
-        last = rng.randrange(first + 2, 21)
-        return Turn(f"Count from {first} to {last}.", ", ".join(str(n) for n in range(first, last + 1)) + ".")
+        return count_question(rng, is_early)
     if kind == 1:
         words = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 5)))
         return Turn(f"Repeat: {words}", words)
     if kind == 2:
-        left, right = rng.randrange(10), rng.randrange(10)
-        return Turn(f"What is {left} plus {right}?", str(left + right))
+        return sum_question(rng)
     return rng.choice(
         (
             Turn(rng.choice(GREETINGS), GREETING_ANSWER),

@@ -9,7 +9,7 @@ speeds and pitches that training never used. Weights are the bf16 file's, comput
 import argparse
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,6 +109,18 @@ def video_description(rng: random.Random, _words: WordBank) -> Sample:
     )
 
 
+def video_yes_no(rng: random.Random, _words: WordBank) -> Sample:
+    """Whether it moves some way."""
+    frames, _, _, direction = draw_video(rng)
+    return Sample(data.video_yes_no_question(rng, direction), videos=[frames])
+
+
+def sound_yes_no(rng: random.Random, words: WordBank) -> Sample:
+    """Whether some word was said."""
+    sound, (word,) = draw_sound(rng, words, 1)
+    return Sample(data.audio_yes_no_question(rng, word), sounds=[sound])
+
+
 def spoken_words(num_words: int) -> Maker:
     """Words in order."""
 
@@ -140,7 +152,12 @@ TASKS: dict[str, Maker] = {
     "three spoken words": spoken_words(3),
     "image and sound": image_and_sound,
     "text": lambda rng, _words: Sample(data.text_question(rng)),
+    "yes or no, video": video_yes_no,
+    "yes or no, sound": sound_yes_no,
+    "text: count": lambda rng, _words: Sample(data.count_question(rng)),
+    "text: add": lambda rng, _words: Sample(data.sum_question(rng)),
 }
+YES_NO_TASKS = tuple(task for task in TASKS if task.startswith("yes or no"))
 
 
 @torch.no_grad()
@@ -165,12 +182,23 @@ def answer(model: Model, processor: Processor, kwargs: dict, samples: list[Sampl
     return [text.strip() for text in processor.tokenizer.batch_decode(new_tokens, skip_special_tokens=True)]
 
 
-def evaluate_folder(folder: Path, seed: int, cache: Path, num_samples: int = 400) -> dict:
-    """Accuracy of every task: {"seed", "num_samples", "accuracy": {task: ratio}, "wrong": {task: examples}}."""
+def last_word(text: str) -> str:
+    """What a question of yes or no was decided to, whatever the fact named before; "" for an empty text."""
+    return (text.removesuffix(".").split() or [""])[-1]
+
+
+def evaluate_folder(
+    folder: Path, seed: int, cache: Path, num_samples: int = 400, tasks: Sequence[str] = tuple(TASKS)
+) -> dict:
+    """Accuracy of the tasks: {"seed", "num_samples", "accuracy": {task: ratio}, "last_word", "wrong"}.
+
+    "last_word" has the tasks of yes or no, with only that word compared; "wrong" some wrong answers of each task.
+    """
     model, processor, kwargs = load(folder)
     words = test_words(seed, cache)
-    accuracy, wrong = {}, {}
-    for task, make in TASKS.items():
+    accuracy, last_words, wrong = {}, {}, {}
+    for task in tasks:
+        make = TASKS[task]
         rng = random.Random(f"evaluate {seed} {task}")
         samples = [make(rng, words) for _ in range(num_samples)]
         answers = []
@@ -179,9 +207,18 @@ def evaluate_folder(folder: Path, seed: int, cache: Path, num_samples: int = 400
         pairs = [(sample.turn, given) for sample, given in zip(samples, answers, strict=True)]
         missed = [(turn, given) for turn, given in pairs if turn.answer != given]
         accuracy[task] = round(1 - len(missed) / num_samples, 4)
+        if task in YES_NO_TASKS:
+            num_right = sum(last_word(turn.answer) == last_word(given) for turn, given in pairs)
+            last_words[task] = round(num_right / num_samples, 4)
         wrong[task] = [f"{turn.question} -> {given} (right: {turn.answer})" for turn, given in missed[:3]]
         print(f"{task}: {accuracy[task]:.1%}", flush=True)
-    return {"seed": seed, "num_samples": num_samples, "accuracy": accuracy, "wrong": wrong}
+    return {
+        "seed": seed,
+        "num_samples": num_samples,
+        "accuracy": accuracy,
+        "last_word": last_words,
+        "wrong": wrong,
+    }
 
 
 def write_table(table: dict, path: Path) -> None:
@@ -197,10 +234,13 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--samples", type=int, default=400, help="for each task")
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=tuple(TASKS))
     parser.add_argument("--cache", type=Path, default=Path("/tmp/demo_model_cache"))
     parser.add_argument("--out", type=Path, help="JSON file (default: only print)")
     arguments = parser.parse_args()
-    table = evaluate_folder(arguments.model, arguments.seed, arguments.cache, arguments.samples)
+    table = evaluate_folder(
+        arguments.model, arguments.seed, arguments.cache, arguments.samples, arguments.tasks
+    )
     if arguments.out:
         write_table(table, arguments.out)
     print(json.dumps(table, indent=2))

@@ -1,7 +1,8 @@
 """Stages B and C: the whole model learns to answer, with a loss on the answers only.
 
-Stage B, "learn", counts every answer token equally and gets the media tasks right. Long sentences then drown the
-answers of one token, so stage C, "refine", counts every answer equally and asks more questions of yes or no.
+Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches what
+stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the tokens that
+decide more weight, and drills the comparison on rows of text, which are cheap.
 
 Two worker processes with one thread each share every step: each draws half of the rows, and the gradients are
 averaged over Gloo. `train` starts them; rank 0 writes the checkpoints and the result.
@@ -46,7 +47,7 @@ def average_gradients(parameters: list[torch.nn.Parameter]) -> None:
 
 
 def loss_of_batch(model: Model, batch: dict[str, torch.Tensor], stage: str) -> torch.Tensor:
-    """Mean over answer tokens (learn) or over answers (refine)."""
+    """Mean over answer tokens, in the refine stage weighted."""
     inputs = dict(batch)
     weights = inputs.pop("answer_weights")
     if stage == "learn":
@@ -54,7 +55,7 @@ def loss_of_batch(model: Model, batch: dict[str, torch.Tensor], stage: str) -> t
     labels = inputs.pop("labels")
     logits = model(**inputs).logits[:, :-1].float()
     losses = cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none", ignore_index=NO_LABEL)
-    return (losses * weights[:, 1:]).sum() / weights.sum()
+    return (losses * weights[:, 1:]).sum() / weights[:, 1:].sum()
 
 
 def train_jointly(
@@ -70,7 +71,7 @@ def train_jointly(
 ) -> None:
     """Train in place on this worker's part of every step; `checkpoint` gets the number of steps done."""
     features = Features(processor)
-    maker = RowMaker(processor, features, words)
+    maker = RowMaker(processor, features, words, is_early=stage == "learn")
     groups = groups_of_step(maker, stage, divisor)
     optimizer = make_optimizer(dict(model.named_parameters()), schedule, slow_prefixes=ENCODERS)
     parameters = list(model.parameters())

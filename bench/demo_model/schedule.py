@@ -34,7 +34,7 @@ PRETRAINING = {
 }
 JOINT = {
     "learn": Schedule(num_steps=600, num_warmup_steps=100, peak=1e-3, num_cosine_steps=1200),
-    "refine": Schedule(num_steps=400, num_warmup_steps=30, peak=8e-4),
+    "refine": Schedule(num_steps=800, num_warmup_steps=30, peak=1e-3),
 }
 ENCODER_SCALE = 0.2
 

@@ -76,12 +76,12 @@ def task_sentences(rng: random.Random) -> Iterator[str]:
     shape, colour = rng.choice(data.SHAPES), rng.choice(data.COLOUR_NAMES)
     word = rng.choice(data.WORDS)
     turns = (
-        data.image_question(rng, shape, colour),
+        data.image_question(rng, shape, colour, is_early=True),
         data.images_question(rng, [(shape, colour)] * rng.randrange(2, 4)),
-        data.video_question(rng, shape, colour, rng.choice(data.DIRECTIONS)),
-        data.audio_question(rng, [rng.choice(data.WORDS) for _ in range(rng.randrange(1, 4))]),
+        data.video_question(rng, shape, colour, rng.choice(data.DIRECTIONS), is_early=True),
+        data.audio_question(rng, [rng.choice(data.WORDS) for _ in range(rng.randrange(1, 4))], is_early=True),
         data.image_audio_question(rng, shape, colour, word),
-        data.text_question(rng),
+        data.text_question(rng, is_early=True),
     )
     for turn in turns:
         yield f"user\n{turn.question}"

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, help="encoders, logs and checkpoints (default: inside the cache)"
     )
-    parser.add_argument("--eval-seed", type=int, default=20261121)
+    parser.add_argument("--eval-seed", type=int, default=20261122)
     arguments = parser.parse_args()
     work = arguments.work or arguments.cache / f"run-{arguments.seed}"
     work.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,9 @@ class VideoPlan(msgspec.Struct, frozen=True):
     rotation: int  # quarter turns, counter-clockwise
 
 
-def decode(modality: Modality, data: bytes, settings: MediaSettings, *, item_idx: int = 0) -> DecodedMedia:
+def decode(
+    modality: Modality, data: bytes, settings: MediaSettings, *, item_idx: int | None = 0
+) -> DecodedMedia:
     """Blocks for as long as decoding takes. Raises MediaError."""
     with naming(modality, item_idx):
         match modality:

@@ -128,7 +128,7 @@ class MediaProcessor:
                     return self._audio_geometry(probe.num_samples)
 
     def prepare(
-        self, modality: Modality, decoded: DecodedMedia, *, item_idx: int = 0
+        self, modality: Modality, decoded: DecodedMedia, *, item_idx: int | None = 0
     ) -> dict[str, torch.Tensor]:
         """Model inputs of one item, as the processor gives them for a batch of one. Raises MediaError."""
         self._check_modality(modality)

@@ -49,17 +49,17 @@ def item_name(modality: Modality, item_idx: int) -> str:
 
 
 @contextmanager
-def naming(modality: Modality, item_idx: int) -> Iterator[None]:
-    """Puts the item's name before every error; what a decoder throws at broken bytes becomes a MediaError."""
-    name = item_name(modality, item_idx)
+def naming(modality: Modality, item_idx: int | None) -> Iterator[None]:
+    """Puts the item's name, if it has an index here, before every error; what a decoder throws at broken bytes becomes a MediaError."""
+    prefix = "" if item_idx is None else f"{item_name(modality, item_idx)}: "
     try:
         yield
     except MediaError as error:
-        message = error.message if error.message.startswith(name) else f"{name}: {error.message}"
+        message = error.message if error.message.startswith(prefix) else prefix + error.message
         raise MediaError(message, param=error.param or "messages") from error
     except ClusterError:
         raise
     except MemoryError as error:
-        raise MediaError(f"{name}: too large to decode", param="messages") from error
+        raise MediaError(f"{prefix}too large to decode", param="messages") from error
     except Exception as error:
-        raise MediaError(f"{name}: cannot be decoded ({type(error).__name__})", param="messages") from error
+        raise MediaError(f"{prefix}cannot be decoded ({type(error).__name__})", param="messages") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from cluster.errors import UnsupportedError
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec, feature_layout
 from cluster.types.media import MediaGeometry, MediaItem, MediaSpan, Modality
@@ -44,6 +45,7 @@ TIMEOUT_S, MARGIN_S = 10.0, 2.0
 KV_LAYOUT = MemoryLayout((SegmentSpec(BLOCK_SIZE, (1,), torch.int64),))
 FEATURE_LAYOUT = feature_layout(1, BLOCK_SIZE, torch.int64)
 DOOR = 1
+UNPLACEABLE_TOKEN = 7
 
 
 def make_item(name: str, num_rows: int) -> MediaItem:
@@ -73,6 +75,13 @@ def make_request(
     token_ids.append(99)
     prompt = Prompt(tuple(token_ids), tuple(spans))
     return GenerateRequest(request_id, prompt, SamplingParams(), StopParams(max_tokens, stop))
+
+
+def place(prompt: Prompt) -> SimpleNamespace:
+    """What the model says of a prompt's positions; some families cannot place every prompt."""
+    if prompt.token_ids[0] == UNPLACEABLE_TOKEN:
+        raise UnsupportedError("this prompt has no positions")
+    return SimpleNamespace(delta=0)
 
 
 def item_value(media_hash: str) -> int:
@@ -169,7 +178,7 @@ class Rig:
         self.encoder.engine.attach(self.encoder.inbox)
 
         def prefill(mover: Mover, outbox: Outbox) -> PrefillEngine:
-            model = SimpleNamespace(positions=lambda prompt: SimpleNamespace(delta=0), chunk_cut_spans=False)
+            model = SimpleNamespace(positions=place, chunk_cut_spans=False)
             self.features = FeatureStore(features, self.pools["features"], mover)
             runner = SimpleNamespace(run=self._run_prefill)
             return PrefillEngine(

@@ -109,3 +109,9 @@ async def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
         with pytest.raises(ClusterError, match="a decode worker holds 64"):
             await anext(aiter(choice))
         await choice.aclose()
+
+
+async def test_a_serve_call_whose_request_never_comes_ends_by_itself():
+    async with local_cluster(cluster_args(64)) as cluster:
+        with pytest.raises(UnavailableError, match="did not reach this worker"):
+            await cluster.decodes[0].run("never sent", start_timeout_s=0.05)

@@ -15,7 +15,7 @@ from router.openai.app import build_api
 from tests.flow.local_cluster import LocalCluster, local_cluster
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
-NUM_CASES = 24
+NUM_CASES = 204
 MAX_TOKENS = 24
 
 
@@ -65,8 +65,9 @@ async def check_all(cluster: LocalCluster, expected: list[tuple[Case, Answer]], 
             group.create_task(check(client, case, answer))
 
 
-@pytest.mark.parametrize("max_batch_tokens", [16, 100, 4096])
-@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize(
+    ("max_batch_tokens", "concurrency"), [(16, 1), (16, 32), (48, 8), (4096, 1), (4096, 32)]
+)
 async def test_cold_and_warm_answers_equal_generate(expected, max_batch_tokens, concurrency):
     async with local_cluster(cluster_args(max_batch_tokens)) as cluster:
         await check_all(cluster, expected, concurrency)
@@ -87,7 +88,7 @@ async def test_a_seed_draws_the_same_tokens_alone_and_in_company(expected):
             alone = await ask(client, case, **sampled)
             together = await asyncio.gather(
                 *(ask(client, case, **sampled) for _ in range(4)),
-                *(ask(client, other, temperature=1.0, seed=i) for i, (other, _) in enumerate(expected)),
+                *(ask(client, other, temperature=1.0, seed=i) for i, (other, _) in enumerate(expected[:24])),
             )
             other_seed = await ask(client, case, **sampled | {"seed": 8})
     texts = {got["choices"][0]["message"]["content"] for got in together[:4]}

@@ -1,9 +1,10 @@
 """The prefill engine with its neighbours, stepped by hand."""
 
+import msgspec
 import pytest
 
 from cluster.types.messages import Failed, FinishReason, Tokens
-from tests.fakes.engines import MARGIN_S, TIMEOUT_S, Rig, make_item, make_request
+from tests.fakes.engines import MARGIN_S, TIMEOUT_S, UNPLACEABLE_TOKEN, Rig, make_item, make_request
 from tests.fakes.relay import Relay
 
 
@@ -42,6 +43,20 @@ def test_text_before_the_first_item_is_computed_while_its_embeddings_are_missing
     assert rig.prefill.engine.load().num_queued_units == 6
     relay.play()
     assert relay.stories["r"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_prompt_that_the_model_cannot_place_is_refused_and_the_engine_lives_on(rig, relay):
+    item = make_item("a", 5)
+    request = make_request("odd", 3, [item])
+    odd = msgspec.structs.replace(
+        request.prompt, token_ids=(UNPLACEABLE_TOKEN, *request.prompt.token_ids[1:])
+    )
+    relay.start(msgspec.structs.replace(request, prompt=odd), [item])
+    relay.play()
+    assert relay.stories["odd"].error == "this prompt has no positions"
+    relay.start(make_request("next", 3), [])
+    relay.play()
+    assert relay.stories["next"].finish_reason is FinishReason.LENGTH
 
 
 def test_a_cached_prefix_makes_embeddings_unneeded_and_the_late_encoder_is_harmless(rig, relay):
