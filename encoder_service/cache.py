@@ -73,6 +73,7 @@ class EmbeddingCache:
         padded = rows.new_zeros(num_blocks * self._blocks.block_size, rows.shape[1])
         padded[: len(rows)] = rows
         blocks[block_ids] = padded.view(num_blocks, self._blocks.block_size, -1).to(blocks.dtype)
+        self._memory.synchronize()
         self._entries[media_hash] = _Entry(block_ids)
         return True
 

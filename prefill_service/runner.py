@@ -38,6 +38,7 @@ class PrefillRunner:
             )
             for row, token_id in zip(complete, drawn, strict=True):
                 first_tokens[row] = token_id
+        self._kv.synchronize()  # a chunk that draws no token has not waited for the device yet
         return first_tokens
 
     def _chunk(self, request: PrefillRequest, count: int) -> SequenceChunk:

@@ -79,6 +79,12 @@ class BlockMemory:
     def base_address(self) -> int:
         return self.buffer.data_ptr()
 
+    def synchronize(self) -> None:
+        """Waits until everything this thread has queued on the device is in the buffer: call it before bytes are sent.
+        Nothing to do on the CPU."""
+        if self.buffer.device.type == "cuda":
+            torch.cuda.current_stream(self.buffer.device).synchronize()
+
     def descriptors(self, block_ids: Sequence[int], segment_ids: Sequence[int] | None = None) -> np.ndarray:
         """Address and length of each block in each segment: [len(segments) * len(block_ids), 2] uint64, segment-major."""
         return block_descriptors(self.layout, self.base_address, self.num_blocks, block_ids, segment_ids)
