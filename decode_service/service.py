@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
-from cluster.clock import SystemClock
 from cluster.config.settings import ClusterArgs
 from cluster.errors import UnavailableError
 from cluster.kvcache.blocks import BlockPool
@@ -17,57 +16,44 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel
 from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, Cancel, ReturnGrant, StartDecode
-from cluster.worker.loop import StepLoop
-from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.outbox import DoorId
+from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.setup import set_up
-from cluster.worker.shell import WorkerShell
 from decode_service.engine import DecodeEngine
 from decode_service.runner import DecodeRunner
-from kv_transfer.agents import make_agent
-from kv_transfer.mover import Mover, MoverEvent, MoverFailed
 
 MAX_REMEMBERED_ENDS = 100_000  # request ids that have ended, for Serve calls that arrive late
 START_TIMEOUT_S = 30.0  # between a Serve call and the request it stands for; normally milliseconds
-STOP_TIMEOUT_S = 5.0
-LEASE_MARGIN_S = 5.0  # how much longer than its writer an owner waits: see kv_transfer.receiver
 
 
 class DecodeService:
     def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
         """Loads the language half of the model. Blocks for as long as that takes; raises ConfigError."""
         setup = set_up(args, replica_id)
-        clock = SystemClock()
         self.replica_id = replica_id
         self._num_blocks = args.decode.kv_blocks
         self._model = LanguageModel.load(
             args.model, dtype=setup.dtype, device=setup.device, block_size=args.block_size
         )
         kv = BlockMemory(self._model.kv_layout, self._num_blocks, setup.device)
-        agent = make_agent(args.transport, replica_id)
-        self._outbox = Outbox(self._deliver)
-        self._mover = Mover(agent, clock, self._on_transfer, incoming=kv, margin_s=lease_margin_s)
+        self._process = WorkerProcess(setup, args.transport, incoming=kv, lease_margin_s=lease_margin_s)
         self._engine = DecodeEngine(
             DecodeRunner(self._model, kv),
             BlockPool(self._num_blocks, args.block_size),
-            self._mover,
-            self._outbox,
-            clock,
+            self._process.mover,
+            self._process.outbox,
+            self._process.clock,
             args.decode.max_batch_requests,
             self._on_ended,
         )
-        self._loop = StepLoop("decode-engine", self._engine)
-        self._shell = WorkerShell(
-            setup.address, replica_id, setup.secret, self._outbox, self._loop, self._engine, self._on_message
-        )
+        self._process.attach(self._engine, self._on_message)
         self._runs: dict[str, asyncio.Future[None]] = {}
         self._started: set[str] = set()  # and not ended
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     async def start(self) -> Member:
         """Listen and run; called once, on the replica's event loop."""
-        address = await self._shell.start()
-        self._mover.start()
-        self._loop.start()
+        address = await self._process.start()
         return Member(
             self.replica_id,
             Role.DECODE,
@@ -97,34 +83,23 @@ class DecodeService:
             run.set_exception(UnavailableError("the request did not reach this worker"))
 
     async def stop(self) -> None:
-        await self._shell.aclose()
-        await asyncio.to_thread(self._loop.stop, STOP_TIMEOUT_S)
-        await asyncio.to_thread(self._mover.close, STOP_TIMEOUT_S)
+        await self._process.stop()
 
     def check_health(self) -> None:
-        self._loop.check_health()
+        self._process.check_health()
 
     def _on_message(self, door: DoorId, message: AnyMessage) -> None:
         match message:
             case StartDecode():
                 self._started.add(message.request_id)
-                self._loop.call(self._engine.start, door, message)
+                self._process.loop.call(self._engine.start, door, message)
             case Cancel():
-                self._loop.call(self._engine.cancel, message.request_id)
+                self._process.loop.call(self._engine.cancel, message.request_id)
             case ReturnGrant():
-                self._mover.revoke(message.lease_id, "no writer was given the grant")
-
-    def _on_transfer(self, event: MoverEvent) -> None:
-        if not isinstance(
-            event, MoverFailed
-        ):  # logged by the mover; leases still end, by their time at the latest
-            self._loop.call(self._engine.on_transfer, event)
-
-    def _deliver(self, batch: list[tuple[DoorId, AnyMessage]]) -> None:
-        self._shell.deliver_from_thread(batch)
+                self._process.mover.revoke(message.lease_id, "no writer was given the grant")
 
     def _on_ended(self, request_id: str) -> None:
-        self._shell.call_from_thread(self._finish_run, request_id)
+        self._process.shell.call_from_thread(self._finish_run, request_id)
 
     def _finish_run(self, request_id: str) -> None:
         self._started.discard(request_id)

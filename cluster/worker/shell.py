@@ -15,6 +15,7 @@ from cluster.rpc import Connection, Server
 from cluster.types.messages import AnyMessage
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.setup import WorkerSetup
 
 
 class DropsDoors(Protocol):
@@ -25,9 +26,7 @@ class DropsDoors(Protocol):
 class WorkerShell:
     def __init__(
         self,
-        address: str,
-        name: str,
-        secret: str | None,
+        setup: WorkerSetup,
         outbox: Outbox,
         loop: StepLoop,
         engine: DropsDoors,
@@ -35,7 +34,12 @@ class WorkerShell:
     ):
         """`on_message` runs on the event loop and must not block."""
         self._server = Server(
-            address, name, self._on_connect, self._on_message, self._on_close, secret=secret
+            setup.address,
+            setup.replica_id,
+            self._on_connect,
+            self._on_message,
+            self._on_close,
+            secret=setup.secret,
         )
         self._outbox = outbox
         self._loop = loop

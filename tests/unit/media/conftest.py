@@ -6,12 +6,12 @@ import pytest
 
 from cluster.media.processor import MediaProcessor
 
-DEMO_MODELS = [Path(__file__).parents[3] / "deploy/demo_model", Path("/work/shared/prototypes/demo_model")]
+DEMO_MODEL = Path(__file__).parents[3] / "deploy" / "demo_model"
 
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    return next(path for path in DEMO_MODELS if (path / "config.json").is_file())
+    return DEMO_MODEL
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,87 @@
+"""What every worker process is made of, whatever its phase: outbox, mover, engine thread, sockets.
+
+Order: made → the service builds its engine with `mover` and `outbox` → `attach` → `start`, on the event loop → `stop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from cluster.clock import SystemClock
+from cluster.kvcache.memory import BlockMemory
+from cluster.types.messages import AnyMessage
+from cluster.worker.loop import StepLoop
+from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.setup import WorkerSetup
+from cluster.worker.shell import WorkerShell
+from kv_transfer.agents import Transport, make_agent
+from kv_transfer.mover import Mover, MoverEvent, MoverFailed
+
+STOP_TIMEOUT_S = 5.0
+LEASE_MARGIN_S = 5.0  # how much longer than its writer an owner waits: see kv_transfer.receiver
+
+
+class WorkerEngine(Protocol):
+    """All of it on the engine's thread."""
+
+    def step(self) -> float | None: ...
+
+    def on_transfer(self, event: Any) -> None: ...
+
+    def drop_door(self, door: DoorId) -> None: ...
+
+
+class WorkerProcess:
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        transport: Transport,
+        *,
+        outgoing: BlockMemory | None = None,
+        incoming: BlockMemory | None = None,
+        lease_margin_s: float = LEASE_MARGIN_S,
+    ):
+        """Opens the transfer agent and registers the memories: see `Mover`."""
+        self.clock = SystemClock()
+        self.outbox = Outbox(self._deliver)
+        self.mover = Mover(
+            make_agent(transport, setup.replica_id),
+            self.clock,
+            self._on_transfer,
+            outgoing=outgoing,
+            incoming=incoming,
+            margin_s=lease_margin_s,
+        )
+        self._setup = setup
+
+    def attach(self, engine: WorkerEngine, on_message: Callable[[DoorId, AnyMessage], None]) -> None:
+        """Once. `on_message` runs on the event loop and must not block."""
+        self._engine = engine
+        self.loop = StepLoop("engine", engine)
+        self.shell = WorkerShell(self._setup, self.outbox, self.loop, engine, on_message)
+
+    async def start(self) -> str:
+        """Listen and run; returns the address to dial."""
+        address = await self.shell.start()
+        self.mover.start()
+        self.loop.start()
+        return address
+
+    async def stop(self) -> None:
+        await self.shell.aclose()
+        await asyncio.to_thread(self.loop.stop, STOP_TIMEOUT_S)
+        await asyncio.to_thread(self.mover.close, STOP_TIMEOUT_S)
+
+    def check_health(self) -> None:
+        """Raises what ended the engine, if anything did."""
+        self.loop.check_health()
+
+    def _on_transfer(self, event: MoverEvent) -> None:
+        # MoverFailed is in the log; its leases still end, by their time at the latest.
+        if not isinstance(event, MoverFailed):
+            self.loop.call(self._engine.on_transfer, event)
+
+    def _deliver(self, batch: list[tuple[DoorId, Any]]) -> None:
+        self.shell.deliver_from_thread(batch)
