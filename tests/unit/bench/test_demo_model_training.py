@@ -11,6 +11,8 @@ pytest.importorskip("transformers")
 
 from bench.demo_model import data  # noqa: E402
 from bench.demo_model.build import PROCESSOR_KWARGS, Model, Processor, build  # noqa: E402
+from bench.demo_model.conversations import KEY_WEIGHT, NO_LABEL, RowMaker  # noqa: E402
+from bench.demo_model.evaluate import last_word  # noqa: E402
 from bench.demo_model.features import Features, num_audio_tokens, num_mel_frames  # noqa: E402
 from bench.demo_model.joint import train_jointly  # noqa: E402
 from bench.demo_model.schedule import Schedule  # noqa: E402
@@ -62,6 +64,18 @@ def test_two_runs_of_one_seed_give_the_same_bits(built: tuple[Model, Processor])
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
+def test_the_key_of_an_answer_weighs_more_and_everything_else_nothing(
+    built: tuple[Model, Processor],
+) -> None:
+    processor = built[1]
+    maker = RowMaker(processor, Features(processor), tones(), is_early=False)
+    row = maker.drill_row(random.Random(0))
+    heavy = [token for token, weight in zip(row.ids, row.weights, strict=True) if weight == KEY_WEIGHT]
+    assert processor.tokenizer.decode(heavy).replace(".", "").split()[0] in ("yes", "no")
+    for label, weight in zip(row.labels, row.weights, strict=True):
+        assert (label == NO_LABEL) == (weight == 0)
+
+
 def test_training_patches_equal_the_processors(built: tuple[Model, Processor]) -> None:
     processor = built[1]
     pixels, *_ = data.make_image(random.Random(0), (80, 96))
@@ -77,6 +91,10 @@ def test_training_patches_equal_the_processors(built: tuple[Model, Processor]) -
         own_patches, own_grid = features.patchify(given)
         assert own_grid == grid[0].tolist()
         torch.testing.assert_close(own_patches, patches, atol=1e-5, rtol=0)
+
+
+def test_only_the_last_word_decides_yes_or_no() -> None:
+    assert [last_word(text) for text in ("It is blue, so no.", "yes", "")] == ["no", "yes", ""]
 
 
 def test_training_mels_equal_the_processors(built: tuple[Model, Processor]) -> None:
