@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=0, help="0: the recipe's number")
     arguments = parser.parse_args()
     stage, work = arguments.stage, arguments.work
     keep_freed_memory()
@@ -145,7 +146,7 @@ def main() -> None:
         training_words(arguments.seed, arguments.cache),
         random.Random(f"{draws} {arguments.seed} {arguments.rank}"),
         stage,
-        JOINT[stage],
+        JOINT[stage].with_steps(arguments.steps) if arguments.steps else JOINT[stage],
         lambda line: print(line, flush=True),
         checkpoint=(lambda step: save(model, processor, work / f"{stage}-{step}")) if is_first else None,
     )

@@ -45,11 +45,14 @@ def main() -> None:
         "--work", type=Path, help="encoders, logs and checkpoints (default: inside the cache)"
     )
     parser.add_argument("--eval-seed", type=int, default=20261122)
+    parser.add_argument(
+        "--steps", type=int, default=0, help="a rehearsal: steps of each stage (0: the recipe)"
+    )
     arguments = parser.parse_args()
     work = arguments.work or arguments.cache / f"run-{arguments.seed}"
     work.mkdir(parents=True, exist_ok=True)
     training_words(arguments.seed, arguments.cache)
-    common = ["--seed", str(arguments.seed), "--cache", str(arguments.cache)]
+    common = [f"--seed={arguments.seed}", f"--cache={arguments.cache}", f"--steps={arguments.steps}"]
     encoders = {
         which: ["pretrain", which, "--out", str(work / f"{which}.pt"), *common]
         for which in ("vision", "audio")
@@ -72,7 +75,8 @@ def main() -> None:
             for rank in range(NUM_WORKERS)
         }
         run_side_by_side(workers, work)
-    table = evaluate_folder(arguments.out, arguments.eval_seed, arguments.cache)
+    num_samples = 4 if arguments.steps else 400
+    table = evaluate_folder(arguments.out, arguments.eval_seed, arguments.cache, num_samples)
     write_table(table, arguments.out / "evaluation.json")
 
 

@@ -48,7 +48,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_TMPDIR=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
         RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",  # nothing big passes through it; default: 30 % of RAM
-        RAY_metrics_report_interval_ms="5000",
+        RAY_SERVE_METRICS_EXPORT_INTERVAL_MS="2000",  # ten wake-ups a second else, in every replica
         RAY_SERVE_ENABLE_HA_PROXY="1",  # streams cost a quarter of the Python proxy's CPU
         RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # else every stop takes 30 s
         RAY_SERVE_HAPROXY_STATS_PORT=str(

@@ -49,7 +49,7 @@ def usage_fields(usages: Sequence[Usage], num_choices: int) -> dict[str, Any]:
 
 
 def model_fields(model_id: str, created: int) -> dict[str, Any]:
-    return {"id": model_id, "object": "model", "created": created, "owned_by": "disaggregated-cluster"}
+    return {"id": model_id, "object": "model", "created": created, "owned_by": "epdg"}
 
 
 class ChatFormat:
