@@ -38,7 +38,7 @@ API = "router.openai.app:build_api"
 MAX_ONGOING_REQUESTS = (
     1_000_000  # the engines admit and refuse; Serve's default of 5 would queue behind their backs
 )
-HEALTH_CHECK_PERIOD_S = 2.0  # doors notice a death at once, by end-of-file; Serve replaces it this much later
+HEALTH_CHECK_PERIOD_S = 5.0  # doors notice a death at once, by end-of-file; Serve replaces it this much later
 HEALTH_CHECK_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 20.0  # a replica that must go may finish its requests for this long
 
