@@ -1,6 +1,6 @@
 """NIXL over UCX: shared memory on one host, TCP, CUDA IPC, RDMA. The only file that imports nixl.
 
-Settings, and why (measured, see docs): the progress thread is off, because it spins a whole core; so both
+Settings, and why: the progress thread is off, because it spins a whole core; so both
 sides must call `notifications` while anything is open. On one host a write of CPU memory is a cross-process
 copy that runs inside `post`. UCX's error handling stays at "peer", its default, so that a killed peer is an
 error within a second or two.

@@ -57,7 +57,6 @@ class DecodeArgs(_Args):
 class DoorArgs(_Args):
     request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
     first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token
-    connect_timeout_s: float = Field(2.0, gt=0)  # until a worker's side channel stands
 
 
 class ClusterArgs(_Args):

@@ -47,7 +47,7 @@ POOL_SLOTS = 16  # replicas of one pool that this machine takes
 
 
 def cluster_environment(folder: Path) -> dict[str, str]:
-    """What a private cluster on one machine needs; each line answers something measured in docs."""
+    """What a private cluster on one machine needs, beside the environment this process has."""
     return child_environment(
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}:/usr/local/bin",
         PYTHONPATH=str(REPOSITORY),
@@ -60,7 +60,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_USAGE_STATS_ENABLED="0",
         RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",  # nothing big passes through it; default: 30 % of RAM
         **QUIET,
-        RAY_SERVE_ENABLE_HA_PROXY="1",  # streams cost a quarter of the Python proxy's CPU
+        RAY_SERVE_ENABLE_HA_PROXY="1",  # the Python proxy would relay every chunk of every stream
         RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # else every stop takes 30 s
         RAY_SERVE_HAPROXY_STATS_PORT=str(
             free_port()

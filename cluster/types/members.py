@@ -19,7 +19,7 @@ class Member(msgspec.Struct, frozen=True):
     replica_id: str
     role: Role
     address: str  # side channel: "unix:/path" or "tcp:host:port"
-    model: str  # fingerprint of the model configuration; all members must agree
+    model: str  # fingerprint of the model's configuration and dtype, not of its weights
     layout: str  # fingerprint of the KV layout (prefill, decode) or feature layout (encode)
     num_blocks: int  # capacity of the replica's block memory
     modalities: tuple[str, ...] = ()  # encode only
