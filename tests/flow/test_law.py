@@ -11,7 +11,11 @@ import pytest
 
 from bench.workload import Answer, Case, Reference, make_cases
 from cluster.config.settings import ClusterArgs
+from cluster.ids import new_request_id
+from cluster.types.request import GenerateRequest, StopParams
 from router.openai.app import build_api
+from router.openai.schema import ChatRequest
+from router.openai.translate import chat_call
 from tests.flow.local_cluster import LocalCluster, local_cluster
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
@@ -72,6 +76,21 @@ async def test_cold_and_warm_answers_equal_generate(expected, max_batch_tokens, 
     async with local_cluster(cluster_args(max_batch_tokens)) as cluster:
         await check_all(cluster, expected, concurrency)
         await check_all(cluster, expected, concurrency)  # prefix cache and encoder cache are warm now
+
+
+async def test_every_token_id_equals_generate(expected):
+    """Below HTTP, where texts and counts are all that can be seen: the ids themselves, end token included."""
+    async with local_cluster(cluster_args(16, "nixl")) as cluster:
+        door = cluster.door
+        for case, answer in expected[:60]:
+            body = {"model": "demo", "messages": case.messages, "temperature": 0}
+            call = chat_call(ChatRequest.model_validate(body), "demo", door.defaults)
+            prompt = door._prompts.chat(call)
+            stop = StopParams(MAX_TOKENS, call.stop.token_ids)
+            request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling[0], stop)
+            events = door._dispatcher.generate(request, prompt.items, prompt.block_hashes)
+            got = [token_id async for event in events for token_id in event.token_ids]
+            assert tuple(got) == answer.token_ids, case.kind
 
 
 async def test_answers_equal_generate_over_nixl_and_several_replicas(expected):
