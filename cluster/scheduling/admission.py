@@ -1,0 +1,74 @@
+"""Which prompts get memory next, where media requests also wait for room for their embeddings.
+
+Text requests are ordered by virtual deadline. Media requests keep their order of arrival, because room for embeddings is
+given in that order, too: two resources that are handed out in one order cannot be waited for in a circle. Of the two
+heads the more urgent one goes first, and nobody overtakes it, with one exception: behind a media request that must wait,
+text may go on as long as it holds less than `text_share` of the blocks. In turn media never holds more than the rest
+(unless one request alone is larger), so a pool full of videos that are still being encoded does not keep text out, and
+what text may take while a video waits is bounded, so the video gets its blocks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
+from cluster.scheduling.queue import WaitingQueue
+
+
+class PromptAdmission:
+    """Counts the blocks of the requests it has let in, by class."""
+
+    def __init__(self, policy: SchedulingPolicy, num_blocks: int):
+        self._policy = policy
+        self._text_blocks = int(policy.text_share * num_blocks)
+        self._media_blocks = num_blocks - self._text_blocks
+        self._text = WaitingQueue(policy)
+        self._media: OrderedDict[str, Ticket] = OrderedDict()
+        self._num_text_held = 0
+        self._num_media_held = 0
+        self._held: dict[str, tuple[bool, int]] = {}  # request id → (is text, blocks)
+
+    def __len__(self) -> int:
+        return len(self._text) + len(self._media)
+
+    def push(self, ticket: Ticket) -> None:
+        if ticket.is_text:
+            self._text.push(ticket)
+        else:
+            self._media[ticket.request_id] = ticket
+
+    def heads(self) -> list[Ticket]:
+        """Who may be tried now, in this order. The second one only if the first cannot be served."""
+        text = self._text.peek() if self._text else None
+        media = next(iter(self._media.values()), None)
+        if text is None or media is None:
+            return [ticket for ticket in (text, media) if ticket is not None]
+        if order_key(text, self._policy) <= order_key(media, self._policy):
+            return [text]
+        return [media, text] if self._num_text_held < self._text_blocks else [media]
+
+    def has_share(self, ticket: Ticket, num_blocks: int) -> bool:
+        """Whether the ticket's class may take so many blocks more, whatever the pool has."""
+        if ticket.is_text or self._num_media_held == 0:
+            return True
+        return self._num_media_held + num_blocks <= self._media_blocks
+
+    def admit(self, ticket: Ticket, num_blocks: int) -> None:
+        """It has got its blocks."""
+        self.remove(ticket.request_id)
+        self._held[ticket.request_id] = (ticket.is_text, num_blocks)
+        self._count(ticket.is_text, num_blocks)
+
+    def remove(self, request_id: str) -> None:
+        """It has ended, waiting or not. Unknown ones are ignored."""
+        self._text.remove(request_id)
+        self._media.pop(request_id, None)
+        is_text, num_blocks = self._held.pop(request_id, (True, 0))
+        self._count(is_text, -num_blocks)
+
+    def _count(self, is_text: bool, num_blocks: int) -> None:
+        if is_text:
+            self._num_text_held += num_blocks
+        else:
+            self._num_media_held += num_blocks
