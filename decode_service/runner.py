@@ -1,34 +1,119 @@
-"""The only device code of a decode worker: one token for each request of a batch."""
+"""The only device code of a decode worker: one step of a batch, with or without drafts to verify."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.language import LanguageModel
+from cluster.model.guidance import forbid, guide
+from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.sampling import sample
-from decode_service.state import DecodeRequest
+from decode_service.speculation import Speculator, accept
+from decode_service.state import Branch, Choice, DecodeRequest
 
 
 class DecodeRunner:
-    def __init__(self, model: LanguageModel, kv: BlockMemory):
+    def __init__(self, model: LanguageModel, kv: BlockMemory, speculator: Speculator | None = None):
         self._model = model
         self._kv = kv
+        self._speculator = speculator
+        self.num_drafted = 0  # tokens, since the start
+        self.num_accepted = 0  # drafts that were right
+
+    def propose(self, batch: Sequence[DecodeRequest]) -> None:
+        """Sets the drafts of every choice of the batch. Guided choices get none: their pair moves one token at a time."""
+        if self._speculator is None:
+            return
+        choices = [choice for r in batch if r.request.guidance is None for choice in r.live_choices]
+        room = [choice.stop.max_tokens - choice.num_generated - 1 for choice in choices]
+        for choice, drafts in zip(choices, self._speculator.propose(choices, room), strict=True):
+            choice.drafts = drafts
 
     @torch.inference_mode()
-    def run(self, batch: Sequence[DecodeRequest]) -> list[int]:
-        """Computes the KV of every `last_token` and draws the next one. Blocks; synchronises the device."""
-        logits = self._model.decode(
-            [request.last_token for request in batch],
-            [request.context_len for request in batch],
-            [request.position_delta for request in batch],
-            [request.block_table for request in batch],
-            self._kv,
+    def run(self, batch: Sequence[DecodeRequest]) -> list[list[list[int]]]:
+        """Computes the KV of every choice's last token, and of its drafts, and draws what follows. Returns per request and
+        live choice the new tokens, at least one. Blocks; synchronises the device."""
+        choices = [(request, choice) for request in batch for choice in request.live_choices]
+        logits = self._logits(choices)
+        drawn = iter(
+            sample(
+                logits,
+                [choice.sampling for _, choice in choices for _ in range(len(choice.drafts) + 1)],
+                [position for _, choice in choices for position in _positions(choice)],
+            )
         )
-        return sample(
-            logits,
-            [request.sampling for request in batch],
-            [request.context_len + 1 for request in batch],
-        )
+        return [[self._accept(choice, drawn) for choice in request.live_choices] for request in batch]
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._kv.copy_blocks(sources, targets)
+
+    def forget(self, choice: Choice) -> None:
+        """The choice has ended, whatever became of it."""
+        if self._speculator is not None:
+            self._speculator.forget(choice.request_id)
+
+    def _accept(self, choice: Choice, drawn: Iterator[int]) -> list[int]:
+        tokens = accept(choice.drafts, [next(drawn) for _ in range(len(choice.drafts) + 1)])
+        if choice.drafts and self._speculator is not None:
+            self.num_drafted += len(choice.drafts)
+            self.num_accepted += len(tokens) - 1
+            self._speculator.observe(choice.request_id, len(choice.drafts), len(tokens) - 1)
+        choice.drafts = []
+        return tokens
+
+    def _logits(self, choices: Sequence[tuple[DecodeRequest, Choice]]) -> Tensor:
+        """[one row per choice and draft + 1, vocab_size], ready to draw from."""
+        rows = [(choice, branch) for _, choice in choices for branch in choice.branches]
+        if any(choice.drafts for _, choice in choices):
+            logits = self._model.verify([_chunk(choice, branch) for choice, branch in rows], self._kv)
+        else:
+            logits = self._model.decode(
+                [choice.token_ids[-1] for choice, _ in rows],
+                [choice.context_len(branch) for choice, branch in rows],
+                [branch.position_delta for _, branch in rows],
+                [branch.block_table for _, branch in rows],
+                self._kv,
+            )
+        if any(request.request.guidance for request, _ in choices):
+            logits = _guided(logits, choices)
+        return forbid(logits, [ids for _, choice in choices for ids in _forbidden(choice)])
+
+
+def _guided(logits: Tensor, choices: Sequence[tuple[DecodeRequest, Choice]]) -> Tensor:
+    """Each pair's two rows become one."""
+    out, row = [], 0
+    for request, choice in choices:
+        guidance, num_rows = request.request.guidance, len(choice.drafts) + 1
+        if guidance is None:
+            out.append(logits[row : row + num_rows])
+            row += num_rows
+        else:
+            out.append(guide(logits[row : row + 1], logits[row + 1 : row + 2], guidance.scale))
+            row += 2
+    return torch.cat(out)
+
+
+def _positions(choice: Choice) -> range:
+    """Index that each token drawn in this step will have."""
+    first = len(choice.token_ids)
+    return range(first, first + len(choice.drafts) + 1)
+
+
+def _forbidden(choice: Choice) -> Iterator[Sequence[int]]:
+    for num_generated in range(choice.num_generated, choice.num_generated + len(choice.drafts) + 1):
+        yield choice.stop.stop_token_ids if num_generated < choice.stop.min_tokens else ()
+
+
+def _chunk(choice: Choice, branch: Branch) -> SequenceChunk:
+    context_len = choice.context_len(branch)
+    token_ids = [choice.token_ids[-1], *choice.drafts]
+    first = context_len + branch.position_delta
+    return SequenceChunk(
+        token_ids=token_ids,
+        position_ids=torch.arange(first, first + len(token_ids)),
+        num_computed_tokens=context_len,
+        block_table=branch.block_table,
+    )

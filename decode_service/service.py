@@ -7,20 +7,25 @@ load see every generation. It may arrive before or after the request itself, whi
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import OrderedDict
+from pathlib import Path
 
 from cluster.config.settings import ClusterArgs
 from cluster.errors import UnavailableError
 from cluster.kvcache.blocks import BlockPool
-from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel
+from cluster.scheduling.keys import SchedulingPolicy
+from cluster.text.tokenizer import placeholder_ids
 from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, Cancel, ReturnGrant, StartDecode
+from cluster.worker.language import load_language
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.setup import set_up
 from decode_service.engine import DecodeEngine
 from decode_service.runner import DecodeRunner
+from decode_service.speculation import DraftModelProposer, NgramProposer, Speculator
 
 MAX_REMEMBERED_ENDS = 100_000  # request ids that have ended, for Serve calls that arrive late
 START_TIMEOUT_S = 30.0  # between a Serve call and the request it stands for; normally milliseconds
@@ -32,18 +37,23 @@ class DecodeService:
         setup = set_up(args, replica_id)
         self.replica_id = replica_id
         self._num_blocks = args.decode.kv_blocks
-        self._model = LanguageModel.load(
-            args.model, dtype=setup.dtype, device=setup.device, block_size=args.block_size
+        self._model, kv = load_language(
+            args,
+            setup,
+            num_kv_blocks=self._num_blocks,
+            feature_bytes=0,
+            max_step_tokens=args.decode.max_batch_sequences,
+            max_step_sequences=args.decode.max_batch_sequences,
         )
-        kv = BlockMemory(self._model.kv_layout, self._num_blocks, setup.device)
         self._process = WorkerProcess(setup, args.transport, incoming=kv, lease_margin_s=lease_margin_s)
         self._engine = DecodeEngine(
-            DecodeRunner(self._model, kv),
+            DecodeRunner(self._model, kv, _speculator(args, self._model)),
             BlockPool(self._num_blocks, args.block_size),
             self._process.mover,
             self._process.outbox,
             self._process.clock,
-            args.decode.max_batch_requests,
+            SchedulingPolicy(**args.scheduling.model_dump()),
+            args.decode.max_batch_sequences,
             self._on_ended,
         )
         self._process.attach(self._engine, self._on_message)
@@ -91,10 +101,10 @@ class DecodeService:
     def _on_message(self, door: DoorId, message: AnyMessage) -> None:
         match message:
             case StartDecode():
-                self._started.add(message.request_id)
+                self._started.add(message.request.request_id)
                 self._process.loop.call(self._engine.start, door, message)
             case Cancel():
-                self._process.loop.call(self._engine.cancel, message.request_id)
+                self._process.loop.call(self._engine.cancel, message.request_id, message.choice_idx)
             case ReturnGrant():
                 self._process.mover.revoke(message.lease_id, "no writer was given the grant")
 
@@ -109,3 +119,18 @@ class DecodeService:
         run = self._runs.pop(request_id, None)
         if run is not None and not run.done():
             run.set_result(None)
+
+
+def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
+    """Raises ConfigError when the draft model does not fit the model it drafts for."""
+    speculation = args.decode.speculation
+    if speculation.method == "off":
+        return None
+    placeholders = placeholder_ids(json.loads((Path(args.model) / "config.json").read_text())).values()
+    if speculation.method == "ngram":
+        return Speculator(NgramProposer(placeholders), speculation.max_draft_tokens)
+    draft = LanguageModel.load(
+        speculation.draft_model, dtype=target.dtype, device=target.device, block_size=args.block_size
+    )
+    proposer = DraftModelProposer(draft, target, speculation.draft_kv_blocks, placeholders)
+    return Speculator(proposer, speculation.max_draft_tokens)

@@ -1,11 +1,15 @@
 """One request's life in a decode worker.
 
-    WAITING   wants blocks for its whole answer                        → GRANTED, or ended
+    WAITING   wants blocks for its prompts                             → GRANTED, or ended
     GRANTED   its prompt blocks are leased to the prefill worker       → RUNNING (KV complete), CLOSING
     CLOSING   nobody wants it any more, but the writer may still write → ended (lease closed)
-    RUNNING   one token per step                                       → ended
+    RUNNING   every choice gets a token per step, or none does         → ended, also by preemption
 
 Ended requests leave the engine; their blocks are free from that moment.
+
+A request holds one or more choices (`n`), and a choice one or two branches: its KV under the prompt and, with
+classifier-free guidance, under the companion's. Choices share the full blocks of a prompt; the last, partly filled one
+is copied for each before anybody writes to it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.types.messages import FinishReason
-from cluster.types.request import SamplingParams, StopParams
+from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from cluster.worker.outbox import DoorId
 
 
@@ -34,42 +38,91 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 @dataclass(eq=False)
-class DecodeRequest:
-    """Written by the engine only."""
+class Branch:
+    """A choice's KV under one prompt."""
 
-    request_id: str
-    door: DoorId
     num_prompt_tokens: int
+    position_delta: int
+    block_table: list[int]
+
+
+@dataclass(eq=False)
+class Choice:
+    request_id: str  # of the choice itself: unique among all choices of the worker
+    idx: int
     sampling: SamplingParams
     stop: StopParams
-    timeout_s: float  # from arrival until its KV must be there
-    phase: Phase = Phase.WAITING
-    lease_id: str = ""
-    block_table: list[int] = field(default_factory=list)  # prompt and answer, reserved at once
-    position_delta: int = 0
-    last_token: int = -1  # drawn, its KV not computed yet
-    num_generated: int = 0  # including `last_token`
+    token_ids: list[int]  # prompt and generated; the KV of the last one is not computed yet
+    num_prompt_tokens: int
+    branches: list[Branch] = field(default_factory=list)  # the prompt's, then the companion's
+    drafts: list[int] = field(default_factory=list)  # guesses at what follows, to be verified in this step
+    is_done: bool = False
 
     @property
-    def context_len(self) -> int:
-        """Tokens whose KV is in the pool; also the position index of `last_token`."""
-        return self.num_prompt_tokens + self.num_generated - 1
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
 
-    @property
-    def num_tokens_reserved(self) -> int:
-        return self.num_prompt_tokens + self.stop.max_tokens
-
-    def move(self, phase: Phase) -> None:
-        if phase not in TRANSITIONS[self.phase]:
-            raise AssertionError(f"{self.request_id}: {self.phase} cannot become {phase}")
-        self.phase = phase
+    def context_len(self, branch: Branch) -> int:
+        """Tokens whose KV is in the pool; also the index of the last token in the branch."""
+        return branch.num_prompt_tokens + self.num_generated - 1
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Take a newly drawn token; returns why generation ends with it, if it does."""
-        self.last_token = token_id
-        self.num_generated += 1
+        """Take a newly drawn token; returns why the choice ends with it, if it does."""
+        self.token_ids.append(token_id)
         if token_id in self.stop.stop_token_ids:
             return FinishReason.STOP
         if self.num_generated >= self.stop.max_tokens:
             return FinishReason.LENGTH
         return None
+
+
+@dataclass(eq=False)
+class DecodeRequest:
+    """Written by the engine only."""
+
+    request: GenerateRequest
+    door: DoorId
+    timeout_s: float  # from arrival until its KV must be there
+    arrived_at: float  # when the client asked, on this worker's clock
+    phase: Phase = Phase.WAITING
+    lease_id: str = ""
+    prompt_blocks: list[list[int]] = field(default_factory=list)  # per prompt, until the choices take them
+    copy_blocks: list[int] = field(
+        default_factory=list
+    )  # for the other choices' last prompt blocks, likewise
+    choices: list[Choice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        prompt = request.prompt.token_ids
+        self.choices = [
+            Choice(f"{request.request_id}/{idx}", idx, sampling, request.stop, list(prompt), len(prompt))
+            for idx, sampling in enumerate(request.sampling)
+        ]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def live_choices(self) -> list[Choice]:
+        return [choice for choice in self.choices if not choice.is_done]
+
+    @property
+    def num_sequences(self) -> int:
+        """Rows of a decode step."""
+        return len(self.live_choices) * len(self.request.prompts)
+
+    def num_admission_blocks(self, block_size: int) -> int:
+        """What admission needs: the prompts' blocks, and a copy of each partly filled one for every further choice."""
+        num_partial = sum(len(prompt.token_ids) % block_size > 0 for prompt in self.request.prompts)
+        return self.request.num_prompt_blocks(block_size) + num_partial * (len(self.choices) - 1)
+
+    def move(self, phase: Phase) -> None:
+        if phase not in TRANSITIONS[self.phase]:
+            raise AssertionError(f"{self.request_id}: {self.phase} cannot become {phase}")
+        self.phase = phase

@@ -6,14 +6,19 @@ computed to decode, tell the doors. Runs on the worker's engine thread; transfer
 
 from __future__ import annotations
 
-from collections import deque
+from torch import Tensor
 
 from cluster.clock import Clock
 from cluster.errors import ClusterError, RequestError, UnavailableError, to_info
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.hashing import block_hashes
 from cluster.model.language import LanguageModel
-from cluster.types.messages import Failed, FinishReason, LoadReport, StartPrefill, TokenEvent
+from cluster.scheduling.admission import PromptAdmission
+from cluster.scheduling.budget import StepBudget
+from cluster.scheduling.chunks import ChunkScheduler, usable_prefix
+from cluster.scheduling.keys import SchedulingPolicy, Ticket
+from cluster.types.messages import Admitted, Failed, FinishReason, LoadReport, StartPrefill, TokenEvent
+from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
@@ -23,9 +28,10 @@ from kv_transfer.receiver import Aborted, Completed, LeaseEvent
 from kv_transfer.sender import Finished, SendEvent
 from prefill_service.features import FeatureStore
 from prefill_service.runner import PrefillRunner, uncut_spans
-from prefill_service.scheduler import Candidate, schedule, usable_prefix
-from prefill_service.state import Phase, PrefillRequest
+from prefill_service.state import Phase, PrefillRequest, PromptSequence
 from prefill_service.transfer import send_computed
+
+Work = tuple[PrefillRequest, PromptSequence]
 
 
 class PrefillEngine:
@@ -38,7 +44,8 @@ class PrefillEngine:
         mover: Mover,
         outbox: Outbox,
         clock: Clock,
-        max_batch_tokens: int,
+        policy: SchedulingPolicy,
+        budget: StepBudget,
     ):
         self._model = model
         self._runner = runner
@@ -46,43 +53,46 @@ class PrefillEngine:
         self._features = features
         self._mover = mover
         self._outbox = outbox
+        self._clock = clock
         self._deadlines = Deadlines(clock)
-        self._max_batch_tokens = max_batch_tokens
+        self._budget = budget
         self._requests: dict[str, PrefillRequest] = {}
-        self._waiting: deque[PrefillRequest] = deque()
-        self._running: dict[str, PrefillRequest] = {}  # in order of arrival
+        self._admission = PromptAdmission(policy, blocks.num_blocks)
+        self._chunks = ChunkScheduler(policy)
+        self._sequences: dict[str, Work] = {}  # what the chunk scheduler chooses from, by sequence id
         self._by_lease: dict[str, PrefillRequest] = {}  # outgoing transfers
+        self._running: set[str] = set()
+        self._num_missing_tokens = 0  # of all requests
+        self._context = 0.0  # computed tokens that a token of the last step saw, on average
 
     def step(self) -> float | None:
         for request_id in self._deadlines.expired():
             self._expire(request_id)
-        self._admit()
-        candidates = (self._candidate(request) for request in self._running.values())
-        chunks = schedule(candidates, self._max_batch_tokens)
-        if chunks:
-            batch = [(self._running[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks]
-            for (request, count), first_token in zip(batch, self._runner.run(batch), strict=True):
-                self._advance(request, count, first_token)
+        if self._admit():
+            self._outbox.flush(self.load())  # decode reserves its blocks while the prompts are computed
+        has_run = self._run_chunks()
         self._outbox.flush(self.load())
-        return 0 if chunks else self._deadlines.wait_s()
+        return 0 if has_run else self._deadlines.wait_s()
 
     def start(self, door: DoorId, message: StartPrefill) -> None:
-        prompt = message.request.prompt
+        request_id = message.request.request_id
         try:
-            positions = self._model.positions(prompt)
+            sequences = self._make_sequences(message.request)
         except ClusterError as error:  # a prompt that this family cannot place
-            self._release_features(message)
-            return self._outbox.send(door, Failed(message.request.request_id, to_info(error)))
-        request = PrefillRequest(door, message, positions, block_hashes(prompt, self._blocks.block_size))
-        self._requests[request.request_id] = request
-        if self._num_blocks(request) > self._blocks.num_blocks:
+            self._release_features(message.request)
+            return self._outbox.send(door, Failed(request_id, to_info(error)))
+        arrived_at = self._clock.now() - message.request.waited_s
+        request = PrefillRequest(message.request, door, arrived_at, sequences)
+        self._requests[request_id] = request
+        self._num_missing_tokens += request.num_missing_tokens
+        if message.request.num_prompt_blocks(self._blocks.block_size) > self._blocks.num_blocks:
             capacity = self._blocks.num_blocks * self._blocks.block_size
             error = RequestError(
                 f"the prompt has {request.num_prompt_tokens} tokens; a prefill worker holds {capacity}"
             )
             return self._fail(request, error)
-        self._deadlines.add(request.request_id, message.timeout_s)
-        self._waiting.append(request)
+        self._deadlines.add(request_id, message.timeout_s)
+        self._admission.push(self._ticket(request, request_id, request.num_prompt_tokens))
 
     def set_target(self, request_id: str, grant: Grant) -> None:
         """Decode's grant has come. For a request that has ended, the right is given back at once."""
@@ -122,7 +132,9 @@ class PrefillEngine:
         if request is None or key is None:
             return
         if isinstance(event, Completed):
-            request.items_ready.add(key[1])
+            request.main.items_ready.add(key[1])
+            if request.main.sequence_id in self._chunks:
+                self._chunks.set_ready(request.main.sequence_id, request.main.num_ready_tokens)
         else:
             why = event.reason if isinstance(event, Aborted) else "their lease ran out"
             self._fail(request, UnavailableError(f"embeddings of media item {key[1]} did not arrive: {why}"))
@@ -131,88 +143,153 @@ class PrefillEngine:
         return LoadReport(
             num_running=len(self._running),
             num_waiting=len(self._requests) - len(self._running),
-            num_queued_units=sum(
-                r.num_prompt_tokens - r.num_computed_tokens for r in self._requests.values()
-            ),
+            num_queued_units=self._num_missing_tokens,
             num_used_blocks=self._blocks.num_blocks - self._blocks.num_free + self._features.num_used_blocks,
             num_open_leases=len(self._by_lease) + self._features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,
         )
 
-    def _num_blocks(self, request: PrefillRequest) -> int:
-        return -(-request.num_prompt_tokens // self._blocks.block_size)
+    def _make_sequences(self, request: GenerateRequest) -> list[PromptSequence]:
+        sequences = []
+        for i, prompt in enumerate(request.prompts):
+            positions, hashes = self._model.positions(prompt), block_hashes(prompt, self._blocks.block_size)
+            sequences.append(PromptSequence(f"{request.request_id}/{i}", prompt, positions, hashes))
+        return sequences
 
-    def _candidate(self, request: PrefillRequest) -> Candidate:
-        return Candidate(
-            request.request_id,
-            request.num_computed_tokens,
-            request.num_ready_tokens,
-            uncut_spans(self._model, request),
-        )
+    def _ticket(self, request: PrefillRequest, name: str, num_tokens: int) -> Ticket:
+        is_text = not request.main.prompt.media
+        return Ticket(name, request.arrived_at, num_tokens, is_text, request.request.priority)
 
-    def _admit(self) -> None:
-        """Blocks in order of arrival: nobody overtakes a long prompt."""
-        while self._waiting and self._try_admit(self._waiting[0]):
-            request = self._waiting.popleft()
-            request.move(Phase.RUNNING)
-            self._running[request.request_id] = request
-            self._release_merged(request)
-            self._send_computed(request)
+    def _num_blocks(self, sequence: PromptSequence) -> int:
+        return -(-sequence.num_tokens // self._blocks.block_size)
 
-    def _try_admit(self, request: PrefillRequest) -> bool:
+    def _admit(self) -> bool:
+        """Blocks for whoever is next; whether anybody got some. A request that waits for embeddings holds its blocks, and
+        stops nobody else."""
+        has_admitted = False
+        while any(self._try_admit(ticket) for ticket in self._admission.heads()):
+            has_admitted = True
+        return has_admitted
+
+    def _try_admit(self, ticket: Ticket) -> bool:
+        request = self._requests[ticket.request_id]
+        num_blocks = request.request.num_prompt_blocks(self._blocks.block_size)
+        if not self._admission.has_share(ticket, num_blocks):
+            return False
+        if not all(self._try_give_blocks(sequence) for sequence in request.sequences):
+            self._take_blocks(request)
+            return False
+        self._admission.admit(ticket, num_blocks)
+        request.move(Phase.RUNNING)
+        self._running.add(request.request_id)
+        self._num_missing_tokens -= sum(s.num_cached_tokens for s in request.sequences)
+        self._outbox.send(request.door, Admitted(request.request_id))
+        for sequence in request.sequences:
+            self._put_to_work(request, sequence)
+        self._release_merged(request)
+        return True
+
+    def _put_to_work(self, request: PrefillRequest, sequence: PromptSequence) -> None:
+        num_missing = sequence.num_tokens - sequence.num_computed_tokens
+        ticket = self._ticket(request, sequence.sequence_id, num_missing)
+        spans = uncut_spans(self._model, sequence.prompt)
+        self._chunks.add(ticket, sequence.num_tokens, spans)
+        self._chunks.set_computed(sequence.sequence_id, sequence.num_computed_tokens)
+        self._chunks.set_ready(sequence.sequence_id, sequence.num_ready_tokens)
+        self._sequences[sequence.sequence_id] = (request, sequence)
+
+    def _try_give_blocks(self, sequence: PromptSequence) -> bool:
         block_size = self._blocks.block_size
-        cached = self._blocks.lookup(request.block_hashes)
-        usable = usable_prefix(
-            len(cached) * block_size, request.num_prompt_tokens, block_size, uncut_spans(self._model, request)
-        )
+        cached = self._blocks.lookup(sequence.block_hashes)
+        spans = uncut_spans(self._model, sequence.prompt)
+        usable = usable_prefix(len(cached) * block_size, sequence.num_tokens, block_size, spans)
         num_cached_blocks = usable // block_size
         self._blocks.free(cached[num_cached_blocks:])
-        fresh = self._blocks.try_allocate(self._num_blocks(request) - num_cached_blocks)
+        fresh = self._blocks.try_allocate(self._num_blocks(sequence) - num_cached_blocks)
         if fresh is None:
             self._blocks.free(cached[:num_cached_blocks])
             return False
-        request.block_table = cached[:num_cached_blocks] + fresh
-        request.num_cached_tokens = request.num_computed_tokens = usable
+        sequence.block_table = cached[:num_cached_blocks] + fresh
+        sequence.num_cached_tokens = sequence.num_computed_tokens = usable
         return True
 
-    def _advance(self, request: PrefillRequest, count: int, first_token: int | None) -> None:
+    def _take_blocks(self, request: PrefillRequest) -> None:
+        for sequence in request.sequences:
+            self._blocks.free(sequence.block_table)
+            sequence.block_table = []
+            sequence.num_cached_tokens = sequence.num_computed_tokens = 0
+
+    def _run_chunks(self) -> bool:
+        """One forward over what the scheduler chooses; False: nothing can run."""
+        chunks = self._chunks.schedule(self._budget.max_tokens(self._context))
+        if not chunks:
+            return False
+        batch = [(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks]
+        started_at = self._clock.now()
+        logits = self._runner.run(batch)
+        num_tokens = sum(count for _, _, count in batch)
+        self._context = sum(sequence.num_computed_tokens * count for _, sequence, count in batch) / num_tokens
+        self._budget.observe(num_tokens, self._context, self._clock.now() - started_at)
+        for (request, sequence, count), row in zip(batch, logits, strict=True):
+            self._advance(request, sequence, count, row)
+        complete = [request for request in dict.fromkeys(r for r, _, _ in batch) if request.is_complete]
+        if complete:
+            for request, tokens in zip(complete, self._runner.first_tokens(complete), strict=True):
+                self._tell_first_tokens(request, tokens)
+        return True
+
+    def _advance(self, request: PrefillRequest, sequence: PromptSequence, count: int, logits: Tensor) -> None:
         block_size = self._blocks.block_size
-        first_new = request.num_computed_tokens // block_size
-        request.num_computed_tokens += count
-        for i in range(first_new, request.num_computed_tokens // block_size):
-            self._blocks.register(request.block_table[i], request.block_hashes[i])
-        self._release_merged(request)
-        if first_token is not None:
-            self._first_token(request, first_token)
+        first_new = sequence.num_computed_tokens // block_size
+        sequence.num_computed_tokens += count
+        self._num_missing_tokens -= count
+        for i in range(first_new, sequence.num_computed_tokens // block_size):
+            self._blocks.register(sequence.block_table[i], sequence.block_hashes[i])
+        if sequence.is_complete:
+            sequence.last_logits = logits
+            self._leave_work(sequence)
         else:
+            self._chunks.set_computed(sequence.sequence_id, sequence.num_computed_tokens)
+        self._release_merged(request)
+        if not request.is_complete:
             self._send_computed(request)
+
+    def _leave_work(self, sequence: PromptSequence) -> None:
+        self._chunks.remove(sequence.sequence_id)
+        self._sequences.pop(sequence.sequence_id, None)
 
     def _release_merged(self, request: PrefillRequest) -> None:
-        for item_idx, span in enumerate(request.message.request.prompt.media):
-            if span.end <= request.num_computed_tokens:
+        for item_idx, span in enumerate(request.main.prompt.media):
+            if span.end <= request.main.num_computed_tokens:
                 self._features.release((request.request_id, item_idx))
 
-    def _release_features(self, message: StartPrefill) -> None:
+    def _release_features(self, request: GenerateRequest) -> None:
         """All of them; those that are gone already are ignored."""
-        for item_idx in range(len(message.request.prompt.media)):
-            self._features.release((message.request.request_id, item_idx))
+        for item_idx in range(len(request.prompt.media)):
+            self._features.release((request.request_id, item_idx))
 
-    def _first_token(self, request: PrefillRequest, token_id: int) -> None:
-        """The prompt is computed. The token goes out at once; KV follows, unless the token already ends the answer."""
-        stop = request.message.request.stop
-        finish_reason = None
-        if token_id in stop.stop_token_ids:
-            finish_reason = FinishReason.STOP
-        elif stop.max_tokens == 1:
-            finish_reason = FinishReason.LENGTH
-        event = TokenEvent(request.request_id, (token_id,), finish_reason, request.num_cached_tokens)
-        self._outbox.token(request.door, event)
-        del self._running[request.request_id]
+    def _tell_first_tokens(self, request: PrefillRequest, token_ids: tuple[int, ...]) -> None:
+        """The prompts are computed. The tokens go out at once; KV follows, unless they already end every choice."""
+        stop = request.request.stop
+        has_more = False
+        for choice_idx, token_id in enumerate(token_ids):
+            finish_reason = None
+            if token_id in stop.stop_token_ids:
+                finish_reason = FinishReason.STOP
+            elif stop.max_tokens == 1:
+                finish_reason = FinishReason.LENGTH
+            has_more |= finish_reason is None
+            num_cached = request.main.num_cached_tokens
+            event = TokenEvent(request.request_id, (token_id,), finish_reason, num_cached, choice_idx)
+            self._outbox.token(request.door, event)
+        self._running.remove(request.request_id)
         request.move(Phase.SENDING)
-        if finish_reason is None:
-            request.first_token = token_id
+        for sequence in request.sequences:
+            sequence.last_logits = None
+        if has_more:
+            request.first_tokens = token_ids
             self._send_computed(request)
-        # Else the door's Cancel ends the request: were the lease aborted now, decode's failure could overtake this token.
+        # Else the door's Cancel ends the request: were the lease aborted now, decode's failure could overtake these tokens.
 
     def _send_computed(self, request: PrefillRequest) -> None:
         try:
@@ -244,10 +321,8 @@ class PrefillEngine:
 
     def _let_go(self, request: PrefillRequest, reason: str) -> None:
         """Nobody wants the request any more. Blocks that a posted write still reads wait for its end."""
-        self._release_features(request.message)
-        if request.phase is Phase.WAITING and request in self._waiting:
-            self._waiting.remove(request)
-        self._running.pop(request.request_id, None)
+        self._release_features(request.request)
+        self._leave(request)
         if request.outgoing is not None and request.outgoing.lease_id in self._by_lease:
             request.move(Phase.CLOSING)
             request.outgoing.abort(reason)
@@ -255,7 +330,16 @@ class PrefillEngine:
             self._end(request)
 
     def _end(self, request: PrefillRequest) -> None:
-        self._release_features(request.message)
-        self._running.pop(request.request_id, None)
-        self._blocks.free(request.block_table)
+        self._release_features(request.request)
+        self._leave(request)
+        for sequence in request.sequences:
+            self._blocks.free(sequence.block_table)
+        self._num_missing_tokens -= request.num_missing_tokens
+        self._admission.remove(request.request_id)
         del self._requests[request.request_id]
+
+    def _leave(self, request: PrefillRequest) -> None:
+        """Out of work; repeating it is harmless."""
+        self._running.discard(request.request_id)
+        for sequence in request.sequences:
+            self._leave_work(sequence)

@@ -1,16 +1,19 @@
-"""The only device code of a prefill worker: one packed forward over chunks of several prompts."""
+"""The only device code of a prefill worker: one packed forward over chunks of several prompts, and the first tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.guidance import forbid, guide
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.model.sampling import sample
+from cluster.types.request import Prompt
 from prefill_service.features import FeatureStore
-from prefill_service.state import PrefillRequest
+from prefill_service.state import PrefillRequest, PromptSequence
 
 
 class PrefillRunner:
@@ -20,50 +23,60 @@ class PrefillRunner:
         self._features = features
 
     @torch.inference_mode()
-    def run(self, batch: Sequence[tuple[PrefillRequest, int]]) -> list[int | None]:
-        """Computes the KV of `num_scheduled_tokens` more tokens of each request; for a prompt that is complete with them,
-        draws the first token. Blocks; synchronises the device."""
-        logits = self._model.forward([self._chunk(request, count) for request, count in batch], self._kv)
-        complete = [
-            row
-            for row, (r, count) in enumerate(batch)
-            if r.num_computed_tokens + count == r.num_prompt_tokens
-        ]
-        first_tokens: list[int | None] = [None] * len(batch)
-        if complete:
-            drawn = sample(
-                logits[complete],
-                [batch[row][0].message.request.sampling for row in complete],
-                [batch[row][0].num_prompt_tokens for row in complete],
-            )
-            for row, token_id in zip(complete, drawn, strict=True):
-                first_tokens[row] = token_id
-        self._kv.synchronize()  # a chunk that draws no token has not waited for the device yet
-        return first_tokens
+    def run(self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]]) -> list[Tensor]:
+        """Computes the KV of the given number of further tokens of each sequence. Returns per sequence the [1, vocab_size]
+        float32 logits behind its last computed token. Blocks; synchronises the device."""
+        logits = self._model.forward(
+            [self._chunk(request, sequence, count) for request, sequence, count in batch], self._kv
+        )
+        self._kv.synchronize()
+        return list(logits.split(1))
 
-    def _chunk(self, request: PrefillRequest, count: int) -> SequenceChunk:
-        start, end = request.num_computed_tokens, request.num_computed_tokens + count
-        prompt = request.message.request.prompt
+    @torch.inference_mode()
+    def first_tokens(self, requests: Sequence[PrefillRequest]) -> list[tuple[int, ...]]:
+        """Per request, whose prompts are all computed, one token for each choice. Synchronises the device."""
+        rows, params, positions = [], [], []
+        for request in requests:
+            logits = _final_logits(request)
+            for sampling in request.request.sampling:
+                rows.append(logits)
+                params.append(sampling)
+                positions.append(request.main.num_tokens)
+        drawn = iter(sample(torch.cat(rows), params, positions))
+        return [tuple(next(drawn) for _ in request.request.sampling) for request in requests]
+
+    def _chunk(self, request: PrefillRequest, sequence: PromptSequence, count: int) -> SequenceChunk:
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+        prompt = sequence.prompt
         slices = []
         for item_idx, span in enumerate(prompt.media):
             low, high = max(start, span.offset), min(end, span.end)
             if low < high:
-                rows = self._features.rows(
-                    (request.request_id, item_idx), low - span.offset, high - span.offset
-                )
+                key = (request.request_id, item_idx)
+                rows = self._features.rows(key, low - span.offset, high - span.offset)
                 slices.append(FeatureSlice(low - start, rows))
         return SequenceChunk(
             token_ids=prompt.token_ids[start:end],
-            position_ids=request.positions.position_ids[..., start:end],
+            position_ids=sequence.positions.position_ids[..., start:end],
             num_computed_tokens=start,
-            block_table=request.block_table,
+            block_table=sequence.block_table,
             features=tuple(slices),
-            bidirectional_spans=uncut_spans(self._model, request),
+            bidirectional_spans=uncut_spans(self._model, prompt),
         )
 
 
-def uncut_spans(model: LanguageModel, request: PrefillRequest) -> tuple[tuple[int, int], ...]:
+def _final_logits(request: PrefillRequest) -> Tensor:
+    """[1, vocab_size], ready to draw from."""
+    last = [sequence.last_logits for sequence in request.sequences]
+    logits, *companion = [logits for logits in last if logits is not None]
+    guidance, stop = request.request.guidance, request.request.stop
+    if guidance is not None:
+        logits = guide(logits, companion[0], guidance.scale)
+    return forbid(logits, [stop.stop_token_ids if stop.min_tokens > 0 else ()])
+
+
+def uncut_spans(model: LanguageModel, prompt: Prompt) -> tuple[tuple[int, int], ...]:
     """Media spans that the model sees in both directions; empty for most families."""
     if not model.chunk_cut_spans:
         return ()
-    return tuple((span.offset, span.end) for span in request.message.request.prompt.media)
+    return tuple((span.offset, span.end) for span in prompt.media)

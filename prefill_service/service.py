@@ -12,9 +12,11 @@ from cluster.config.settings import ClusterArgs
 from cluster.errors import RequestError, to_info
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
-from cluster.model.language import LanguageModel
+from cluster.scheduling.budget import StepBudget
+from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, Cancel, DecodeTarget, Failed, ReturnGrant, StartPrefill
+from cluster.worker.language import load_language
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.setup import set_up
@@ -29,10 +31,15 @@ class PrefillService:
         setup = set_up(args, replica_id)
         self.replica_id = replica_id
         self._num_blocks = args.prefill.kv_blocks
-        self._model = LanguageModel.load(
-            args.model, dtype=setup.dtype, device=setup.device, block_size=args.block_size
+        max_batch_tokens = max(args.block_size, args.prefill.max_batch_tokens)
+        self._model, kv = load_language(
+            args,
+            setup,
+            num_kv_blocks=self._num_blocks,
+            feature_bytes=args.prefill.feature_bytes,
+            max_step_tokens=max_batch_tokens,
+            max_step_sequences=max_batch_tokens // args.block_size,
         )
-        kv = BlockMemory(self._model.kv_layout, self._num_blocks, setup.device)
         layout = feature_layout(self._model.feature_width, args.block_size, setup.dtype)
         num_feature_blocks = max(1, args.prefill.feature_bytes // layout.block_bytes)
         feature_memory = BlockMemory(layout, num_feature_blocks, setup.device)
@@ -50,7 +57,8 @@ class PrefillService:
             self._process.mover,
             self._process.outbox,
             self._process.clock,
-            args.prefill.max_batch_tokens,
+            SchedulingPolicy(**args.scheduling.model_dump()),
+            StepBudget(args.prefill.step_target_s, args.block_size, max_batch_tokens),
         )
         self._process.attach(self._engine, self._on_message)
 

@@ -1,12 +1,14 @@
 """One request's life in a prefill worker.
 
-    WAITING    wants blocks for its prompt                                        → RUNNING, CLOSING, or ended
+    WAITING    wants blocks for its prompts                                       → RUNNING, or ended
     RUNNING    prompt tokens are computed as far as embeddings have arrived       → SENDING, CLOSING
-    SENDING    first token is out; KV is on its way to decode, or, if that token
-               ended the answer, the door's Cancel is awaited                     → ended, CLOSING
+    SENDING    first tokens are out; KV is on its way to decode, or, if those
+               tokens ended every choice, the door's Cancel is awaited            → ended, CLOSING
     CLOSING    nobody wants it any more, but writes from its blocks are in flight → ended
 
-A media item's embeddings (`FeatureStore`) live beside it: reserved → ready → released.
+A request has one sequence per prompt: its own and, with classifier-free guidance, its companion's. They are computed
+independently; the first tokens need the last logits of both. A media item's embeddings (`FeatureStore`) live beside
+the request: reserved → ready → released.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from torch import Tensor
+
 from cluster.model.language import PromptPositions
-from cluster.types.messages import StartPrefill
+from cluster.types.request import GenerateRequest, Prompt
 from cluster.worker.outbox import DoorId
 from kv_transfer.sender import Outgoing
 
@@ -28,7 +32,7 @@ class Phase(Enum):
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.RUNNING, Phase.CLOSING}),  # its target may have come before its blocks
+    Phase.WAITING: frozenset({Phase.RUNNING}),
     Phase.RUNNING: frozenset({Phase.SENDING, Phase.CLOSING}),
     Phase.SENDING: frozenset({Phase.CLOSING}),
     Phase.CLOSING: frozenset(),
@@ -36,37 +40,70 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 @dataclass(eq=False)
-class PrefillRequest:
-    """Written by the engine only."""
+class PromptSequence:
+    """One prompt on its way into the cache."""
 
-    door: int | DoorId
-    message: StartPrefill
+    sequence_id: str  # unique in the worker
+    prompt: Prompt
     positions: PromptPositions
-    block_hashes: list[bytes]  # one per full block of the prompt
-    phase: Phase = Phase.WAITING
+    block_hashes: list[bytes]  # one per full block
     block_table: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
-    items_ready: set[int] = field(default_factory=set)  # media items whose embeddings are here
-    first_token: int | None = None
-    outgoing: Outgoing | None = None  # once decode's grant is known
     num_blocks_sent: int = 0  # prefix of the block table that has been posted
+    items_ready: set[int] = field(default_factory=set)  # media items whose embeddings are here
+    last_logits: Tensor | None = None  # [1, vocab_size] once the prompt is computed
 
     @property
-    def request_id(self) -> str:
-        return self.message.request.request_id
+    def num_tokens(self) -> int:
+        return len(self.prompt.token_ids)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.message.request.prompt.token_ids)
+    def is_complete(self) -> bool:
+        return self.num_computed_tokens == self.num_tokens
 
     @property
     def num_ready_tokens(self) -> int:
-        """Prompt tokens that can be computed now: up to the first item whose embeddings are missing."""
-        for item_idx, span in enumerate(self.message.request.prompt.media):
+        """Tokens that can be computed now: up to the first item whose embeddings are missing."""
+        for item_idx, span in enumerate(self.prompt.media):
             if span.end > self.num_computed_tokens and item_idx not in self.items_ready:
                 return max(span.offset, self.num_computed_tokens)
-        return self.num_prompt_tokens
+        return self.num_tokens
+
+
+@dataclass(eq=False)
+class PrefillRequest:
+    """Written by the engine only."""
+
+    request: GenerateRequest
+    door: DoorId
+    arrived_at: float  # when the client asked, on this worker's clock
+    sequences: list[PromptSequence]  # the prompt's, then the companion's
+    phase: Phase = Phase.WAITING
+    first_tokens: tuple[int, ...] = ()  # per choice
+    outgoing: Outgoing | None = None  # once decode's grant is known
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def main(self) -> PromptSequence:
+        """The sequence that carries the media."""
+        return self.sequences[0]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(sequence.is_complete for sequence in self.sequences)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all sequences."""
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def num_missing_tokens(self) -> int:
+        return sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in self.sequences)
 
     def move(self, phase: Phase) -> None:
         if phase not in TRANSITIONS[self.phase]:

@@ -23,7 +23,7 @@ from cluster.text.defaults import GenerationDefaults, context_length
 from cluster.text.stop import StopStrings
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.members import Member, Role
-from cluster.types.request import GenerateRequest, SamplingParams, StopParams
+from cluster.types.request import GenerateRequest, StopParams
 from router.flight import CallDecode, Dispatcher
 from router.generation import Choice
 from router.members import MemberTable, Peer
@@ -86,34 +86,43 @@ class Door:
     async def chat(self, call: ChatCall) -> list[Choice]:
         arrived_at = self._clock.now()
         prompt = await self._off_loop(self._prompts.chat, call)
-        return [self._generate(prompt, sampling, call.stop, arrived_at) for sampling in call.sampling]
+        return self._generate(prompt, call, arrived_at)
 
     async def complete(self, call: CompletionCall) -> list[Choice]:
         arrived_at = self._clock.now()
-        prompts = [await self._off_loop(self._prompts.completion, prompt) for prompt in call.prompts]
-        return [
-            self._generate(prompt, sampling, call.stop, arrived_at)
-            for prompt in prompts
-            for sampling in call.sampling
+        prompts = [
+            await self._off_loop(self._prompts.completion, prompt, call.guidance) for prompt in call.prompts
         ]
+        return [choice for prompt in prompts for choice in self._generate(prompt, call, arrived_at)]
 
     def _generate(
-        self, prompt: PreparedPrompt, sampling: SamplingParams, rules: StopRules, arrived_at: float
-    ) -> Choice:
-        stop = StopParams(self._max_tokens(prompt, rules), rules.token_ids)
-        request = GenerateRequest(new_request_id(), prompt.prompt, sampling, stop)
-        return Choice(
-            prompt,
-            self._dispatcher.generate(request, prompt.items, prompt.block_hashes),
-            self._text.detokenizer(),
-            StopStrings(rules.strings),
-            self._metrics,
-            self._clock,
-            arrived_at,
+        self, prompt: PreparedPrompt, call: ChatCall | CompletionCall, arrived_at: float
+    ) -> list[Choice]:
+        """One request with all choices of a prompt: they share its computation and its KV."""
+        rules = call.stop
+        max_tokens = self._max_tokens(prompt, rules)
+        stop = StopParams(max_tokens, rules.token_ids, min(rules.min_tokens, max_tokens))
+        request = GenerateRequest(
+            new_request_id(), prompt.prompt, call.sampling, stop, prompt.guidance, call.priority
         )
+        return [
+            Choice(
+                prompt,
+                tokens,
+                self._text.detokenizer(),
+                StopStrings(rules.strings),
+                self._metrics,
+                self._clock,
+                arrived_at,
+            )
+            for tokens in self._dispatcher.generate(request, prompt.items, prompt.block_hashes)
+        ]
 
     def _max_tokens(self, prompt: PreparedPrompt, rules: StopRules) -> int:
-        room = self._max_model_len - prompt.num_tokens
+        longest = prompt.num_tokens
+        if prompt.guidance is not None:
+            longest = max(longest, len(prompt.guidance.negative_prompt.token_ids))
+        room = self._max_model_len - longest
         if rules.max_tokens is None:
             return min(self.defaults.max_tokens or room, room)
         if rules.max_tokens > room:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 
 from cluster.clock import Clock
 from cluster.errors import ClusterError
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.stop import StopStrings
 from cluster.types.messages import FinishReason, TokenEvent
+from router.flight import TokenStream
 from router.metrics import DoorMetrics
 from router.openai.protocol import TextDelta, Usage
 from router.prompts import PreparedPrompt
@@ -20,7 +21,7 @@ class Choice:
     def __init__(
         self,
         prompt: PreparedPrompt,
-        tokens: AsyncGenerator[TokenEvent, None],
+        tokens: TokenStream,
         detokenizer: Detokenizer,
         stop_strings: StopStrings,
         metrics: DoorMetrics,

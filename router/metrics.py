@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cluster.types.members import Role
 from router.members import Peer
 
 _TTFT_BUCKETS_S = (
@@ -98,11 +99,17 @@ class _Gauges(Collector):
         ),
     }
 
+    _TOTALS: ClassVar = {
+        "num_preempted": ("epdg_decode_preemptions", "Requests whose blocks went to older ones"),
+        "num_drafted": ("epdg_decode_draft_tokens", "Tokens that speculation guessed"),
+        "num_accepted": ("epdg_decode_accepted_tokens", "Guesses that were right"),
+    }
+
     def __init__(self, peers: Callable[[], Iterable[Peer]], num_flights: Callable[[], int]):
         self._peers = peers
         self._num_flights = num_flights
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily("epdg_door_flights", "Choices on their way", value=self._num_flights())
         peers = list(self._peers())
         for field, (name, text) in self._FIELDS.items():
@@ -110,3 +117,9 @@ class _Gauges(Collector):
             for peer in peers:
                 family.add_metric([peer.member.role.value, peer.member.replica_id], getattr(peer.load, field))
             yield family
+        for field, (name, text) in self._TOTALS.items():
+            counter = CounterMetricFamily(name, text, labels=("replica",))
+            for peer in peers:
+                if peer.member.role is Role.DECODE:
+                    counter.add_metric([peer.member.replica_id], getattr(peer.load.totals, field))
+            yield counter

@@ -13,8 +13,8 @@ from cluster.media.processor import MediaProcessor
 from cluster.media.sources import MediaSource, read_source
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
-from cluster.types.request import Prompt
-from router.openai.translate import ChatCall
+from cluster.types.request import Guidance, Prompt
+from router.openai.translate import ChatCall, GuidanceRules
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class PreparedPrompt:
     prompt: Prompt
     items: tuple[MediaItem, ...]
     block_hashes: Sequence[bytes]
+    guidance: Guidance | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -51,23 +52,40 @@ class PromptBuilder:
         token_ids = self._text.chat_prompt(call.messages)
         prompt = self._text.expand(token_ids, [(i.modality, i.media_hash, i.geometry) for i in items])
         by_hash = {item.media_hash: item for item in items}
-        return self._prepared(prompt, tuple(by_hash[span.media_hash] for span in prompt.media))
+        items_in_order = tuple(by_hash[span.media_hash] for span in prompt.media)
+        return self._prepared(prompt, items_in_order, call.guidance)
 
-    def completion(self, prompt: str | tuple[int, ...]) -> PreparedPrompt:
+    def completion(
+        self, prompt: str | tuple[int, ...], guidance: GuidanceRules | None = None
+    ) -> PreparedPrompt:
         if isinstance(prompt, str):
             token_ids = self._text.text_prompt(prompt)
         else:
             token_ids = self._text.checked_prompt(prompt)
-        return self._prepared(Prompt(tuple(token_ids)), ())
+        return self._prepared(Prompt(tuple(token_ids)), (), guidance)
 
-    def _prepared(self, prompt: Prompt, items: tuple[MediaItem, ...]) -> PreparedPrompt:
-        num_tokens = len(prompt.token_ids)
+    def _prepared(
+        self, prompt: Prompt, items: tuple[MediaItem, ...], rules: GuidanceRules | None
+    ) -> PreparedPrompt:
+        guidance = None if rules is None else Guidance(rules.scale, self._negative(prompt, rules))
+        self._check_length(len(prompt.token_ids))
+        if guidance is not None:
+            self._check_length(len(guidance.negative_prompt.token_ids))
+        return PreparedPrompt(prompt, items, block_hashes(prompt, self._block_size), guidance)
+
+    def _negative(self, prompt: Prompt, rules: GuidanceRules) -> Prompt:
+        if rules.negative is None:
+            return Prompt(prompt.token_ids[-1:])
+        if isinstance(rules.negative, str):
+            return Prompt(tuple(self._text.text_prompt(rules.negative)))
+        return Prompt(tuple(self._text.chat_prompt(rules.negative)))
+
+    def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_model_len:
             raise ContextLengthError(
                 f"the prompt has {num_tokens} tokens; this model's context is {self._max_model_len}, including the answer",
                 param="messages",
             )
-        return PreparedPrompt(prompt, items, block_hashes(prompt, self._block_size))
 
     def _item(self, source: MediaSource, item_idx: int) -> MediaItem:
         if self._media is None:

@@ -41,17 +41,38 @@ class EncodeArgs(_Args):
     cache_bytes: int = Field(256 * MIB, ge=0)  # embeddings kept for media seen before
 
 
+class SchedulingArgs(_Args):
+    """What decides who goes first; see cluster/scheduling/keys.py."""
+
+    aging_s: float = Field(
+        5.0, ge=0
+    )  # how much earlier a request of the next lower class must come to go first
+    tokens_per_s: float = Field(2000.0, gt=0)  # prompt tokens that count like a second of waiting
+    text_share: float = Field(0.3, ge=0, le=1)  # of prefill's steps and blocks, for requests without media
+
+
+class SpeculationArgs(_Args):
+    method: Literal["off", "ngram", "draft"] = "off"
+    max_draft_tokens: int = Field(4, ge=1, le=32)  # guesses in one step of one choice
+    draft_model: str = ""  # folder; same tokenizer; for the method "draft"
+    draft_kv_blocks: int = Field(1024, ge=2)
+
+
 class PrefillArgs(_Args):
     threads: int = Field(0, ge=0)
     kv_blocks: int = Field(2048, ge=2)  # KV of the prompts in work, and the prefix cache
-    max_batch_tokens: int = Field(512, ge=1)  # prompt tokens in one step, over all requests: the chunk budget
+    max_batch_tokens: int = Field(2048, ge=1)  # prompt tokens in one step, over all requests
+    step_target_s: float = Field(0.25, gt=0)  # … and so many that a step is expected to last no longer
     feature_bytes: int = Field(128 * MIB, ge=0)  # memory that encoders write embeddings into
 
 
 class DecodeArgs(_Args):
     threads: int = Field(0, ge=0)
     kv_blocks: int = Field(4096, ge=2)  # KV of whole conversations
-    max_batch_requests: int = Field(256, ge=1)  # requests in one step
+    max_batch_sequences: int = Field(
+        256, ge=1
+    )  # in one step; a request has one per choice, twice that if guided
+    speculation: SpeculationArgs = SpeculationArgs()
 
 
 class DoorArgs(_Args):
@@ -64,6 +85,12 @@ class ClusterArgs(_Args):
     model_id: str = ""  # the name clients use; empty: the folder's name
     max_model_len: int = Field(0, ge=0)  # prompt and answer, tokens; 0: what the model says
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    kv_cache_dtype: Literal["auto", "int8"] = (
+        "auto"  # auto: as dtype; int8: half the bytes of 16 bit, a little less exact
+    )
+    weight_dtype: Literal["auto", "int8"] = (
+        "auto"  # of the language half's linears; int8: CPU only, less exact
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: what the replica finds
     block_size: int = Field(16, ge=1)  # tokens in one KV block
     transport: Literal["nixl", "in_process"] = "nixl"  # in_process: tests with all rooms in one process
@@ -73,6 +100,7 @@ class ClusterArgs(_Args):
     prefill: PrefillArgs = PrefillArgs()
     decode: DecodeArgs = DecodeArgs()
     door: DoorArgs = DoorArgs()
+    scheduling: SchedulingArgs = SchedulingArgs()
 
 
 def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> ClusterArgs:

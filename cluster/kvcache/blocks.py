@@ -111,6 +111,13 @@ class BlockPool:
             )
         return allocated
 
+    def share(self, block_ids: Sequence[int]) -> None:
+        """One more reference to each block, which somebody must hold already. Nobody may write to a shared block."""
+        for block_id in block_ids:
+            if self._num_references[block_id] == 0:
+                raise ValueError(f"block {block_id} is shared but nobody holds it")
+            self._num_references[block_id] += 1
+
     def free(self, block_ids: Sequence[int]) -> None:
         """Give one reference to each block back. `block_ids` is in prompt order; its tail is evicted first,
         because a prefix is worth more than what hangs on it.

@@ -85,6 +85,13 @@ class BlockMemory:
         if self.buffer.device.type == "cuda":
             torch.cuda.current_stream(self.buffer.device).synchronize()
 
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Block targets[i] becomes a copy of block sources[i], in every segment. On CUDA: enqueued."""
+        source_ids = torch.tensor(sources, device=self.buffer.device)
+        target_ids = torch.tensor(targets, device=self.buffer.device)
+        for segment in self.segments:
+            segment.index_copy_(0, target_ids, segment.index_select(0, source_ids))
+
     def descriptors(self, block_ids: Sequence[int], segment_ids: Sequence[int] | None = None) -> np.ndarray:
         """Address and length of each block in each segment: [len(segments) * len(block_ids), 2] uint64, segment-major."""
         return block_descriptors(self.layout, self.base_address, self.num_blocks, block_ids, segment_ids)

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.kv_format import KvCacheDtype, LayerCache, layer_cache
 
 ATTENTION_NAME = "epdg_paged"
 Span = tuple[int, int]  # absolute positions, half-open
@@ -55,12 +56,16 @@ class LayerAttention:
 
 
 class AttentionBackend(Protocol):
+    def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
+        """key [T, Hk, D] and value [T, Hk, Dv] to `batch.slots`."""
+        ...
+
     def attend(
         self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
-        key_blocks: Tensor, value_blocks: Tensor,
+        cache: LayerCache,
     ) -> Tensor:  # fmt: skip
-        """query [T, Hq, D], new_key [T, Hk, D], new_value [T, Hk, Dv] (already in the blocks too),
-        key_blocks [num_blocks, block_size, Hk, D], value_blocks [..., Dv]. Returns [T, Hq, Dv]."""
+        """query [T, Hq, D], new_key [T, Hk, D], new_value [T, Hk, Dv]; the latter two are in the cache already, and a
+        backend uses them only where the cache gives back exactly what was written. Returns [T, Hq, Dv]."""
         ...
 
 
@@ -83,29 +88,37 @@ def paged_attention(
         raise RuntimeError("a language model that serves from block memory runs only through LanguageModel")
     batch, backend = paged
     layer_idx = cast(int, module.layer_idx)
-    key_blocks, value_blocks = batch.kv.segments[2 * layer_idx], batch.kv.segments[2 * layer_idx + 1]
+    cache = layer_cache(batch.kv, layer_idx)
     new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    key_blocks.flatten(0, 1).index_copy_(0, batch.slots, new_key)
-    value_blocks.flatten(0, 1).index_copy_(0, batch.slots, new_value)
+    backend.write(batch, cache, new_key, new_value)
     if batch.on_layer is not None:
         batch.on_layer(layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = LayerAttention(scale, sliding_window or None, softcap, s_aux)
-    out = backend.attend(batch, layer, query[0].transpose(0, 1), new_key, new_value, key_blocks, value_blocks)
+    out = backend.attend(batch, layer, query[0].transpose(0, 1), new_key, new_value, cache)
     return out[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
-def make_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The fastest backend for the device that is installed."""
+def make_backend(
+    device: torch.device, dtype: torch.dtype, kv_cache_dtype: KvCacheDtype = "auto"
+) -> AttentionBackend:
+    """The fastest backend for the device and the cache's format that is installed."""
     from cluster.model.attention_torch import TorchAttention
 
-    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and kv_cache_dtype == "auto":
         try:
             from cluster.model.attention_flash import FlashAttention
         except ImportError:
             return TorchAttention()
         return FlashAttention(fallback=TorchAttention())
+    if device.type == "cpu":
+        from cluster.model.attention_cpu import CpuAttention
+        from cluster.model.cpu import library
+
+        kernels = library.load()
+        if kernels is not None:
+            return CpuAttention(kernels.cdll, fallback=TorchAttention())
     return TorchAttention()

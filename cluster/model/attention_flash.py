@@ -1,63 +1,281 @@
-"""Attention over block memory with flash-attn 2. Untried on hardware: written against flash_attn 2.8's signatures only.
+"""Attention over block memory on CUDA: flash-attn where it fits, our own decode kernel where it does not. Letters as in
+`attention`.
 
-Paged kernels want a block size that is a multiple of 256; they serve decode and chunks when it is. Everything else
-(smaller blocks, two-way spans, sinks, K and V of different widths) goes to the fallback. Importing this module needs
-flash_attn; `make_backend` falls back where it is missing.
+`route` holds the rule. flash-attn 2 reads pages of a multiple of 256 rows only, flash-attn 3 (module
+`flash_attn_interface`, Hopper) any; smaller blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention` and
+prefilled from rows gathered into one piece. Two-way spans, and in prefill sinks and unequal widths of K and V, take the
+fallback. Either library may be missing.
+
+Untried on a GPU: calls follow the signatures of flash-attn 2.8.3 and of its hopper/flash_attn_interface.py; routing and
+arguments are tested on the CPU against stand-ins of these functions.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
 import torch
-from flash_attn import (  # pyright: ignore[reportMissingImports]
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
+import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
+from cluster.model.cuda import decode_attention
+from cluster.model.kv_format import LayerCache, PlainRows, QuantizedRows, RowStore
 
-_PAGE_MULTIPLE = 256  # flash-attn 2: "Paged KV cache block size must be divisible by 256"
+_MAX_FLASH_WIDTH = 256
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Sizes of one packed step, on the device and on the host."""
+
+    query_starts: Tensor  # [B + 1] int32: exclusive prefix sums
+    context_starts: Tensor  # [B + 1] int32
+    contexts: Tensor  # [B] int32
+    tables: Tensor  # [B, max_blocks] int32
+    max_query: int
+    max_context: int
+
+
+class FlashLibrary(Protocol):
+    """One generation of flash-attn. Both calls are causal, take query [T, Hq, D] and return [T, Hq, D]."""
+
+    page_multiple: int  # pages of block_size rows can be read when block_size is a multiple of this
+
+    def paged(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+    ) -> Tensor:
+        """key and value [num_blocks, block_size, Hk, D]."""
+        ...
+
+    def rows(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+    ) -> Tensor:
+        """key and value [sum of contexts, Hk, D], sequence after sequence."""
+        ...
+
+
+class Flash2:
+    """`module` is flash_attn."""
+
+    page_multiple = 256
+
+    def __init__(self, module: Any):
+        self._varlen = module.flash_attn_varlen_func
+        self._with_kvcache = module.flash_attn_with_kvcache
+
+    def paged(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+    ) -> Tensor:
+        if lengths.max_query == 1:
+            out = self._with_kvcache(
+                query[:, None], key, value, cache_seqlens=lengths.contexts, block_table=lengths.tables,
+                **_common(layer),
+            )  # fmt: skip
+            return out[:, 0]
+        return self._varlen(
+            query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
+            lengths.max_context, block_table=lengths.tables, **_common(layer),
+        )  # fmt: skip
+
+    def rows(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+    ) -> Tensor:
+        return _rows(self._varlen, query, key, value, lengths, layer)
+
+
+class Flash3:
+    """`module` is flash_attn_interface."""
+
+    page_multiple = 1
+
+    def __init__(self, module: Any):
+        self._varlen = module.flash_attn_varlen_func
+        self._with_kvcache = module.flash_attn_with_kvcache
+
+    def paged(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+    ) -> Tensor:
+        return self._with_kvcache(
+            query, key, value, cache_seqlens=lengths.contexts, page_table=lengths.tables,
+            cu_seqlens_q=lengths.query_starts, max_seqlen_q=lengths.max_query, **_common(layer),
+        )  # fmt: skip
+
+    def rows(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+    ) -> Tensor:
+        return _rows(self._varlen, query, key, value, lengths, layer)
+
+
+class Route(Enum):
+    """How one call of `attend` is computed."""
+
+    PAGES = auto()  # flash-attn over the blocks
+    DECODE_KERNEL = auto()  # our kernel over the blocks
+    ROWS = auto()  # flash-attn over gathered rows
+    FALLBACK = auto()
+
+
+def route(
+    batch: PagedBatch, layer: LayerAttention, cache: LayerCache, page_multiple: int | None, has_kernels: bool
+) -> Route:
+    """page_multiple: of the flash library, None where there is none. has_kernels: triton is installed."""
+    flash_can = (
+        page_multiple is not None
+        and layer.sinks is None
+        and cache.key.row_shape == cache.value.row_shape
+        and cache.key.row_shape[1] <= _MAX_FLASH_WIDTH
+        and cache.key.row_shape[1] % 8 == 0
+        and not any(batch.bidirectional_spans)
+    )
+    is_plain = isinstance(cache.key, PlainRows)
+    if flash_can and is_plain and page_multiple is not None and batch.block_size % page_multiple == 0:
+        return Route.PAGES
+    if batch.is_decode and has_kernels and decode_attention.can_decode(cache):
+        return Route.DECODE_KERNEL
+    return Route.ROWS if flash_can else Route.FALLBACK
 
 
 class FlashAttention:
-    def __init__(self, fallback: AttentionBackend):
+    """The attention backend on CUDA, for float16 and bfloat16. `num_processors`: the device's multiprocessors."""
+
+    def __init__(
+        self,
+        fallback: AttentionBackend,
+        library: FlashLibrary | None,
+        has_kernels: bool,
+        num_processors: int,
+    ):
         self._fallback = fallback
+        self._library = library
+        self._page_multiple = None if library is None else library.page_multiple
+        self._has_kernels = has_kernels
+        self._num_processors = num_processors
+
+    def can_capture(self, block_size: int, cache: LayerCache) -> bool:
+        """Whether a decode step over such a cache only launches kernels whose shapes do not depend on the contexts."""
+        pages = self._page_multiple is not None and block_size % self._page_multiple == 0
+        kernel = self._has_kernels and decode_attention.can_decode(cache)
+        return kernel or (pages and isinstance(cache.key, PlainRows))
+
+    def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
+        for store, rows in ((cache.key, key), (cache.value, value)):
+            if self._has_kernels and isinstance(store, QuantizedRows):
+                decode_attention.write_quantised(store, batch.slots, rows)
+            else:
+                store.write(batch.slots, rows)
 
     def attend(
         self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
-        key_blocks: Tensor, value_blocks: Tensor,
+        cache: LayerCache,
     ) -> Tensor:  # fmt: skip
-        if not _can_run(batch, layer, key_blocks, value_blocks):
-            return self._fallback.attend(batch, layer, query, new_key, new_value, key_blocks, value_blocks)
-        window = (-1, -1) if layer.sliding_window is None else (layer.sliding_window - 1, 0)
-        tables = batch.block_tables.int()
-        shared = {
-            "softmax_scale": layer.scaling, "causal": True, "window_size": window, "softcap": layer.softcap or 0.0,
-            "block_table": tables,
-        }  # fmt: skip
-        if batch.is_decode:
-            lens = batch.context_lens_tensor.int()
-            out = flash_attn_with_kvcache(
-                query[:, None], key_blocks, value_blocks, cache_seqlens=lens, **shared
-            )
-            return out[:, 0]
-        starts_q = _starts(torch.tensor(batch.query_lens, device=query.device))
-        starts_k = _starts(batch.context_lens_tensor)
-        return flash_attn_varlen_func(
-            query.contiguous(), key_blocks, value_blocks, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k,
-            max_seqlen_q=max(batch.query_lens), max_seqlen_k=max(batch.context_lens), **shared,
+        chosen = route(batch, layer, cache, self._page_multiple, self._has_kernels)
+        if chosen is Route.DECODE_KERNEL:
+            return self._decode(batch, layer, query, cache)
+        if chosen is Route.FALLBACK or self._library is None:
+            return self._fallback.attend(batch, layer, query, new_key, new_value, cache)
+        lengths = _lengths(batch)
+        if isinstance(cache.key, PlainRows) and isinstance(cache.value, PlainRows):
+            if chosen is Route.PAGES:
+                return self._library.paged(
+                    query.contiguous(), cache.key.data, cache.value.data, lengths, layer
+                )
+            if list(batch.query_lens) == list(batch.context_lens):
+                return self._library.rows(query.contiguous(), new_key, new_value, lengths, layer)
+        slots = _context_slots(batch, lengths)
+        key = self._gather(cache.key, slots, query.dtype)
+        value = self._gather(cache.value, slots, query.dtype)
+        return self._library.rows(query.contiguous(), key, value, lengths, layer)
+
+    def _gather(self, store: RowStore, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._has_kernels and isinstance(store, QuantizedRows):
+            return decode_attention.gather_quantised(store, slots, dtype)
+        return store.rows(slots, dtype)
+
+    def _decode(self, batch: PagedBatch, layer: LayerAttention, query: Tensor, cache: LayerCache) -> Tensor:
+        num_rows = len(batch.query_lens) * cache.key.row_shape[0]
+        max_context = batch.block_tables.shape[1] * batch.block_size
+        splits = decode_attention.num_splits_for(num_rows, max_context, self._num_processors)
+        return decode_attention.paged_decode(
+            query, cache, batch.block_tables, batch.context_lens_tensor, layer, splits
+        )
+
+
+def make_cuda_backend(device: torch.device, fallback: AttentionBackend) -> AttentionBackend:
+    """For float16 and bfloat16. The fallback alone where neither flash-attn nor triton is installed."""
+    properties = torch.cuda.get_device_properties(device)
+    library = _find_library(is_hopper=properties.major == 9)
+    has_kernels = decode_attention.is_available()
+    if library is None and not has_kernels:
+        return fallback
+    return FlashAttention(fallback, library, has_kernels, properties.multi_processor_count)
+
+
+def _find_library(is_hopper: bool) -> FlashLibrary | None:
+    candidates: Sequence[tuple[str, Any]] = (("flash_attn", Flash2),)
+    if is_hopper:
+        candidates = (("flash_attn_interface", Flash3), *candidates)
+    for name, library in candidates:
+        try:
+            return library(importlib.import_module(name))
+        except ImportError:
+            continue
+    return None
+
+
+def _common(layer: LayerAttention) -> dict[str, Any]:
+    """Keywords that all calls of both generations share."""
+    window = (-1, -1) if layer.sliding_window is None else (layer.sliding_window - 1, 0)
+    return {
+        "softmax_scale": layer.scaling,
+        "causal": True,
+        "window_size": window,
+        "softcap": layer.softcap or 0.0,
+    }
+
+
+def _rows(
+    varlen: Any, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+) -> Tensor:
+    return varlen(
+        query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query, lengths.max_context,
+        **_common(layer),
+    )  # fmt: skip
+
+
+def _lengths(batch: PagedBatch) -> Lengths:
+    """Made once per step."""
+    memo_key = ("flash", "lengths")
+    if memo_key not in batch.memo:
+        contexts = batch.context_lens_tensor
+        if batch.is_decode:  # from the device alone: the step may be under capture
+            query_starts = torch.arange(len(batch.query_lens) + 1, dtype=torch.int32, device=contexts.device)
+        else:
+            query_starts = _starts(torch.tensor(batch.query_lens)).to(contexts.device, non_blocking=True)
+        batch.memo[memo_key] = Lengths(
+            query_starts, _starts(contexts), contexts.int(), batch.block_tables.int(),
+            max(batch.query_lens), max(batch.context_lens),
         )  # fmt: skip
-
-
-def _can_run(batch: PagedBatch, layer: LayerAttention, key_blocks: Tensor, value_blocks: Tensor) -> bool:
-    return (
-        batch.block_size % _PAGE_MULTIPLE == 0
-        and layer.sinks is None
-        and key_blocks.shape == value_blocks.shape
-        and not any(batch.bidirectional_spans)
-    )
+    return batch.memo[memo_key]
 
 
 def _starts(lengths: Tensor) -> Tensor:
     """[B] → [B + 1] int32: exclusive prefix sums."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    return F.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _context_slots(batch: PagedBatch, lengths: Lengths) -> Tensor:
+    """Flat slots [sum of contexts] int64 of every position of every sequence. Made once per step."""
+    memo_key = ("flash", "slots")
+    if memo_key not in batch.memo:
+        total, device = sum(batch.context_lens), batch.block_tables.device
+        seqs = torch.arange(len(batch.context_lens), device=device)
+        seq_of = seqs.repeat_interleave(batch.context_lens_tensor, output_size=total)
+        positions = torch.arange(total, device=device) - lengths.context_starts[seq_of]
+        blocks = batch.block_tables[seq_of, positions // batch.block_size].long()
+        batch.memo[memo_key] = blocks * batch.block_size + positions % batch.block_size
+    return batch.memo[memo_key]

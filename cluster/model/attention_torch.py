@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.kv_format import LayerCache, PlainRows, RowStore
 
 
 class TorchAttention:
@@ -25,43 +26,40 @@ class TorchAttention:
     def __init__(self) -> None:
         self._scratch: dict[str, Tensor] = {}
 
+    def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
+        cache.write(batch.slots, key, value)
+
     def attend(
         self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
-        key_blocks: Tensor, value_blocks: Tensor,
+        cache: LayerCache,
     ) -> Tensor:  # fmt: skip
         if batch.is_decode:
-            return self._attend_decode(batch, layer, query, key_blocks, value_blocks)
+            return self._attend_decode(batch, layer, query, cache)
         out = query.new_empty(*query.shape[:2], new_value.shape[-1])
         start = 0
         for seq, query_len in enumerate(batch.query_lens):
             end = start + query_len
-            if _is_plain_prompt(batch, layer, seq):
+            if isinstance(cache.key, PlainRows) and _is_plain_prompt(batch, layer, seq):
                 key, value = new_key[start:end], new_value[start:end]
                 out[start:end] = _fused_causal(layer, query[start:end], key, value)
             else:
-                positions, mask = _prefill_view(batch, layer.sliding_window, seq, query.dtype)
-                key, value = key_blocks.flatten(0, 1)[positions], value_blocks.flatten(0, 1)[positions]
+                slots, mask = _prefill_view(batch, layer.sliding_window, seq, query.dtype)
+                key, value = cache.key.rows(slots, query.dtype), cache.value.rows(slots, query.dtype)
                 out[start:end] = _one_sequence(layer, query[start:end], key, value, mask)
             start = end
         return out
 
     def _attend_decode(
-        self,
-        batch: PagedBatch,
-        layer: LayerAttention,
-        query: Tensor,
-        key_blocks: Tensor,
-        value_blocks: Tensor,
+        self, batch: PagedBatch, layer: LayerAttention, query: Tensor, cache: LayerCache
     ) -> Tensor:
         """query [B, Hq, D] → [B, Hq, Dv]."""
         table, mask = _decode_view(batch, layer.sliding_window, query.dtype)
         num_seqs, num_heads, width = query.shape
-        kv_heads = key_blocks.shape[2]
-        flat_table = table.flatten()
-        key = self._gather("key", key_blocks, flat_table).view(num_seqs, -1, kv_heads, key_blocks.shape[3])
-        value = self._gather("value", value_blocks, flat_table).view(
-            num_seqs, -1, kv_heads, value_blocks.shape[3]
-        )
+        kv_heads = cache.key.row_shape[0]
+        flat_table, size = table.flatten(), batch.block_size
+        key = self._gather("key", cache.key, flat_table, size, query).view(num_seqs, -1, *cache.key.row_shape)
+        value = self._gather("value", cache.value, flat_table, size, query)
+        value = value.view(num_seqs, -1, *cache.value.row_shape)
         folded = query.view(num_seqs, kv_heads, num_heads // kv_heads, width)
         if layer.softcap is None and layer.sinks is None:
             out = F.scaled_dot_product_attention(
@@ -72,19 +70,18 @@ class TorchAttention:
             out = _explicit(layer, folded, key.transpose(1, 2), value.transpose(1, 2), mask, sinks)
         return out.reshape(num_seqs, num_heads, -1)
 
-    def _gather(self, name: str, blocks: Tensor, block_ids: Tensor) -> Tensor:
-        """Copies [n, block_size, Hk, D] of `blocks` into scratch; valid until the next gather of the same name."""
-        shape = (len(block_ids), *blocks.shape[1:])
-        size = math.prod(shape)
+    def _gather(self, name: str, store: RowStore, block_ids: Tensor, block_size: int, like: Tensor) -> Tensor:
+        """[n, block_size, Hk, D] in scratch of `like`'s dtype and device; valid until the next gather of the same name."""
+        size = len(block_ids) * block_size * math.prod(store.row_shape)
         scratch = self._scratch.get(name)
         if (
             scratch is None
             or scratch.numel() < size
-            or scratch.dtype != blocks.dtype
-            or scratch.device != blocks.device
+            or scratch.dtype != like.dtype
+            or scratch.device != like.device
         ):
-            scratch = self._scratch[name] = blocks.new_empty(size)
-        return torch.index_select(blocks, 0, block_ids, out=scratch[:size].view(shape))
+            scratch = self._scratch[name] = like.new_empty(size)
+        return store.blocks(block_ids, like.dtype, scratch)
 
 
 def _decode_view(batch: PagedBatch, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cluster.errors import InternalError
+from cluster.errors import ConfigError, InternalError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import ATTENTION_NAME, PagedBatch, Span, make_backend
+from cluster.model.cpu.modules import WeightDtype, optimise
 from cluster.model.families import check_class, family_of, num_deepstack_layers, post_head
+from cluster.model.kv_format import KvCacheDtype, kv_segments
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.positions import PromptPositions
-from cluster.model.probe import check_post_head, kv_segments, probe_backbone
+from cluster.model.probe import check_post_head, kv_row_shapes, probe_backbone
 from cluster.types.request import Prompt
 
 __all__ = ["FeatureSlice", "LanguageModel", "PromptPositions", "SequenceChunk"]
@@ -52,11 +54,11 @@ class SequenceChunk:
 class LanguageModel:
     """Attributes are fixed at load.
 
-    kv_layout: two segments per layer, K then V. feature_width: hidden_size * (1 + deep-stack layers).
+    kv_layout: K and V of every layer as `kv_format` says. feature_width: hidden_size * (1 + deep-stack layers).
     chunk_cut_spans: the family forbids a chunk that ends inside a media span (the span's tokens see each other).
     """
 
-    def __init__(self, model: PreTrainedModel, block_size: int):
+    def __init__(self, model: PreTrainedModel, block_size: int, kv_cache_dtype: KvCacheDtype = "auto"):
         config = model.config
         family = family_of(config)
         text_config = config.get_text_config()
@@ -79,24 +81,51 @@ class LanguageModel:
         self.dtype: torch.dtype = self._embed.weight.dtype
         self.device: torch.device = self._embed.weight.device
         self.block_size = block_size
+        self.weight_bytes: int = sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in {*self._text.parameters(), *self._embed.parameters(), *self._head.parameters()}
+        )
         self.fingerprint: str = fingerprint(config, self.dtype)
         shapes = probe_backbone(self._text, self.hidden_size)
         check_post_head(model, self._text, self._post_head)
-        self.kv_layout = MemoryLayout(kv_segments(shapes, block_size, self.dtype))
+        self.kv_layout = MemoryLayout(
+            kv_segments(kv_row_shapes(shapes), block_size, self.dtype, kv_cache_dtype)
+        )
         self._text.set_attn_implementation(ATTENTION_NAME)
-        self._backend = make_backend(self.device, self.dtype)
+        self._backend = make_backend(self.device, self.dtype, kv_cache_dtype)
 
     @classmethod
     def load(
-        cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", block_size: int = 16
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        block_size: int = 16,
+        kv_cache_dtype: KvCacheDtype = "auto",
+        weight_dtype: WeightDtype = "auto",
     ) -> LanguageModel:
-        """Reads only the language half of the checkpoint. Raises ConfigError for models that are not supported."""
-        return cls(load_half(path, Half.LANGUAGE, dtype=dtype, device=device), block_size)
+        """Reads only the language half of the checkpoint. On the CPU it runs on native kernels where they can be built.
+        `weight_dtype` "int8": linears with 8 bit weights, CPU only. Raises ConfigError for what is not supported."""
+        language = cls(load_half(path, Half.LANGUAGE, dtype=dtype, device=device), block_size, kv_cache_dtype)
+        language._use_native_kernels(weight_dtype)
+        return language
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel, *, block_size: int = 16) -> LanguageModel:
+    def from_model(
+        cls, model: PreTrainedModel, *, block_size: int = 16, kv_cache_dtype: KvCacheDtype = "auto"
+    ) -> LanguageModel:
         """Takes the language half of a model in memory. Its text backbone runs only through this object afterwards."""
-        return cls(model.eval(), block_size)
+        return cls(model.eval(), block_size, kv_cache_dtype)
+
+    def _use_native_kernels(self, weight_dtype: WeightDtype) -> None:
+        head = None
+        if self.device.type == "cpu":
+            head = optimise(self._text, self._head, weight_dtype)
+        if weight_dtype != "auto" and head is None:
+            raise ConfigError(f"weight_dtype {weight_dtype} needs the native CPU kernels; see the log for why")
+        if head is not None:
+            self._head = head
 
     def positions(self, prompt: Prompt) -> PromptPositions:
         """Positions of every prompt token, from ids and media geometries. CPU work only; any thread."""
@@ -108,19 +137,9 @@ class LanguageModel:
     ) -> Tensor:
         """Writes the chunks' KV and returns [len(chunks), vocab_size] float32 logits of each chunk's last token.
         `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA: enqueued)."""
-        batch = self._packed_batch(chunks, kv, on_layer)
-        token_ids = [token for chunk in chunks for token in chunk.token_ids]
-        embeds = self._embed_tokens(token_ids)
-        media_rows, deep = self._place_features(embeds, chunks)
-        position_ids = torch.cat([chunk.position_ids for chunk in chunks], dim=-1)
-        extra = {}
-        if deep is not None:
-            mask = torch.zeros(1, len(token_ids), dtype=torch.bool, device=self.device)
-            mask[0, media_rows] = True
-            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
-        hidden = self._run(embeds, position_ids, batch, extra)
-        last_rows = torch.tensor(batch.query_lens, device=self.device).cumsum(0) - 1
-        return self._logits(hidden[last_rows])
+        hidden = self._packed_hidden(chunks, kv, on_layer)
+        query_lens = torch.tensor([len(chunk.token_ids) for chunk in chunks], device=self.device)
+        return self._logits(hidden[query_lens.cumsum(0) - 1])
 
     @torch.inference_mode()
     def decode(
@@ -149,6 +168,29 @@ class LanguageModel:
         position_ids = contexts + torch.tensor(deltas)
         hidden = self._run(self._embed_tokens(token_ids), position_ids, batch, {})
         return self._logits(hidden)
+
+    @torch.inference_mode()
+    def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:
+        """Like `forward`, but [T, vocab_size] float32 logits of all T new tokens, chunk after chunk: row i of a chunk is
+        what follows its i-th token. The KV of tokens that are then rejected is overwritten by the next call that starts
+        behind the accepted ones."""
+        return self._logits(self._packed_hidden(chunks, kv, None))
+
+    def _packed_hidden(
+        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None
+    ) -> Tensor:
+        """Writes the chunks' KV and returns [T, hidden_size] of their T new tokens."""
+        batch = self._packed_batch(chunks, kv, on_layer)
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        embeds = self._embed_tokens(token_ids)
+        media_rows, deep = self._place_features(embeds, chunks)
+        position_ids = torch.cat([chunk.position_ids for chunk in chunks], dim=-1)
+        extra = {}
+        if deep is not None:
+            mask = torch.zeros(1, len(token_ids), dtype=torch.bool, device=self.device)
+            mask[0, media_rows] = True
+            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
+        return self._run(embeds, position_ids, batch, extra)
 
     def _run(self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, extra: dict) -> Tensor:
         """embeds [T, hidden_size] → [T, hidden_size]."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from cluster.errors import ConfigError
-from cluster.kvcache.memory import SegmentSpec
 
 _PROBE_NAME = "epdg_probe"
 _HARMLESS = frozenset(  # keywords that families pass along and that no attention function reads, or that ours reads
@@ -117,7 +116,6 @@ def check_post_head(
         )
 
 
-def kv_segments(shapes: list[LayerShape], block_size: int, dtype: torch.dtype) -> tuple[SegmentSpec, ...]:
-    """K then V of every layer."""
-    specs = [SegmentSpec(block_size, row, dtype) for shape in shapes for row in (shape.key, shape.value)]
-    return tuple(specs)
+def kv_row_shapes(shapes: list[LayerShape]) -> list[tuple[int, int]]:
+    """(heads, width) of K, then of V, of every layer."""
+    return [row for shape in shapes for row in (shape.key, shape.value)]

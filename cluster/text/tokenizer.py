@@ -52,7 +52,7 @@ class TextProcessor:
         vocab_size = (
             config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or len(tokenizer)
         )
-        return cls(tokenizer, _placeholder_ids(config), vocab_size)
+        return cls(tokenizer, placeholder_ids(config), vocab_size)
 
     def chat_prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids with one placeholder token per media item, ready for the assistant's answer.
@@ -149,7 +149,8 @@ class TextProcessor:
                 )
 
 
-def _placeholder_ids(config: dict[str, Any]) -> dict[Modality, int]:
+def placeholder_ids(config: dict[str, Any]) -> dict[Modality, int]:
+    """Token ids that stand for media, from a model's config.json."""
     ids = {
         modality: config.get(f"{modality}_token_id", config.get(f"{modality}_token_index"))
         for modality in Modality

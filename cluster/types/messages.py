@@ -2,17 +2,21 @@
 
 One request, in call order (D decode, P prefill, E encoder):
 
-    door → D  StartDecode            D → door  DecodeGranted
     door → P  StartPrefill           P → door  FeatureGranted per item (at once, if there is room)
-    door → E  StartEncode per item
+    door → E  StartEncode per item   P → door  Admitted (it has the prompts' blocks)
+    door → D  StartDecode            D → door  DecodeGranted
     door → P  DecodeTarget (D's grant, as soon as it is there)
     door → E  EncodeTarget per item (P's grant)
     E → door  Encoded (the embeddings are in P's memory)
     P → door  Tokens (the first token)
     D → door  Tokens (one frame per decode step, for all requests of this door)
+    D → door  Preempted; ends the request at that worker: the door starts what is left of it anew
     any → door  Failed; ends the request at that worker
     door → any  Cancel; may come in every state, may repeat, needs no answer: the worker frees and, if it held
                 the request, answers with a `Tokens` entry of finish reason "cancelled"
+
+Memory is taken at P first and at D only by those who have it at P: whatever order each keeps, no two requests wait for
+each other.
 
 A worker that sees end-of-file on a door's connection cancels everything that door asked for.
 Every message is a frozen struct; the tag is its class name. `PROTOCOL_VERSION` is checked in `Hello`.
@@ -26,10 +30,10 @@ import msgspec
 
 from cluster.errors import ErrorInfo
 from cluster.types.media import MediaItem
-from cluster.types.request import GenerateRequest, SamplingParams, StopParams
+from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class FinishReason(StrEnum):
@@ -50,16 +54,15 @@ class Hello(Message, frozen=True):
 
 
 class StartDecode(Message, frozen=True):
-    """Reserve blocks for a whole answer and wait for its KV."""
+    """Reserve blocks for the prompts and wait for their KV."""
 
-    request_id: str
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    stop: StopParams
+    request: GenerateRequest
     timeout_s: float  # until the first step; the request fails when its KV has not come by then
 
 
 class DecodeGranted(Message, frozen=True):
+    """The grant's blocks: the prompt's, then the companion's."""
+
     request_id: str
     grant: Grant
 
@@ -67,6 +70,12 @@ class DecodeGranted(Message, frozen=True):
 class StartPrefill(Message, frozen=True):
     request: GenerateRequest
     timeout_s: float  # until the first token
+
+
+class Admitted(Message, frozen=True):
+    """Prefill holds the blocks of all prompts: it is time to ask decode for the same."""
+
+    request_id: str
 
 
 class FeatureGranted(Message, frozen=True):
@@ -115,17 +124,26 @@ class Encoded(Message, frozen=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request. Exactly one event with a finish reason ends a request at decode; prefill's event
-    carries the first token and a finish reason only if that token already ends the request."""
+    """New tokens of one choice. Exactly one event with a finish reason ends a choice; prefill's event carries the first
+    token, and a finish reason only if that token already ends the choice. "cancelled" is about the whole request."""
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prefill only: prompt tokens whose KV came from the prefix cache
+    choice_idx: int = 0
+
+
+class DecodeTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Of a decode worker since it started."""
+
+    num_preempted: int = 0  # requests that lost their blocks
+    num_drafted: int = 0  # tokens that speculation guessed
+    num_accepted: int = 0  # guesses that were right
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's load at one instant. Everything but the last field is zero when it holds nothing for anybody."""
+    """A worker's load at one instant."""
 
     num_running: int = 0  # requests (encoder: items) being worked on
     num_waiting: int = 0  # … waiting for memory, for embeddings or for KV
@@ -133,6 +151,12 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     num_used_blocks: int = 0  # blocks that some request holds (cached blocks nobody holds do not count)
     num_open_leases: int = 0  # writes by or into this worker that are not closed
     num_cached_blocks: int = 0  # blocks kept for reuse
+    totals: DecodeTotals = DecodeTotals()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody; what is kept for reuse does not count."""
+        return self == LoadReport(num_cached_blocks=self.num_cached_blocks, totals=self.totals)
 
 
 class Tokens(Message, frozen=True):
@@ -150,13 +174,20 @@ class Failed(Message, frozen=True):
     item_idx: int | None = None  # encoder only
 
 
-class Cancel(Message, frozen=True):
+class Preempted(Message, frozen=True):
+    """Decode needed the blocks for an older request and has forgotten this one."""
+
     request_id: str
 
 
+class Cancel(Message, frozen=True):
+    request_id: str
+    choice_idx: int | None = None  # decode: only this choice, if others of the request go on
+
+
 AnyMessage = (
-    Hello | StartDecode | DecodeGranted | StartPrefill | FeatureGranted | DecodeTarget | StartEncode | EncodeTarget
-    | ReturnGrant | Encoded | Tokens | Failed | Cancel
+    Hello | StartDecode | DecodeGranted | StartPrefill | Admitted | FeatureGranted | DecodeTarget | StartEncode
+    | EncodeTarget | ReturnGrant | Encoded | Tokens | Failed | Preempted | Cancel
 )  # fmt: skip
 
 
@@ -167,8 +198,8 @@ class Notice(msgspec.Struct, frozen=True, tag=True):
 class KvReady(Notice, frozen=True):
     """All KV of the prompt is written. Payload of prefill's last notification."""
 
-    first_token: int
-    position_delta: int  # mRoPE: position = context length + delta; 0 for one-dimensional positions
+    first_tokens: tuple[int, ...]  # per choice
+    position_deltas: tuple[int, ...]  # per prompt; mRoPE: position = context length + delta; else 0
 
 
 class FeaturesReady(Notice, frozen=True):

@@ -24,6 +24,7 @@ class StopParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[
         int, ...
     ] = ()  # includes the model's end-of-sequence ids unless the client ignores them
+    min_tokens: int = 0  # stop tokens are not drawn before that many others
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -33,10 +34,61 @@ class Prompt(msgspec.Struct, frozen=True):
     media: tuple[MediaSpan, ...] = ()
 
 
+class Guidance(msgspec.Struct, frozen=True):
+    """Classifier-free guidance (Ho and Salimans 2022): a companion sequence runs beside every choice, with the same
+    generated tokens under another prompt, and pushes the choice away from what it would say."""
+
+    scale: float  # 1: no effect
+    negative_prompt: Prompt  # text only, at least one token
+
+
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """One choice to generate, as the engines see it."""
+    """One prompt and the choices to generate for it, as the engines see it. The choices, and their companions, live and
+    die together at every worker."""
 
     request_id: str
     prompt: Prompt
-    sampling: SamplingParams
+    sampling: tuple[SamplingParams, ...]  # one per choice
     stop: StopParams
+    guidance: Guidance | None = None
+    priority: int = 0  # lower runs sooner; waiting makes up for it
+    waited_s: float = 0.0  # since the client asked, when the door sent this
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The prompt, and the companion's if there is one: what has to be computed before the first token."""
+        return (self.prompt,) if self.guidance is None else (self.prompt, self.guidance.negative_prompt)
+
+    def max_blocks(self, block_size: int) -> int:
+        """KV blocks that the whole answer may come to need where it is decoded: the choices share full prompt blocks."""
+        total = 0
+        for prompt in self.prompts:
+            num_shared = len(prompt.token_ids) // block_size
+            num_tokens = len(prompt.token_ids) + self.stop.max_tokens
+            total += num_shared + (-(-num_tokens // block_size) - num_shared) * len(self.sampling)
+        return total
+
+    def num_prompt_blocks(self, block_size: int) -> int:
+        """KV blocks of all prompts."""
+        return sum(-(-len(prompt.token_ids) // block_size) for prompt in self.prompts)
+
+    def resumed(
+        self, request_id: str, choice_idx: int, token_ids: tuple[int, ...], waited_s: float
+    ) -> GenerateRequest:
+        """What is left of one choice after `token_ids`: computed anew as part of the prompts, drawn on from there with
+        the same noise, so that the answer goes on as if nothing had happened."""
+        guidance = self.guidance
+        if guidance is not None:
+            guidance = Guidance(guidance.scale, _extended(guidance.negative_prompt, token_ids))
+        num_done = len(token_ids)
+        stop = StopParams(
+            self.stop.max_tokens - num_done,
+            self.stop.stop_token_ids,
+            max(0, self.stop.min_tokens - num_done),
+        )
+        prompt, sampling = _extended(self.prompt, token_ids), (self.sampling[choice_idx],)
+        return GenerateRequest(request_id, prompt, sampling, stop, guidance, self.priority, waited_s)
+
+
+def _extended(prompt: Prompt, token_ids: tuple[int, ...]) -> Prompt:
+    return Prompt((*prompt.token_ids, *token_ids), prompt.media)

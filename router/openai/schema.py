@@ -19,6 +19,7 @@ MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
+MAX_PRIORITY = 8
 
 Harmless = Any
 Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -48,7 +49,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
-    "min_tokens": (0,),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
     "prompt_embeds": (),
@@ -73,7 +73,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "cache_salt": (),
-    "priority": (0,),
 }
 HARMLESS = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -168,7 +167,11 @@ class _Request(_Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs sooner
+    guidance_scale: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    negative_prompt: Annotated[str, Field(min_length=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -26,6 +27,14 @@ class StopRules(msgspec.Struct, frozen=True):
     max_tokens: int | None  # None: the model's default, as far as the context has room
     token_ids: tuple[int, ...]  # includes the model's end-of-sequence ids unless the client ignores them
     strings: tuple[str, ...]
+    min_tokens: int = 0
+
+
+class GuidanceRules(msgspec.Struct, frozen=True):
+    """Classifier-free guidance; without a negative prompt the companion starts from the prompt's last token alone."""
+
+    scale: float
+    negative: tuple[ChatMessage, ...] | str | None
 
 
 class ChatCall(msgspec.Struct, frozen=True):
@@ -33,6 +42,8 @@ class ChatCall(msgspec.Struct, frozen=True):
     media: tuple[MediaSource, ...]  # in the order of the messages' media parts; not yet looked at
     sampling: tuple[SamplingParams, ...]  # one per choice
     stop: StopRules
+    guidance: GuidanceRules | None = None
+    priority: int = 0
     stream: bool = False
     include_usage: bool = False  # streams only: a last chunk with the usage
 
@@ -41,6 +52,8 @@ class CompletionCall(msgspec.Struct, frozen=True):
     prompts: tuple[str | tuple[int, ...], ...]
     sampling: tuple[SamplingParams, ...]  # choice i of every prompt draws with sampling[i]
     stop: StopRules
+    guidance: GuidanceRules | None = None
+    priority: int = 0
     stream: bool = False
     include_usage: bool = False
 
@@ -57,6 +70,8 @@ def chat_call(request: ChatRequest, model_id: str, defaults: GenerationDefaults)
         media=tuple(media),
         sampling=_sampling(request, defaults),
         stop=_stop(request, max_tokens, defaults),
+        guidance=_guidance(request, lambda text: _negative(messages, text)),
+        priority=request.priority or 0,
         stream=bool(request.stream),
         include_usage=_wants_usage(request),
     )
@@ -70,6 +85,8 @@ def completion_call(
         prompts=_prompts(request.prompt),
         sampling=_sampling(request, defaults),
         stop=_stop(request, request.max_tokens or DEFAULT_COMPLETION_TOKENS, defaults),
+        guidance=_guidance(request, lambda text: text),
+        priority=request.priority or 0,
         stream=bool(request.stream),
         include_usage=_wants_usage(request),
     )
@@ -135,7 +152,37 @@ def _stop(
     eos = () if request.ignore_eos else defaults.eos_token_ids
     token_ids = dict.fromkeys((*eos, *(request.stop_token_ids or ())))
     stop = request.stop or ()
-    return StopRules(max_tokens, tuple(token_ids), (stop,) if isinstance(stop, str) else tuple(stop))
+    min_tokens = request.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError("min_tokens is larger than max_tokens", param="min_tokens")
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    return StopRules(max_tokens, tuple(token_ids), strings, min_tokens)
+
+
+def _guidance(
+    request: ChatRequest | CompletionRequest,
+    negative: Callable[[str], tuple[ChatMessage, ...] | str],
+) -> GuidanceRules | None:
+    if request.guidance_scale is None or request.guidance_scale == 1:
+        if request.negative_prompt is not None:
+            raise RequestError("negative_prompt needs a guidance_scale other than 1", param="negative_prompt")
+        return None
+    text = request.negative_prompt
+    return GuidanceRules(request.guidance_scale, None if text is None else negative(text))
+
+
+def _negative(messages: Sequence[ChatMessage], text: str) -> tuple[ChatMessage, ...]:
+    """The same conversation without media, its last user message replaced."""
+    bare = [ChatMessage(message.role, _text_of(message)) for message in messages]
+    last = max((i for i, message in enumerate(bare) if message.role == "user"), default=len(bare) - 1)
+    bare[last] = ChatMessage(bare[last].role, text)
+    return tuple(bare)
+
+
+def _text_of(message: ChatMessage) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    return "".join(part.text for part in message.content if isinstance(part, TextPart))
 
 
 def _wants_usage(request: ChatRequest | CompletionRequest) -> bool:

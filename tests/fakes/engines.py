@@ -17,19 +17,20 @@ import torch
 from cluster.errors import UnsupportedError
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec, feature_layout
+from cluster.scheduling.budget import StepBudget
+from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.media import MediaGeometry, MediaItem, MediaSpan, Modality
 from cluster.types.messages import (
     AnyMessage,
     Cancel,
     DecodeTarget,
     EncodeTarget,
-    LoadReport,
     ReturnGrant,
     StartDecode,
     StartEncode,
     StartPrefill,
 )  # fmt: skip
-from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from cluster.worker.outbox import Outbox
 from decode_service.engine import DecodeEngine
 from encoder_service.cache import EmbeddingCache
@@ -45,7 +46,10 @@ TIMEOUT_S, MARGIN_S = 10.0, 2.0
 KV_LAYOUT = MemoryLayout((SegmentSpec(BLOCK_SIZE, (1,), torch.int64),))
 FEATURE_LAYOUT = feature_layout(1, BLOCK_SIZE, torch.int64)
 DOOR = 1
+POLICY = SchedulingPolicy(aging_s=5.0, tokens_per_s=1e9, text_share=0.5)
+FIRST_TOKEN = 50  # what prefill draws behind an original prompt; each later token is one more
 UNPLACEABLE_TOKEN = 7
+LAST_PROMPT_TOKEN = 40
 
 
 def make_item(name: str, num_rows: int) -> MediaItem:
@@ -58,8 +62,10 @@ def make_request(
     items: Sequence[MediaItem] = (),
     max_tokens: int = 4,
     stop: tuple[int, ...] = (),
+    num_choices: int = 1,
+    negative: int = 0,
 ) -> GenerateRequest:
-    """`num_tokens` of text, an item behind every third of them."""
+    """`num_tokens` of text, an item behind every third of them; `negative`: tokens of a companion's prompt."""
     token_ids: list[int] = []
     spans: list[MediaSpan] = []
     left = deque(items)
@@ -72,9 +78,11 @@ def make_request(
                 token_ids += [9] * item.geometry.num_tokens
                 if position < num_tokens - 1:
                     break
-    token_ids.append(99)
+    token_ids.append(LAST_PROMPT_TOKEN)
     prompt = Prompt(tuple(token_ids), tuple(spans))
-    return GenerateRequest(request_id, prompt, SamplingParams(), StopParams(max_tokens, stop))
+    guidance = Guidance(2.0, Prompt(tuple(range(300, 300 + negative)))) if negative else None
+    sampling = (SamplingParams(),) * num_choices
+    return GenerateRequest(request_id, prompt, sampling, StopParams(max_tokens, stop), guidance)
 
 
 def place(prompt: Prompt) -> SimpleNamespace:
@@ -157,7 +165,6 @@ class Rig:
         self.clock = ManualClock()
         self.network = InProcessNetwork()
         self.executor = ManualExecutor()
-        self.prompts: dict[str, Prompt] = {}
         self.bad_items: set[str] = set()  # names of items that cannot be encoded
         self.ended: list[str] = []  # request ids that left decode
         self._kv, self._decode_kv = BlockMemory(KV_LAYOUT, kv_blocks), BlockMemory(KV_LAYOUT, decode_blocks)
@@ -180,7 +187,7 @@ class Rig:
         def prefill(mover: Mover, outbox: Outbox) -> PrefillEngine:
             model = SimpleNamespace(positions=place, chunk_cut_spans=False)
             self.features = FeatureStore(features, self.pools["features"], mover)
-            runner = SimpleNamespace(run=self._run_prefill)
+            runner = SimpleNamespace(run=self._run_prefill, first_tokens=_first_tokens)
             return PrefillEngine(
                 model,
                 runner,
@@ -189,12 +196,21 @@ class Rig:
                 mover,
                 outbox,
                 self.clock,
-                max_batch_tokens=10,
+                POLICY,
+                StepBudget(1.0, 10, 10),
             )
 
         self.prefill = self._worker("prefill", prefill, outgoing=self._kv, incoming=features)
+        decode_runner = SimpleNamespace(
+            run=self._run_decode,
+            propose=lambda batch: None,
+            forget=lambda choice: None,
+            copy_blocks=self._decode_kv.copy_blocks,
+            num_drafted=0,
+            num_accepted=0,
+        )
         self.decode = self._worker("decode", lambda mover, outbox: DecodeEngine(
-            SimpleNamespace(run=self._run_decode), self.pools["decode"], mover, outbox, self.clock, 2,
+            decode_runner, self.pools["decode"], mover, outbox, self.clock, POLICY, 2,
             self.ended.append), incoming=self._decode_kv)  # fmt: skip
         self.workers = {"encoder": self.encoder, "prefill": self.prefill, "decode": self.decode}
 
@@ -231,7 +247,8 @@ class Rig:
             case EncodeTarget():
                 worker.tell(engine.set_target, message)
             case Cancel():
-                worker.tell(engine.cancel, message.request_id)
+                where = (message.choice_idx,) if name == "decode" else ()
+                worker.tell(engine.cancel, message.request_id, *where)
             case ReturnGrant():
                 worker.mover.revoke(message.lease_id, "nobody was given it")
 
@@ -239,12 +256,8 @@ class Rig:
         self, request: GenerateRequest, items: Sequence[MediaItem] = ()
     ) -> list[tuple[str, AnyMessage]]:
         """What the door sends first: (worker, message)."""
-        self.prompts[request.request_id] = request.prompt
-        num_tokens = len(request.prompt.token_ids)
-        start = StartDecode(request.request_id, num_tokens, request.sampling, request.stop, TIMEOUT_S)
         encode = [StartEncode(request.request_id, i, item, TIMEOUT_S) for i, item in enumerate(items)]
         return [
-            ("decode", start),
             ("prefill", StartPrefill(request, TIMEOUT_S)),
             *(("encoder", m) for m in encode),
         ]
@@ -261,7 +274,7 @@ class Rig:
         for worker in self.workers.values():
             worker.inbox.run()
             load = worker.engine.load()
-            assert load == LoadReport(num_cached_blocks=load.num_cached_blocks), load
+            assert load.is_idle, load
             assert worker.mover.num_open == 0
             assert worker.mover.agent.num_handles == 0
         for name, pool in self.pools.items():
@@ -279,32 +292,59 @@ class Rig:
     def _encode(self, _: Modality, items: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         return [torch.full((int(t["value"][1]), 1), int(t["value"][0])) for t in items]
 
-    def _run_prefill(self, batch: Sequence[tuple[Any, int]]) -> list[int | None]:
-        first_tokens: list[int | None] = []
-        for request, count in batch:
-            prompt = request.message.request.prompt
-            start, end = request.num_computed_tokens, request.num_computed_tokens + count
+    def _run_prefill(self, batch: Sequence[tuple[Any, Any, int]]) -> list[torch.Tensor]:
+        for request, sequence, count in batch:
+            prompt = sequence.prompt
+            start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
             for item_idx, span in enumerate(prompt.media):
                 low, high = max(start, span.offset), min(end, span.end)
                 if low < high:
                     key = (request.request_id, item_idx)
                     rows = self.features.rows(key, low - span.offset, high - span.offset)
                     assert rows.flatten().tolist() == [item_value(span.media_hash)] * (high - low)
-            self._check(self._kv, request.block_table, prompt, start)
+            _check(self._kv, sequence.block_table, prompt, start)
             for position in range(start, end):
-                block_id = request.block_table[position // BLOCK_SIZE]
-                self._kv.segments[0][block_id, position % BLOCK_SIZE] = kv_value(prompt, position)
-            first_tokens.append(50 if end == len(prompt.token_ids) else None)
-        return first_tokens
+                _write(self._kv, sequence.block_table, position, kv_value(prompt, position))
+        return [torch.empty(0)] * len(batch)
 
-    def _run_decode(self, batch: Sequence[Any]) -> list[int]:
+    def _run_decode(self, batch: Sequence[Any]) -> list[list[list[int]]]:
+        """Checks every branch's prompt and answer, writes what a model would, says the next number."""
+        answer: list[list[list[int]]] = []
         for request in batch:
-            prompt = self.prompts[request.request_id]
-            self._check(self._decode_kv, request.block_table, prompt, request.num_prompt_tokens)
-        return [request.last_token + 1 for request in batch]
+            for choice in request.live_choices:
+                generated = choice.token_ids[choice.num_prompt_tokens :]
+                for branch, prompt in zip(choice.branches, request.request.prompts, strict=True):
+                    position = choice.context_len(branch)
+                    tagged = [1000 * choice.idx + token_id for token_id in generated[:-1]]
+                    _check(self._decode_kv, branch.block_table, prompt, branch.num_prompt_tokens, tagged)
+                    value = 1000 * choice.idx + generated[-1]
+                    _write(self._decode_kv, branch.block_table, position, value)
+            answer.append([[choice.token_ids[-1] + 1] for choice in request.live_choices])
+        return answer
 
-    def _check(
-        self, memory: BlockMemory, block_table: Sequence[int], prompt: Prompt, num_tokens: int
-    ) -> None:
-        found = memory.segments[0][list(block_table)].flatten().tolist()[:num_tokens]
-        assert found == [kv_value(prompt, position) for position in range(num_tokens)], "foreign KV"
+
+def _first_tokens(requests: Sequence[Any]) -> list[tuple[int, ...]]:
+    """A resumed request goes on counting where its first attempt stopped."""
+    tokens: list[tuple[int, ...]] = []
+    for request in requests:
+        assert request.is_complete
+        last = request.main.prompt.token_ids[-1]
+        token_id = FIRST_TOKEN if last == LAST_PROMPT_TOKEN else last + 1
+        tokens.append((token_id,) * len(request.request.sampling))
+    return tokens
+
+
+def _write(memory: BlockMemory, block_table: Sequence[int], position: int, value: int) -> None:
+    memory.segments[0][block_table[position // BLOCK_SIZE], position % BLOCK_SIZE] = value
+
+
+def _check(
+    memory: BlockMemory,
+    block_table: Sequence[int],
+    prompt: Prompt,
+    num_tokens: int,
+    behind: Sequence[int] = (),
+) -> None:
+    found = memory.segments[0][list(block_table)].flatten().tolist()[: num_tokens + len(behind)]
+    expected = [kv_value(prompt, position) for position in range(num_tokens)] + list(behind)
+    assert found == expected, "foreign KV"

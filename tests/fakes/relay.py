@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from cluster.types.media import MediaItem
 from cluster.types.messages import (
+    Admitted,
     AnyMessage,
     Cancel,
     DecodeGranted,
@@ -16,23 +17,53 @@ from cluster.types.messages import (
     Failed,
     FeatureGranted,
     FinishReason,
+    Preempted,
     ReturnGrant,
+    StartDecode,
+    TokenEvent,
     Tokens,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
-from tests.fakes.engines import Rig
+from tests.fakes.engines import TIMEOUT_S, Rig
+
+
+@dataclass
+class Line:
+    """What one choice has come to, over all its attempts."""
+
+    early: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    has_first: bool = False
+    num_tokens_before: int = 0  # of earlier attempts
+    is_preempted: bool = False  # and waits for its first token to be resumed
 
 
 @dataclass
 class Story:
     """What one request has come to."""
 
-    early: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    request: GenerateRequest
+    items: Sequence[MediaItem]
+    lines: list[Line]
     error: str | None = None
-    has_first: bool = False
     is_open: bool = True
+    flown_on: set[int] = field(default_factory=set)  # choices that go on as requests of their own
+
+    @property
+    def is_over(self) -> bool:
+        return all(
+            idx in self.flown_on or (line.has_first and line.finish_reason is not None)
+            for idx, line in enumerate(self.lines)
+        )
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.lines[0].tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.lines[0].finish_reason
 
 
 class Relay:
@@ -40,9 +71,13 @@ class Relay:
         self.rig = rig
         self.to_worker: dict[str, deque[AnyMessage]] = {name: deque() for name in rig.workers}
         self.stories: dict[str, Story] = {}
+        self.num_resumed = 0
 
-    def start(self, request: GenerateRequest, items: Sequence[MediaItem] = ()) -> Story:
-        self.stories[request.request_id] = story = Story()
+    def start(
+        self, request: GenerateRequest, items: Sequence[MediaItem] = (), lines: list[Line] | None = None
+    ) -> Story:
+        lines = lines or [Line() for _ in request.sampling]
+        self.stories[request.request_id] = story = Story(request, items, lines)
         for name, message in self.rig.launch(request, items):
             self.to_worker[name].append(message)
         return story
@@ -76,29 +111,51 @@ class Relay:
     def _hear(self, name: str, message: AnyMessage) -> None:
         if isinstance(message, Tokens):
             for event in message.events:
-                self._token(name, event.request_id, list(event.token_ids), event.finish_reason)
+                self._token(name, event)
             return
         story = self.stories[message.request_id]
         if isinstance(message, DecodeGranted | FeatureGranted) and not story.is_open:
             self.to_worker[name].append(ReturnGrant(message.grant.lease_id))
+        elif isinstance(message, Admitted) and story.is_open:
+            self.to_worker["decode"].append(StartDecode(story.request, TIMEOUT_S))
         elif isinstance(message, DecodeGranted):
             self.to_worker["prefill"].append(DecodeTarget(message.request_id, message.grant))
         elif isinstance(message, FeatureGranted):
             target = EncodeTarget(message.request_id, message.item_idx, message.grant)
             self.to_worker["encoder"].append(target)
+        elif isinstance(message, Preempted) and story.is_open:
+            for idx, line in enumerate(story.lines):
+                line.is_preempted = line.finish_reason is None
+                self._resume_if_known(story, idx)
         elif isinstance(message, Failed) and story.is_open:
             story.error = message.error.message
             self.land(message.request_id)
 
-    def _token(self, name: str, request_id: str, token_ids: list[int], reason: FinishReason | None) -> None:
-        story = self.stories[request_id]
-        if not story.is_open or reason is FinishReason.CANCELLED:
+    def _token(self, name: str, event: TokenEvent) -> None:
+        story = self.stories[event.request_id]
+        if not story.is_open or event.finish_reason is FinishReason.CANCELLED:
             return
-        story.has_first |= name == "prefill"
-        (story.tokens if name == "prefill" else story.early).extend(token_ids)
-        story.finish_reason = story.finish_reason or reason
-        if story.has_first:
-            story.tokens += story.early
-            story.early.clear()
-            if story.finish_reason is not None:
-                self.land(request_id)
+        line = story.lines[event.choice_idx]
+        (line.tokens if name == "prefill" else line.early).extend(event.token_ids)
+        line.has_first |= name == "prefill"
+        line.finish_reason = line.finish_reason or event.finish_reason
+        if line.has_first:
+            line.tokens += line.early
+            line.early.clear()
+            self._resume_if_known(story, event.choice_idx)
+        if story.is_over:
+            self.land(event.request_id)
+
+    def _resume_if_known(self, story: Story, choice_idx: int) -> None:
+        line = story.lines[choice_idx]
+        if not (line.is_preempted and line.has_first):
+            return
+        new = tuple(line.tokens[line.num_tokens_before :])
+        self.num_resumed += 1
+        request = story.request.resumed(f"resumed{self.num_resumed}", choice_idx, new, 0.0)
+        line.is_preempted = line.has_first = False
+        line.num_tokens_before = len(line.tokens)
+        story.flown_on.add(choice_idx)
+        self.start(request, story.items, [line])
+        if story.is_over:
+            self.land(story.request.request_id)

@@ -18,6 +18,8 @@ starts = st.tuples(
     st.integers(1, 14),
     st.lists(st.sampled_from(sorted(ITEMS)), max_size=3),
     st.integers(1, 5),
+    st.integers(1, 3),  # choices
+    st.sampled_from([0, 0, 5]),  # tokens of a companion
 )
 on_worker = st.tuples(st.sampled_from(["send", "hear", "step", "move"]), st.sampled_from(NAMES))
 others = st.one_of(
@@ -31,9 +33,10 @@ others = st.one_of(
 
 def act(rig: Rig, relay: Relay, event: tuple) -> None:
     match event:
-        case ("start", num_tokens, names, max_tokens):
+        case ("start", num_tokens, names, max_tokens, num_choices, negative):
             items = [ITEMS[name] for name in names]
-            request = make_request(f"r{len(relay.stories)}", num_tokens, items, max_tokens)
+            name = f"r{len(relay.stories)}"
+            request = make_request(name, num_tokens, items, max_tokens, (), num_choices, negative)
             relay.start(request, items)
         case ("send", name):
             relay.send_one(name)
@@ -47,7 +50,7 @@ def act(rig: Rig, relay: Relay, event: tuple) -> None:
             rig.executor.run_one()
         case ("cancel", nth):
             if nth < len(relay.stories):
-                relay.land(f"r{nth}")
+                relay.land(list(relay.stories)[nth])
         case ("play", rounds):
             relay.play(rounds)
         case ("wait", seconds):
@@ -57,7 +60,7 @@ def act(rig: Rig, relay: Relay, event: tuple) -> None:
 
 
 def let_everything_end(rig: Rig, relay: Relay) -> None:
-    for request_id in relay.stories:
+    for request_id in list(relay.stories):
         relay.land(request_id)
     relay.play(10)
     for _ in range(3):
@@ -89,7 +92,8 @@ def test_whatever_the_order_of_messages_every_good_request_is_answered(events, p
         act(rig, relay, event)
     relay.play(400)
     for story in relay.stories.values():
-        assert story.error is None and story.finish_reason is not None
-        assert story.tokens == list(range(50, 50 + len(story.tokens)))
+        for line in story.lines:
+            assert story.error is None and line.finish_reason is not None
+            assert line.tokens == list(range(50, 50 + len(line.tokens)))
     let_everything_end(rig, relay)
     rig.audit()

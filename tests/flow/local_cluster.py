@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from cluster.config.settings import ClusterArgs
 from cluster.types.members import Role
-from cluster.types.messages import LoadReport
 from decode_service.service import DecodeService
 from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
@@ -39,15 +38,11 @@ class LocalCluster:
             pass
         assert self.door.num_flights == 0, "a request is still on its way"
         for peer in self.door.peers:
-            held = LoadReport(num_cached_blocks=peer.load.num_cached_blocks)
-            assert peer.load == held, f"{peer.member.replica_id} still holds something: {peer.load}"
+            assert peer.load.is_idle, f"{peer.member.replica_id} still holds something: {peer.load}"
             assert peer.num_predicted_units == 0 and peer.num_flights == 0
 
     def _is_idle(self) -> bool:
-        idle = (
-            LoadReport(num_cached_blocks=peer.load.num_cached_blocks) == peer.load for peer in self.door.peers
-        )
-        return self.door.num_flights == 0 and all(idle)
+        return self.door.num_flights == 0 and all(peer.load.is_idle for peer in self.door.peers)
 
 
 @asynccontextmanager

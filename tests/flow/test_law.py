@@ -87,8 +87,8 @@ async def test_every_token_id_equals_generate(expected):
             call = chat_call(ChatRequest.model_validate(body), "demo", door.defaults)
             prompt = door._prompts.chat(call)
             stop = StopParams(MAX_TOKENS, call.stop.token_ids)
-            request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling[0], stop)
-            events = door._dispatcher.generate(request, prompt.items, prompt.block_hashes)
+            request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, stop)
+            (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes)
             got = [token_id async for event in events for token_id in event.token_ids]
             assert tuple(got) == answer.token_ids, case.kind
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from cluster.model.attention import LayerAttention, PagedBatch
 from cluster.model.attention_torch import TorchAttention
+from cluster.model.kv_format import layer_cache
 
 HEADS, KV_HEADS, K_WIDTH, V_WIDTH = 4, 2, 8, 6
 UNWRITTEN = 1e4
@@ -99,7 +100,7 @@ def test_paged_attention_equals_dense_attention(
         torch.tensor([[*table, *[0] * (width - len(table))] for table in tables]), torch.tensor(lens), seq_spans,
     )  # fmt: skip
     new_key, new_value = (torch.cat(parts) for parts in zip(*new, strict=True))
-    out = TorchAttention().attend(batch, layer, torch.cat(queries), new_key, new_value, *kv.segments)
+    out = TorchAttention().attend(batch, layer, torch.cat(queries), new_key, new_value, layer_cache(kv, 0))
     torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 

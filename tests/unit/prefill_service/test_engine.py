@@ -128,3 +128,33 @@ def test_a_returned_grant_frees_its_room_at_once(rig, relay):
     relay.land("r")
     relay.play(5)
     assert rig.features.num_used_blocks == 0 and rig.features.num_open_leases == 0
+
+
+def test_the_companion_is_computed_while_embeddings_are_missing(rig, relay):
+    item = make_item("a", 5)
+    relay.start(make_request("r", 3, [item], negative=7), [item])
+    only_to(relay, "prefill")
+    rig.turn(3)
+    assert rig.prefill.engine.load().num_queued_units == 6  # the item and the text behind it
+    relay.play()
+    assert relay.stories["r"].tokens == [50, 51, 52, 53]
+
+
+def test_first_tokens_come_for_every_choice_at_once(rig, relay):
+    relay.start(make_request("r", 9, num_choices=3))
+    only_to(relay, "prefill")
+    rig.turn(2)
+    assert [event.choice_idx for event in events(rig)] == [0, 1, 2]
+    relay.play()
+
+
+def test_a_text_prompt_does_not_wait_for_a_long_media_prompt(rig, relay):
+    item = make_item("a", 20)
+    relay.start(make_request("long", 40, [item]), [item])
+    relay.play(3)
+    relay.start(make_request("short", 4))
+    only_to(relay, "prefill")
+    rig.turn(2)
+    assert "short" in [event.request_id for event in events(rig)]
+    assert "long" not in [event.request_id for event in events(rig)]
+    relay.play()

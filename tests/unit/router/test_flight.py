@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from cluster.config.settings import DoorArgs
-from cluster.errors import MediaError, UnavailableError, to_info
+from cluster.errors import MediaError, RequestError, UnavailableError, to_info
 from cluster.types.media import MediaGeometry, MediaItem, MediaSpan, Modality
 from cluster.types.members import Member, Role
 from cluster.types.messages import (
+    Admitted,
     Cancel,
     DecodeGranted,
     DecodeTarget,
@@ -20,6 +22,7 @@ from cluster.types.messages import (
     FeatureGranted,
     FinishReason,
     LoadReport,
+    Preempted,
     ReturnGrant,
     StartDecode,
     StartEncode,
@@ -37,7 +40,7 @@ ITEM = MediaItem(Modality.IMAGE, b"png", "hash", MediaGeometry(3))
 REQUEST = GenerateRequest(
     "r",
     Prompt((1, 2, 9, 9, 9, 3), (MediaSpan(ITEM.modality, "hash", 2, ITEM.geometry),)),
-    SamplingParams(),
+    (SamplingParams(),),
     StopParams(3),
 )
 
@@ -79,8 +82,16 @@ class Door:
     def tell(self, role: Role, message) -> None:
         self.dispatcher.on_message(self.members.peers[role], message)
 
-    def token(self, role: Role, *token_ids: int, reason: FinishReason | None = None) -> None:
-        self.tell(role, Tokens((TokenEvent("r", token_ids, reason),), LoadReport()))
+    def token(
+        self,
+        role: Role,
+        *token_ids: int,
+        reason: FinishReason | None = None,
+        name: str = "r",
+        choice: int = 0,
+    ) -> None:
+        event = TokenEvent(name, token_ids, reason, choice_idx=choice)
+        self.tell(role, Tokens((event,), LoadReport()))
 
     def fail(self, role: Role, error=None, item_idx=None) -> None:
         self.tell(role, Failed("r", to_info(error or UnavailableError(f"{role} gave up")), item_idx))
@@ -92,7 +103,8 @@ class Door:
         got: list[int] = []
 
         async def read() -> FinishReason | None:
-            async for event in self.dispatcher.generate(REQUEST, [ITEM], [b"block"]):
+            (stream,) = self.dispatcher.generate(REQUEST, [ITEM], [b"block"])
+            async for event in stream:
                 got.extend(event.token_ids)
                 if event.finish_reason is not None:
                     return event.finish_reason
@@ -100,6 +112,8 @@ class Door:
 
         task = asyncio.ensure_future(read())
         await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        self.tell(Role.PREFILL, Admitted("r"))
         await asyncio.sleep(0)
         return task, got
 
@@ -130,7 +144,7 @@ def grant(lease_id: str) -> Grant:
     return Grant(lease_id, b"", 0, 8, "", (0,), (0,), 1.0)
 
 
-async def test_every_stage_is_told_at_once_and_grants_are_passed_on(door):
+async def test_decode_is_asked_once_prefill_has_the_memory_and_grants_are_passed_on(door):
     task, got = await door.start()
     assert [door.sent(role) for role in (Role.DECODE, Role.PREFILL, Role.ENCODE)] == [
         [StartDecode.__name__], [StartPrefill.__name__], [StartEncode.__name__]
@@ -252,3 +266,73 @@ async def test_a_worker_that_cannot_be_sent_to_leaves_no_flight(door):
     task, _ = await door.start()
     with pytest.raises(UnavailableError, match="too long"):
         await task
+
+
+async def test_decode_is_not_asked_before_prefill_has_the_memory(door):
+    (stream,) = door.dispatcher.generate(REQUEST, [ITEM], [])
+    task = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.01)
+    assert door.sent(Role.DECODE) == [] and not door.calls
+    assert door.sent(Role.PREFILL) == [StartPrefill.__name__]
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_what_is_left_of_a_preempted_answer_flies_as_a_request_of_its_own(door):
+    task, got = await door.start()
+    door.token(Role.PREFILL, 5)
+    door.token(Role.DECODE, 6)
+    await asyncio.sleep(0)
+    door.tell(Role.DECODE, Preempted("r"))
+    await asyncio.sleep(0.01)
+    request = door.members.connections[Role.PREFILL].sent[-1].request
+    assert request.prompt.token_ids == (*REQUEST.prompt.token_ids, 5, 6)
+    assert request.prompt.media == REQUEST.prompt.media and request.stop.max_tokens == 1
+    assert request.request_id != "r" and request.waited_s > 0
+    assert door.sent(Role.ENCODE) == ["StartEncode", "Cancel", "StartEncode"]
+    door.token(Role.PREFILL, 7, reason=FinishReason.LENGTH, name=request.request_id)
+    assert await task is FinishReason.LENGTH and got == [5, 6, 7]
+    door.members.connections[Role.PREFILL].sent.clear()  # each attempt is cancelled once
+    door.members.connections[Role.DECODE].sent.clear()
+    door.members.connections[Role.ENCODE].sent.clear()
+
+
+async def test_a_preemption_that_overtakes_the_first_token_waits_for_it(door):
+    task, got = await door.start()
+    door.tell(Role.DECODE, Preempted("r"))
+    await asyncio.sleep(0.01)
+    assert door.sent(Role.PREFILL).count(StartPrefill.__name__) == 1
+    door.token(Role.PREFILL, 5)
+    await asyncio.sleep(0.01)
+    request = door.members.connections[Role.PREFILL].sent[-1].request
+    assert request.prompt.token_ids[-1] == 5
+    door.token(Role.PREFILL, 6, reason=FinishReason.STOP, name=request.request_id)
+    assert await task is FinishReason.STOP and got == [5, 6]
+    for role in Role:
+        door.members.connections[role].sent.clear()
+
+
+async def test_choices_fly_together_and_land_when_the_last_is_closed(door):
+    two = msgspec.structs.replace(REQUEST, sampling=(SamplingParams(), SamplingParams()))
+    first, second = door.dispatcher.generate(two, [ITEM], [])
+    reading = asyncio.ensure_future(anext(first))
+    await asyncio.sleep(0)
+    door.tell(Role.PREFILL, Admitted("r"))
+    for choice in (0, 1):
+        door.token(Role.PREFILL, 5 + choice, choice=choice)
+    assert (await reading).token_ids == (5,) and (await anext(second)).token_ids == (6,)
+    await first.aclose()
+    assert door.members.connections[Role.DECODE].sent[-1] == Cancel("r", 0)
+    assert door.dispatcher.num_flights == 1
+    door.token(Role.DECODE, 8, reason=FinishReason.STOP, choice=1)
+    assert (await anext(second)).token_ids == (8,)
+    assert door.dispatcher.num_flights == 0
+    door.members.connections[Role.DECODE].sent.clear()
+
+
+async def test_a_request_that_no_worker_has_memory_for_is_refused_before_anything_is_sent(door):
+    large = msgspec.structs.replace(REQUEST, stop=StopParams(16 * 8))
+    (stream,) = door.dispatcher.generate(large, [ITEM], [])
+    with pytest.raises(RequestError, match="144 tokens of KV cache; a decode worker holds 128"):
+        await anext(stream)
+    assert not any(door.sent(role) for role in Role)

@@ -1,0 +1,174 @@
+"""Attention over block memory with the kernels of `cpu/attention.cpp`: paged decode and prefill chunks, plain and int8
+caches, windows, soft caps, sinks and two-way spans. What `can_run` refuses goes to the fallback.
+
+What a step shares (visible ranges, pointers) is made once per window and kept in `PagedBatch.memo`. Letters as in
+`attention`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
+from cluster.model.kv_format import LayerCache, PlainRows, QuantizedRows, RowStore
+
+_MAX_WIDTH = 256  # kMaxWidth
+_MAX_GROUP = 128  # kTile
+_pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Step(ctypes.Structure):
+    """AttentionStep."""
+
+    _fields_ = (
+        ("tables", _pointer), ("query_starts", _pointer), ("begins", _pointer), ("ends", _pointer),
+        ("sequences", _int64), ("table_width", _int64), ("block_size", _int64), ("threads", _int64),
+    )  # fmt: skip
+
+
+class _Call(ctypes.Structure):
+    """AttentionCall."""
+
+    _fields_ = (
+        ("query", _pointer), ("key", _pointer), ("key_scales", _pointer), ("value", _pointer),
+        ("value_scales", _pointer), ("sinks", _pointer), ("out", _pointer), ("query_token_stride", _int64),
+        ("query_head_stride", _int64), ("query_heads", _int64), ("kv_heads", _int64), ("key_width", _int64),
+        ("value_width", _int64), ("is_bf16", _int64), ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
+    )  # fmt: skip
+
+
+class _Write(ctypes.Structure):
+    """WriteCall."""
+
+    _fields_ = (
+        ("rows", _pointer), ("slots", _pointer), ("target", _pointer), ("scales", _pointer), ("tokens", _int64),
+        ("heads", _int64), ("width", _int64), ("token_stride", _int64), ("head_stride", _int64), ("is_bf16", _int64),
+        ("threads", _int64),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _StepView:
+    """A step's arguments and the tensors that they point into."""
+
+    step: _Step
+    tensors: tuple[Tensor, ...]
+
+
+class CpuAttention:
+    """`library`: the shared library that holds `paged_attention` and `write_kv`."""
+
+    def __init__(self, library: ctypes.CDLL, fallback: AttentionBackend):
+        self._fallback = fallback
+        self._attend = library.paged_attention
+        self._attend.argtypes, self._attend.restype = (ctypes.POINTER(_Step), ctypes.POINTER(_Call)), None
+        self._write = library.write_kv
+        self._write.argtypes, self._write.restype = (ctypes.POINTER(_Write), ctypes.POINTER(_Write)), None
+
+    def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
+        if key.dtype not in _DTYPES or not (_holds(cache.key, key.dtype) and _holds(cache.value, key.dtype)):
+            self._fallback.write(batch, cache, key, value)
+            return
+        key, value = _with_dense_rows(key), _with_dense_rows(value)
+        self._write(_write_call(batch, cache.key, key), _write_call(batch, cache.value, value))
+
+    def attend(
+        self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
+        cache: LayerCache,
+    ) -> Tensor:  # fmt: skip
+        if not can_run(query, cache):
+            return self._fallback.attend(batch, layer, query, new_key, new_value, cache)
+        query = _with_dense_rows(query)
+        tokens, heads, key_width = query.shape
+        kv_heads, value_width = cache.value.row_shape
+        out = query.new_empty(tokens, heads, value_width)
+        sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
+        call = _Call(
+            query.data_ptr(), *_pointers(cache.key), *_pointers(cache.value),
+            None if sinks is None else sinks.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), heads,
+            kv_heads, key_width, value_width, query.dtype == torch.bfloat16, layer.scaling, layer.softcap or 0.0,
+        )  # fmt: skip
+        self._attend(_step_view(batch, layer.sliding_window).step, call)
+        return out
+
+
+def can_run(query: Tensor, cache: LayerCache) -> bool:
+    """Whether the kernels know these types and sizes."""
+    heads, key_width = query.shape[1:]
+    kv_heads, value_width = cache.value.row_shape
+    return (
+        query.dtype in _DTYPES
+        and _holds(cache.key, query.dtype)
+        and _holds(cache.value, query.dtype)
+        and max(key_width, value_width) <= _MAX_WIDTH
+        and heads // kv_heads <= _MAX_GROUP
+    )
+
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _holds(store: RowStore, dtype: torch.dtype) -> bool:
+    """Whether the store keeps rows of `dtype`, as they are or quantised."""
+    return isinstance(store, QuantizedRows) or (isinstance(store, PlainRows) and store.data.dtype == dtype)
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """Any strides but a row's own."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _pointers(store: RowStore) -> tuple[int, int | None]:
+    """Rows or codes, and scales."""
+    if isinstance(store, QuantizedRows):
+        return store.codes.data_ptr(), store.scales.data_ptr()
+    assert isinstance(store, PlainRows)
+    return store.data.data_ptr(), None
+
+
+def _write_call(batch: PagedBatch, store: RowStore, rows: Tensor) -> _Write:
+    target, scales = _pointers(store)
+    tokens, heads, width = rows.shape
+    return _Write(
+        rows.data_ptr(), batch.slots.data_ptr(), target, scales, tokens, heads, width, rows.stride(0), rows.stride(1),
+        rows.dtype == torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _step_view(batch: PagedBatch, window: int | None) -> _StepView:
+    memo_key = ("cpu", window)
+    if memo_key not in batch.memo:
+        begins, ends = visible_ranges(batch, window)
+        starts = torch.tensor([0, *batch.query_lens]).cumsum(0).int()
+        tables = batch.block_tables.contiguous()
+        step = _Step(
+            tables.data_ptr(), starts.data_ptr(), begins.data_ptr(), ends.data_ptr(), len(batch.query_lens),
+            tables.shape[1], batch.block_size, torch.get_num_threads(),
+        )  # fmt: skip
+        batch.memo[memo_key] = _StepView(step, (tables, starts, begins, ends))
+    return batch.memo[memo_key]
+
+
+def visible_ranges(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor]:
+    """Each new token sees the key positions [begin, end) of its sequence; both [T] int32. A two-way span moves the end: it
+    never reaches behind the chunk."""
+    if batch.is_decode:
+        ends = batch.context_lens_tensor.int()
+        positions = ends - 1
+    else:
+        pairs = zip(batch.query_lens, batch.context_lens, strict=True)
+        positions = torch.cat([torch.arange(total - new, total, dtype=torch.int32) for new, total in pairs])
+        ends = positions + 1
+        start = 0
+        for query_len, spans in zip(batch.query_lens, batch.bidirectional_spans, strict=True):
+            own = slice(start, start + query_len)
+            for span_start, span_end in spans:
+                inside = (positions[own] >= span_start) & (positions[own] < span_end)
+                ends[own] = ends[own].masked_fill(inside, span_end)
+            start += query_len
+    begins = torch.zeros_like(ends) if window is None else (positions - (window - 1)).clamp_(min=0)
+    return begins, ends

@@ -1,0 +1,257 @@
+"""Modules that run the native kernels in place of a model's own, and `optimise`, which puts them there.
+
+Weights are packed once and kept in that form alone. Every replacement is compared with the module it replaces on random
+input before it takes its place; what differs, or is not understood, stays as it was. float32 and bfloat16 are lossless:
+the same products summed in another order. A row's result does not depend on the other rows of the batch. INT8 weights are
+not lossless, an option.
+
+A module runs on its caller's thread and on as many OpenMP threads as torch would use there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Iterator
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from cluster.errors import InternalError
+from cluster.model.cpu.library import Kernels, Layer, load
+
+logger = logging.getLogger(__name__)
+
+WeightDtype = Literal["auto", "int8"]
+
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_STEP_BYTES = 4  # of an output's weights, for some inputs, lie side by side
+_ALIGNMENT = 64
+# Largest relative error (2-norm) of a replacement. Twice what was seen on Gaussian weights and inputs, or more.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+_NORM_TOLERANCE = {
+    torch.float32: 1e-6,
+    torch.bfloat16: 5e-4,
+}  # a rounding more or less in bfloat16 gives 1e-3
+_INT8_TOLERANCE = 5e-2
+_PROBE_ROWS = 7
+
+
+class PackedWeights:
+    """One or two (gate, up) matrices [outputs, inputs] as the kernels read them, with the bias. Calls of one object may
+    overlap; nothing changes after it is made."""
+
+    def __init__(
+        self, kernels: Kernels, weight: Tensor, *, up: Tensor | None = None, bias: Tensor | None = None,
+        int8: bool = False,
+    ):  # fmt: skip
+        outputs, inputs = weight.shape
+        weight, up = weight.detach().contiguous(), None if up is None else up.detach().contiguous()
+        inputs_a_step = _STEP_BYTES // (1 if int8 else weight.element_size())
+        panels = -(-outputs * (1 if up is None else 2) // kernels.panel_outputs)
+        padded_outputs = panels * kernels.panel_outputs
+        suffix = _SUFFIX[weight.dtype]
+        packed = _aligned_bytes(padded_outputs * -(-inputs // inputs_a_step) * _STEP_BYTES)
+        scales = torch.zeros(padded_outputs if int8 else 0)
+        sums = torch.zeros(padded_outputs if int8 else 0, dtype=torch.int32)
+        padded_bias = None
+        if bias is not None:
+            padded_bias = torch.zeros(padded_outputs)
+            padded_bias[:outputs] = bias.detach()
+        pack = getattr(kernels.cdll, f"pack_i8_{suffix}" if int8 else f"pack_{suffix}")
+        quantisation = (scales.data_ptr(), sums.data_ptr()) if int8 else ()
+        pack(weight.data_ptr(), _pointer(up), packed.data_ptr(), *quantisation, outputs, inputs)
+        self._tensors = (packed, padded_bias, scales, sums)
+        self._layer = Layer(*map(_pointer, self._tensors), inputs, outputs, up is not None)
+        self._address = ctypes.addressof(self._layer)
+        self._run = getattr(kernels.cdll, f"linear_i8_{suffix}" if int8 else f"linear_{suffix}")
+        self._dtype, self._inputs, self._outputs = weight.dtype, inputs, outputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., inputs] → [..., outputs], of the weights' dtype. Blocks."""
+        shape = x.shape
+        if x.dtype is not self._dtype or shape[-1] != self._inputs:
+            raise InternalError(
+                f"a packed layer takes {self._inputs} {self._dtype} inputs: {shape}, {x.dtype}"
+            )
+        if not x.is_contiguous():
+            x = x.contiguous()
+        y = torch.empty((*shape[:-1], self._outputs), dtype=self._dtype)
+        self._run(
+            self._address, x.data_ptr(), y.data_ptr(), x.numel() // self._inputs, torch.get_num_threads()
+        )
+        return y
+
+
+class PackedLinear(nn.Module):
+    """y = x Wᵀ + b. Has no `weight`; the linear it was made from may go."""
+
+    def __init__(self, linear: nn.Linear, kernels: Kernels, *, int8: bool = False):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self.forward = PackedWeights(kernels, linear.weight, bias=linear.bias, int8=int8)
+
+
+class PackedGatedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one pass. Intermediate values are rounded to the dtype as torch's are."""
+
+    def __init__(self, mlp: nn.Module, kernels: Kernels, *, int8: bool = False):
+        super().__init__()
+        gate, up, down = (
+            cast(nn.Linear, getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        self._gate_up = PackedWeights(kernels, gate.weight, up=up.weight, int8=int8)
+        self._down = PackedWeights(kernels, down.weight, int8=int8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._down(self._gate_up(x))
+
+
+class NativeRmsNorm(nn.Module):
+    """weight * (x / rms(x)), the quotient in float32 and rounded to the dtype before the product, as in most families."""
+
+    def __init__(self, norm: nn.Module, kernels: Kernels):
+        super().__init__()
+        self.weight = cast(nn.Parameter, norm.weight)
+        self.variance_epsilon: float = cast(float, _epsilon(norm))
+        self._run: Callable[..., None] = getattr(kernels.cdll, f"rms_norm_{_SUFFIX[self.weight.dtype]}")
+        self._dtype, self._width = self.weight.dtype, self.weight.numel()
+        self._kept = self.weight.detach().contiguous()
+        self._address = self._kept.data_ptr()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is not self._dtype or x.shape[-1] != self._width:
+            raise InternalError(f"a norm takes {self._width} {self._dtype} values: {x.shape}, {x.dtype}")
+        if not x.is_contiguous():
+            x = x.contiguous()
+        y = torch.empty_like(x)
+        rows = x.numel() // self._width
+        self._run(
+            self._address,
+            x.data_ptr(),
+            y.data_ptr(),
+            rows,
+            self._width,
+            self.variance_epsilon,
+            torch.get_num_threads(),
+        )
+        return y
+
+
+def optimise(
+    text_model: nn.Module, head: nn.Module, weight_dtype: WeightDtype = "auto", kernels: Kernels | None = None
+) -> nn.Module | None:
+    """Replaces linears, gated MLPs and norms anywhere in `text_model`, in place. Returns what to use as the output head, or
+    None: keep the old one. A head that shares its weight with the embedding gets a packed copy of its own.
+
+    Does nothing where there are no kernels for this machine (`kernels`: those of `load` unless given). Blocks: some seconds
+    for a gigabyte of weights. Call it before the first forward, in evaluation mode.
+    """
+    kernels = kernels or load()
+    if kernels is None:
+        return None
+    with torch.inference_mode():
+        counts = _optimise_children(text_model, kernels, weight_dtype)
+        new_head = _replacement(head, kernels, weight_dtype)
+    logger.info(
+        "native CPU kernels (%s): %d modules replaced", kernels.variant, counts + (new_head is not None)
+    )
+    return new_head
+
+
+def _optimise_children(module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype) -> int:
+    count = 0
+    for name, child in module.named_children():
+        replacement = _replacement(child, kernels, weight_dtype)
+        if replacement is None:
+            count += _optimise_children(child, kernels, weight_dtype)
+        else:
+            setattr(module, name, replacement)
+            count += 1
+    return count
+
+
+def _replacement(module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype) -> nn.Module | None:
+    """The best one that does what `module` does."""
+    for candidate, tolerance in _candidates(module, kernels, weight_dtype):
+        if _agrees(module, candidate, tolerance):
+            return candidate
+    return None
+
+
+def _candidates(
+    module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype
+) -> Iterator[tuple[nn.Module, float]]:
+    """With the largest relative error that each may have."""
+    if _is_rms_norm(module):
+        yield NativeRmsNorm(module, kernels), _NORM_TOLERANCE[_dtype(module)]
+        return
+    packed = PackedLinear if _is_linear(module) else PackedGatedMlp if _is_gated_mlp(module) else None
+    if packed is None:
+        return
+    if weight_dtype == "int8":
+        yield packed(cast(nn.Linear, module), kernels, int8=True), _INT8_TOLERANCE
+    yield packed(cast(nn.Linear, module), kernels), _TOLERANCE[_dtype(module)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and _is_servable(module)
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    activation = children.pop("act_fn", None)
+    return (
+        children.keys() == {"gate_proj", "up_proj", "down_proj"}
+        and all(type(child) is nn.Linear and child.bias is None for child in children.values())
+        and isinstance(activation, (nn.SiLU, SiLUActivation))
+        and _is_servable(module)
+    )
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """By name and parts; whether it adds 1 to its weight or rounds at another place is left to the comparison."""
+    weight = getattr(module, "weight", None)
+    named_so = (
+        type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and weight.ndim == 1
+    )
+    return named_so and _epsilon(module) is not None and _is_servable(module)
+
+
+def _is_servable(module: nn.Module) -> bool:
+    """All in CPU memory, of one dtype that the kernels know, and nobody listens in."""
+    kinds = {(parameter.device.type, parameter.dtype) for parameter in module.parameters()}
+    hooks = any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    return kinds <= {("cpu", dtype) for dtype in _SUFFIX} and len(kinds) == 1 and not hooks
+
+
+def _agrees(module: nn.Module, candidate: nn.Module, tolerance: float) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    first = next(module.parameters())
+    x = torch.randn(1, _PROBE_ROWS, first.shape[-1], generator=generator).to(first.dtype)
+    expected, actual = module(x), candidate(x)
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        return False
+    return bool((actual.float() - expected.float()).norm() <= tolerance * expected.float().norm())
+
+
+def _epsilon(norm: nn.Module) -> float | None:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def _aligned_bytes(count: int) -> Tensor:
+    """Zero-length allowed; the first byte begins a cache line."""
+    room = torch.empty(count + _ALIGNMENT, dtype=torch.uint8)
+    start = -room.data_ptr() % _ALIGNMENT
+    return room[start : start + count]
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,24 @@
+"""What changes logits before a token is drawn, in transformers' order: guidance, then forbidden tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def guide(logits: Tensor, companion_logits: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance for language models (Sanchez et al. 2023), as transformers computes it. All [..., V]
+    float32; `companion_logits` are those of the same tokens under the negative prompt."""
+    scores = torch.log_softmax(logits, dim=-1)
+    companion = torch.log_softmax(companion_logits, dim=-1)
+    return scale * (scores - companion) + companion
+
+
+def forbid(logits: Tensor, token_ids: Sequence[Sequence[int]]) -> Tensor:
+    """`logits` [B, V] in which row i cannot draw `token_ids[i]`. Changes `logits` itself."""
+    for row, forbidden in enumerate(token_ids):
+        if forbidden:
+            logits[row, list(forbidden)] = float("-inf")
+    return logits

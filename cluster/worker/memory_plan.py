@@ -1,0 +1,73 @@
+"""Whether what a prefill or decode worker wants to hold fits, shown as arithmetic. Asked once, after the weights are loaded and
+before any block memory exists, so that a configuration that cannot work fails at start and not at the first long prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from cluster.errors import ConfigError
+
+MIB = 1 << 20
+EXAMPLES: Mapping[str, int] = {  # prompt and answer, in tokens
+    "text of 1,024 + 256 tokens": 1_280,
+    "one image of 256 tokens, 64 + 256 of text": 576,
+    "video of 7,680 tokens, 64 + 256 of text": 8_000,
+}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes, but for the counts."""
+
+    weights: int  # loaded already
+    kv_per_token: int
+    num_kv_tokens: int
+    features: int  # embeddings that encoders write here; 0 in decode workers
+    step: int  # the largest intermediate tensors of one step
+
+    @property
+    def wanted(self) -> int:
+        """Beside the weights."""
+        return self.kv_per_token * self.num_kv_tokens + self.features + self.step
+
+    def check(self, available: int) -> None:
+        """Raises ConfigError, with the arithmetic, if less than what is wanted is available."""
+        if self.wanted > available:
+            raise ConfigError(f"this worker needs more memory than there is:\n{self.describe(available)}")
+
+    def describe(self, available: int) -> str:
+        kv = self.kv_per_token * self.num_kv_tokens
+        lines = [
+            f"  weights            {_mib(self.weights)}  (loaded)",
+            f"  KV cache           {_mib(kv)}  = {self.num_kv_tokens:,} tokens × {self.kv_per_token:,} bytes",
+            f"  embeddings         {_mib(self.features)}",
+            f"  one step           {_mib(self.step)}  (estimate)",
+            f"  wanted             {_mib(self.wanted)}  beside the weights",
+            f"  available          {_mib(available)}",
+        ]
+        for what, num_tokens in EXAMPLES.items():
+            lines.append(f"  fits in the cache  {self.num_kv_tokens // num_tokens:,} × {what}")
+        return "\n".join(lines)
+
+
+def step_bytes(num_tokens: int, hidden_size: int, vocab_size: int, num_sequences: int, itemsize: int) -> int:
+    """A layer's widest tensors are about four times the hidden size, and there are some three of them at once, with one
+    copy of the hidden states in float32; the logits are float32, twice. An estimate from above for the families served
+    here, not a measurement."""
+    return num_tokens * hidden_size * (12 * itemsize + 4) + 2 * 4 * num_sequences * vocab_size
+
+
+def available_bytes(device: torch.device) -> int:
+    """What can be allocated on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:10,.1f} MiB"

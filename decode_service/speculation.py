@@ -1,0 +1,337 @@
+"""Speculative decoding: guesses the next tokens of a sequence, so that one forward of the model can confirm several.
+
+Exact by construction. A drawn token depends on (logits, sampling parameters, seed, position) alone (`cluster.model.sampling`),
+so a step runs the target over [last token, draft 1 … draft k] (`LanguageModel.verify`), draws every row at its position with
+the ordinary `sample`, and appends draws as long as the draft before them was the token drawn there (`accept`). The tokens
+are the ones that decoding without drafts draws with the same seed; a draft changes how soon they come, never which they are.
+(Where logits are equal: in bf16, verification's other order of summation can flip near-ties, as another batch size can.)
+
+How often a draft is right: a fixed guess x with p(x), the most that rejection sampling can reach for it (Leviathan et al.
+2023; Chen et al. 2023); a draft model that draws with the target's noise as Gumbel coupling predicts (Daliri, Musco, Suresh
+2025, "Coupling without communication and drafter-invariant speculative decoding").
+
+`Speculator` is what the engine talks to: propose → verify → observe, each step; forget when a request ends. All of it runs on
+the engine's thread. Owns the n-gram indices, the draft model's KV and its block pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cluster.errors import ConfigError
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.sampling import sample
+from cluster.types.request import SamplingParams
+
+
+class DraftedSequence(Protocol):
+    """What a proposer sees of a request."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Prompt (placeholders included) and everything generated; grows at its end only."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+
+
+class Proposer(Protocol):
+    def propose(self, sequences: Sequence[DraftedSequence], max_tokens: Sequence[int]) -> list[list[int]]:
+        """Guesses of the tokens that follow each sequence: at most max_tokens[i] (0 or more), possibly none."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended: drop what is kept for it. Unknown requests are ignored."""
+        ...
+
+
+def accept(drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
+    """The tokens to append. drawn[i], for i in 0 … len(drafts): the target's draw behind the last token and drafts[:i].
+    A draw stands if all drafts before it were right; so the last one returned is new, and those before it are drafts."""
+    return list(drawn[: num_equal(drafts, drawn) + 1])
+
+
+def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+REST_STEPS = 16  # without a draft, once drafts of one token fail; then one token is tried again
+
+
+@dataclass
+class _DraftLength:
+    """How many tokens are drafted for one request: 0 while it rests."""
+
+    num_tokens: int
+    rest_steps: int = 0
+
+
+class Speculator:
+    """A proposer and the draft length of every request: one more token after a draft that was right to its end, half as many
+    after one that was wrong at once, none for a while after a single token was wrong."""
+
+    def __init__(self, proposer: Proposer, max_draft_tokens: int):
+        self._proposer = proposer
+        self._max_draft_tokens = max_draft_tokens
+        self._lengths: dict[str, _DraftLength] = {}
+
+    def propose(self, sequences: Sequence[DraftedSequence], room: Sequence[int]) -> list[list[int]]:
+        """One draft per sequence, possibly empty, of at most room[i] tokens: a step appends one token more than its draft has,
+        so room is one less than what the request may still generate. Call once per step."""
+        limits = [min(self._next_length(s.request_id), most) for s, most in zip(sequences, room, strict=True)]
+        drafts: list[list[int]] = [[] for _ in sequences]
+        rows = [row for row, limit in enumerate(limits) if limit > 0]
+        proposed = self._proposer.propose([sequences[row] for row in rows], [limits[row] for row in rows])
+        for row, draft in zip(rows, proposed, strict=True):
+            drafts[row] = draft
+        return drafts
+
+    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+        """Tell what became of a draft. Empty drafts say nothing and may be left out; requests that have ended are ignored."""
+        length = self._lengths.get(request_id)
+        if length is None or num_drafted == 0:
+            return
+        if num_accepted == num_drafted:
+            length.num_tokens = min(length.num_tokens + 1, self._max_draft_tokens)
+        elif num_accepted == 0:
+            length.num_tokens //= 2
+            length.rest_steps = REST_STEPS
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended. Unknown requests are ignored."""
+        self._lengths.pop(request_id, None)
+        self._proposer.forget(request_id)
+
+    def _next_length(self, request_id: str) -> int:
+        length = self._lengths.setdefault(request_id, _DraftLength(self._max_draft_tokens))
+        if length.num_tokens == 0:
+            length.rest_steps -= 1
+            length.num_tokens = int(length.rest_steps == 0)
+        return length.num_tokens
+
+
+@dataclass
+class _NgramIndex:
+    """continuation[gram]: index behind the last place in the sequence where `gram` stood and another token followed."""
+
+    num_indexed: int  # tokens that have been seen as a continuation
+    continuation: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+
+class NgramProposer:
+    """Prompt lookup (Saxena 2023): what followed the last occurrence of the longest suffix that occurred before, of min_ngram
+    to max_ngram tokens. Where the occurrence overlaps the suffix, the draft goes on repeating.
+
+    A token is indexed once, with max_ngram - min_ngram + 1 entries; history further back than `max_history` tokens when a
+    request is first seen is not. Never proposes `forbidden` ids (placeholders of media): a draft ends before them.
+    """
+
+    def __init__(
+        self,
+        forbidden: Collection[int] = (),
+        *,
+        min_ngram: int = 2,
+        max_ngram: int = 4,
+        max_history: int = 32_768,
+    ):
+        self._forbidden = frozenset(forbidden)
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._max_history = max_history
+        self._indices: dict[str, _NgramIndex] = {}
+
+    def propose(self, sequences: Sequence[DraftedSequence], max_tokens: Sequence[int]) -> list[list[int]]:
+        return [self._draft(s, limit) for s, limit in zip(sequences, max_tokens, strict=True)]
+
+    def forget(self, request_id: str) -> None:
+        self._indices.pop(request_id, None)
+
+    def _draft(self, sequence: DraftedSequence, max_tokens: int) -> list[int]:
+        token_ids = sequence.token_ids
+        continuation = self._index(sequence.request_id, token_ids).continuation
+        start = next(
+            (end for gram in self._grams(token_ids, len(token_ids)) if (end := continuation.get(gram))), None
+        )
+        if start is None:
+            return []
+        period = len(token_ids) - start
+        draft: list[int] = []
+        for i in range(max_tokens):
+            token = token_ids[start + i] if i < period else draft[i - period]
+            if token in self._forbidden:
+                break
+            draft.append(token)
+        return draft
+
+    def _index(self, request_id: str, token_ids: Sequence[int]) -> _NgramIndex:
+        """The request's index, brought up to the last token that may be a continuation."""
+        index = self._indices.get(request_id)
+        if index is None:
+            first = max(0, len(token_ids) - self._max_history)
+            index = self._indices[request_id] = _NgramIndex(first)
+        for end in range(index.num_indexed, len(token_ids)):
+            for gram in self._grams(token_ids, end):
+                index.continuation[gram] = end
+        index.num_indexed = len(token_ids)
+        return index
+
+    def _grams(self, token_ids: Sequence[int], end: int) -> list[tuple[int, ...]]:
+        """The n-grams in front of index `end`, longest first."""
+        return [tuple(token_ids[end - size : end]) for size in self._sizes if size <= end]
+
+
+@dataclass
+class _DraftKv:
+    """What the draft model holds of one request: KV of the first `num_computed_tokens` tokens; after a draft also, behind
+    those, of all guessed tokens but the last."""
+
+    has_media: bool
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    guessed: list[int] = field(default_factory=list)
+
+    def confirm(self, token_ids: Sequence[int]) -> None:
+        """Keep the KV of guesses that turned out right; wrong ones are overwritten. The last token is always left to compute,
+        because a draft starts from its logits."""
+        if self.guessed:
+            kept = num_equal(self.guessed[:-1], token_ids[self.num_computed_tokens :])
+            self.num_computed_tokens = min(self.num_computed_tokens + kept, len(token_ids) - 1)
+            self.guessed = []
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One request's part in one call."""
+
+    sequence: DraftedSequence
+    max_tokens: int
+    held: _DraftKv
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens without KV, at least 1."""
+        return len(self.sequence.token_ids) - self.held.num_computed_tokens
+
+
+class DraftModelProposer:
+    """A second, smaller language model on the same device, with KV blocks of its own.
+
+    Draws with each request's own sampling parameters and noise, so its guess is the target's token wherever both would draw
+    alike. Computes the KV it lacks when it is asked for a draft, at most `max_chunk_tokens` of all requests at a time: a long
+    prompt takes several steps, in which the others get their drafts. No draft for requests with media (it has no embeddings
+    of them), beyond its own context length, or while there are no blocks; a request that cannot grow gives its blocks back.
+    """
+
+    def __init__(
+        self,
+        draft: LanguageModel,
+        target: LanguageModel,
+        num_blocks: int,
+        placeholders: Collection[int] = (),
+        *,
+        max_chunk_tokens: int = 512,
+    ):
+        """Raises ConfigError if the two models do not share a vocabulary."""
+        if draft.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"the draft model ({draft.fingerprint}, {draft.vocab_size} tokens) and the target model "
+                f"({target.fingerprint}, {target.vocab_size} tokens) must have the same vocabulary"
+            )
+        self._model = draft
+        self._kv = BlockMemory(draft.kv_layout, num_blocks, draft.device)
+        self.blocks = BlockPool(num_blocks, draft.block_size)
+        self._placeholders = frozenset(placeholders)
+        self._max_chunk_tokens = max_chunk_tokens
+        self._held: dict[str, _DraftKv] = {}
+
+    @torch.inference_mode()
+    def propose(self, sequences: Sequence[DraftedSequence], max_tokens: Sequence[int]) -> list[list[int]]:
+        """Blocks; synchronises the device."""
+        turns = [
+            _Turn(s, most, self._kv_of(s)) for s, most in zip(sequences, max_tokens, strict=True) if most > 0
+        ]
+        complete, logits = self._catch_up([turn for turn in turns if self._make_room(turn)])
+        if complete:
+            self._draw(complete, logits)
+        drafted = {turn.sequence.request_id: list(turn.held.guessed) for turn in complete}
+        return [drafted.get(s.request_id, []) for s in sequences]
+
+    def forget(self, request_id: str) -> None:
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self.blocks.free(held.block_table)
+
+    def _kv_of(self, sequence: DraftedSequence) -> _DraftKv:
+        held = self._held.get(sequence.request_id)
+        if held is None:
+            held = _DraftKv(has_media=not self._placeholders.isdisjoint(sequence.token_ids))
+            self._held[sequence.request_id] = held
+        return held
+
+    def _make_room(self, turn: _Turn) -> bool:
+        """Whether the request can have its draft; if so, its block table is long enough for it."""
+        held, token_ids = turn.held, turn.sequence.token_ids
+        if held.has_media:
+            return False
+        held.confirm(token_ids)
+        num_tokens = len(token_ids) + turn.max_tokens - 1  # the last guess needs no KV
+        num_missing = max(0, -(-num_tokens // self.blocks.block_size) - len(held.block_table))
+        more = self.blocks.try_allocate(num_missing) if num_tokens <= self._model.max_model_len else None
+        if more is None:
+            self.blocks.free(held.block_table)
+            held.block_table, held.num_computed_tokens = [], 0
+            return False
+        held.block_table += more
+        return True
+
+    def _catch_up(self, turns: Sequence[_Turn]) -> tuple[list[_Turn], Tensor]:
+        """Computes missing KV, where least is missing first. Returns the turns that lack none now, and the [n, vocab_size]
+        logits of what follows them."""
+        chunks: list[SequenceChunk] = []
+        complete: list[_Turn] = []
+        budget = self._max_chunk_tokens
+        for turn in sorted(turns, key=lambda turn: turn.num_missing):
+            count = min(turn.num_missing, budget)
+            if count == 0:
+                break
+            start, end = turn.held.num_computed_tokens, turn.held.num_computed_tokens + count
+            positions = torch.arange(start, end)
+            token_ids = turn.sequence.token_ids[start:end]
+            chunks.append(SequenceChunk(token_ids, positions, start, turn.held.block_table))
+            turn.held.num_computed_tokens = end
+            budget -= count
+            if turn.num_missing == 0:
+                complete.append(turn)
+        if not chunks:
+            return [], torch.empty(0)
+        return complete, self._model.forward(chunks, self._kv)[: len(complete)]
+
+    def _draw(self, turns: Sequence[_Turn], logits: Tensor) -> None:
+        """Guesses for every turn, one token of all in a round. logits: [len(turns), vocab_size], of the first round."""
+        while True:
+            contexts = [turn.held.num_computed_tokens + len(turn.held.guessed) for turn in turns]
+            tokens = sample(logits, [turn.sequence.sampling for turn in turns], contexts)
+            for turn, token in zip(turns, tokens, strict=True):
+                turn.held.guessed.append(token)
+            turns = [turn for turn in turns if len(turn.held.guessed) < turn.max_tokens]
+            if not turns:
+                return
+            logits = self._model.decode(
+                [turn.held.guessed[-1] for turn in turns],
+                [turn.held.num_computed_tokens + len(turn.held.guessed) - 1 for turn in turns],
+                [0] * len(turns),
+                [turn.held.block_table for turn in turns],
+                self._kv,
+            )

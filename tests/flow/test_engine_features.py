@@ -1,0 +1,180 @@
+"""The law of the house with the engine's features on: preemption, several choices, guidance, speculation, priorities."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from bench.workload import Answer, Case, Reference, make_cases
+from cluster.config.settings import ClusterArgs
+from router.openai.app import build_api
+from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.flow.test_law import MODEL, cluster_args
+
+MAX_TOKENS = 24
+NEGATIVE = "Say three numbers."
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(MODEL)
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return make_cases(12, 36)
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Reference, cases: list[Case]) -> list[Answer]:
+    return reference.answers(cases, MAX_TOKENS)
+
+
+def with_decode(args: ClusterArgs, **decode: Any) -> ClusterArgs:
+    return args.model_copy(update={"decode": type(args.decode).model_validate(decode)})
+
+
+async def choices(cluster: LocalCluster, case: Case, **fields: object) -> list[str]:
+    """Texts of all choices."""
+    transport = httpx.ASGITransport(build_api(cluster.door))
+    body = {"model": "demo", "messages": case.messages, "max_tokens": MAX_TOKENS, "temperature": 0, **fields}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
+        response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    return [choice["message"]["content"] for choice in response.json()["choices"]]
+
+
+async def test_answers_that_were_preempted_equal_generate(cases, expected):
+    """Blocks for less than three conversations; everybody wants to run."""
+    args = with_decode(cluster_args(48), kv_blocks=14)
+    async with local_cluster(args) as cluster:
+        got = await asyncio.gather(*(choices(cluster, case) for case in cases))
+        assert cluster.decodes[0]._engine.num_preempted > 0
+    assert [texts[0] for texts in got] == [answer.text for answer in expected]
+
+
+async def test_several_choices_equal_generate_and_each_other(cases, expected):
+    async with local_cluster(cluster_args(48)) as cluster:
+        got = await asyncio.gather(*(choices(cluster, case, n=3) for case in cases[:12]))
+    assert got == [[answer.text] * 3 for answer in expected[:12]]
+
+
+async def test_choices_draw_what_they_would_draw_alone_also_after_a_preemption(cases):
+    sampled = {"temperature": 1.5, "seed": 3, "ignore_eos": True, "max_tokens": 12}
+    async with local_cluster(cluster_args(48)) as cluster:
+        together = [await choices(cluster, case, n=2, **sampled) for case in cases[:6]]
+        first = [await choices(cluster, case, **sampled) for case in cases[:6]]
+    assert [texts[0] for texts in together] == [texts[0] for texts in first]
+    assert all(texts[0] != texts[1] for texts in together)
+    async with local_cluster(with_decode(cluster_args(48), kv_blocks=14)) as cluster:
+        crowded = await asyncio.gather(*(choices(cluster, case, n=2, **sampled) for case in cases[:6]))
+        assert cluster.decodes[0]._engine.num_preempted > 0
+    assert crowded == together
+
+
+@pytest.mark.parametrize("has_negative_prompt", [True, False])
+async def test_guided_text_answers_equal_transformers_guided_generate(reference, cases, has_negative_prompt):
+    texts = [case for case in cases if case.kind == "text"]
+    fields: dict[str, object] = {"guidance_scale": 1.6}
+    if has_negative_prompt:
+        fields["negative_prompt"] = NEGATIVE
+    async with local_cluster(cluster_args(16)) as cluster:
+        got = await asyncio.gather(*(choices(cluster, case, **fields) for case in texts))
+        plain = await asyncio.gather(*(choices(cluster, case) for case in texts))
+    negative = negative_ids(reference) if has_negative_prompt else None
+    wanted = [guided_generate(reference, case, 1.6, negative) for case in texts]
+    assert [answer[0] for answer in got] == wanted
+    assert got != plain, "guidance changes nothing: the test shows nothing"
+
+
+async def test_guided_media_answers_equal_two_full_forwards_per_token(reference, cases):
+    """transformers' guided `generate` shares rotary offsets between the pair when the prompt has media, so the reference is
+    written out: both prompts are run from their first token for every token."""
+    media = [case for case in cases if case.kind in ("image", "audio", "video")][:6]
+    async with local_cluster(cluster_args(48)) as cluster:
+        fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "max_tokens": 10}
+        got = await asyncio.gather(*(choices(cluster, case, **fields) for case in media))
+    wanted = [guided_forwards(reference, case, 1.6, negative_ids(reference), 10) for case in media]
+    assert [answer[0] for answer in got] == wanted
+
+
+async def test_guided_choices_that_were_preempted_do_not_change(cases):
+    fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "ignore_eos": True}
+    async with local_cluster(cluster_args(48)) as cluster:
+        alone = [await choices(cluster, case, **fields) for case in cases[:8]]
+    async with local_cluster(with_decode(cluster_args(48), kv_blocks=20)) as cluster:
+        crowded = await asyncio.gather(*(choices(cluster, case, **fields) for case in cases[:8]))
+        assert cluster.decodes[0]._engine.num_preempted > 0
+    assert crowded == alone
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+async def test_speculation_changes_no_token(cases, expected, sampled):
+    fields = {"temperature": 1.2, "seed": 5, "n": 2} if sampled else {}
+    args = with_decode(
+        cluster_args(48), kv_blocks=512, speculation={"method": "ngram", "max_draft_tokens": 4}
+    )
+    async with local_cluster(args) as cluster:
+        got = await asyncio.gather(*(choices(cluster, case, **fields) for case in cases))
+        assert cluster.decodes[0]._engine.load().totals.num_accepted > 0
+    if sampled:
+        async with local_cluster(cluster_args(48)) as cluster:
+            wanted = await asyncio.gather(*(choices(cluster, case, **fields) for case in cases))
+    else:
+        wanted = [[answer.text] for answer in expected]
+    assert got == wanted
+
+
+async def test_an_answer_is_at_least_min_tokens_long(cases):
+    async with local_cluster(cluster_args(48)) as cluster:
+        plain, longer = [
+            await choices(cluster, cases[0], min_tokens=min_tokens, max_tokens=20) for min_tokens in (0, 20)
+        ]
+    assert longer[0].startswith(plain[0]) and len(longer[0]) > len(plain[0])
+
+
+def negative_ids(reference: Reference) -> torch.Tensor:
+    case = Case("text", [{"role": "user", "content": NEGATIVE}])
+    return reference._inputs(case)["input_ids"]
+
+
+def guided_generate(reference: Reference, case: Case, scale: float, negative: torch.Tensor | None) -> str:
+    inputs = reference._inputs(case)
+    with torch.inference_mode():
+        output = reference._model.generate(
+            **inputs,
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            guidance_scale=scale,
+            negative_prompt_ids=negative,
+        )
+    return decode(reference, output[0, inputs["input_ids"].shape[1] :])
+
+
+@torch.inference_mode()
+def guided_forwards(
+    reference: Reference, case: Case, scale: float, negative: torch.Tensor, max_tokens: int
+) -> str:
+    inputs, model = reference._inputs(case), reference._model
+    eos = set(model.generation_config.eos_token_id or ())
+    answer = torch.empty(1, 0, dtype=torch.int64)
+    for _ in range(max_tokens):
+        ids = torch.cat([inputs["input_ids"], answer], dim=1)
+        given = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        logits = model(**given, use_cache=False).logits[0, -1].log_softmax(-1)
+        other_ids = torch.cat([negative, answer], dim=1)
+        other = model(input_ids=other_ids, attention_mask=torch.ones_like(other_ids), use_cache=False)
+        companion = other.logits[0, -1].log_softmax(-1)
+        token = (companion + scale * (logits - companion)).argmax()
+        answer = torch.cat([answer, token.view(1, 1)], dim=1)
+        if int(token) in eos:
+            break
+    return decode(reference, answer[0])
+
+
+def decode(reference: Reference, token_ids: torch.Tensor) -> str:
+    return reference._processor.tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -1,0 +1,376 @@
+"""The native linears, gated MLPs and norms against torch's, in every variant that this CPU runs; building and falling back;
+whole tiny models before and after `optimise`.
+"""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from cluster.errors import InternalError
+from cluster.model.cpu import build as builder
+from cluster.model.cpu.library import Kernels, load, load_variant, runnable_variants
+from cluster.model.cpu.modules import NativeRmsNorm, PackedGatedMlp, PackedLinear, optimise
+
+# Not imported above: transformers' model classes come after cluster.model, which prepares torchvision for them.
+LlamaMLP = hf.models.llama.modeling_llama.LlamaMLP
+LlamaRMSNorm = hf.models.llama.modeling_llama.LlamaRMSNorm
+
+LOADED = {variant.name: kernels for variant in runnable_variants() if (kernels := load_variant(variant))}
+FLOATS = [torch.float32, torch.bfloat16]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # relative, of a whole result
+
+pytestmark = pytest.mark.skipif(not LOADED, reason="no native kernels for this CPU, or no compiler")
+each_variant = pytest.mark.parametrize("kernels", LOADED.values(), ids=LOADED.keys())
+each_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=["f32", "bf16"])
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def exact(linear: nn.Linear, x: Tensor) -> Tensor:
+    bias = None if linear.bias is None else linear.bias.double()
+    return F.linear(x.double(), linear.weight.double(), bias)
+
+
+# ------------------------------------------------------------------------------------------------------------- linears
+
+
+@each_variant
+@each_dtype
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.sampled_from([1, 2, 5, 6, 7, 12, 19, 191, 193, 400]),
+    inputs=st.integers(1, 200),
+    outputs=st.integers(1, 200),
+    bias=st.booleans(),
+)
+def test_a_linear_of_any_shape_equals_torchs(kernels: Kernels, dtype, rows, inputs, outputs, bias):
+    linear = nn.Linear(inputs, outputs, bias=bias).to(dtype)
+    x = torch.randn(rows, inputs).to(dtype)
+    actual = PackedLinear(linear, kernels)(x)
+    assert actual.dtype == dtype
+    assert actual.shape == (rows, outputs)
+    assert relative_error(actual, exact(linear, x)) < ROUNDING[dtype]
+
+
+@each_variant
+@each_dtype
+def test_a_long_sum_over_several_chunks_equals_torchs(kernels: Kernels, dtype):
+    linear = nn.Linear(9001, 33).to(dtype)
+    for rows in (1, 9, 40):
+        x = torch.randn(rows, 9001).to(dtype)
+        assert relative_error(PackedLinear(linear, kernels)(x), exact(linear, x)) < 2 * ROUNDING[dtype]
+
+
+@each_variant
+@each_dtype
+@pytest.mark.parametrize("int8", [False, True], ids=["lossless", "int8"])
+def test_a_rows_result_depends_on_no_other_row_and_not_on_threads(kernels: Kernels, dtype, int8, two_threads):
+    packed = PackedLinear(nn.Linear(1100, 300).to(dtype), kernels, int8=int8)
+    x = torch.randn(250, 1100).to(dtype)
+    together = packed(x)
+    two_threads(1)
+    assert torch.equal(packed(x), together)
+    assert torch.equal(torch.cat([packed(row[None]) for row in x]), together)
+    assert torch.equal(torch.cat([packed(rows) for rows in x.split(11)]), together)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@each_variant
+def test_leading_dimensions_strides_and_empty_batches_are_kept(kernels: Kernels):
+    linear = nn.Linear(24, 10)
+    packed = PackedLinear(linear, kernels)
+    x = torch.randn(4, 24, 3).transpose(1, 2)
+    torch.testing.assert_close(packed(x), linear(x))
+    assert packed(x[:0]).shape == (0, 3, 10)
+    assert (packed.in_features, packed.out_features) == (24, 10)
+    assert packed.bias is linear.bias
+    assert not hasattr(packed, "weight")
+
+
+@each_variant
+@pytest.mark.parametrize(
+    "x", [torch.zeros(2, 23), torch.zeros(2, 24, dtype=torch.bfloat16)], ids=["width", "dtype"]
+)
+def test_inputs_of_another_width_or_dtype_are_refused(kernels: Kernels, x: Tensor):
+    with pytest.raises(InternalError):
+        PackedLinear(nn.Linear(24, 10), kernels)(x)
+    with pytest.raises(InternalError):
+        NativeRmsNorm(LlamaRMSNorm(24), kernels)(x)
+
+
+@each_variant
+def test_not_a_number_and_infinity_stay_in_their_row(kernels: Kernels):
+    packed = PackedLinear(nn.Linear(31, 70, bias=False).bfloat16(), kernels)
+    x = torch.randn(9, 31).bfloat16()
+    x[4, 7] = float("nan")
+    x[6, 30] = float("inf")
+    finite = packed(x).isfinite().all(-1)
+    assert finite.tolist() == [row not in (4, 6) for row in range(9)]
+    assert packed(x)[4].isnan().all()
+
+
+@each_variant
+@each_dtype
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    inputs=st.integers(1, 150),
+    outputs=st.integers(1, 100),
+    scale=st.floats(1e-3, 1e3),
+)
+def test_int8_errors_stay_within_half_a_step_of_each_operand(
+    kernels: Kernels, dtype, rows, inputs, outputs, scale
+):
+    linear = nn.Linear(inputs, outputs).to(dtype)
+    x = (scale * torch.randn(rows, inputs)).to(dtype)
+    expected = exact(linear, x)
+    error = (PackedLinear(linear, kernels, int8=True)(x).double() - expected).abs()
+    x_peak, w_peak = x.double().abs().amax(1, keepdim=True), linear.weight.double().abs().amax(1)
+    x_sum, w_sum = x.double().abs().sum(1, keepdim=True), linear.weight.double().abs().sum(1)
+    half_x, half_w = x_peak / 254, w_peak / 254
+    bound = half_x * w_sum + half_w * x_sum + inputs * half_x * half_w
+    assert (error <= 1.01 * bound + ROUNDING[dtype] * expected.abs() + 1e-6 * scale).all()
+
+
+@each_variant
+def test_int8_takes_rows_and_weights_of_zeros(kernels: Kernels):
+    linear = nn.Linear(40, 20)
+    linear.weight[3] = 0
+    x = torch.randn(3, 40)
+    x[1] = 0
+    y = PackedLinear(linear, kernels, int8=True)(x)
+    torch.testing.assert_close(y[1], linear.bias)
+    torch.testing.assert_close(y[:, 3], linear.bias[3].expand(3))
+
+
+# ------------------------------------------------------------------------------------------------- gated MLPs and norms
+
+
+def mlp_of(hidden: int, intermediate: int, dtype: torch.dtype) -> LlamaMLP:
+    config = hf.LlamaConfig(
+        hidden_size=hidden, intermediate_size=intermediate, head_dim=8, num_attention_heads=1
+    )
+    mlp = LlamaMLP(config).to(dtype).eval()
+    for parameter in mlp.parameters():
+        parameter.copy_(torch.randn_like(parameter) / parameter.shape[1] ** 0.5)
+    return mlp
+
+
+@each_variant
+@each_dtype
+@pytest.mark.parametrize(
+    ("rows", "hidden", "intermediate"), [(1, 64, 96), (7, 33, 50), (13, 70, 129), (200, 32, 1)]
+)
+def test_a_gated_mlp_equals_torchs(kernels: Kernels, dtype, rows, hidden, intermediate):
+    mlp = mlp_of(hidden, intermediate, dtype)
+    x = 3 * torch.randn(1, rows, hidden).to(dtype)
+    assert relative_error(PackedGatedMlp(mlp, kernels)(x), mlp(x)) < ROUNDING[dtype]
+
+
+@each_variant
+def test_a_gated_mlp_rounds_where_torch_rounds(kernels: Kernels):
+    mlp = mlp_of(64, 512, torch.bfloat16)
+    x = 2 * torch.randn(64, 64).bfloat16()
+    actual, expected = PackedGatedMlp(mlp, kernels)._gate_up(x), F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    assert (actual != expected).float().mean() < 0.01
+
+
+@each_variant
+def test_silu_is_right_far_from_zero(kernels: Kernels):
+    mlp = mlp_of(1, 1, torch.float32)
+    for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        linear.weight.fill_(1.0)
+    x = torch.tensor([-1e4, -100.0, -88.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 88.0, 1e4])[:, None]
+    torch.testing.assert_close(PackedGatedMlp(mlp, kernels)(x), F.silu(x) * x, rtol=2e-6, atol=1e-30)
+
+
+@each_variant
+@each_dtype
+@pytest.mark.parametrize("width", [1, 15, 64, 200, 896])
+def test_an_rms_norm_equals_transformers(kernels: Kernels, dtype, width):
+    norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
+    norm.weight.copy_(torch.randn(width))
+    x = 4 * torch.randn(3, 70, width).to(dtype)
+    actual, expected = NativeRmsNorm(norm, kernels)(x), norm(x)
+    assert relative_error(actual, expected) < (1e-6 if dtype == torch.float32 else 1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------- whole models
+
+_TINY = {
+    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.15, "eos_token_id": None, "pad_token_id": 0, "head_dim": 16,
+}  # fmt: skip
+_TINY_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
+FAMILIES = {
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_TINY, tie_word_embeddings=True)),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_TINY)),
+    "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**_TINY)),
+    "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**_TINY, **_TINY_MOE)),
+}
+
+
+def tiny(family: str) -> hf.PreTrainedModel:
+    model = FAMILIES[family]().eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def optimised(model: hf.PreTrainedModel, **options) -> hf.PreTrainedModel:
+    model = copy.deepcopy(model)
+    head = optimise(model.model, model.lm_head, **options)
+    assert head is not None
+    model.lm_head = head
+    return model
+
+
+def count(model: nn.Module, kind: type[nn.Module]) -> int:
+    return sum(type(module) is kind for module in model.modules())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_answers_the_same_tokens_after_optimise(family):
+    model = tiny(family)
+    native = optimised(model)
+    ids = torch.randint(1, 131, (3, 9))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(native.generate(ids, **options), model.generate(ids, **options))
+    torch.testing.assert_close(native(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_all_that_is_understood_is_replaced_and_a_tied_embedding_stays():
+    native = optimised(tiny("qwen2"))
+    assert count(native, nn.Linear) == 0
+    assert count(native, PackedGatedMlp) == 2
+    assert count(native, NativeRmsNorm) == 5
+    assert native.get_input_embeddings().weight.shape == (131, 64)
+
+
+def test_norms_that_add_one_and_mlps_with_gelu_stay_what_they_are():
+    native = optimised(tiny("gemma"))
+    assert count(native, NativeRmsNorm) == count(native, PackedGatedMlp) == 0
+    assert count(native, PackedLinear) == 2 * 7 + 1
+
+
+class DoublingLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class SquaringMlp(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) ** 2
+
+
+def test_what_computes_something_else_is_not_replaced():
+    model = nn.ModuleDict({
+        "subclass": DoublingLinear(8, 8),
+        "float16": nn.Linear(8, 8).half(),
+        "mlp": SquaringMlp(hf.LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1)),
+    })  # fmt: skip
+    assert optimise(model, DoublingLinear(8, 8)) is None
+    assert [type(model[name]) for name in model] == [DoublingLinear, nn.Linear, SquaringMlp]
+    assert count(model["mlp"], PackedLinear) == 3
+
+
+def test_a_listened_to_linear_is_not_replaced():
+    linear = nn.Linear(8, 8)
+    linear.register_forward_hook(lambda *_: None)
+    assert optimise(nn.ModuleDict({"linear": linear}), linear) is None
+
+
+def test_int8_weights_change_logits_little_but_are_used():
+    model = tiny("llama")
+    native = optimised(model, weight_dtype="int8")
+    ids = torch.randint(1, 131, (2, 20))
+    assert 1e-4 < relative_error(native(ids).logits, model(ids).logits) < 0.1
+
+
+# ------------------------------------------------------------------------------------------------------------- building
+
+
+@pytest.fixture
+def one_small_source(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "small.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(builder, "PACKAGE", tmp_path)
+    return tmp_path / "cache"
+
+
+def test_no_compiler_is_none_with_a_reason(one_small_source, caplog):
+    assert builder.build(builder.VARIANTS[-1], [one_small_source], ["no-such-compiler"]) is None
+    assert "no-such-compiler: not found" in caplog.text
+
+
+def test_source_that_does_not_compile_is_none_with_the_compilers_words(one_small_source, caplog):
+    (one_small_source.parent / "small.cpp").write_text("int answer() { return nothing; }\n")
+    assert builder.build(builder.VARIANTS[-1], [one_small_source]) is None
+    assert "nothing" in caplog.text
+
+
+def test_no_writable_folder_is_none_with_a_reason(one_small_source, caplog):
+    (one_small_source.parent / "file").touch()
+    assert builder.build(builder.VARIANTS[-1], [one_small_source.parent / "file" / "below"]) is None
+    assert "writable" in caplog.text
+
+
+def test_builds_that_start_together_give_one_library(one_small_source):
+    def start(_: int) -> Path | None:
+        return builder.build(builder.VARIANTS[-1], [one_small_source])
+
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(start, range(4)))
+    assert len(paths) == 1
+    assert {path.suffix for path in one_small_source.iterdir()} == {".so", ""}
+    assert list(one_small_source.glob("*.so")) == list(paths)
+
+
+def test_a_changed_source_is_another_library(one_small_source):
+    first = builder.build(builder.VARIANTS[-1], [one_small_source])
+    (one_small_source.parent / "small.cpp").write_text('extern "C" int answer() { return 43; }\n')
+    assert builder.build(builder.VARIANTS[-1], [one_small_source]) != first
+
+
+def test_the_process_has_one_openmp_runtime():
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = {line.split()[-1] for line in lines if ".so" in line}
+    assert len([path for path in files if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]) == 1
+
+
+def test_the_best_variant_is_loaded_once():
+    kernels = load()
+    assert kernels is load()
+    assert kernels is not None
+    assert kernels.variant == next(iter(LOADED))

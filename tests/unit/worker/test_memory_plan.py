@@ -1,0 +1,28 @@
+import pytest
+import torch
+
+from cluster.errors import ConfigError
+from cluster.worker.memory_plan import MemoryPlan, available_bytes, step_bytes
+
+GIB = 1 << 30
+PLAN = MemoryPlan(
+    weights=GIB, kv_per_token=12_288, num_kv_tokens=65_536, features=GIB // 8, step=step_bytes(512, 896, 150_000, 8, 2)
+)  # fmt: skip
+
+
+def test_what_fits_is_let_through_to_the_byte():
+    PLAN.check(PLAN.wanted)
+    with pytest.raises(ConfigError):
+        PLAN.check(PLAN.wanted - 1)
+
+
+def test_a_refusal_shows_the_arithmetic_and_what_would_fit():
+    with pytest.raises(ConfigError) as refusal:
+        PLAN.check(GIB // 2)
+    text = str(refusal.value)
+    for part in ("65,536 tokens × 12,288 bytes", "768.0 MiB", "512.0 MiB", "51 × text", "8 × video"):
+        assert part in text, text
+
+
+def test_available_memory_is_what_the_machine_has():
+    assert GIB // 8 < available_bytes(torch.device("cpu")) < 1 << 45
