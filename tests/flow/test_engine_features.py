@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+import transformers as hf
 
 from bench.workload import Answer, Case, Reference, make_cases
 from cluster.config.settings import ClusterArgs
+from cluster.ids import new_request_id
+from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from router.openai.app import build_api
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
@@ -49,12 +54,16 @@ async def choices(cluster: LocalCluster, case: Case, **fields: object) -> list[s
 
 
 async def test_answers_that_were_preempted_equal_generate(cases, expected):
-    """Blocks for less than three conversations; everybody wants to run."""
-    args = with_decode(cluster_args(48), kv_blocks=14)
+    """Blocks for less than three conversations; everybody wants to run, and goes on after `generate`'s last token."""
+    args = with_decode(cluster_args(48), kv_blocks=11)
     async with local_cluster(args) as cluster:
-        got = await asyncio.gather(*(choices(cluster, case) for case in cases))
+        got = await asyncio.gather(*(choices(cluster, case, ignore_eos=True) for case in cases))
         assert cluster.decodes[0]._engine.num_preempted > 0
-    assert [texts[0] for texts in got] == [answer.text for answer in expected]
+    async with local_cluster(cluster_args(48)) as cluster:
+        alone = await asyncio.gather(*(choices(cluster, case, ignore_eos=True) for case in cases))
+        assert cluster.decodes[0]._engine.num_preempted == 0
+    assert got == alone
+    assert all(texts[0].startswith(answer.text) for texts, answer in zip(got, expected, strict=True))
 
 
 async def test_several_choices_equal_generate_and_each_other(cases, expected):
@@ -64,36 +73,69 @@ async def test_several_choices_equal_generate_and_each_other(cases, expected):
 
 
 async def test_choices_draw_what_they_would_draw_alone_also_after_a_preemption(cases):
-    sampled = {"temperature": 1.5, "seed": 3, "ignore_eos": True, "max_tokens": 12}
+    sampled = {"temperature": 2.0, "seed": 3, "ignore_eos": True}
     async with local_cluster(cluster_args(48)) as cluster:
-        together = [await choices(cluster, case, n=2, **sampled) for case in cases[:6]]
+        together = [await choices(cluster, case, n=2, **sampled) for case in cases[:8]]
         first = [await choices(cluster, case, **sampled) for case in cases[:6]]
     assert [texts[0] for texts in together] == [texts[0] for texts in first]
-    assert all(texts[0] != texts[1] for texts in together)
-    async with local_cluster(with_decode(cluster_args(48), kv_blocks=14)) as cluster:
-        crowded = await asyncio.gather(*(choices(cluster, case, n=2, **sampled) for case in cases[:6]))
+    assert any(texts[0] != texts[1] for texts in together)
+    async with local_cluster(with_decode(cluster_args(48), kv_blocks=13)) as cluster:
+        crowded = await asyncio.gather(*(choices(cluster, case, n=2, **sampled) for case in cases[:8]))
         assert cluster.decodes[0]._engine.num_preempted > 0
     assert crowded == together
 
 
-@pytest.mark.parametrize("has_negative_prompt", [True, False])
-async def test_guided_text_answers_equal_transformers_guided_generate(reference, cases, has_negative_prompt):
-    texts = [case for case in cases if case.kind == "text"]
-    fields: dict[str, object] = {"guidance_scale": 1.6}
-    if has_negative_prompt:
-        fields["negative_prompt"] = NEGATIVE
-    async with local_cluster(cluster_args(16)) as cluster:
-        got = await asyncio.gather(*(choices(cluster, case, **fields) for case in texts))
-        plain = await asyncio.gather(*(choices(cluster, case) for case in texts))
-    negative = negative_ids(reference) if has_negative_prompt else None
-    wanted = [guided_generate(reference, case, 1.6, negative) for case in texts]
-    assert [answer[0] for answer in got] == wanted
-    assert got != plain, "guidance changes nothing: the test shows nothing"
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 with the demo model's tokenizer: transformers' guided `generate` runs on text models."""
+    folder = tmp_path_factory.mktemp("text-model")
+    torch.manual_seed(4)
+    config = hf.Qwen2Config(
+        vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    hf.Qwen2ForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(MODEL / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("num_negative_tokens", [0, 1, 23])
+async def test_guided_tokens_equal_transformers_guided_generate(text_model, num_negative_tokens):
+    """0: no negative prompt, then the companion starts from the prompt's last token."""
+    model = hf.Qwen2ForCausalLM.from_pretrained(text_model, dtype=torch.float32).eval()
+    draw = torch.Generator().manual_seed(num_negative_tokens)
+    args = cluster_args(16).model_copy(update={"model": str(text_model)})
+    async with local_cluster(args, (0, 1, 1)) as cluster:
+        for length in (1, 16, 37):
+            ids = torch.randint(5, 900, (1, length), generator=draw)
+            negative = torch.randint(5, 900, (1, num_negative_tokens), generator=draw)
+            with torch.inference_mode():
+                wanted = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=MAX_TOKENS,
+                    do_sample=False,
+                    guidance_scale=1.8,
+                    negative_prompt_ids=negative if num_negative_tokens else None,
+                )[0, length:].tolist()
+            companion = negative if num_negative_tokens else ids[:, -1:]
+            guidance = Guidance(1.8, Prompt(tuple(companion[0].tolist())))
+            request = GenerateRequest(
+                new_request_id(),
+                Prompt(tuple(ids[0].tolist())),
+                (SamplingParams(),),
+                StopParams(MAX_TOKENS),
+                guidance,
+            )
+            (stream,) = cluster.door._dispatcher.generate(request, (), ())
+            got = [token_id async for event in stream for token_id in event.token_ids]
+            assert got == wanted
 
 
 async def test_guided_media_answers_equal_two_full_forwards_per_token(reference, cases):
-    """transformers' guided `generate` shares rotary offsets between the pair when the prompt has media, so the reference is
-    written out: both prompts are run from their first token for every token."""
+    """transformers' guided `generate` fails on this family, so the reference is written out: both prompts are run from their
+    first token for every token."""
     media = [case for case in cases if case.kind in ("image", "audio", "video")][:6]
     async with local_cluster(cluster_args(48)) as cluster:
         fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "max_tokens": 10}
@@ -106,7 +148,7 @@ async def test_guided_choices_that_were_preempted_do_not_change(cases):
     fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "ignore_eos": True}
     async with local_cluster(cluster_args(48)) as cluster:
         alone = [await choices(cluster, case, **fields) for case in cases[:8]]
-    async with local_cluster(with_decode(cluster_args(48), kv_blocks=20)) as cluster:
+    async with local_cluster(with_decode(cluster_args(48), kv_blocks=14)) as cluster:
         crowded = await asyncio.gather(*(choices(cluster, case, **fields) for case in cases[:8]))
         assert cluster.decodes[0]._engine.num_preempted > 0
     assert crowded == alone
@@ -142,25 +184,12 @@ def negative_ids(reference: Reference) -> torch.Tensor:
     return reference._inputs(case)["input_ids"]
 
 
-def guided_generate(reference: Reference, case: Case, scale: float, negative: torch.Tensor | None) -> str:
-    inputs = reference._inputs(case)
-    with torch.inference_mode():
-        output = reference._model.generate(
-            **inputs,
-            max_new_tokens=MAX_TOKENS,
-            do_sample=False,
-            guidance_scale=scale,
-            negative_prompt_ids=negative,
-        )
-    return decode(reference, output[0, inputs["input_ids"].shape[1] :])
-
-
 @torch.inference_mode()
 def guided_forwards(
     reference: Reference, case: Case, scale: float, negative: torch.Tensor, max_tokens: int
 ) -> str:
     inputs, model = reference._inputs(case), reference._model
-    eos = set(model.generation_config.eos_token_id or ())
+    eos = model.generation_config.eos_token_id
     answer = torch.empty(1, 0, dtype=torch.int64)
     for _ in range(max_tokens):
         ids = torch.cat([inputs["input_ids"], answer], dim=1)
@@ -171,7 +200,7 @@ def guided_forwards(
         companion = other.logits[0, -1].log_softmax(-1)
         token = (companion + scale * (logits - companion)).argmax()
         answer = torch.cat([answer, token.view(1, 1)], dim=1)
-        if int(token) in eos:
+        if int(token) == eos:
             break
     return decode(reference, answer[0])
 

@@ -178,3 +178,14 @@ def test_a_pair_that_cannot_fit_is_refused_with_the_numbers(rig, relay):
     story = relay.start(make_request("r", 20, max_tokens=4, negative=20))
     relay.play(5)
     assert "52 tokens" in story.error and "holds 40" in story.error
+
+
+def test_the_engine_does_not_sleep_on_blocks_that_the_last_runner_has_freed(rig, relay):
+    """A step that ends its only request says that it has more to do, because somebody may wait for the blocks."""
+    engine, waits = rig.decode.engine, []
+    step = engine.step
+    engine.step = lambda: waits.append(step())
+    relay.start(make_request("r", 8, max_tokens=2))
+    relay.play()
+    assert relay.stories["r"].tokens == [50, 51]
+    assert waits.count(0) == 1  # the one step in which it ran, and ended
