@@ -105,15 +105,14 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 def make_backend(
     device: torch.device, dtype: torch.dtype, kv_cache_dtype: KvCacheDtype = "auto"
 ) -> AttentionBackend:
-    """The fastest backend for the device and the cache's format that is installed."""
+    """The fastest backend for the device that is installed. Each reads every cache format and leaves what its kernels do
+    not know to the torch backend."""
     from cluster.model.attention_torch import TorchAttention
 
-    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and kv_cache_dtype == "auto":
-        try:
-            from cluster.model.attention_flash import FlashAttention
-        except ImportError:
-            return TorchAttention()
-        return FlashAttention(fallback=TorchAttention())
+    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+        from cluster.model.attention_flash import make_cuda_backend
+
+        return make_cuda_backend(device, fallback=TorchAttention())
     if device.type == "cpu":
         from cluster.model.attention_cpu import CpuAttention
         from cluster.model.cpu import library

@@ -277,6 +277,7 @@ struct Rows {
     return value;
   }
   void prefetch(int64_t slot) const {
+    if (slot < 0) return;
     const char* row = (const char*)(data + (slot * heads + head) * width);
     for (int64_t i = 0; i < width * (int64_t)sizeof(Stored); i += 64) _mm_prefetch(row + i, _MM_HINT_T1);
   }
@@ -323,20 +324,19 @@ inline void transpose(const float* const* sources, int64_t offset, float* target
 struct Scratch {
   alignas(64) float queries[kTile * kMaxWidth], outputs[kTile * kMaxWidth], keys[kMaxWidth * kKeys];
   alignas(64) float values[kKeys * kMaxWidth], scores[kRows * kKeys], rows[kLanes * kMaxWidth], zeros[kMaxWidth];
-  alignas(64) float maxima[kTile], sums[kTile];
+  alignas(64) float maxima[kTile], sums[kTile * kLanes];  // the sums of a row still spread over lanes
   int32_t begins[kTile], ends[kTile];
   int64_t slots[kKeys], next_slots[kKeys];  // of this block's keys and the next one's; -1: no row is read
 };
 
 // target[k, key] = word k of each key's row; keys rounded up to kLanes.
 template <class Word, class Stored>
-void pack_keys(const Rows<Stored>& rows, const Rows<Stored>& values, int64_t keys, Scratch& scratch) {
+void pack_keys(const Rows<Stored>& rows, int64_t keys, Scratch& scratch) {
   const int64_t words = padded(rows.width, kLanes * Word::kElements) / Word::kElements;
   for (int64_t first = 0; first < keys; first += kLanes) {
     const float* sources[kLanes];
     for (int lane = 0; lane < kLanes; lane++) {
-      const int64_t slot = scratch.slots[first + lane], next = scratch.next_slots[first + lane];
-      if (next >= 0) rows.prefetch(next), values.prefetch(next);
+      const int64_t slot = scratch.slots[first + lane];
       sources[lane] = slot < 0 ? scratch.zeros : rows.template words<Word>(slot, scratch.rows + lane * kMaxWidth);
     }
     for (int64_t k = 0; k < words; k += kLanes) transpose(sources, k, scratch.keys + k * kKeys + first, kKeys);
@@ -351,6 +351,7 @@ void pack_values(const Rows<Stored>& rows, int64_t keys, Scratch& scratch) {
     const float* sources[Word::kElements];
     for (int i = 0; i < Word::kElements; i++) {
       const int64_t slot = scratch.slots[key + i];
+      rows.prefetch(scratch.next_slots[key + i]);
       sources[i] = slot < 0 ? scratch.zeros : rows.template words<Word>(slot, scratch.rows + i * kMaxWidth);
     }
     float* target = scratch.values + key / Word::kElements * width;
@@ -369,10 +370,10 @@ void pack_values(const Rows<Stored>& rows, int64_t keys, Scratch& scratch) {
 // --------------------------------------------------------------------------------------------------------- the softmax
 
 // Turns a row of scores (keys, a multiple of kLanes) into elements of P where they lie. `begin` and `end` are relative to the
-// block. Updates the row's maximum and sum; returns the factor that is due to what was summed before.
+// block. Updates the row's maximum and sums; returns the factor that is due to what was summed before.
 template <class Word>
 float softmax_row(float* scores, int64_t keys, int64_t begin, int64_t end, float scale, float softcap, float& maximum,
-                  float& sum) {
+                  float* sums) {
   Floats lanes;
   for (int lane = 0; lane < kLanes; lane++) lanes[lane] = lane;
   Floats highest = splat(maximum);
@@ -398,7 +399,7 @@ float softmax_row(float* scores, int64_t keys, int64_t begin, int64_t end, float
     narrow(target + i, p);
   }
   const float factor = before == maximum ? 1.0f : power_of_two<false>(splat(before - maximum))[0];
-  sum = sum * factor + sum_of(added);
+  store(sums, load<Floats>(sums) * factor + added);
   return factor;
 }
 
@@ -461,14 +462,14 @@ void load_queries(const AttentionStep& step, const AttentionCall& call, const It
   const int64_t rows = item.tokens * shape.group;
   std::fill_n(scratch.outputs, rows * shape.value_width, 0.0f);
   std::fill_n(scratch.maxima, rows, kLowest);
-  std::fill_n(scratch.sums, rows, 0.0f);
+  std::fill_n(scratch.sums, rows * kLanes, 0.0f);
   for (int64_t row = 0; row < rows; row++) {
     const int64_t token = item.token + row / shape.group, head = item.head * shape.group + row % shape.group;
     scratch.begins[row] = step.begins[token];
     scratch.ends[row] = step.ends[token];
     if (call.sinks && item.parts > 0) {
       scratch.maxima[row] = call.sinks[head] * kLog2E;
-      scratch.sums[row] = 1;
+      scratch.sums[row * kLanes] = 1;
     }
     const Query* source = (const Query*)call.query + token * call.query_token_stride + head * call.query_head_stride;
     const Rows<Query> one{source, nullptr, 1, 0, call.key_width, 1};
@@ -510,30 +511,34 @@ void run_item(const AttentionStep& step, const AttentionCall& call, const Item& 
     const int64_t num_keys = std::min<int64_t>(kKeys, item.keys_end - key), wide = padded(num_keys, kLanes);
     std::memcpy(scratch.slots, scratch.next_slots, sizeof(scratch.slots));
     find_slots(step, item, key + kKeys, lowest, scratch.next_slots);
-    pack_keys<Word>(keys, values, wide, scratch);
+    pack_keys<Word>(keys, wide, scratch);
     pack_values<Word>(values, wide, scratch);
     for (int64_t tile = 0; tile < tiles; tile++) {  // of nearly equal height
       const int64_t row = rows * tile / tiles, height = rows * (tile + 1) / tiles - row;
       product<Word>(height, wide / kLanes, scratch.queries + row * shape.key_words, shape.key_words, scratch.keys,
                     kKeys, shape.key_words, scratch.scores, kKeys, nullptr);
       float factors[kRows];
-      for (int64_t r = 0; r < height; r++)
+      for (int64_t r = 0; r < height; r++) {
+        for (int64_t i = kKeys * (row + r) / rows; i < kKeys * (row + r + 1) / rows; i++)
+          keys.prefetch(scratch.next_slots[i]);  // a share per row: memory works while the products run
         factors[r] = softmax_row<Word>(scratch.scores + r * kKeys, wide, scratch.begins[row + r] - key,
                                        scratch.ends[row + r] - key, scale, call.softcap, scratch.maxima[row + r],
-                                       scratch.sums[row + r]);
+                                       scratch.sums + (row + r) * kLanes);
+      }
       product<Word>(height, shape.value_width / kLanes, scratch.scores, kKeys, scratch.values, shape.value_width,
                     wide / Word::kElements, scratch.outputs + row * shape.value_width, shape.value_width, factors);
     }
   }
   for (int64_t row = 0; row < rows; row++) {
     const float* sums = scratch.outputs + row * shape.value_width;
+    const float divisor = sum_of(load<Floats>(scratch.sums + row * kLanes));
     if (item.parts == 1) {
-      write_output<Query>(call, item, shape, row, sums, scratch.sums[row]);
+      write_output<Query>(call, item, shape, row, sums, divisor);
     } else {
       float* part = parts + item.part + row * shape.part_size;
       std::memcpy(part, sums, shape.value_width * sizeof(float));
       part[shape.value_width] = scratch.maxima[row];
-      part[shape.value_width + 1] = scratch.sums[row];
+      part[shape.value_width + 1] = divisor;
     }
   }
 }

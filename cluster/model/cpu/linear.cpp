@@ -1,13 +1,13 @@
 // Linear layers, gated MLPs and RMS norms for x86 CPUs: plain C interface, no library but OpenMP.
 //
 // y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]). Weights are packed once into panels of kPanel outputs: panel[step][output],
-// four bytes an output and step (one float, two bfloat16 or four int8 of the inputs), so all
-// element types share the loops below. A register tile is some rows of x times a panel. A panel
-// and a block of rows are one item of work; threads take items as they come free, so that one that has lost its core to
-// another process holds up no other. An element's sum runs over k in one order whatever the number of rows or threads:
-// a row's result does not depend on its neighbours.
+// four bytes an output and step (one float, two bfloat16 or four int8 of the inputs), so all element types share the loops
+// below. A register tile is some rows of x times a panel. A panel and a block of rows are one item of work; threads take
+// items as they come free, so that one that has lost its core to another process holds up no other. An element's sum runs
+// over k in one order whatever the number of rows or threads: a row's result does not depend on its neighbours.
 //
 // The same source is compiled for AVX-512 with BF16 and VNNI, for AVX-512, and for AVX2. Callers pass contiguous rows.
+// size: the element types, the loop over tiles and what follows it are templates of one another and compile as one unit.
 
 #include <immintrin.h>
 
@@ -237,7 +237,8 @@ inline void store_some(Out* y, int64_t column, int64_t columns, Floats value) {
 // One row of a tile. `column` counts packed outputs. Not inlined: the compiler would fuse its roundings differently in each
 // height of a tile, and a row's result would depend on it.
 template <class Out, class Accumulator>
-__attribute__((noinline)) void finish(const Layer& layer, const Batch& batch, int64_t row, int64_t column, const Accumulator* sums, Out* y) {
+__attribute__((noinline)) void finish(const Layer& layer, const Batch& batch, int64_t row, int64_t column,
+                                      const Accumulator* sums, Out* y) {
   Floats values[kVectors];
   for (int v = 0; v < kVectors; v++) {
     values[v] = dequantised(layer, batch, row, column + v * kLanes, sums[v]);
@@ -317,7 +318,8 @@ inline void tile_of(int64_t rows, const Layer& layer, const Batch& batch, int64_
 
 // A panel times rows [begin, end), in tiles of nearly equal height. `next`: bytes from this panel to this thread's next.
 template <class Op, class Out>
-void panel_times_rows(const Layer& layer, const Batch& batch, int64_t panel, int64_t begin, int64_t end, int64_t next, Out* y) {
+void panel_times_rows(const Layer& layer, const Batch& batch, int64_t panel, int64_t begin, int64_t end, int64_t next,
+                      Out* y) {
   alignas(64) typename Op::Accumulator partial[kBlockRows * kPanel / kLanes];
   const int64_t all = steps_of<Op>(layer), tiles = (end - begin + Op::kRows - 1) / Op::kRows;
   const int64_t longest = tiles < 4 ? kShortChunk : kLongChunk, chunks = (all + longest - 1) / longest;
@@ -498,7 +500,8 @@ void linear_i8_bf16(const Layer* layer, const BFloat16* x, BFloat16* y, int64_t 
   multiply_quantised(*layer, x, y, rows, threads);
 }
 
-// `up` is null unless the layer is gated. `packed`: ceil(rows of weights / panel_outputs()) panels of ceil(inputs / inputs a step) steps.
+// `up` is null unless the layer is gated. `packed`: ceil(rows of weights / panel_outputs()) panels of ceil(inputs / inputs a
+// step) steps.
 void pack_f32(const float* weight, const float* up, char* packed, int64_t outputs, int64_t inputs) {
   pack_plain<Float32>(weight, up, packed, outputs, inputs);
 }

@@ -1,4 +1,5 @@
-"""The torch backend against a plain softmax over all positions, for every feature, in decode and in prefill."""
+"""The torch backend against a plain softmax over all positions, for every feature and cache format, in decode and in
+prefill; and the attention function itself."""
 
 from __future__ import annotations
 
@@ -6,38 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
-from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.attention import LayerAttention, PagedBatch, paged_attention
 from cluster.model.attention_torch import TorchAttention
-from cluster.model.kv_format import layer_cache
+from cluster.model.kv_format import KvCacheDtype, LayerCache
+from tests.unit.model.attention_cases import Shape, Step, dense, make_step, run
 
-HEADS, KV_HEADS, K_WIDTH, V_WIDTH = 4, 2, 8, 6
-UNWRITTEN = 1e4
-
-
-def dense(
-    layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor, spans: list[tuple[int, int]]
-) -> Tensor:
-    """query [n, Hq, D] are the last n of the S positions in key [S, Hk, D] and value [S, Hk, Dv]."""
-    n, total = len(query), len(key)
-    q_pos, k_pos = torch.arange(total - n, total)[:, None], torch.arange(total)[None]
-    visible = k_pos <= q_pos
-    for start, end in spans:
-        visible = visible | ((q_pos >= start) & (q_pos < end) & (k_pos >= start) & (k_pos < end))
-    if layer.sliding_window is not None:
-        visible = visible & (k_pos > q_pos - layer.sliding_window)
-    group = HEADS // KV_HEADS
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) * layer.scaling
-    if layer.softcap is not None:
-        scores = torch.tanh(scores / layer.softcap) * layer.softcap
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if layer.sinks is not None:
-        scores = torch.cat([scores, layer.sinks.view(-1, 1, 1).expand(-1, n, 1)], -1)
-    probs = scores.softmax(-1)[..., :total]
-    return torch.einsum("hqk,khd->qhd", probs, value.repeat_interleave(group, 1))
-
+HEADS = 4
 
 layers = st.builds(
     lambda window, softcap, sinks: LayerAttention(
@@ -56,65 +32,78 @@ layers = st.builds(
     decode=st.booleans(),
     block_size=st.sampled_from([1, 4, 16]),
     spans=st.booleans(),
+    kv_cache_dtype=st.sampled_from(["auto", "int8"]),
 )
 def test_paged_attention_equals_dense_attention(
-    layer: LayerAttention, sizes: list[tuple[int, int]], decode: bool, block_size: int, spans: bool
+    layer: LayerAttention,
+    sizes: list[tuple[int, int]],
+    decode: bool,
+    block_size: int,
+    spans: bool,
+    kv_cache_dtype: KvCacheDtype,
 ) -> None:
     if decode:
         sizes = [(context, 1) for context, _ in sizes]
-    generator = torch.Generator().manual_seed(0)
-    segments = tuple(
-        SegmentSpec(block_size, (KV_HEADS, width), torch.float32) for width in (K_WIDTH, V_WIDTH)
-    )
-    kv = BlockMemory(MemoryLayout(segments), 1 + sum(-(-(c + n) // block_size) for c, n in sizes))
-    for segment in kv.segments:
-        segment.fill_(UNWRITTEN)
-    tables, slots, queries, expected, next_block, seq_spans, new = [], [], [], [], 1, [], []
-    for context, n in sizes:
-        total = context + n
-        table = list(range(next_block, next_block + -(-total // block_size)))[::-1]
-        next_block += len(table)
-        where = torch.tensor(table).repeat_interleave(block_size)[:total] * block_size
-        where = where + torch.arange(total) % block_size
-        key, value, query = (
-            torch.randn(count, heads, width, generator=generator)
-            for count, heads, width in (
-                (total, KV_HEADS, K_WIDTH),
-                (total, KV_HEADS, V_WIDTH),
-                (n, HEADS, K_WIDTH),
-            )
-        )
-        kv.segments[0].flatten(0, 1)[where] = key
-        kv.segments[1].flatten(0, 1)[where] = value
-        own = [(max(0, context - 2), total)] if spans and not decode else []
-        expected.append(dense(layer, query, key, value, own))
-        tables.append(table)
-        slots.append(where[context:])
-        queries.append(query)
-        seq_spans.append(own)
-        new.append((key[context:], value[context:]))
-    width = max(map(len, tables))
-    lens = [context + n for context, n in sizes]
+    shape = Shape(HEADS, block_size=block_size, kv_cache_dtype=kv_cache_dtype)
+    step = make_step(shape, sizes, spans)
+    out = run(TorchAttention(), step, layer)
+    torch.testing.assert_close(out, dense(shape, step, layer), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_prompt_in_chunks_gets_what_the_whole_prompt_gets(kv_cache_dtype: KvCacheDtype) -> None:
+    shape = Shape(HEADS, key_width=24, value_width=24, kv_cache_dtype=kv_cache_dtype)
+    whole = make_step(shape, [(0, 40)], seed=3)
+    expected = run(TorchAttention(), whole, LayerAttention(0.3))
+    chunked = make_step(shape, [(0, 40)], seed=3)
+    outs = [
+        run(TorchAttention(), _piece(chunked, start, min(start + 7, 40)), LayerAttention(0.3))
+        for start in range(0, 40, 7)
+    ]
+    torch.testing.assert_close(torch.cat(outs), expected, rtol=1e-5, atol=1e-6)
+    for here, there in zip(whole.batch.kv.segments, chunked.batch.kv.segments, strict=True):
+        assert torch.equal(here, there)
+
+
+def _piece(step: Step, start: int, end: int) -> Step:
+    """The chunk [start, end) of a step that is one whole prompt."""
+    whole = step.batch
     batch = PagedBatch(
-        kv, block_size, torch.cat(slots), [n for _, n in sizes], lens,
-        torch.tensor([[*table, *[0] * (width - len(table))] for table in tables]), torch.tensor(lens), seq_spans,
+        whole.kv, whole.block_size, whole.slots[start:end], [end - start], [end], whole.block_tables,
+        torch.tensor([end]), [[]],
     )  # fmt: skip
-    new_key, new_value = (torch.cat(parts) for parts in zip(*new, strict=True))
-    out = TorchAttention().attend(batch, layer, torch.cat(queries), new_key, new_value, layer_cache(kv, 0))
-    torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
+    own = slice(start, end)
+    return Step(batch, step.cache, step.query[own], step.key[own], step.value[own], step.contexts)
 
 
 def test_scratch_of_one_step_does_not_leak_into_the_next() -> None:
-    backend = TorchAttention()
-    blocks = torch.arange(24.0).view(6, 2, 2, 1)
-    large = backend._gather("key", blocks, torch.tensor([0, 1, 2, 3])).clone()
-    small = backend._gather("key", blocks, torch.tensor([5]))
-    assert torch.equal(large, blocks[:4])
-    assert torch.equal(small, blocks[5:])
+    backend, layer = TorchAttention(), LayerAttention(0.3)
+    shape = Shape(HEADS)
+    large, small = make_step(shape, [(30, 1), (9, 1)]), make_step(shape, [(3, 1)], seed=1)
+    run(backend, large, layer)
+    torch.testing.assert_close(run(backend, small, layer), dense(shape, small, layer), rtol=1e-4, atol=1e-5)
+
+
+def test_on_layer_is_called_between_the_write_and_the_attention() -> None:
+    calls: list[object] = []
+
+    class Backend:
+        def write(self, batch: PagedBatch, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
+            calls.append("write")
+
+        def attend(self, batch, layer, query, new_key, new_value, cache) -> torch.Tensor:
+            calls.append("attend")
+            return query
+
+    module = torch.nn.Identity()
+    module.layer_idx = 0
+    step = make_step(Shape(HEADS, key_width=8, value_width=8), [(4, 1)])
+    step.batch.on_layer = calls.append
+    query, key, value = (x.transpose(0, 1)[None] for x in (step.query, step.key, step.value))
+    paged_attention(module, query, key, value, None, paged=(step.batch, Backend()))
+    assert calls == ["write", 0, "attend"]
 
 
 def test_a_backbone_that_is_run_from_elsewhere_says_so() -> None:
-    from cluster.model.attention import paged_attention
-
     with pytest.raises(RuntimeError, match="through LanguageModel"):
         paged_attention(torch.nn.Identity(), *[torch.zeros(1, 1, 1, 1)] * 3, None)

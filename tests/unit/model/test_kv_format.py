@@ -21,7 +21,9 @@ from cluster.model.kv_format import (
 HEADS, K_WIDTH, V_WIDTH, BLOCK_SIZE, NUM_BLOCKS = 2, 80, 24, 4, 6
 
 
-def memory(kv_cache_dtype: KvCacheDtype, dtype: torch.dtype = torch.float32, num_layers: int = 2) -> BlockMemory:
+def memory(
+    kv_cache_dtype: KvCacheDtype, dtype: torch.dtype = torch.float32, num_layers: int = 2
+) -> BlockMemory:
     shapes = [(HEADS, K_WIDTH), (HEADS, V_WIDTH)] * num_layers
     return BlockMemory(MemoryLayout(kv_segments(shapes, BLOCK_SIZE, dtype, kv_cache_dtype)), NUM_BLOCKS)
 

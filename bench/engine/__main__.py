@@ -1,0 +1,147 @@
+"""The commands: models, run, table, plot, agree. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.engine import report
+from bench.engine.models import TEXT_MODEL, VISION_MODEL, write_models
+from bench.engine.rows import ROWS
+from bench.engine.run import run
+from bench.engine.servers import LLAMA, OURS, VLLM, Setup
+from bench.engine.special import SPECIALS
+
+NAMES = [*(row.name for row in ROWS), *SPECIALS]
+
+
+def main() -> int:
+    args = make_parser().parse_args()
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start deaf to it
+    try:
+        return args.do(args)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    models = commands.add_parser("models", help="write the random-weight models")
+    models.add_argument("folder", type=Path)
+    models.set_defaults(do=_models)
+    runner = commands.add_parser("run", help="measure")
+    _add_setup(runner)
+    runner.add_argument("--out", type=Path, required=True, help="JSON lines; appended to")
+    runner.add_argument("--rows", type=_list, default=NAMES, help=f"of {','.join(NAMES)}")
+    runner.add_argument("--concurrency", type=_numbers, default=[1, 4, 16])
+    runner.add_argument("--repeat", type=int, default=3)
+    runner.add_argument("--without-ours", action="store_true", help="peers only")
+    runner.set_defaults(do=_run)
+    agree = commands.add_parser("agree", help="do the servers answer like transformers in float32?")
+    _add_setup(agree)
+    agree.add_argument("--model", choices=[TEXT_MODEL, VISION_MODEL], default=VISION_MODEL)
+    agree.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the servers")
+    agree.set_defaults(do=_agree)
+    table = commands.add_parser("table", help="results as Markdown")
+    table.add_argument("results", type=Path, nargs="+")
+    table.set_defaults(do=_table)
+    plot = commands.add_parser("plot", help="results as one SVG")
+    plot.add_argument("results", type=Path, nargs="+")
+    plot.add_argument("--out", type=Path, required=True)
+    plot.set_defaults(do=_plot)
+    return parser
+
+
+def _add_setup(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", type=Path, required=True, help="what `models` wrote; GGUF files beside them")
+    parser.add_argument("--peers", type=_peers, default={}, help=f"{VLLM}=COMMAND,{LLAMA}=COMMAND")
+    parser.add_argument("--work", type=Path, help="logs and configuration files; default: a new folder")
+    parser.add_argument("--cores", type=_numbers, default=sorted(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=_numbers, help="our encode, prefill and decode; default: all cores")
+    parser.add_argument("--port", type=int, default=8400)
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+
+
+def _setup(args: argparse.Namespace) -> Setup:
+    work = args.work or Path(tempfile.mkdtemp(prefix="bench-engine-"))
+    print(f"logs: {work}", flush=True)
+    encode, prefill, decode = args.threads or [len(args.cores)] * 3
+    return Setup(
+        models=args.dir.resolve(),
+        work=work.resolve(),
+        cores=tuple(args.cores),
+        port=args.port,
+        peers=args.peers,
+        threads=(encode, prefill, decode),
+        dtype=getattr(args, "dtype", "bfloat16"),
+    )
+
+
+def _models(args: argparse.Namespace) -> int:
+    print(*write_models(args.folder), sep="\n")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    if unknown := sorted(set(args.rows).difference(NAMES)):
+        raise SystemExit(f"no such rows: {', '.join(unknown)}; known are {', '.join(NAMES)}")
+    servers = [*([] if args.without_ours else [OURS]), *args.peers]
+    if not servers:
+        raise SystemExit("nothing to measure")
+    run(
+        _setup(args),
+        args.out,
+        names=args.rows,
+        servers=servers,
+        concurrencies=args.concurrency,
+        repeat=args.repeat,
+        seed=args.seed,
+    )
+    print(report.table(report.read([args.out])))
+    return 0
+
+
+def _agree(args: argparse.Namespace) -> int:
+    from bench.engine.agree import agree
+
+    return agree(_setup(args), args.model, [OURS, *args.peers], args.seed)
+
+
+def _table(args: argparse.Namespace) -> int:
+    print(report.table(report.read(args.results)))
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    args.out.write_text(report.plot(report.read(args.results)))
+    return 0
+
+
+def _list(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _peers(text: str) -> dict[str, Path]:
+    pairs = dict(pair.split("=", 1) for pair in text.split(","))
+    if not set(pairs) <= {VLLM, LLAMA}:
+        raise argparse.ArgumentTypeError(f"peers are {VLLM} and {LLAMA}")
+    return {name: Path(command).absolute() for name, command in pairs.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""One streaming chat request, timed on this process's monotonic clock. aiohttp; nothing here starts or judges a server.
+
+Time to first token (TTFT): from handing the request to the HTTP client to the first chunk with text. Inter-token
+latency (ITL): the gaps between successive chunks with text. A request counts only if it brought every token asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from bench.engine.prompts import Message
+
+CONNECT_TIMEOUT_S = 10.0
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to ask: `num_tokens` of answer to `messages`. `kind` groups requests of a mixed row in the results."""
+
+    messages: list[Message]
+    num_tokens: int
+    kind: str
+
+
+@dataclass
+class Record:
+    """What came back. Instants are seconds of one clock; failure is empty exactly if the answer is complete."""
+
+    kind: str
+    started_at: float = 0.0
+    chunks_at: list[float] = field(default_factory=list)  # arrival of each chunk with text
+    ended_at: float = 0.0
+    num_prompt_tokens: int = 0  # this and the next: the server's count
+    num_tokens: int = 0
+    text: str = ""
+    failure: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.chunks_at[0] - self.started_at
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.chunks_at, self.chunks_at[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server answers, and what it must be told beside the common fields to force an answer's length."""
+
+    url: str
+    model_id: str
+    extra_fields: Mapping[str, Any]
+
+    def body(self, request: Request) -> dict[str, Any]:
+        return {
+            "model": self.model_id,
+            "messages": request.messages,
+            "max_tokens": request.num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.fields_for(request.num_tokens),
+        }
+
+    def fields_for(self, num_tokens: int) -> dict[str, Any]:
+        """`extra_fields`, where a None stands for the number of tokens."""
+        return {name: num_tokens if value is None else value for name, value in self.extra_fields.items()}
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A connection per request, as many as asked for; the caller bounds the time."""
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        read_bufsize=1 << 20,
+    )
+
+
+async def ask(
+    session: aiohttp.ClientSession, endpoint: Endpoint, request: Request, record: Record | None = None
+) -> Record:
+    """Never raises for what a server does, only when cancelled; a refusal or a broken stream is the record's failure.
+
+    Who wants to watch the answer grow passes the `record` that it is written to.
+    """
+    data = json.dumps(endpoint.body(request)).encode()  # before the clock starts
+    headers = {"Content-Type": "application/json"}
+    record = record or Record(request.kind)
+    record.started_at = time.perf_counter()
+    try:
+        url = f"{endpoint.url}/v1/chat/completions"
+        async with session.post(url, data=data, headers=headers) as response:
+            if response.status != 200:
+                record.failure = f"HTTP {response.status}: {(await response.text())[:200]}"
+                return record
+            await read_stream(response.content, record, time.perf_counter)
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+        record.failure = f"{type(error).__name__}: {error}"[:200]
+    record.ended_at = time.perf_counter()
+    judge(record, request.num_tokens)
+    return record
+
+
+def judge(record: Record, num_tokens: int) -> None:
+    """A complete answer has every token asked for, and text; else the record gets its failure."""
+    if record.failure:
+        return
+    if record.num_tokens != num_tokens:
+        record.failure = f"{record.num_tokens} tokens instead of {num_tokens}"
+    elif not record.chunks_at:
+        record.failure = "no text"
+
+
+async def read_stream(lines: AsyncIterator[bytes], record: Record, clock: Clock) -> None:
+    """Server-sent events into the record, line by line. Raises ValueError for data that is not JSON."""
+    async for line in lines:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data != b"[DONE]":
+            take_event(json.loads(data), record, clock())
+
+
+def take_event(event: dict[str, Any], record: Record, now: float) -> None:
+    if event.get("error"):
+        record.failure = str(event["error"])[:200]
+    if usage := event.get("usage"):
+        record.num_tokens = usage["completion_tokens"]
+        record.num_prompt_tokens = usage["prompt_tokens"]
+    for choice in event.get("choices") or ():
+        if text := (choice.get("delta") or {}).get("content"):
+            record.chunks_at.append(now)
+            record.text += text

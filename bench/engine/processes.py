@@ -1,0 +1,104 @@
+"""Which processes belong to a server and what they cost. Linux: reads /proc.
+
+Every server is started as the leader of a session and with a mark in its environment; its children inherit both. Ray's
+daemons leave the session and keep the mark; vllm's processes write their title over their environment and keep the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "BENCH_ENGINE_SERVER"
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What tells one server's processes from all others."""
+
+    token: str  # value of VARIABLE
+    session_id: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """CPU seconds so far."""
+
+    at: float  # monotonic clock
+    server_s: float
+    client_s: float
+    machine_s: float  # all programs, without waiting and without what the hypervisor took
+
+    @classmethod
+    def now(cls, mark: Mark) -> Usage:
+        return cls(time.monotonic(), cpu_of(pids_of(mark)), time.process_time(), machine_cpu_s())
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What ran between two readings."""
+
+    wall_s: float
+    server_cpu_s: float
+    client_cpu_s: float
+    other_cores: (
+        float  # used by neither: when it is not near 0 the machine was shared and times are worth little
+    )
+
+    @classmethod
+    def between(cls, before: Usage, after: Usage) -> Cost:
+        wall_s = after.at - before.at
+        server_s, client_s = after.server_s - before.server_s, after.client_s - before.client_s
+        other_s = after.machine_s - before.machine_s - server_s - client_s
+        return cls(wall_s, server_s, client_s, max(0.0, other_s) / wall_s)
+
+
+def pids_of(mark: Mark) -> list[int]:
+    """Living processes of this server."""
+    wanted = f"{VARIABLE}={mark.token}".encode()
+    found = []
+    for folder in PROC.iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                is_marked = wanted in (folder / "environ").read_bytes().split(b"\0")
+                state, session_id = _stat(folder)[0], int(_stat(folder)[3])
+                if state != "Z" and (is_marked or session_id == mark.session_id):
+                    found.append(int(folder.name))
+    return found
+
+
+def cpu_of(pids: list[int]) -> float:
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = _stat(PROC / str(pid))
+            total += int(fields[11]) + int(fields[12])
+    return total / TICKS_PER_S
+
+
+def _stat(folder: Path) -> list[str]:
+    """The fields behind the process's name: state, parent, group, session, …"""
+    return (folder / "stat").read_text().rpartition(")")[2].split()
+
+
+def machine_cpu_s() -> float:
+    """user, nice, system, irq and softirq of /proc/stat."""
+    fields = [int(field) for field in (PROC / "stat").read_text().split("\n", 1)[0].split()[1:]]
+    return (sum(fields[:3]) + sum(fields[5:7])) / TICKS_PER_S
+
+
+def end_all(mark: Mark, patience_s: float = 5.0) -> None:
+    """SIGTERM, then SIGKILL to what has the mark. Blocks; may be repeated."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + patience_s
+        while (pids := pids_of(mark)) and time.monotonic() < deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            time.sleep(0.2)

@@ -1,0 +1,147 @@
+"""Results to a Markdown table and to one SVG. Pure; reads the JSON lines that `run` wrote."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from bench.engine.servers import OURS
+
+Record = dict[str, Any]
+METRICS = ("tokens_per_s", "ttft_p50_s", "itl_p50_s")
+SHARED_CORES = 0.15  # used by other programs: above it a figure is marked
+COLOURS = ("#2f6fb0", "#e08a2c", "#6a9f58", "#8a6bb0")
+WIDTH, LABEL_WIDTH, VALUE_WIDTH, BAR, GROUP_GAP = 760, 150, 60, 13, 9
+
+
+@dataclass
+class Results:
+    servers: list[str] = field(default_factory=list)  # in the order they appear, ours first
+    cells: dict[tuple[str, int], dict[str, list[Record]]] = field(default_factory=dict)  # (row, concurrency)
+    findings: dict[str, list[Record]] = field(default_factory=dict)
+    failures: list[Record] = field(default_factory=list)
+
+
+def read(files: Iterable[Path]) -> Results:
+    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return collect(records)
+
+
+def collect(records: Iterable[Record]) -> Results:
+    results = Results()
+    for record in records:
+        if record["type"] == "row":
+            cell = results.cells.setdefault((record["row"], record["concurrency"]), {})
+            cell.setdefault(record["server"], []).append(record)
+            if record["server"] not in results.servers:
+                results.servers.append(record["server"])
+        elif record["type"] == "finding":
+            results.findings.setdefault(record["measure"], []).append(record)
+        else:
+            results.failures.append(record)
+    results.servers.sort(key=lambda name: name != OURS)
+    return results
+
+
+def median(records: Sequence[Record], metric: str) -> float:
+    return statistics.median(record[metric] for record in records)
+
+
+def ratio(ours: Sequence[Record], peer: Sequence[Record], metric: str) -> float | None:
+    """Median of ours / peer over the repetitions that both have: what drifts over minutes drops out."""
+    theirs = {record["repetition"]: record[metric] for record in peer}
+    pairs = [
+        (record[metric], theirs[record["repetition"]]) for record in ours if record["repetition"] in theirs
+    ]
+    ratios = [mine / other for mine, other in pairs if other > 0]
+    return statistics.median(ratios) if ratios else None
+
+
+def table(results: Results) -> str:
+    """Medians per row, and ours divided by each peer. `†` some answers failed, `‡` the machine was shared meanwhile."""
+    peers = [name for name in results.servers if name != OURS]
+    head = ["row", "at once", *(f"{name}: tok/s · TTFT · ITL ms" for name in results.servers)]
+    head += [f"{OURS} ÷ {name}" for name in peers if OURS in results.servers]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for (row, concurrency), cell in results.cells.items():
+        columns = [row, str(concurrency), *(_figures(cell.get(name, [])) for name in results.servers)]
+        if OURS in results.servers:
+            columns += [_ratios(cell.get(OURS, []), cell.get(name, [])) for name in peers]
+        lines.append(_line(columns))
+    lines += [
+        "",
+        "Median of the repetitions; TTFT and ITL are p50. Ratios in the same order: above 1 is better for tok/s,",
+    ]
+    lines += ["worse for TTFT and ITL. † some answers failed, ‡ other programs used the machine meanwhile."]
+    for name, findings in results.findings.items():
+        lines += ["", f"**{name}** ({len(findings)} ×)", "", _line(["", "median"]), _line(["---", "---"])]
+        for key in findings[0]["values"]:
+            values = [finding["values"][key] for finding in findings if key in finding["values"]]
+            lines.append(_line([key, f"{statistics.median(values):.4g}"]))
+        failures = {failure for finding in findings for failure in finding["failures"]}
+        lines += [f"failed: {failure}" for failure in sorted(failures)]
+    lines += [f"did not run: {failure['server']} {failure['model']}" for failure in results.failures]
+    return "\n".join(lines)
+
+
+def _line(columns: Sequence[str]) -> str:
+    return f"| {' | '.join(columns)} |"
+
+
+def _figures(records: Sequence[Record]) -> str:
+    if not records:
+        return "–"
+    rate, ttft_s, itl_s = (median(records, metric) for metric in METRICS)
+    failed = " †" if any(record["num_failed"] for record in records) else ""
+    shared = " ‡" if median(records, "other_cores") > SHARED_CORES else ""
+    return f"{rate:.1f} · {1e3 * ttft_s:.0f} · {1e3 * itl_s:.1f}{failed}{shared}"
+
+
+def _ratios(ours: Sequence[Record], peer: Sequence[Record]) -> str:
+    ratios = [ratio(ours, peer, metric) for metric in METRICS]
+    return " · ".join("–" if value is None else f"{value:.2f}" for value in ratios)
+
+
+def plot(results: Results) -> str:
+    """Tokens per second as bars, a group per row, each group scaled to its fastest server."""
+    step = BAR * len(results.servers) + GROUP_GAP
+    height = 40 + step * len(results.cells)
+    body = list(_legend(results.servers))
+    for number, ((row, concurrency), cell) in enumerate(results.cells.items()):
+        rates = {name: median(cell[name], "tokens_per_s") for name in results.servers if name in cell}
+        body += _group(f"{row} @{concurrency}", rates, results.servers, 34 + step * number)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="11" fill="#333">\n'
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _legend(servers: Sequence[str]) -> Iterable[str]:
+    yield _text(8, 18, "generated tokens per second")
+    for number, name in enumerate(servers):
+        x = LABEL_WIDTH + 60 + 110 * number
+        yield f'<rect x="{x}" y="9" width="10" height="10" fill="{COLOURS[number % len(COLOURS)]}"/>'
+        yield _text(x + 15, 18, name)
+
+
+def _group(label: str, rates: dict[str, float], servers: Sequence[str], top: int) -> list[str]:
+    full = WIDTH - LABEL_WIDTH - VALUE_WIDTH
+    most = max(rates.values(), default=0.0) or 1.0
+    lines = [_text(8, top + BAR, label)]
+    for number, name in enumerate(servers):
+        if name in rates:
+            y, width = top + BAR * number, full * rates[name] / most
+            colour = COLOURS[number % len(COLOURS)]
+            bar = f'<rect x="{LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{BAR - 2}" fill="{colour}"/>'
+            lines += [bar, _text(LABEL_WIDTH + width + 5, y + BAR - 3, f"{rates[name]:.1f}")]
+    return lines
+
+
+def _text(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

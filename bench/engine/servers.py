@@ -1,0 +1,215 @@
+"""How each server is started on the same model and cores, and a context in which one runs.
+
+A plan is data: command, environment, where it answers. `running` starts it in a process group of its own, waits for
+/health, and ends it whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.engine.client import Endpoint
+from bench.engine.models import VISION_MODEL
+from bench.engine.processes import VARIABLE, Mark, end_all
+
+MODEL_ID = "m"
+OURS, VLLM, LLAMA = "ours", "vllm", "llama"
+REPOSITORY = Path(__file__).parents[2]
+READY_TIMEOUT_S = 600.0  # vllm compiles for minutes on a busy machine
+STOP_TIMEOUT_S = 60.0
+CONTEXT_TOKENS = 8192
+TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+class ServerError(Exception):
+    """A server did not start; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all servers of a run share."""
+
+    models: Path  # folder of the models, and of llama.cpp's files made from them
+    work: Path  # logs and configuration files go here
+    cores: tuple[int, ...]  # CPU numbers that every server is bound to
+    port: int
+    peers: Mapping[str, Path]  # vllm: the `vllm` command; llama: the `llama-server` command
+    threads: tuple[int, int, int]  # our encode, prefill and decode replicas
+    dtype: str = "bfloat16"  # or float32; llama.cpp computes with what its file has
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    endpoint: Endpoint
+    cores: tuple[int, ...]
+    log: Path
+
+
+@dataclass(frozen=True)
+class Running:
+    name: str
+    endpoint: Endpoint
+    mark: Mark
+    start_s: float  # until /health answered
+
+
+def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] | None = None) -> Plan:
+    """`overrides`: args of our cluster beside the usual ones; peers take none."""
+    setup.work.mkdir(parents=True, exist_ok=True)
+    log = setup.work / f"{name}-{model}.log"
+    extra: dict[str, Any] = {}  # see Endpoint: None stands for the number of tokens
+    if name == OURS:
+        config = setup.work / f"ours-{model}.yaml"
+        config.write_text(yaml.safe_dump(cluster_config(setup, model, overrides or {}), sort_keys=False))
+        command, environment = [sys.executable, "-m", "cluster.serving.launch", str(config)], {}
+    elif name == VLLM:
+        command, environment, extra = (
+            vllm_command(setup, model),
+            vllm_environment(setup),
+            {"min_tokens": None},
+        )
+    elif name == LLAMA:
+        command, environment, extra = llama_command(setup, model), {}, {"cache_prompt": True}
+    else:
+        raise ServerError(f"no such server: {name}; known are {OURS}, {VLLM}, {LLAMA}")
+    endpoint = Endpoint(f"http://127.0.0.1:{setup.port}", MODEL_ID, extra)
+    return Plan(name, command, {**OFFLINE, **environment}, endpoint, setup.cores, log)
+
+
+def cluster_config(setup: Setup, model: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A Serve configuration: deploy/cluster.yaml with another model and dtype, and the threads of this run."""
+    encode, prefill, decode = setup.threads
+    args: dict[str, Any] = {
+        "model": str(setup.models / model),
+        "model_id": MODEL_ID,
+        "dtype": setup.dtype,
+        "encode": {"threads": encode},
+        "prefill": {"threads": prefill},
+        "decode": {"threads": decode},
+    }
+    for name, value in overrides.items():
+        args[name] = {**args[name], **value} if isinstance(value, dict) and name in args else value
+    pools = (
+        ("Encode", "Prefill", "Decode", "Door") if model == VISION_MODEL else ("Prefill", "Decode", "Door")
+    )
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": setup.port},
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "applications": [
+            {
+                "name": "epdg",
+                "route_prefix": "/",
+                "import_path": "cluster.app:build",
+                "args": args,
+                "deployments": [{"name": pool, "num_replicas": 1} for pool in pools],
+            }
+        ],
+    }
+
+
+def vllm_command(setup: Setup, model: str) -> list[str]:
+    command = [str(setup.peers[VLLM]), "serve", str(setup.models / model), "--served-model-name", MODEL_ID]
+    command += ["--dtype", setup.dtype, "--host", "127.0.0.1", "--port", str(setup.port)]
+    command += ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "32"]
+    if model == VISION_MODEL:
+        command += ["--limit-mm-per-prompt", '{"image":2,"video":0}']
+    return command
+
+
+def vllm_environment(setup: Setup) -> dict[str, str]:
+    """Without the binding vllm keeps a core back; without the preloaded libraries it is slower."""
+    scripts = setup.peers[VLLM].parent
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in setup.cores),
+        "LD_PRELOAD": f"{TCMALLOC}:{scripts.parent / 'lib' / 'libiomp5.so'}",
+        "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+    }
+
+
+def llama_command(setup: Setup, model: str) -> list[str]:
+    threads = str(len(setup.cores))
+    command = [str(setup.peers[LLAMA]), "-m", str(setup.models / f"{model}.gguf"), "--alias", MODEL_ID]
+    command += ["--host", "127.0.0.1", "--port", str(setup.port), "-t", threads, "-tb", threads]
+    command += ["-np", "16", "-c", "24576", "--no-webui"]
+    if model == VISION_MODEL:
+        command += ["--mmproj", str(setup.models / f"{model}-mmproj.gguf")]
+    return command
+
+
+@contextlib.contextmanager
+def running(plan: Plan) -> Iterator[Running]:
+    """The server, ready, until the block ends. Raises ServerError if it is not ready in time."""
+    if is_healthy(plan.endpoint.url):
+        raise ServerError(f"something answers at {plan.endpoint.url} already")
+    token = uuid.uuid4().hex
+    environment = {**os.environ, **plan.environment, VARIABLE: token}
+    started_at = time.monotonic()
+    with plan.log.open("wb") as log:
+        process = subprocess.Popen(
+            plan.command,
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the terminal's Ctrl-C comes to us alone
+            preexec_fn=lambda: os.sched_setaffinity(0, plan.cores),
+        )
+    mark = Mark(token, process.pid)
+    try:
+        wait_ready(process, plan)
+        yield Running(plan.name, plan.endpoint, mark, time.monotonic() - started_at)
+    finally:
+        stop(process, mark)
+
+
+def wait_ready(process: subprocess.Popen[bytes], plan: Plan) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not is_healthy(plan.endpoint.url):
+        if process.poll() is not None or time.monotonic() > deadline:
+            end = "\n".join(plan.log.read_text(errors="replace").splitlines()[-30:])
+            raise ServerError(f"{plan.name} is not ready after {READY_TIMEOUT_S:.0f} s or has ended:\n{end}")
+        time.sleep(0.25)
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def stop(process: subprocess.Popen[bytes], mark: Mark) -> None:
+    """SIGTERM to the command, time to clean up, then everything that has the mark. Blocks."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+    end_all(mark)
+    process.wait()

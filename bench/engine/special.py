@@ -1,0 +1,188 @@
+"""Two questions about the cluster alone: does a long prefill or an image disturb who only wants text?
+
+`itl-under-video`: four text streams run; a video of 7,680 tokens is sent whose embeddings the encoder still has, so that
+what passes is its prefill. The gaps of the streams before and during it, with the usual chunk budget and with one so
+large that the prompt is one chunk.
+
+`image-tax`: the same text load alone and with one image request to nine text requests. Loss of text throughput beyond the
+share that the additional tokens have in all tokens; and text TTFT beside TTFT alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from bench.engine.client import Record, Request, ask, open_session
+from bench.engine.measure import closed_loop, percentile, warm_up
+from bench.engine.models import VISION_MODEL
+from bench.engine.prompts import Message, Part, Prompts
+from bench.engine.rows import Dialogue, Row, image, text
+from bench.engine.servers import OURS, Running, Setup, make_plan, running
+
+VIDEO_FRAMES, VIDEO_SIDE, VIDEO_RATE = 60, 448, 2  # 30 steps of 256 tokens
+STREAMS, STREAM_TOKENS = 4, 3000
+SETTLE_TOKENS = 16  # of each stream, before gaps count
+QUIET_S = 6.0
+VIDEO_TIMEOUT_S = 300.0
+BUDGETS: dict[str, dict[str, Any]] = {"chunked": {}, "unchunked": {"prefill": {"max_batch_tokens": 8192}}}
+PATIENT: dict[str, Any] = {
+    "door": {"first_token_timeout_s": VIDEO_TIMEOUT_S}
+}  # the door's own would end the video
+TAX_CONCURRENCY, TAX_REQUESTS, TAX_IMAGE_EVERY = 8, 45, 9
+TEXT_LOAD = text(128, 64)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Named numbers of one special measurement."""
+
+    measure: str
+    repetition: int
+    values: dict[str, float]
+    failures: tuple[str, ...] = ()
+
+
+def itl_under_video(setup: Setup, prompts: Prompts, repetition: int) -> Iterator[Finding]:
+    """Starts the cluster twice. Blocks for minutes."""
+    for name, overrides in BUDGETS.items():
+        with running(make_plan(setup, OURS, VISION_MODEL, PATIENT | overrides)) as server:
+            values, failures = asyncio.run(_watch_streams(server, prompts, (name, repetition)))
+        yield Finding(f"itl-under-video, {name}", repetition, values, tuple(failures))
+
+
+async def _watch_streams(
+    server: Running, prompts: Prompts, key: tuple[object, ...]
+) -> tuple[dict[str, float], list[str]]:
+    clip = prompts.video(VIDEO_FRAMES, VIDEO_SIDE, VIDEO_RATE, *key)
+    async with open_session() as session, asyncio.timeout(VIDEO_TIMEOUT_S):
+        warm = await ask(session, server.endpoint, _video_request(prompts, clip, *key, "encode"))
+        streams, tasks = _start_streams(session, server, prompts, key)
+        try:
+            await _until_settled(streams, tasks)
+            quiet_from = time.perf_counter()
+            await asyncio.sleep(QUIET_S)
+            video = await ask(session, server.endpoint, _video_request(prompts, clip, *key, "measure"))
+            still_running = sum(not task.done() for task in tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    failures = [record.failure for record in (warm, video) if record.failure]
+    if still_running < STREAMS:
+        failures.append(f"{STREAMS - still_running} text streams had ended")
+    quiet_s = gaps_between(streams, quiet_from, video.started_at)
+    busy_s = gaps_between(streams, video.started_at, video.ended_at)
+    values = {
+        "video_prompt_tokens": float(video.num_prompt_tokens),
+        "video_ttft_s": video.ttft_s if video.chunks_at else 0.0,
+        "undisturbed_itl_p50_s": percentile(quiet_s, 0.5),
+        "undisturbed_itl_p99_s": percentile(quiet_s, 0.99),
+        "itl_p50_s": percentile(busy_s, 0.5),
+        "itl_p99_s": percentile(busy_s, 0.99),
+        "itl_max_s": max(busy_s, default=0.0),
+    }
+    return values, failures
+
+
+def _start_streams(
+    session: aiohttp.ClientSession, server: Running, prompts: Prompts, key: tuple[object, ...]
+) -> tuple[list[Record], list[asyncio.Task[Record]]]:
+    records = [Record("text") for _ in range(STREAMS)]
+    requests = [
+        Request([{"role": "user", "content": prompts.text(128, *key, idx)}], STREAM_TOKENS, "text")
+        for idx in range(STREAMS)
+    ]
+    tasks = [
+        asyncio.create_task(ask(session, server.endpoint, request, record))
+        for request, record in zip(requests, records, strict=True)
+    ]
+    return records, tasks
+
+
+async def _until_settled(streams: Sequence[Record], tasks: Sequence[asyncio.Task[Record]]) -> None:
+    while any(len(stream.chunks_at) < SETTLE_TOKENS for stream in streams):
+        if any(task.done() for task in tasks):
+            return
+        await asyncio.sleep(0.05)
+
+
+def _video_request(prompts: Prompts, clip: Part, *key: object) -> Request:
+    """The text stands first and differs: no prefix is known, whatever was computed for the clip before."""
+    before, after = ({"type": "text", "text": prompts.text(16, *key, place)} for place in ("before", "after"))
+    message: Message = {"role": "user", "content": [before, clip, after]}
+    return Request([message], 1, "video")
+
+
+def gaps_between(streams: Sequence[Record], start_at: float, end_at: float) -> list[float]:
+    """Gaps that end within [start_at, end_at)."""
+    return [
+        later - earlier
+        for stream in streams
+        for earlier, later in zip(stream.chunks_at, stream.chunks_at[1:], strict=False)
+        if start_at <= later < end_at
+    ]
+
+
+def image_tax(setup: Setup, prompts: Prompts, repetition: int) -> Iterator[Finding]:
+    """Starts the cluster once. Blocks for minutes."""
+    key = ("image-tax", repetition)
+    row = Row("image-tax", VISION_MODEL, image)
+    with running(make_plan(setup, OURS, VISION_MODEL)) as server:
+        warm_up(server, [row, Row("text", VISION_MODEL, TEXT_LOAD)], prompts)
+        alone = _timed(server, [TEXT_LOAD(prompts, (*key, "alone"), idx) for idx in range(TAX_REQUESTS)])
+        both = _timed(server, with_images(prompts, (*key, "both")))
+    failures = [record.failure for records, _ in (alone, both) for record in records if record.failure]
+    yield Finding("image-tax", repetition, tax_values(*alone, *both), tuple(failures))
+
+
+def with_images(prompts: Prompts, key: tuple[object, ...]) -> list[Dialogue]:
+    """TAX_REQUESTS text dialogues, and after every ninth an image."""
+    dialogues = []
+    for idx in range(TAX_REQUESTS):
+        dialogues.append(TEXT_LOAD(prompts, key, idx))
+        if idx % TAX_IMAGE_EVERY == TAX_IMAGE_EVERY - 1:
+            dialogues.append(image(prompts, key, idx))
+    return dialogues
+
+
+def _timed(server: Running, dialogues: Sequence[Dialogue]) -> tuple[list[Record], float]:
+    started_at = time.perf_counter()
+    records = asyncio.run(closed_loop(server.endpoint, dialogues, TAX_CONCURRENCY))
+    return records, time.perf_counter() - started_at
+
+
+def tax_values(
+    alone: Sequence[Record], alone_s: float, both: Sequence[Record], both_s: float
+) -> dict[str, float]:
+    """From the records and wall times of the text load alone and with images."""
+    texts = [record for record in both if record.kind == "text"]
+    rate_alone = sum(record.num_tokens for record in alone) / alone_s
+    rate_both = sum(record.num_tokens for record in texts) / both_s
+    num_all = sum(record.num_prompt_tokens + record.num_tokens for record in both)
+    num_text = sum(record.num_prompt_tokens + record.num_tokens for record in texts)
+    loss = 1 - rate_both / rate_alone if rate_alone else 0.0
+    share = 1 - num_text / num_all if num_all else 0.0
+    ttft_alone_s, ttft_both_s = (
+        percentile([record.ttft_s for record in records if record.chunks_at], 0.5)
+        for records in (alone, texts)
+    )
+    return {
+        "text_tokens_per_s_alone": rate_alone,
+        "text_tokens_per_s_with_images": rate_both,
+        "loss_ratio": loss,
+        "extra_tokens_ratio": share,
+        "loss_beyond_share": loss - share,
+        "text_ttft_p50_ratio": ttft_both_s / ttft_alone_s if ttft_alone_s else 0.0,
+    }
+
+
+SPECIALS: dict[str, Callable[[Setup, Prompts, int], Iterator[Finding]]] = {
+    "itl-under-video": itl_under_video,
+    "image-tax": image_tax,
+}

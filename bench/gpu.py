@@ -1,0 +1,239 @@
+"""How far steps are from what one GPU can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷ peak, with random
+weights; and one layer's decode attention, ours over plain and INT8 blocks against flash-attn's.
+
+    python -m bench.gpu                 # a GPU; models 0.5b and 7b
+    python -m bench.gpu --models 0.5b --kv-cache-dtype int8
+    python -m bench.gpu --smoke         # a tiny model on the CPU: only shows that it runs
+
+Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. Never run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers as hf
+
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.attention import LayerAttention, PagedBatch, make_backend
+from cluster.model.cuda.graphs import GraphedModel, capture_cuda
+from cluster.model.cuda.step_model import StepModel
+from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
+from cluster.model.language import LanguageModel, SequenceChunk
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen2 model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    tied: bool
+
+
+SHAPES = {
+    "0.5b": Shape(896, 24, 14, 2, 4864, 151_936, True),
+    "7b": Shape(3584, 28, 28, 4, 18_944, 152_064, False),
+    "tiny": Shape(64, 2, 4, 2, 128, 300, True),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    device: torch.device
+    dtype: torch.dtype
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. bound_s: what bandwidth or peak allow."""
+
+    what: str
+    seconds: float
+    bound_s: float
+
+    def __str__(self) -> str:
+        return f"{self.what:44} {1e6 * self.seconds:12.1f} {1e6 * self.bound_s:12.1f} {self.bound_s / self.seconds:8.2f}"
+
+
+def median_s(work: Callable[[], object], device: torch.device, repeats: int, calls: int = 1) -> float:
+    """Seconds of one call, after two rounds to warm up. Each round times `calls` calls, so that the host's share hides
+    behind the device's work."""
+    times = []
+    for attempt in range(repeats + 2):
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        _wait(device)
+        if attempt >= 2:
+            times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype, scale: int) -> Machine:
+    """scale: 1 is 1 GiB to copy and a product of 8192-wide square matrices; larger divides both."""
+    source = torch.ones((1 << 30) // scale, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = median_s(lambda: target.copy_(source), device, 10)
+    side = 8192 // scale
+    matrix = torch.randn(side, side, device=device, dtype=dtype)
+    product_s = median_s(lambda: matrix @ matrix, device, 10)
+    return Machine(device, dtype, 2 * source.numel() / copy_s, 2 * side**3 / product_s)
+
+
+def random_model(shape: Shape, machine: Machine, kv_cache_dtype: KvCacheDtype) -> LanguageModel:
+    config = hf.Qwen2Config(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=8192, tie_word_embeddings=shape.tied, eos_token_id=None, dtype=machine.dtype,
+    )  # fmt: skip
+    with torch.device(machine.device):
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=machine.dtype)
+    return LanguageModel(model.eval().requires_grad_(False), BLOCK_SIZE, kv_cache_dtype)
+
+
+def decode_row(
+    name: str,
+    model: StepModel,
+    kv: BlockMemory,
+    weight_bytes: int,
+    batch: int,
+    context: int,
+    machine: Machine,
+) -> Row:
+    """One step of `batch` sequences with `context` tokens each. `kv` is large enough for all of them."""
+    per_seq = -(-(context + 1) // BLOCK_SIZE)
+    tables = [list(range(i * per_seq, (i + 1) * per_seq)) for i in range(batch)]
+    arguments = ([1] * batch, [context] * batch, [0] * batch, tables, kv)
+    seconds = median_s(lambda: model.decode(*arguments), machine.device, 10)
+    kv_bytes = batch * context * kv.layout.block_bytes / BLOCK_SIZE
+    return Row(name, seconds, (weight_bytes + kv_bytes) / machine.bytes_per_s)
+
+
+def prefill_row(
+    name: str, model: LanguageModel, kv: BlockMemory, shape: Shape, num_tokens: int, machine: Machine
+) -> Row:
+    """One prompt in one chunk; the output head runs for its last token only."""
+    table = list(range(-(-num_tokens // BLOCK_SIZE)))
+    chunk = SequenceChunk([1] * num_tokens, torch.arange(num_tokens), 0, table)
+    seconds = median_s(lambda: model.forward([chunk], kv), machine.device, 5)
+    head_width = shape.hidden // shape.heads
+    attention = shape.hidden * (2 * shape.hidden + 2 * shape.kv_heads * head_width)
+    weights = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
+    scores = shape.layers * 2 * num_tokens**2 * shape.hidden  # QK and PV, the visible half
+    return Row(name, seconds, (2 * weights * num_tokens + scores) / machine.flops_per_s)
+
+
+def attention_row(
+    name: str, kv_cache_dtype: KvCacheDtype, block_size: int, shape: Shape, batch: int, context: int, machine: Machine
+) -> Row:  # fmt: skip
+    """One layer's decode attention, by the backend that serves such blocks."""
+    width = shape.hidden // shape.heads
+    per_seq = -(-context // block_size)
+    segments = kv_segments([(shape.kv_heads, width)] * 2, block_size, machine.dtype, kv_cache_dtype)
+    kv = BlockMemory(MemoryLayout(segments), batch * per_seq, machine.device)
+    tables = torch.arange(batch * per_seq, device=machine.device).view(batch, per_seq)
+    lens = torch.full((batch,), context, device=machine.device)
+    slots = tables[:, -1] * block_size
+    step = PagedBatch(kv, block_size, slots, [1] * batch, [context] * batch, tables, lens, ())
+    query = torch.randn(batch, shape.heads, width, device=machine.device, dtype=machine.dtype)
+    new = query[:, : shape.kv_heads]
+    backend = make_backend(machine.device, machine.dtype, kv_cache_dtype)
+    layer, cache = LayerAttention(width**-0.5), layer_cache(kv, 0)
+    seconds = median_s(
+        lambda: backend.attend(step, layer, query, new, new, cache), machine.device, 10, calls=20
+    )
+    return Row(name, seconds, batch * context * kv.layout.block_bytes / block_size / machine.bytes_per_s)
+
+
+def model_rows(
+    name: str, machine: Machine, kv_cache_dtype: KvCacheDtype, batches: Sequence[int], context: int
+) -> list[Row]:
+    """Decode step by step, decode from graphs (on a GPU), prefill."""
+    shape = SHAPES[name]
+    model = random_model(shape, machine, kv_cache_dtype)
+    per_seq = -(-(context + 1) // BLOCK_SIZE)
+    kv = BlockMemory(model.kv_layout, max(batches) * per_seq + 1, machine.device)
+    weight_bytes = num_weights(shape) * machine.dtype.itemsize
+    models: list[tuple[str, StepModel]] = [("decode", model)]
+    if machine.device.type == "cuda":
+        models.append(("decode, graphs", GraphedModel(model, kv, max(batches), capture_cuda())))
+    rows = []
+    for batch in batches:
+        for label, subject in models:
+            title = f"{name} {label}, batch {batch}, context {context}"
+            rows.append(decode_row(title, subject, kv, weight_bytes, batch, context, machine))
+    rows.append(prefill_row(f"{name} prefill, {context} tokens", model, kv, shape, context, machine))
+    return rows
+
+
+def num_weights(shape: Shape) -> int:
+    """How many weights a decode step reads: layers and output head, not the embedding table."""
+    head_width = shape.hidden // shape.heads
+    attention = shape.hidden * (2 * shape.hidden + 2 * shape.kv_heads * head_width)
+    return shape.layers * (attention + 3 * shape.hidden * shape.intermediate) + shape.hidden * shape.vocab
+
+
+def smoke_rows() -> list[Row]:
+    device = torch.device("cpu")
+    machine = measure_machine(device, torch.float32, scale=128)
+    rows = model_rows("tiny", machine, "int8", [1, 2], 32)
+    return [*rows, attention_row("tiny attention", "int8", 16, SHAPES["tiny"], 2, 32, machine)]
+
+
+def gpu_rows(names: Sequence[str], kv_cache_dtype: KvCacheDtype) -> list[Row]:
+    device = torch.device("cuda")
+    machine = measure_machine(device, torch.bfloat16, scale=1)
+    print(
+        f"copy {machine.bytes_per_s / 1e9:.0f} GB/s, matrix product {machine.flops_per_s / 1e12:.0f} TFLOP/s"
+    )
+    rows = []
+    for name in names:
+        rows += model_rows(name, machine, kv_cache_dtype, [1, 8, 64], 2048)
+        for batch, context in ((1, 8192), (16, 2048), (64, 8192)):
+            for dtype, block_size in (("int8", 16), ("auto", 16), ("auto", 256)):
+                title = f"{name} attention, {dtype} KV, blocks of {block_size}, {batch} × {context}"
+                rows.append(attention_row(title, dtype, block_size, SHAPES[name], batch, context, machine))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["0.5b", "7b"])
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "int8"], default="auto")
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    if not args.smoke and not torch.cuda.is_available():
+        print("no GPU here; --smoke runs a tiny model on the CPU")
+        return 1
+    with torch.inference_mode():
+        rows = smoke_rows() if args.smoke else gpu_rows(args.models, args.kv_cache_dtype)
+    print(f"{'':44} {'median us':>12} {'bound us':>12} {'of bound':>8}")
+    for row in rows:
+        print(row)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

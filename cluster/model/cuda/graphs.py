@@ -1,0 +1,155 @@
+"""CUDA graphs of the decode step: one per batch size of a short list, recorded when it is first needed, replayed after.
+
+A replay repeats the recorded launches on the recorded addresses. So a step's inputs go through the same buffers
+(`StepMatrix`), batches are filled up to a recorded size with rows that write into a scratch block, and the logits come
+out of the same tensor every time. Attention must not look at the contexts on the host (`FlashAttention.can_capture`).
+
+Tried with a stand-in for the capture on the CPU; `capture_cuda` itself is untried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.cuda.copies import DecodeInputs, StepMatrix
+from cluster.model.cuda.step_model import StepModel
+from cluster.model.language import SequenceChunk
+
+Replay = Callable[[], Tensor]  # enqueues the recorded work; the same tensor every time
+
+
+class DecodeStep(Protocol):
+    def __call__(self, inputs: DecodeInputs) -> Tensor:
+        """[B, vocab_size] float32 logits. Enqueues work only: no synchronisation, no copies from the host."""
+        ...
+
+
+class Capture(Protocol):
+    def __call__(self, work: Callable[[], Tensor]) -> Replay:
+        """Runs `work` as often as it likes, and records it."""
+        ...
+
+
+class CapturableModel(StepModel, Protocol):
+    """What is asked of `LanguageModel`."""
+
+    block_size: int
+    max_model_len: int
+
+    def decode_step(self, inputs: DecodeInputs, kv: BlockMemory) -> Tensor:
+        """A `DecodeStep` over `kv`."""
+        ...
+
+
+class DecodeGraphs:
+    """Runs decode steps of up to `max_batch` sequences. One thread."""
+
+    def __init__(self, step: DecodeStep, matrix: StepMatrix, capture: Capture):
+        self._step = step
+        self._matrix = matrix
+        self._capture = capture
+        self._sizes = batch_sizes(matrix.max_batch)
+        self._replays: dict[int, Replay] = {}
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        context_lens: Sequence[int],
+        deltas: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """As `LanguageModel.decode`. The logits [B, vocab_size] are valid until the next call."""
+        count = len(token_ids)
+        size = next(size for size in self._sizes if size >= count)
+        self._matrix.fill(token_ids, context_lens, deltas, block_tables, size)
+        return self._replay(size)()[:count]
+
+    def warm_up(self) -> None:
+        """Records every size, largest first, so that the smaller ones fit into its memory. Minutes at most; without it the
+        first requests wait. Writes into the scratch block only."""
+        for size in reversed(self._sizes):
+            self._matrix.fill([], [], [], [], size)
+            self._replay(size)
+
+    def _replay(self, size: int) -> Replay:
+        if size not in self._replays:
+            inputs = self._matrix.inputs(size)
+            self._replays[size] = self._capture(lambda: self._step(inputs))
+        return self._replays[size]
+
+
+class GraphedModel:
+    """A `LanguageModel` whose decode steps over `kv` are replayed; other calls pass through. One thread.
+
+    The last block of `kv` is the scratch block: it must not belong to the pool that requests draw from.
+    """
+
+    def __init__(self, model: CapturableModel, kv: BlockMemory, max_batch: int, capture: Capture):
+        max_blocks = -(-model.max_model_len // model.block_size)
+        scratch_block = kv.num_blocks - 1
+        matrix = StepMatrix(max_batch, max_blocks, model.block_size, scratch_block, kv.buffer.device)
+        self._model = model
+        self._kv = kv
+        self._graphs = DecodeGraphs(lambda inputs: model.decode_step(inputs, kv), matrix, capture)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Records all batch sizes. Raises RuntimeError when the model does something that cannot be recorded."""
+        self._graphs.warm_up()
+
+    def forward(
+        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        return self._model.forward(chunks, kv, on_layer)
+
+    def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:
+        return self._model.verify(chunks, kv)
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        context_lens: Sequence[int],
+        deltas: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        kv: BlockMemory,
+    ) -> Tensor:
+        """The logits are valid until the next call."""
+        assert kv is self._kv, "graphs hold the addresses of one memory"
+        return self._graphs.decode(token_ids, context_lens, deltas, block_tables)
+
+
+def batch_sizes(max_batch: int) -> list[int]:
+    """1, 2, 4, then steps of 8 up to 64 and of 32 behind it; the last is max_batch. Padding costs
+    little where batches are small, because reading the weights is most of such a step, and every row shares it."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_batch, 32)]
+    return [size for size in sizes if size < max_batch] + [max_batch]
+
+
+def capture_cuda() -> Capture:
+    """A capture whose graphs share one pool of memory: only one of them may run at a time."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(work: Callable[[], Tensor]) -> Replay:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # kernels are compiled and libraries start up outside the recording
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            out = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    return capture

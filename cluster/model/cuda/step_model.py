@@ -1,0 +1,33 @@
+"""The calls that move a language model forward: what wraps a model offers the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.language import SequenceChunk
+
+
+class StepModel(Protocol):
+    """What a runner calls: `LanguageModel`, or in its place `LeadingModel` or `GraphedModel`, which pass calls on."""
+
+    def forward(
+        self,
+        chunks: Sequence[SequenceChunk],
+        kv: BlockMemory,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor: ...
+
+    def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor: ...
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        context_lens: Sequence[int],
+        deltas: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        kv: BlockMemory,
+    ) -> Tensor: ...

@@ -1,0 +1,113 @@
+"""Steps over paged KV with their answers by plain softmax, for any device: the unit tests run small ones on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.kv_format import KvCacheDtype, LayerCache, kv_segments, layer_cache
+
+
+@dataclass(frozen=True)
+class Heads:
+    query: int = 4
+    kv: int = 2
+    key_width: int = 16
+    value_width: int = 16
+
+
+@dataclass
+class PagedCase:
+    batch: PagedBatch
+    cache: LayerCache
+    query: Tensor  # [T, Hq, D]
+    new_key: Tensor  # [T, Hk, D]
+    new_value: Tensor
+    expected: Tensor  # [T, Hq, Dv] float32
+
+
+def dense(layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """query [n, Hq, D]: the last n of the S positions in key [S, Hk, D] and value [S, Hk, Dv]. float32, causal."""
+    count, total = len(query), len(key)
+    query_at = torch.arange(total - count, total, device=query.device)[:, None]
+    key_at = torch.arange(total, device=query.device)[None]
+    visible = key_at <= query_at
+    if layer.sliding_window is not None:
+        visible = visible & (key_at > query_at - layer.sliding_window)
+    group = query.shape[1] // key.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float().repeat_interleave(group, 1))
+    scores = scores * layer.scaling
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if layer.sinks is not None:
+        scores = torch.cat([scores, layer.sinks.float().view(-1, 1, 1).expand(-1, count, 1)], -1)
+    probs = scores.softmax(-1)[..., :total]
+    return torch.einsum("hqk,khd->qhd", probs, value.float().repeat_interleave(group, 1))
+
+
+def paged_case(
+    sizes: Sequence[tuple[int, int]],
+    layer: LayerAttention,
+    heads: Heads,
+    *,
+    block_size: int = 4,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> PagedCase:
+    """sizes: (computed, new) tokens of each sequence. Tables run backwards through the blocks; unwritten rows hold 7."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(heads.kv, heads.key_width), (heads.kv, heads.value_width)]
+    num_blocks = 1 + sum(-(-(old + new) // block_size) for old, new in sizes)
+    memory = BlockMemory(
+        MemoryLayout(kv_segments(shapes, block_size, dtype, kv_cache_dtype)), num_blocks, device
+    )
+    for segment in memory.segments:
+        segment.fill_(7)
+    cache = layer_cache(memory, 0)
+
+    def noise(count: int, num_heads: int, width: int) -> Tensor:
+        return torch.randn(count, num_heads, width, generator=generator).to(device, dtype)
+
+    tables, slots, queries, keys, values, expected = [], [], [], [], [], []
+    next_block = num_blocks
+    for old, new in sizes:
+        total = old + new
+        first = next_block - -(-total // block_size)
+        table = list(range(first, next_block))[::-1]
+        next_block = first
+        positions = torch.arange(total)
+        where = torch.tensor(table)[positions // block_size] * block_size + positions % block_size
+        where = where.to(device)
+        key, value = noise(total, *shapes[0]), noise(total, *shapes[1])
+        query = noise(new, heads.query, heads.key_width)
+        cache.write(where, key, value)
+        expected.append(
+            dense(layer, query, cache.key.rows(where, torch.float32), cache.value.rows(where, torch.float32))
+        )
+        tables.append(table)
+        slots.append(where[old:])
+        queries.append(query)
+        keys.append(key[old:])
+        values.append(value[old:])
+    width = max(map(len, tables))
+    contexts = [old + new for old, new in sizes]
+    batch = PagedBatch(
+        memory,
+        block_size,
+        torch.cat(slots),
+        [new for _, new in sizes],
+        contexts,
+        torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], device=device),
+        torch.tensor(contexts, device=device),
+        [()] * len(sizes),
+    )
+    return PagedCase(
+        batch, cache, torch.cat(queries), torch.cat(keys), torch.cat(values), torch.cat(expected)
+    )

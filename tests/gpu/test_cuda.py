@@ -1,0 +1,116 @@
+"""The GPU path on a GPU: our kernels and flash-attn against a plain softmax, recorded decode steps against unrecorded ones.
+Not run yet anywhere: no machine of this project had a GPU."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+import transformers as hf
+
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.attention import LayerAttention
+from cluster.model.attention_flash import FlashAttention, make_cuda_backend
+from cluster.model.attention_torch import TorchAttention
+from cluster.model.cuda import decode_attention
+from cluster.model.cuda.graphs import GraphedModel, capture_cuda
+from cluster.model.kv_format import QuantizedRows
+from cluster.model.language import LanguageModel, SequenceChunk
+from tests.gpu.cases import Heads, paged_case
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU here", allow_module_level=True)
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+needs_backend = pytest.mark.skipif(
+    find_spec("triton") is None and find_spec("flash_attn") is None, reason="neither triton nor flash-attn"
+)
+HEADS = [Heads(28, 4, 128, 128), Heads(14, 2, 64, 64), Heads(8, 8, 80, 80), Heads(8, 1, 256, 256)]
+LAYERS = [LayerAttention(0.1), LayerAttention(0.1, sliding_window=100), LayerAttention(0.1, softcap=20.0)]
+DEVICE = "cuda"
+
+
+@needs_backend
+@pytest.mark.parametrize("sizes", [[(0, 300), (0, 70)], [(500, 200), (0, 33)], [(1, 1), (777, 1), (2000, 1)]])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_the_backend_equals_dense_attention(sizes, layer, heads, block_size, kv_cache_dtype) -> None:
+    case = paged_case(
+        sizes, layer, heads, block_size=block_size, kv_cache_dtype=kv_cache_dtype, dtype=torch.bfloat16,
+        device=DEVICE,
+    )  # fmt: skip
+    backend = make_cuda_backend(torch.device(DEVICE, 0), TorchAttention())
+    out = backend.attend(case.batch, layer, case.query, case.new_key, case.new_value, case.cache)
+    torch.testing.assert_close(out.float(), case.expected, rtol=2e-2, atol=2e-2)
+
+
+@needs_triton
+@pytest.mark.parametrize("heads", [*HEADS, Heads(16, 1, 192, 128)])
+@pytest.mark.parametrize("num_splits", [1, 7, 64])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_the_decode_kernel_equals_dense_attention(heads, num_splits, kv_cache_dtype) -> None:
+    layer = LayerAttention(0.1, 1000, 20.0, torch.linspace(-1, 1, heads.query, device=DEVICE))
+    case = paged_case(
+        [(0, 1), (700, 1), (5000, 1)], layer, heads, block_size=16, kv_cache_dtype=kv_cache_dtype,
+        dtype=torch.bfloat16, device=DEVICE,
+    )  # fmt: skip
+    batch = case.batch
+    out = decode_attention.paged_decode(
+        case.query, case.cache, batch.block_tables, batch.context_lens_tensor, layer, num_splits
+    )
+    torch.testing.assert_close(out.float(), case.expected, rtol=2e-2, atol=2e-2)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_write_kernel_makes_the_same_codes_and_scales_as_the_cache_itself(dtype) -> None:
+    heads = Heads(4, 4, 128, 128)
+    case = paged_case(
+        [(10, 90)], LayerAttention(1.0), heads, kv_cache_dtype="int8", dtype=dtype, device=DEVICE
+    )
+    store = case.cache.key
+    assert isinstance(store, QuantizedRows)
+    codes, scales = store.codes.clone(), store.scales.clone()
+    store.codes.flatten(0, 1)[case.batch.slots] = 9
+    store.scales.flatten(0, 1)[case.batch.slots] = 9
+    decode_attention.write_quantised(store, case.batch.slots, case.new_key)
+    assert torch.equal(store.codes, codes)
+    assert torch.equal(store.scales, scales)
+
+
+@needs_triton
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_recorded_decode_steps_equal_unrecorded_ones(kv_cache_dtype) -> None:
+    torch.manual_seed(0)
+    config = hf.Qwen2Config(
+        vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.15, eos_token_id=None,
+    )  # fmt: skip
+    hf_model = hf.Qwen2ForCausalLM(config).to(DEVICE, torch.bfloat16)
+    model = LanguageModel.from_model(hf_model, kv_cache_dtype=kv_cache_dtype)
+    memories = [BlockMemory(model.kv_layout, 40, DEVICE) for _ in range(2)]
+    graphed = GraphedModel(model, memories[0], 8, capture_cuda())
+    graphed.warm_up()
+    tables = [list(range(12 * i, 12 * i + 12)) for i in range(3)]
+    prompts = [list(range(5, 45)), list(range(50, 53)), list(range(60, 100))]
+    tokens, contexts = [], [len(prompt) for prompt in prompts]
+    for kv in memories:
+        chunks = [
+            SequenceChunk(prompt, torch.arange(len(prompt)), 0, table)
+            for prompt, table in zip(prompts, tables, strict=True)
+        ]
+        tokens = model.forward(chunks, kv).argmax(-1).tolist()
+    for step in range(60):
+        arguments = (tokens, [context + step for context in contexts], [0] * 3, tables)
+        logits = graphed.decode(*arguments, memories[0])
+        torch.testing.assert_close(logits, model.decode(*arguments, memories[1]), rtol=2e-2, atol=2e-2)
+        tokens = logits.argmax(-1).tolist()
+
+
+@needs_triton
+def test_a_model_on_the_gpu_gets_the_cuda_backend() -> None:
+    backend = make_cuda_backend(torch.device(DEVICE, 0), TorchAttention())
+    assert isinstance(backend, FlashAttention)

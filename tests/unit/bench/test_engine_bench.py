@@ -1,0 +1,295 @@
+"""The engine benchmark's own arithmetic: prompts, streams, failures, tables. No server, no network."""
+
+import asyncio
+import json
+import math
+import os
+import xml.etree.ElementTree as ElementTree
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.engine import processes, report, special
+from bench.engine.__main__ import make_parser
+from bench.engine.client import Endpoint, Record, Request, judge, read_stream
+from bench.engine.measure import percentile, summarise
+from bench.engine.models import TEXT_MODEL, VISION_MODEL
+from bench.engine.processes import Cost, Mark, Usage
+from bench.engine.prompts import WORDS, Prompts
+from bench.engine.rows import ROWS, mixed, session
+from bench.engine.run import rotated
+from bench.engine.servers import OURS, VLLM, Running, Setup, cluster_config, make_plan
+from bench.engine.vocabulary import SPACE, make_merges, write_tokenizer
+from cluster.config import ClusterArgs
+
+ENDPOINT = Endpoint("http://127.0.0.1:1", "m", {})
+RUNNING = Running(OURS, ENDPOINT, Mark("mark", 1), 1.0)
+COST = Cost(wall_s=2.0, server_cpu_s=3.0, client_cpu_s=0.1, other_cores=0.0)
+
+
+def setup(folder: Path) -> Setup:
+    peers = {"vllm": Path("/opt/peer/bin/vllm"), "llama": Path("/opt/peer/llama-server")}
+    return Setup(folder / "models", folder, (0, 1), 8400, peers, (2, 1, 2))
+
+
+def a_record(num_tokens: int = 3, *, failure: str = "", kind: str = "text") -> Record:
+    times = [1.0 + 0.1 * idx for idx in range(num_tokens)]
+    return Record(kind, 0.5, times, 2.0, num_prompt_tokens=10, num_tokens=num_tokens, failure=failure)
+
+
+def a_row(server: str, repetition: int, tokens_per_s: float, **other: Any) -> dict[str, Any]:
+    times = {"ttft_p50_s": 0.1, "itl_p50_s": 0.01, "num_failed": 0, "other_cores": 0.0}
+    name = {"type": "row", "server": server, "row": "text-128/64", "concurrency": 4, "repetition": repetition}
+    return {**name, "tokens_per_s": tokens_per_s, **times, **other}
+
+
+def test_every_word_of_a_prompt_is_one_token(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    num_base_tokens = 256 + 26 + 26**2  # words of up to two letters
+    write_tokenizer(tmp_path, num_base_tokens)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    short = [word for word in WORDS if len(word) < 3]
+    for word in short:
+        assert len(tokenizer.encode(f" {word}").ids) == 1
+    text = "".join(f" {word}" for word in short)
+    assert len(tokenizer.encode(text).ids) == len(short)
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.encode("<|im_end|>").ids == [num_base_tokens + 2]
+
+
+def test_the_vocabulary_has_every_word_that_prompts_use() -> None:
+    tokens = {left + right for left, right in make_merges()}
+    assert len(tokens) == 151_643 - 256
+    assert tokens.issuperset(SPACE + word for word in WORDS)
+
+
+def test_equal_keys_give_equal_prompts_and_different_keys_differ_from_the_first_words() -> None:
+    assert Prompts(1).text(40, "row", 0) == Prompts(1).text(40, "row", 0)
+    others = [Prompts(2).text(8, "row", 0), Prompts(1).text(8, "row", 1), Prompts(1).text(8, "other", 0)]
+    starts = {text.split()[0] + text.split()[1] for text in (Prompts(1).text(8, "row", 0), *others)}
+    assert len(starts) == 4
+
+
+@given(st.integers(0, 300), st.integers(0, 10))
+def test_a_text_has_exactly_as_many_words_as_asked(num_tokens: int, seed: int) -> None:
+    assert len(Prompts(seed).text(num_tokens, "key").split()) == num_tokens
+
+
+def test_repetitions_and_concurrencies_of_a_row_share_no_prompt() -> None:
+    for row in ROWS:
+        firsts = [
+            json.dumps(dialogue.turns[0].message)
+            for concurrency in (1, 4)
+            for repetition in (-1, 0, 1)
+            for dialogue in row.dialogues(Prompts(0), concurrency, repetition, 2)
+        ]
+        assert len(set(firsts)) == len(firsts), row.name
+
+
+def test_one_request_in_five_of_the_mixed_row_has_an_image() -> None:
+    kinds = [mixed(Prompts(0), ("key",), idx).turns[0].kind for idx in range(50)]
+    assert kinds.count("image") == 10
+
+
+def test_dialogues_of_a_session_share_the_system_prompt_and_every_other_image() -> None:
+    first, second, third = (session(Prompts(0), ("key",), idx) for idx in range(3))
+    assert first.opening == second.opening
+    picture = [dialogue.turns[0].message["content"][0] for dialogue in (first, second, third)]
+    assert picture[0] == picture[2] != picture[1]
+    assert [turn.kind for turn in first.turns] == ["first turn", *["later turn"] * 3]
+
+
+def stream_of(*events: Any, end: bytes = b"data: [DONE]\n") -> AsyncIterator[bytes]:
+    async def lines() -> AsyncIterator[bytes]:
+        for event in events:
+            yield b"data: " + json.dumps(event).encode() + b"\r\n"
+            yield b"\r\n"
+        yield end
+
+    return lines()
+
+
+def chunk(text: str | None) -> dict[str, Any]:
+    return {"choices": [{"delta": {"role": "assistant"} if text is None else {"content": text}}]}
+
+
+def test_only_chunks_with_text_are_timed() -> None:
+    ticks = iter(range(100))
+    record = Record("text")
+    usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
+    asyncio.run(
+        read_stream(
+            stream_of(chunk(None), chunk(" a"), chunk(""), chunk(" b"), usage), record, lambda: next(ticks)
+        )
+    )
+    assert (record.text, record.chunks_at, record.gaps_s) == (" a b", [1, 3], [2])
+    assert (record.num_prompt_tokens, record.num_tokens, record.failure) == (7, 2, "")
+
+
+def test_an_error_event_in_a_stream_is_a_failure() -> None:
+    record = Record("text")
+    asyncio.run(read_stream(stream_of(chunk(" a"), {"error": {"message": "lost"}}), record, lambda: 0.0))
+    assert "lost" in record.failure
+
+
+@pytest.mark.parametrize(
+    ("record", "wanted", "failure"),
+    [
+        (a_record(3), 3, ""),
+        (a_record(2), 3, "2 tokens instead of 3"),
+        (Record("text", num_tokens=3), 3, "no text"),
+        (a_record(2, failure="HTTP 500"), 3, "HTTP 500"),
+    ],
+)
+def test_a_short_or_empty_answer_is_a_failure(record: Record, wanted: int, failure: str) -> None:
+    judge(record, wanted)
+    assert record.failure == failure
+
+
+def test_the_length_of_an_answer_is_forced_in_each_servers_own_words(tmp_path: Path) -> None:
+    request = Request([], 17, "text")
+    ours = make_plan(setup(tmp_path), OURS, TEXT_MODEL).endpoint.body(request)
+    theirs = make_plan(setup(tmp_path), VLLM, TEXT_MODEL).endpoint.body(request)
+    assert (ours["max_tokens"], ours["ignore_eos"], "min_tokens" in ours) == (17, True, False)
+    assert (theirs["max_tokens"], theirs["ignore_eos"], theirs["min_tokens"]) == (17, True, 17)
+
+
+def test_the_clusters_configuration_is_one_that_it_accepts(tmp_path: Path) -> None:
+    config = cluster_config(setup(tmp_path), VISION_MODEL, special.PATIENT | special.BUDGETS["unchunked"])
+    args = ClusterArgs.model_validate(config["applications"][0]["args"])
+    assert (args.encode.threads, args.prefill.threads, args.decode.threads) == (2, 1, 2)
+    assert (args.prefill.max_batch_tokens, args.dtype) == (8192, "bfloat16")
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.floats(0, 1))
+def test_a_percentile_lies_between_its_neighbours(values: list[float], fraction: float) -> None:
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * fraction
+    found = percentile(values, fraction)
+    assert ordered[math.floor(place)] <= found + 1e-6
+    assert found <= ordered[math.ceil(place)] + 1e-6
+
+
+def test_failed_and_unfinished_requests_bring_no_tokens_and_no_times() -> None:
+    records = [a_record(3), a_record(2, failure="2 tokens instead of 3")]
+    result = summarise(RUNNING, "row", 4, 0, 5, records, COST)
+    assert (result.num_requests, result.num_failed, result.num_tokens) == (5, 4, 3)
+    assert result.tokens_per_s == 1.5
+    assert (result.ttft_p50_s, round(result.itl_p50_s, 9)) == (0.5, 0.1)
+    assert result.failures == ("2 tokens instead of 3",)
+
+
+def test_what_neither_server_nor_client_used_was_used_by_others() -> None:
+    before, after = Usage(0.0, 10.0, 1.0, 50.0), Usage(4.0, 13.0, 1.5, 57.5)
+    assert Cost.between(before, after) == Cost(4.0, 3.0, 0.5, 1.0)
+
+
+def test_a_process_is_found_by_the_mark_in_its_environment_or_by_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked, other = b"A=1\0BENCH_ENGINE_SERVER=x\0", b"BENCH_ENGINE_SERVER=xy\0"
+    for pid, environment, session_id, state in (
+        (12, marked, 7, "S"),
+        (13, other, 7, "S"),
+        (14, b"", 10, "S"),
+        (15, marked, 10, "Z"),
+    ):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "environ").write_bytes(environment)
+        fields = f"{state} 1 1 {session_id} " + "0 " * 7 + "40 60 0 0"
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {fields}")
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert sorted(processes.pids_of(Mark("x", 10))) == [12, 14]
+    assert processes.cpu_of([12, 999]) == 100 / os.sysconf("SC_CLK_TCK")
+
+
+def test_who_begins_changes_with_the_repetition() -> None:
+    assert [rotated(["a", "b", "c"], repetition)[0] for repetition in range(4)] == ["a", "b", "c", "a"]
+
+
+def test_ratios_pair_repetitions_so_that_drift_drops_out() -> None:
+    ours = [a_row(OURS, 0, 50.0), a_row(OURS, 1, 100.0), a_row(OURS, 2, 7.0)]
+    peer = [a_row("vllm", 0, 100.0), a_row("vllm", 1, 200.0)]
+    assert report.ratio(ours, peer, "tokens_per_s") == 0.5
+    assert report.ratio(ours, [], "tokens_per_s") is None
+
+
+def test_the_table_shows_medians_ratios_and_marks() -> None:
+    rows = [
+        a_row(OURS, 0, 30.0),
+        a_row("vllm", 0, 60.0, num_failed=1),
+        a_row("llama", 0, 20.0, other_cores=1.0),
+    ]
+    table = report.table(report.collect(reversed(rows)))
+    assert table.splitlines()[0].startswith("| row | at once | ours")
+    line = next(line for line in table.splitlines() if line.startswith("| text-128/64 | 4 |"))
+    cells = [cell.strip() for cell in line.split("|")]
+    assert "30.0 · 100 · 10.0" in cells
+    assert "60.0 · 100 · 10.0 †" in cells
+    assert "20.0 · 100 · 10.0 ‡" in cells
+    assert "0.50 · 1.00 · 1.00" in cells
+
+
+def test_the_table_takes_findings_and_servers_that_did_not_start() -> None:
+    finding = {
+        "type": "finding",
+        "measure": "image-tax",
+        "values": {"loss_ratio": 0.25},
+        "failures": ["HTTP 500"],
+    }
+    failure = {"type": "failure", "server": "vllm", "model": TEXT_MODEL, "message": "log"}
+    table = report.table(report.collect([finding, failure]))
+    for line in ("| loss_ratio | 0.25 |", "failed: HTTP 500", f"did not run: vllm {TEXT_MODEL}"):
+        assert line in table
+
+
+def test_the_plot_is_an_svg_with_a_bar_per_server_as_long_as_its_share() -> None:
+    results = report.collect([a_row(OURS, 0, 30.0), a_row("vllm", 0, 60.0)])
+    image = ElementTree.fromstring(report.plot(results))
+    widths = [float(rect.get("width", "0")) for rect in image.iter("{http://www.w3.org/2000/svg}rect")]
+    bars = sorted(width for width in widths if 10 < width < report.WIDTH)
+    assert len(bars) == 2
+    assert bars[0] * 2 == pytest.approx(bars[1])
+
+
+def test_images_that_cost_no_more_than_their_tokens_are_no_tax() -> None:
+    alone = [a_record(30) for _ in range(9)]  # 40 tokens each with the prompt
+    both = [*alone, a_record(30, kind="image")]
+    values = special.tax_values(alone, 9.0, both, 10.0)
+    assert values["loss_ratio"] == pytest.approx(0.1)
+    assert values["loss_beyond_share"] == pytest.approx(0.0)
+    assert special.tax_values(alone, 9.0, both, 12.0)["loss_beyond_share"] == pytest.approx(0.15)
+
+
+def test_one_request_in_ten_of_the_taxed_load_is_an_image() -> None:
+    kinds = [dialogue.turns[0].kind for dialogue in special.with_images(Prompts(0), ("key",))]
+    assert (kinds.count("text"), kinds.count("image")) == (special.TAX_REQUESTS, special.TAX_REQUESTS // 9)
+
+
+def test_a_gap_belongs_to_the_time_in_which_it_ends() -> None:
+    streams = [Record("text", chunks_at=[0.0, 1.0, 4.0]), Record("text", chunks_at=[2.0, 2.5])]
+    assert special.gaps_between(streams, 1.0, 4.0) == [1.0, 0.5]
+    assert special.gaps_between(streams, 4.0, 9.0) == [3.0]
+
+
+def test_the_command_line_names_peers_by_their_commands() -> None:
+    arguments = [
+        "run",
+        "--dir",
+        "models",
+        "--out",
+        "o",
+        "--peers",
+        "vllm=/v,llama=/l",
+        "--concurrency",
+        "1,4",
+    ]
+    args = make_parser().parse_args(arguments)
+    assert (args.peers, args.concurrency) == ({"vllm": Path("/v"), "llama": Path("/l")}, [1, 4])
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["run", "--dir", "models", "--out", "o", "--peers", "other=/v"])
