@@ -107,6 +107,17 @@ inline Halves rounded(Floats value) {  // to bfloat16, nearest even
 }
 inline void narrow(float* p, Floats value) { store(p, value); }
 inline void narrow(BFloat16* p, Floats value) { store(p, rounded(value)); }
+template <class Element>
+inline void narrow(Element* p, Floats low, Floats high) {
+  narrow(p, low);
+  narrow(p + kLanes, high);
+}
+#if defined(__AVX512BF16__)
+// One store: a load that spans two smaller ones waits for both.
+inline void narrow(BFloat16* p, Floats low, Floats high) {
+  store(p, (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+#endif
 
 #if defined(__AVX512F__)
 inline Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -262,7 +273,10 @@ struct Rows {
     for (int64_t first = 0; first < width; first += kGroup) {
       const float factor = std::is_same_v<Stored, int8_t> ? (float)scales[row * groups + first / kGroup] : 1.0f;
       const int64_t end = std::min<int64_t>(first + kGroup, width), whole = end / kLanes * kLanes;
-      for (int64_t i = first; i < whole; i += kLanes) narrow(target + i, scaled(widened(source + i), factor));
+      int64_t i = first;
+      for (; i + 2 * kLanes <= whole; i += 2 * kLanes)
+        narrow(target + i, scaled(widened(source + i), factor), scaled(widened(source + i + kLanes), factor));
+      for (; i < whole; i += kLanes) narrow(target + i, scaled(widened(source + i), factor));
       if (whole < end) {
         alignas(64) Stored tail[kLanes] = {};
         std::memcpy(tail, source + whole, (end - whole) * sizeof(Stored));
@@ -276,9 +290,10 @@ struct Rows {
     if constexpr (std::is_same_v<Stored, int8_t>) return value * factor;
     return value;
   }
-  void prefetch(int64_t slot) const {
+  // Inlined by force: GCC drops calls of a function that does nothing else.
+  __attribute__((always_inline)) void prefetch(int64_t slot, int64_t of_head) const {
     if (slot < 0) return;
-    const char* row = (const char*)(data + (slot * heads + head) * width);
+    const char* row = (const char*)(data + (slot * heads + of_head) * width);
     for (int64_t i = 0; i < width * (int64_t)sizeof(Stored); i += 64) _mm_prefetch(row + i, _MM_HINT_T1);
   }
 };
@@ -326,7 +341,8 @@ struct Scratch {
   alignas(64) float values[kKeys * kMaxWidth], scores[kRows * kKeys], rows[kLanes * kMaxWidth], zeros[kMaxWidth];
   alignas(64) float maxima[kTile], sums[kTile * kLanes];  // the sums of a row still spread over lanes
   int32_t begins[kTile], ends[kTile];
-  int64_t slots[kKeys], next_slots[kKeys];  // of this block's keys and the next one's; -1: no row is read
+  int64_t slots[kKeys], next_slots[kKeys];  // of this block's keys and of those fetched ahead; -1: no row is read
+  int64_t next_head;
 };
 
 // target[k, key] = word k of each key's row; keys rounded up to kLanes.
@@ -351,7 +367,7 @@ void pack_values(const Rows<Stored>& rows, int64_t keys, Scratch& scratch) {
     const float* sources[Word::kElements];
     for (int i = 0; i < Word::kElements; i++) {
       const int64_t slot = scratch.slots[key + i];
-      rows.prefetch(scratch.next_slots[key + i]);
+      rows.prefetch(scratch.next_slots[key + i], scratch.next_head);
       sources[i] = slot < 0 ? scratch.zeros : rows.template words<Word>(slot, scratch.rows + i * kMaxWidth);
     }
     float* target = scratch.values + key / Word::kElements * width;
@@ -495,8 +511,8 @@ void find_slots(const AttentionStep& step, const Item& item, int64_t key, int64_
 }
 
 template <class Word, class Query, class Stored>
-void run_item(const AttentionStep& step, const AttentionCall& call, const Item& item, const Shape& shape, float* parts,
-              Scratch& scratch) {
+void run_item(const AttentionStep& step, const AttentionCall& call, const Item& item, const Item& next,
+              const Shape& shape, float* parts, Scratch& scratch) {
   const int64_t groups_k = (call.key_width + kGroup - 1) / kGroup, groups_v = (call.value_width + kGroup - 1) / kGroup;
   const Rows<Stored> keys{(const Stored*)call.key, (const _Float16*)call.key_scales, call.kv_heads, item.head,
                           call.key_width, groups_k};
@@ -506,11 +522,12 @@ void run_item(const AttentionStep& step, const AttentionCall& call, const Item& 
   const int64_t rows = item.tokens * shape.group, tiles = (rows + kRows - 1) / kRows;
   load_queries<Word, Query>(step, call, item, shape, scratch);
   const int64_t lowest = *std::min_element(scratch.begins, scratch.begins + rows);
-  find_slots(step, item, item.key, lowest, scratch.next_slots);
   for (int64_t key = item.key; key < item.keys_end; key += kKeys) {
     const int64_t num_keys = std::min<int64_t>(kKeys, item.keys_end - key), wide = padded(num_keys, kLanes);
-    std::memcpy(scratch.slots, scratch.next_slots, sizeof(scratch.slots));
-    find_slots(step, item, key + kKeys, lowest, scratch.next_slots);
+    const bool last = key + kKeys >= item.keys_end;
+    find_slots(step, item, key, lowest, scratch.slots);
+    find_slots(step, last ? next : item, last ? next.key : key + kKeys, 0, scratch.next_slots);
+    scratch.next_head = last ? next.head : item.head;
     pack_keys<Word>(keys, wide, scratch);
     pack_values<Word>(values, wide, scratch);
     for (int64_t tile = 0; tile < tiles; tile++) {  // of nearly equal height
@@ -520,7 +537,7 @@ void run_item(const AttentionStep& step, const AttentionCall& call, const Item& 
       float factors[kRows];
       for (int64_t r = 0; r < height; r++) {
         for (int64_t i = kKeys * (row + r) / rows; i < kKeys * (row + r + 1) / rows; i++)
-          keys.prefetch(scratch.next_slots[i]);  // a share per row: memory works while the products run
+          keys.prefetch(scratch.next_slots[i], scratch.next_head);  // a share per row: a burst would stall
         factors[r] = softmax_row<Word>(scratch.scores + r * kKeys, wide, scratch.begins[row + r] - key,
                                        scratch.ends[row + r] - key, scale, call.softcap, scratch.maxima[row + r],
                                        scratch.sums + (row + r) * kLanes);
@@ -574,7 +591,10 @@ void attend(const AttentionStep& step, const AttentionCall& call) {
     Scratch scratch;
     std::fill_n(scratch.zeros, kMaxWidth, 0.0f);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) run_item<Word, Query, Stored>(step, call, items[i], shape, parts.data(), scratch);
+    for (int64_t i = 0; i < count; i++) {
+      const Item& next = items[std::min(i + step.threads, count - 1)];  // likely this thread's
+      run_item<Word, Query, Stored>(step, call, items[i], next, shape, parts.data(), scratch);
+    }
     if (!parts.empty()) {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < count; i++)
