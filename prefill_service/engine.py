@@ -31,6 +31,7 @@ from prefill_service.runner import PrefillRunner, uncut_spans
 from prefill_service.state import Phase, PrefillRequest, PromptSequence
 from prefill_service.transfer import send_computed
 
+WARM_UP_TOKENS = 1024  # in one step, at most
 Work = tuple[PrefillRequest, PromptSequence]
 
 
@@ -64,6 +65,21 @@ class PrefillEngine:
         self._running: set[str] = set()
         self._num_missing_tokens = 0  # of all requests
         self._context = 0.0  # computed tokens that a token of the last step saw, on average
+
+    def warm_up(self) -> None:
+        """Before the first request, on the caller's thread: the step budget learns how fast the model is, and the first
+        client does not pay for what is done once."""
+        num_tokens = self._budget.min_tokens
+        while num_tokens <= min(WARM_UP_TOKENS, self._blocks.num_free * self._blocks.block_size):
+            table = self._blocks.allocate(-(-num_tokens // self._blocks.block_size))
+            for _ in range(2):
+                started_at = self._clock.now()
+                self._runner.warm_up(num_tokens, table)
+                self._budget.observe(num_tokens, 0.0, self._clock.now() - started_at)
+            self._blocks.free(table)
+            if num_tokens >= self._budget.max_tokens(0.0):
+                return
+            num_tokens = min(2 * num_tokens, self._budget.max_tokens(0.0))
 
     def step(self) -> float | None:
         for request_id in self._deadlines.expired():
@@ -238,7 +254,9 @@ class PrefillEngine:
                 self._tell_first_tokens(request, tokens)
         return True
 
-    def _advance(self, request: PrefillRequest, sequence: PromptSequence, count: int, logits: Tensor) -> None:
+    def _advance(
+        self, request: PrefillRequest, sequence: PromptSequence, count: int, logits: Tensor | None
+    ) -> None:
         block_size = self._blocks.block_size
         first_new = sequence.num_computed_tokens // block_size
         sequence.num_computed_tokens += count

@@ -23,14 +23,21 @@ class PrefillRunner:
         self._features = features
 
     @torch.inference_mode()
-    def run(self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]]) -> list[Tensor]:
-        """Computes the KV of the given number of further tokens of each sequence. Returns per sequence the [1, vocab_size]
-        float32 logits behind its last computed token. Blocks; synchronises the device."""
-        logits = self._model.forward(
-            [self._chunk(request, sequence, count) for request, sequence, count in batch], self._kv
+    def run(self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]]) -> list[Tensor | None]:
+        """Computes the KV of the given number of further tokens of each sequence. Returns, for each that is complete with
+        them, the [1, vocab_size] float32 logits behind its last token. Blocks; synchronises the device."""
+        chunks = [self._chunk(request, sequence, count) for request, sequence, count in batch]
+        logits = iter(self._model.forward(chunks, self._kv).split(1))
+        self._kv.synchronize()
+        return [next(logits) if chunk.wants_logits else None for chunk in chunks]
+
+    @torch.inference_mode()
+    def warm_up(self, num_tokens: int, block_table: Sequence[int]) -> None:
+        """One step over a prompt that nobody asked for."""
+        self._model.forward(
+            [SequenceChunk([0] * num_tokens, torch.arange(num_tokens), 0, block_table)], self._kv
         )
         self._kv.synchronize()
-        return list(logits.split(1))
 
     @torch.inference_mode()
     def first_tokens(self, requests: Sequence[PrefillRequest]) -> list[tuple[int, ...]]:
@@ -61,6 +68,7 @@ class PrefillRunner:
             num_computed_tokens=start,
             block_table=sequence.block_table,
             features=tuple(slices),
+            wants_logits=end == sequence.num_tokens,
             bidirectional_spans=uncut_spans(self._model, prompt),
         )
 

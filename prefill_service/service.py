@@ -60,6 +60,7 @@ class PrefillService:
             SchedulingPolicy(**args.scheduling.model_dump()),
             StepBudget(args.prefill.step_target_s, args.block_size, max_batch_tokens),
         )
+        self._engine.warm_up()
         self._process.attach(self._engine, self._on_message)
 
     async def start(self) -> Member:

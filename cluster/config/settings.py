@@ -62,7 +62,7 @@ class PrefillArgs(_Args):
     threads: int = Field(0, ge=0)
     kv_blocks: int = Field(2048, ge=2)  # KV of the prompts in work, and the prefix cache
     max_batch_tokens: int = Field(2048, ge=1)  # prompt tokens in one step, over all requests
-    step_target_s: float = Field(0.25, gt=0)  # … and so many that a step is expected to last no longer
+    step_target_s: float = Field(0.5, gt=0)  # … and so many that a step is expected to last no longer
     feature_bytes: int = Field(128 * MIB, ge=0)  # memory that encoders write embeddings into
 
 

@@ -6,6 +6,7 @@ to run belong to the engine. Runs on the engine's thread, one call at a time; ca
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ class SequenceChunk:
     num_computed_tokens: int  # tokens of this sequence whose KV is in the block memory
     block_table: Sequence[int]  # block ids that cover num_computed_tokens + n tokens
     features: tuple[FeatureSlice, ...] = ()
+    wants_logits: bool = True  # False: more of the same prompt is to come
     bidirectional_spans: tuple[
         Span, ...
     ] = ()  # absolute [start, end) of media that see both ways; all of the prompt's
@@ -123,7 +125,9 @@ class LanguageModel:
         if self.device.type == "cpu":
             head = optimise(self._text, self._head, weight_dtype)
         if weight_dtype != "auto" and head is None:
-            raise ConfigError(f"weight_dtype {weight_dtype} needs the native CPU kernels; see the log for why")
+            raise ConfigError(
+                f"weight_dtype {weight_dtype} needs the native CPU kernels; see the log for why"
+            )
         if head is not None:
             self._head = head
 
@@ -135,11 +139,14 @@ class LanguageModel:
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """Writes the chunks' KV and returns [len(chunks), vocab_size] float32 logits of each chunk's last token.
+        """Writes the chunks' KV and returns [n, vocab_size] float32 logits of the last tokens of the n chunks that want them.
         `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA: enqueued)."""
         hidden = self._packed_hidden(chunks, kv, on_layer)
-        query_lens = torch.tensor([len(chunk.token_ids) for chunk in chunks], device=self.device)
-        return self._logits(hidden[query_lens.cumsum(0) - 1])
+        ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
+        rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.wants_logits]
+        if not rows:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        return self._logits(hidden[torch.tensor(rows, device=self.device)])
 
     @torch.inference_mode()
     def decode(

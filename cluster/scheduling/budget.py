@@ -29,7 +29,7 @@ class StepBudget:
         if step_target_s <= 0 or not 0 < min_tokens <= max_tokens:
             raise ValueError(f"not a step budget: {step_target_s} s, {min_tokens} to {max_tokens} tokens")
         self._step_target_s = step_target_s
-        self._min_tokens = min_tokens
+        self.min_tokens = min_tokens
         self._max_tokens = max_tokens
         self._num_seen = 0  # tokens of the longest step
         self._parts = [0.0, 0.0, 0.0]  # fixed, per_token, per_pair; of the features of `_features`
@@ -59,13 +59,13 @@ class StepBudget:
 
     def max_tokens(self, context: float) -> int:
         """How many tokens, each seeing `context` earlier ones on average, may run in the next step."""
-        most = min(self._max_tokens, max(self._min_tokens, 2 * self._num_seen))
+        most = min(self._max_tokens, max(self.min_tokens, 2 * self._num_seen))
         fixed_s = self._parts[0]
         slope = (self.predicted_s(self._max_tokens, context) - fixed_s) / self._max_tokens
         if slope <= 0:
-            return most if fixed_s < self._step_target_s else self._min_tokens
+            return most if fixed_s < self._step_target_s else self.min_tokens
         tokens = (self._step_target_s - fixed_s) / slope
-        return int(max(self._min_tokens, min(most, tokens)))
+        return int(max(self.min_tokens, min(most, tokens)))
 
     def _features(self, tokens: int, context: float) -> tuple[float, float, float]:
         """Scaled to about 1, so that the sweeps converge."""
