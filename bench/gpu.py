@@ -157,7 +157,7 @@ def attention_row(
     step = PagedBatch(kv, block_size, slots, [1] * batch, [context] * batch, tables, lens, ())
     query = torch.randn(batch, shape.heads, width, device=machine.device, dtype=machine.dtype)
     new = query[:, : shape.kv_heads]
-    backend = make_backend(machine.device, machine.dtype, kv_cache_dtype)
+    backend = make_backend(machine.device, machine.dtype)
     layer, cache = LayerAttention(width**-0.5), layer_cache(kv, 0)
     seconds = median_s(
         lambda: backend.attend(step, layer, query, new, new, cache), machine.device, 10, calls=20

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.cuda.step_model import StepModel
 from cluster.model.guidance import forbid, guide
-from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.language import SequenceChunk
 from cluster.model.sampling import sample
 from decode_service.speculation import Speculator, accept
 from decode_service.state import Branch, Choice, DecodeRequest
 
 
 class DecodeRunner:
-    def __init__(self, model: LanguageModel, kv: BlockMemory, speculator: Speculator | None = None):
+    def __init__(self, model: StepModel, kv: BlockMemory, speculator: Speculator | None = None):
         self._model = model
         self._kv = kv
         self._speculator = speculator

@@ -14,6 +14,7 @@ from pathlib import Path
 from cluster.config.settings import ClusterArgs
 from cluster.errors import UnavailableError
 from cluster.kvcache.blocks import BlockPool
+from cluster.model.cuda.graphs import with_graphs
 from cluster.model.language import LanguageModel
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.text.tokenizer import placeholder_ids
@@ -37,17 +38,19 @@ class DecodeService:
         setup = set_up(args, replica_id)
         self.replica_id = replica_id
         self._num_blocks = args.decode.kv_blocks
+        on_gpu = setup.device.type == "cuda"
         self._model, kv = load_language(
             args,
             setup,
-            num_kv_blocks=self._num_blocks,
+            num_kv_blocks=self._num_blocks + on_gpu,  # the last one is for the padding of recorded steps
             feature_bytes=0,
             max_step_tokens=args.decode.max_batch_sequences,
             max_step_sequences=args.decode.max_batch_sequences,
         )
+        step_model = with_graphs(self._model, kv, args.decode.max_batch_sequences) if on_gpu else self._model
         self._process = WorkerProcess(setup, args.transport, incoming=kv, lease_margin_s=lease_margin_s)
         self._engine = DecodeEngine(
-            DecodeRunner(self._model, kv, _speculator(args, self._model)),
+            DecodeRunner(step_model, kv, _speculator(args, self._model)),
             BlockPool(self._num_blocks, args.block_size),
             self._process.mover,
             self._process.outbox,

@@ -24,7 +24,7 @@ from cluster.text.stop import StopStrings
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.members import Member, Role
 from cluster.types.request import GenerateRequest, StopParams
-from router.flight import CallDecode, Dispatcher
+from router.dispatch import CallDecode, Dispatcher
 from router.generation import Choice
 from router.members import MemberTable, Peer
 from router.metrics import DoorMetrics

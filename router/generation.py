@@ -9,7 +9,7 @@ from cluster.errors import ClusterError
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.stop import StopStrings
 from cluster.types.messages import FinishReason, TokenEvent
-from router.flight import TokenStream
+from router.dispatch import TokenStream
 from router.metrics import DoorMetrics
 from router.openai.protocol import TextDelta, Usage
 from router.prompts import PreparedPrompt

@@ -29,6 +29,11 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     )
 
 
+def tell_local_rank(rank: int) -> None:
+    """To transformers, whose tensor parallelism reads it there. Changes this process's environment."""
+    os.environ["LOCAL_RANK"] = str(rank)
+
+
 def child_environment(**overrides: str) -> dict[str, str]:
     """This process's environment for a child, with what the launcher changes."""
     return {**os.environ, **overrides}

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.kv_format import KvCacheDtype, LayerCache, layer_cache
+from cluster.model.kv_format import LayerCache, layer_cache
 
 ATTENTION_NAME = "epdg_paged"
 Span = tuple[int, int]  # absolute positions, half-open
@@ -102,9 +102,7 @@ def paged_attention(
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
-def make_backend(
-    device: torch.device, dtype: torch.dtype, kv_cache_dtype: KvCacheDtype = "auto"
-) -> AttentionBackend:
+def make_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     """The fastest backend for the device that is installed. Each reads every cache format and leaves what its kernels do
     not know to the torch backend."""
     from cluster.model.attention_torch import TorchAttention

@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 from cluster.errors import ConfigError, InternalError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import ATTENTION_NAME, PagedBatch, Span, make_backend
+from cluster.model.attention_flash import FlashAttention
 from cluster.model.cpu.modules import WeightDtype, optimise
+from cluster.model.cuda.copies import DecodeInputs
 from cluster.model.families import check_class, family_of, num_deepstack_layers, post_head
-from cluster.model.kv_format import KvCacheDtype, kv_segments
+from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.positions import PromptPositions
 from cluster.model.probe import check_post_head, kv_row_shapes, probe_backbone
@@ -94,7 +96,7 @@ class LanguageModel:
             kv_segments(kv_row_shapes(shapes), block_size, self.dtype, kv_cache_dtype)
         )
         self._text.set_attn_implementation(ATTENTION_NAME)
-        self._backend = make_backend(self.device, self.dtype, kv_cache_dtype)
+        self._backend = make_backend(self.device, self.dtype)
 
     @classmethod
     def load(
@@ -175,6 +177,29 @@ class LanguageModel:
         position_ids = contexts + torch.tensor(deltas)
         hidden = self._run(self._embed_tokens(token_ids), position_ids, batch, {})
         return self._logits(hidden)
+
+    def decode_step(self, inputs: DecodeInputs, kv: BlockMemory) -> Tensor:
+        """`decode` over tensors of fixed addresses, for a CUDA graph: nothing here looks at the host. Untried on hardware."""
+        num_sequences, max_blocks = inputs.block_tables.shape
+        batch = PagedBatch(
+            kv,
+            self.block_size,
+            slots=inputs.slots.long(),
+            query_lens=[1] * num_sequences,
+            context_lens=[max_blocks * self.block_size] * num_sequences,
+            block_tables=inputs.block_tables,
+            context_lens_tensor=inputs.context_lens.long(),
+            bidirectional_spans=(),
+        )
+        embeds = self._embed(inputs.token_ids.long())
+        return self._logits(self._run(embeds, inputs.position_ids.long(), batch, {}))
+
+    def can_capture_decode(self, kv: BlockMemory) -> bool:
+        """Whether `decode_step` may be recorded in a CUDA graph."""
+        backend = self._backend
+        return isinstance(backend, FlashAttention) and backend.can_capture(
+            self.block_size, layer_cache(kv, 0)
+        )
 
     @torch.inference_mode()
     def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:

@@ -29,6 +29,7 @@ constexpr int kPanel = kLanes * kVectors;   // outputs of a panel
 constexpr int64_t kStepBytes = kPanel * 4;  // bytes of a panel's step
 constexpr int64_t kShortChunk = (16 << 10) / kStepBytes;  // steps that stay in the first-level cache over a few tiles
 constexpr int64_t kLongChunk = (256 << 10) / kStepBytes;  // steps that stay in the second-level cache over many
+constexpr int64_t kStreamAhead = 4 << 10;  // bytes
 constexpr int64_t kBlockRows = 192;
 
 // Below these one thread is faster: to wake a sleeping one takes 15 to 25 us.
@@ -267,12 +268,14 @@ struct Chunk {  // steps [begin, end) of a panel's `all`; the weights that are n
 };
 
 // The two cache lines of the step `ahead` that tile t asks for: all tiles of an item together fetch the next weights while
-// they compute. A tile with nothing to fetch names what it has; a single tile leaves it to the hardware.
+// they compute. A tile with nothing to fetch names what it has. A single tile reads weights once: it asks for whole steps
+// some way ahead, because the hardware stops at the end of a page (4 and 6 rows: 5 to 15 % faster than without, measured).
 struct Prefetch {
   int64_t first = 0, second = 0;
-  Prefetch(int64_t t, int64_t tiles, int64_t ahead) {
+  const bool is_single;
+  Prefetch(int64_t t, int64_t tiles, int64_t ahead) : is_single(tiles == 1) {
     const int64_t bytes = tiles < 4 ? 128 : 64;
-    if (tiles == 1 || t * bytes >= kStepBytes) return;
+    if (is_single || t * bytes >= kStepBytes) return;
     first = ahead + t * bytes;
     second = first + bytes - 64;
   }
@@ -290,8 +293,12 @@ void tile(const Layer& layer, const Batch& batch, int64_t row, int64_t panel, Ch
   const char* x = batch.x + row * batch.x_bytes + chunk.begin * 4;
   for (int64_t step = chunk.begin; step < chunk.end; step++, w += kStepBytes, x += 4) {
     decltype(Op::weight(w)) weights[kVectors];
-    __builtin_prefetch(w + prefetch.first, 0, 2);
-    __builtin_prefetch(w + prefetch.second, 0, 2);
+    if (prefetch.is_single) {
+      for (int64_t line = 0; line < kStepBytes; line += 64) __builtin_prefetch(w + kStreamAhead + line);
+    } else {
+      __builtin_prefetch(w + prefetch.first, 0, 2);
+      __builtin_prefetch(w + prefetch.second, 0, 2);
+    }
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; v++) weights[v] = Op::weight(w + v * kVectorBytes);
 #pragma GCC unroll 8

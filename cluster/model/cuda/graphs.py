@@ -9,6 +9,7 @@ Tried with a stand-in for the capture on the CPU; `capture_cuda` itself is untri
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -18,7 +19,9 @@ from torch import Tensor
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cuda.copies import DecodeInputs, StepMatrix
 from cluster.model.cuda.step_model import StepModel
-from cluster.model.language import SequenceChunk
+from cluster.model.language import LanguageModel, SequenceChunk
+
+logger = logging.getLogger(__name__)
 
 Replay = Callable[[], Tensor]  # enqueues the recorded work; the same tensor every time
 
@@ -122,6 +125,20 @@ class GraphedModel:
         """The logits are valid until the next call."""
         assert kv is self._kv, "graphs hold the addresses of one memory"
         return self._graphs.decode(token_ids, context_lens, deltas, block_tables)
+
+
+def with_graphs(model: LanguageModel, kv: BlockMemory, max_batch: int) -> StepModel:
+    """The model with recorded decode steps, or as it is where they cannot be recorded; the log says why. On CUDA."""
+    if not model.can_capture_decode(kv):
+        logger.info("decode steps are not recorded: their attention needs the host")
+        return model
+    graphed = GraphedModel(model, kv, max_batch, capture_cuda())
+    try:
+        graphed.warm_up()
+    except RuntimeError as error:
+        logger.warning("decode steps cannot be recorded: %s", error)
+        return model
+    return graphed
 
 
 def batch_sizes(max_batch: int) -> list[int]:

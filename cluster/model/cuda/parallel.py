@@ -14,7 +14,6 @@ transfer agents, this serves prefill and decode in one process group, not yet be
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from cluster.config.environment import tell_local_rank
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cuda.step_model import StepModel
@@ -49,7 +49,7 @@ def join_group(rank: int, size: int, address: str, device_type: str) -> TensorPa
     """Blocks until all `size` processes have joined. address: 'tcp://host:port' or 'file:///path', equal on all ranks. Call
     before the model is loaded, once per process: it makes torch's default group, and tells transformers the rank in
     the environment variable that it reads."""
-    os.environ["LOCAL_RANK"] = str(rank)
+    tell_local_rank(rank)
     is_cuda = device_type == "cuda"
     device = torch.device(device_type, rank) if is_cuda else torch.device(device_type)
     if is_cuda:

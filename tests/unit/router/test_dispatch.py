@@ -32,7 +32,7 @@ from cluster.types.messages import (
 )  # fmt: skip
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from cluster.types.transfer import Grant
-from router.flight import Dispatcher
+from router.dispatch import Dispatcher
 from router.members import Peer
 from router.policy import LeastWorkPolicy
 
