@@ -49,10 +49,10 @@ class SequenceChunk:
     num_computed_tokens: int  # tokens of this sequence whose KV is in the block memory
     block_table: Sequence[int]  # block ids that cover num_computed_tokens + n tokens
     features: tuple[FeatureSlice, ...] = ()
-    wants_logits: bool = True  # False: more of the same prompt is to come
     bidirectional_spans: tuple[
         Span, ...
     ] = ()  # absolute [start, end) of media that see both ways; all of the prompt's
+    wants_logits: bool = True  # False: more of the same prompt is to come
 
 
 class LanguageModel:

@@ -1,4 +1,4 @@
-"""Tensor parallelism over Gloo: two processes, forked so that they need not import torch again, run a tiny model by
+"""Tensor parallelism over Gloo: two processes, spawned, run a tiny model by
 transformers' own plan and answer like one process."""
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def run_rank(rank: int, address: str, make: Callable[[], hf.PreTrainedModel], re
 
 @pytest.mark.parametrize("make", [llama, qwen2])
 def test_two_processes_answer_like_one(make: Callable[[], hf.PreTrainedModel], tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # a forked child would inherit an OpenMP pool without its threads
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     address = f"file://{tmp_path / 'meeting'}"
     ranks = [

@@ -110,7 +110,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_name(door):
         {"frequency_penalty": 0.5},
         {"presence_penalty": -1},
         {"modalities": ["text", "audio"]},
-        {"min_tokens": 3},
+        {"bad_words": ["x"]},
         {"suffix": "x"},
         {"echo": True},
         {"best_of": 2},
