@@ -59,6 +59,7 @@ constexpr int kLanes = 8, kVectors = 2;
 constexpr int kRows = 6;              // of a register tile; kVectors vectors wide
 constexpr int kKeys = 128;            // of a block
 constexpr int kSplit = 4 * kKeys;     // keys of an item where a context is split
+constexpr int64_t kSerialPairs = 1 << 14;  // query rows times keys of a call that one thread does in 70 us; waking another takes 20
 constexpr int kTile = 128;            // query rows of an item
 constexpr int kMaxWidth = 256;        // of K and of V
 constexpr int kGroup = 64;            // channels that share a scale
@@ -586,13 +587,16 @@ void attend(const AttentionStep& step, const AttentionCall& call) {
   std::vector<Item> items;
   std::vector<float> parts(plan(step, call, shape, items));
   const int64_t count = items.size();
-#pragma omp parallel num_threads(std::min(step.threads, count))
+  int64_t pairs = 0;
+  for (const Item& item : items) pairs += (item.keys_end - item.key) * item.tokens * shape.group;
+  const int64_t threads = pairs < kSerialPairs ? 1 : std::min(step.threads, count);
+#pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Scratch scratch;
     std::fill_n(scratch.zeros, kMaxWidth, 0.0f);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
-      const Item& next = items[std::min(i + step.threads, count - 1)];  // likely this thread's
+      const Item& next = items[std::min(i + threads, count - 1)];  // likely this thread's
       run_item<Word, Query, Stored>(step, call, items[i], next, shape, parts.data(), scratch);
     }
     if (!parts.empty()) {
