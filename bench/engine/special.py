@@ -30,7 +30,10 @@ STREAMS, STREAM_TOKENS = 4, 3000
 SETTLE_TOKENS = 16  # of each stream, before gaps count
 QUIET_S = 6.0
 VIDEO_TIMEOUT_S = 300.0
-BUDGETS: dict[str, dict[str, Any]] = {"chunked": {}, "unchunked": {"prefill": {"max_batch_tokens": 8192}}}
+BUDGETS: dict[str, dict[str, Any]] = {
+    "chunked": {},
+    "unchunked": {"prefill": {"max_batch_tokens": 8192, "step_target_s": VIDEO_TIMEOUT_S}},
+}
 PATIENT: dict[str, Any] = {
     "door": {"first_token_timeout_s": VIDEO_TIMEOUT_S}
 }  # the door's own would end the video

@@ -161,3 +161,16 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_shared_block_is_free_when_the_last_holder_gives_it_back():
+    pool = BlockPool(4, 2)
+    blocks = pool.allocate(2)
+    pool.share(blocks)
+    pool.free(blocks)
+    assert pool.num_free == 2
+    pool.free(blocks)
+    assert pool.num_free == 4
+    with pytest.raises(ValueError, match="nobody holds it"):
+        pool.share(blocks)
+    pool.check_integrity()

@@ -108,3 +108,12 @@ def test_int8_takes_about_half_the_bytes_of_bf16() -> None:
     assert plain.block_bytes == 16 * 2 * 2 * 64 * 2
     assert int8.block_bytes == 16 * 2 * 2 * (64 + 2)
     assert plain.fingerprint != int8.fingerprint
+
+
+def test_copied_blocks_are_equal_in_every_segment():
+    memory = BlockMemory(MemoryLayout(kv_segments([(2, 8), (2, 4)], 4, torch.float32, "int8")), 5)
+    for segment in memory.segments:
+        segment.copy_(torch.randint(-100, 100, segment.shape))
+    memory.copy_blocks([0, 3], [4, 1])
+    for segment in memory.segments:
+        assert segment[4].equal(segment[0]) and segment[1].equal(segment[3])

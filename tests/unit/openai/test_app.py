@@ -188,3 +188,44 @@ def test_a_stream_ends_with_done_and_has_one_role_per_choice(door):
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert events[-1]["choices"] == [] and events[-1]["usage"]["total_tokens"] == 11
     assert all(event["usage"] is None for event in events[:-1])
+
+
+def test_guidance_priority_and_min_tokens_reach_the_door(door):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [image, {"type": "text", "text": "what is it?"}]},
+    ]
+    fields = {
+        "guidance_scale": 1.5,
+        "negative_prompt": "nothing",
+        "priority": -2,
+        "min_tokens": 3,
+        "max_tokens": 4,
+    }
+    assert chat(door, messages=messages, **fields).status_code == 200
+    call_ = door.calls[0]
+    assert (call_.priority, call_.stop.min_tokens, call_.guidance.scale) == (-2, 3, 1.5)
+    assert [(m.role, m.content) for m in call_.guidance.negative] == [
+        ("system", "be brief"),
+        ("user", "nothing"),
+    ]
+    assert len(call_.media) == 1  # the companion has none
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"negative_prompt": "x"}, "negative_prompt"),
+        ({"guidance_scale": -1}, "guidance_scale"),
+        ({"priority": 99}, "priority"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ],
+)
+def test_engine_fields_that_make_no_sense_are_refused_by_name(door, fields, param):
+    response = chat(door, **fields)
+    assert response.status_code == 400 and error_of(response)["param"] == param
+
+
+def test_a_guidance_scale_of_one_is_no_guidance(door):
+    assert chat(door, guidance_scale=1).status_code == 200 and door.calls[0].guidance is None
