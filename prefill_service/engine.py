@@ -70,7 +70,8 @@ class PrefillEngine:
         """Before the first request, on the caller's thread: the step budget learns how fast the model is, and the first
         client does not pay for what is done once."""
         num_tokens = self._budget.min_tokens
-        while num_tokens <= min(WARM_UP_TOKENS, self._blocks.num_free * self._blocks.block_size):
+        room = self._blocks.num_free * self._blocks.block_size
+        while num_tokens <= min(WARM_UP_TOKENS, room, self._model.max_model_len):
             table = self._blocks.allocate(-(-num_tokens // self._blocks.block_size))
             for _ in range(2):
                 started_at = self._clock.now()
