@@ -52,7 +52,7 @@ def compose(
     args: ClusterArgs, services: dict[Role, str] = SERVICES, door: str = DOOR, api: str = API
 ) -> serve.Application:
     """`build` with other rooms in the same frame: import paths of the classes, so that no process loads what it does not run."""
-    resolved = resolve(args, read_environment(), num_cores=os.cpu_count() or 1)
+    resolved = resolve(args, read_environment(), num_cores=len(os.sched_getaffinity(0)))
     roles = [role for role in Role if role is not Role.ENCODE or _has_encoder(Path(resolved.model))]
     pools = [_pool(role, resolved, services[role]) for role in roles]
     options = _options("Door")
@@ -60,15 +60,15 @@ def compose(
 
 
 def _pool(role: Role, args: ClusterArgs, service: str) -> Any:
-    threads = {
-        Role.ENCODE: args.encode.threads, Role.PREFILL: args.prefill.threads, Role.DECODE: args.decode.threads
-    }[role]  # fmt: skip
+    pool = {Role.ENCODE: args.encode, Role.PREFILL: args.prefill, Role.DECODE: args.decode}[role]
     adapter = DecodeReplica if role is Role.DECODE else Replica
     router = RequestRouterConfig(request_router_class=HookRouter, request_router_kwargs={"role": role.value})
     resources = {f"{role.value}_pool": 1} if f"{role.value}_pool" in ray.cluster_resources() else {}
     actor_options = {"num_cpus": 0, "resources": resources}
     options = _options(role.value.capitalize(), request_router_config=router, ray_actor_options=actor_options)
-    return serve.deployment(name=role.value.capitalize(), **options)(adapter).bind(args, service, threads)
+    return serve.deployment(name=role.value.capitalize(), **options)(adapter).bind(
+        args, service, pool.threads, pool.cores
+    )
 
 
 def _options(name: str, **more: Any) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from cluster.types.messages import (
 )  # fmt: skip
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.turns import Turns
 from decode_service.runner import DecodeRunner
 from decode_service.state import Branch, Choice, DecodeRequest, Phase
 from kv_transfer.mover import Mover
@@ -50,6 +51,7 @@ class DecodeEngine:
         policy: SchedulingPolicy,
         max_batch_sequences: int,
         on_ended: Callable[[str], None],
+        turns: Turns,
     ):
         """`on_ended(request_id)` is called, on this thread, once for each request that leaves the engine."""
         self._runner = runner
@@ -64,6 +66,7 @@ class DecodeEngine:
         self._waiting = WaitingQueue(policy)
         self._running: deque[DecodeRequest] = deque()
         self._on_ended = on_ended
+        self._turns = turns
         self._num_sequences = 0  # of all requests
         self._num_admitted_sequences = 0  # of those that have blocks
         self.num_preempted = 0  # requests that lost their blocks, since the start
@@ -72,12 +75,18 @@ class DecodeEngine:
         for request_id in self._deadlines.expired():
             self._expire(request_id)
         self._admit()
-        batch = self._with_blocks(select_batch(self._running, self._max_batch_sequences))
+        batch = select_batch(self._running, self._max_batch_sequences)
         if batch:
-            for request, tokens in zip(batch, self._runner.run(batch), strict=True):
-                self._advance(request, tokens)
+            self._run(batch)
         self._outbox.flush(self.load())
         return 0 if batch else self._deadlines.wait_s()  # who ran may have freed what somebody waits for
+
+    def _run(self, batch: list[DecodeRequest]) -> None:
+        with self._turns.hold():
+            batch = self._with_blocks(batch)
+            drawn = self._runner.run(batch)
+        for request, tokens in zip(batch, drawn, strict=True):
+            self._advance(request, tokens)
 
     def start(self, door: DoorId, message: StartDecode) -> None:
         now = self._clock.now()
@@ -206,8 +215,7 @@ class DecodeEngine:
 
     def _with_blocks(self, batch: list[DecodeRequest]) -> list[DecodeRequest]:
         """Those of the batch that have blocks for this step's tokens; newer requests may lose theirs for it."""
-        if batch:
-            self._runner.propose(batch)
+        self._runner.propose(batch)
         for request in batch:
             while request.request_id in self._requests and not self._try_grow(request):
                 self._preempt(choose_victim(self._running))

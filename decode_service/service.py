@@ -58,6 +58,7 @@ class DecodeService:
             SchedulingPolicy(**args.scheduling.model_dump()),
             args.decode.max_batch_sequences,
             self._on_ended,
+            self._process.turns,
         )
         self._process.attach(self._engine, self._on_message)
         self._runs: dict[str, asyncio.Future[None]] = {}

@@ -20,6 +20,7 @@ from cluster.types.transfer import Grant
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.turns import Turns
 from encoder_service.cache import EmbeddingCache
 from encoder_service.runner import EncoderRunner, check_rows
 from encoder_service.scheduler import Candidate, select_batch
@@ -29,6 +30,8 @@ from kv_transfer.mover import Mover
 from kv_transfer.sender import Finished, SendEvent
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_S = 0.25  # an image or two are done by then; a long video gives way between blocks
 
 
 class EncoderEngine:
@@ -42,6 +45,7 @@ class EncoderEngine:
         executor: Executor,
         max_batch_rows: int,
         max_batch_items: int,
+        turns: Turns,
     ):
         self._runner = runner
         self._cache = cache
@@ -51,6 +55,7 @@ class EncoderEngine:
         self._executor = executor
         self._max_batch_rows = max_batch_rows
         self._max_batch_items = max_batch_items
+        self._turns = turns
         self._loop: StepLoop | None = None
         self._items: dict[str, EncodeItem] = {}  # by media hash, in order of arrival
         self._deliveries: dict[str, Delivery] = {}
@@ -166,7 +171,8 @@ class EncoderEngine:
     def _encode(self, batch: list[EncodeItem]) -> None:
         """One encoder call. If it fails, each item is tried alone, so that a bad one harms no neighbour."""
         try:
-            outputs = self._runner.encode(batch[0].item.modality, [item.tensors for item in batch])
+            with self._turns.hold(PATIENCE_S):
+                outputs = self._runner.encode(batch[0].item.modality, [item.tensors for item in batch])
         except Exception as error:  # the model's code may raise anything on odd input
             if len(batch) > 1:
                 for item in batch:

@@ -46,9 +46,11 @@ class EncoderService:
             self._executor,
             MAX_BATCH_ROWS,
             args.encode.max_batch_items,
+            self._process.turns,
         )
         self._process.attach(self._engine, self._on_message)
         self._engine.attach(self._process.loop)
+        self._model.on_block(self._process.turns.offer)
 
     async def start(self) -> Member:
         """Listen and run; called once, on the replica's event loop."""

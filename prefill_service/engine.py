@@ -6,6 +6,8 @@ computed to decode, tell the doors. Runs on the worker's engine thread; transfer
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from cluster.clock import Clock
@@ -22,6 +24,7 @@ from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.turns import Turns
 from kv_transfer.agent import TransferError
 from kv_transfer.mover import Mover
 from kv_transfer.receiver import Aborted, Completed, LeaseEvent
@@ -47,6 +50,7 @@ class PrefillEngine:
         clock: Clock,
         policy: SchedulingPolicy,
         budget: StepBudget,
+        turns: Turns,
     ):
         self._model = model
         self._runner = runner
@@ -57,6 +61,7 @@ class PrefillEngine:
         self._clock = clock
         self._deadlines = Deadlines(clock)
         self._budget = budget
+        self._turns = turns
         self._requests: dict[str, PrefillRequest] = {}
         self._admission = PromptAdmission(policy, blocks.num_blocks)
         self._chunks = ChunkScheduler(policy)
@@ -74,9 +79,9 @@ class PrefillEngine:
         while num_tokens <= min(WARM_UP_TOKENS, room, self._model.max_model_len):
             table = self._blocks.allocate(-(-num_tokens // self._blocks.block_size))
             for _ in range(2):
-                started_at = self._clock.now()
-                self._runner.warm_up(num_tokens, table)
-                self._budget.observe(num_tokens, 0.0, self._clock.now() - started_at)
+                with self._turns.hold():
+                    self._runner.warm_up(num_tokens, table)
+                self._budget.observe(num_tokens, 0.0, self._turns.ran_s)
             self._blocks.free(table)
             if num_tokens >= self._budget.max_tokens(0.0):
                 return
@@ -207,8 +212,8 @@ class PrefillEngine:
         return True
 
     def _put_to_work(self, request: PrefillRequest, sequence: PromptSequence) -> None:
-        num_missing = sequence.num_tokens - sequence.num_computed_tokens
-        ticket = self._ticket(request, sequence.sequence_id, num_missing)
+        sequence.num_missing_at_start = sequence.num_tokens - sequence.num_computed_tokens
+        ticket = self._ticket(request, sequence.sequence_id, sequence.num_missing_at_start)
         spans = uncut_spans(self._model, sequence.prompt)
         self._chunks.add(ticket, sequence.num_tokens, spans)
         self._chunks.set_computed(sequence.sequence_id, sequence.num_computed_tokens)
@@ -242,11 +247,12 @@ class PrefillEngine:
         if not chunks:
             return False
         batch = [(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks]
-        started_at = self._clock.now()
-        logits = self._runner.run(batch)
+        is_long = all(sequence.num_missing_at_start > self._budget.most_tokens for _, sequence, _ in batch)
+        with self._turns.hold(0.0 if is_long else math.inf):  # a short prompt is worth a pause of the others
+            logits = self._runner.run(batch, on_layer=lambda _: self._turns.offer())
         num_tokens = sum(count for _, _, count in batch)
         self._context = sum(sequence.num_computed_tokens * count for _, sequence, count in batch) / num_tokens
-        self._budget.observe(num_tokens, self._context, self._clock.now() - started_at)
+        self._budget.observe(num_tokens, self._context, self._turns.ran_s)
         for (request, sequence, count), row in zip(batch, logits, strict=True):
             self._advance(request, sequence, count, row)
         complete = [request for request in dict.fromkeys(r for r, _, _ in batch) if request.is_complete]

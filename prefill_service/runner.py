@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,11 +23,14 @@ class PrefillRunner:
         self._features = features
 
     @torch.inference_mode()
-    def run(self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]]) -> list[Tensor | None]:
-        """Computes the KV of the given number of further tokens of each sequence. Returns, for each that is complete with
-        them, the [1, vocab_size] float32 logits behind its last token. Blocks; synchronises the device."""
+    def run(
+        self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]], on_layer: Callable[[int], None]
+    ) -> list[Tensor | None]:
+        """Computes the KV of the given number of further tokens of each sequence; `on_layer` as `LanguageModel.forward` has it.
+        Returns, for each that is complete with them, the [1, vocab_size] float32 logits behind its last token. Blocks;
+        synchronises the device."""
         chunks = [self._chunk(request, sequence, count) for request, sequence, count in batch]
-        logits = iter(self._model.forward(chunks, self._kv).split(1))
+        logits = iter(self._model.forward(chunks, self._kv, on_layer).split(1))
         self._kv.synchronize()
         return [next(logits) if chunk.wants_logits else None for chunk in chunks]
 

@@ -59,6 +59,7 @@ class PrefillService:
             self._process.clock,
             SchedulingPolicy(**args.scheduling.model_dump()),
             StepBudget(args.prefill.step_target_s, args.block_size, max_batch_tokens),
+            self._process.turns,
         )
         self._engine.warm_up()
         self._process.attach(self._engine, self._on_message)

@@ -35,8 +35,12 @@ class _Args(BaseModel):
         return data
 
 
-class EncodeArgs(_Args):
-    threads: int = Field(0, ge=0)  # torch threads per replica; 0: half of the machine's cores
+class _PoolArgs(_Args):
+    threads: int = Field(0, ge=0)  # of a replica; 0: one per core. Replicas that share cores take turns
+    cores: tuple[int, ...] = ()  # that its replicas may run on, as the kernel numbers them; empty: all
+
+
+class EncodeArgs(_PoolArgs):
     max_batch_items: int = Field(8, ge=1)  # media items in one encoder step
     cache_bytes: int = Field(256 * MIB, ge=0)  # embeddings kept for media seen before
 
@@ -58,16 +62,14 @@ class SpeculationArgs(_Args):
     draft_kv_blocks: int = Field(1024, ge=2)
 
 
-class PrefillArgs(_Args):
-    threads: int = Field(0, ge=0)
+class PrefillArgs(_PoolArgs):
     kv_blocks: int = Field(2048, ge=2)  # KV of the prompts in work, and the prefix cache
     max_batch_tokens: int = Field(2048, ge=1)  # prompt tokens in one step, over all requests
-    step_target_s: float = Field(0.5, gt=0)  # … and so many that a step is expected to last no longer
+    step_target_s: float = Field(0.25, gt=0)  # … and so many that a step is expected to last no longer
     feature_bytes: int = Field(128 * MIB, ge=0)  # memory that encoders write embeddings into
 
 
-class DecodeArgs(_Args):
-    threads: int = Field(0, ge=0)
+class DecodeArgs(_PoolArgs):
     kv_blocks: int = Field(4096, ge=2)  # KV of whole conversations
     max_batch_sequences: int = Field(
         256, ge=1
@@ -107,9 +109,8 @@ def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> C
     """Explicit arguments win over the environment, the environment over defaults. Raises ConfigError."""
     given = args.model if "model" in args.model_fields_set else environment.model or args.model
     model = _find(given)
-    half = max(1, num_cores // 2)
     pools = {
-        name: pool.model_copy(update={"threads": pool.threads or half})
+        name: pool.model_copy(update={"threads": pool.threads or len(pool.cores) or num_cores})
         for name, pool in (("encode", args.encode), ("prefill", args.prefill), ("decode", args.decode))
     }
     return args.model_copy(update={"model": str(model), "model_id": args.model_id or model.name, **pools})

@@ -6,11 +6,11 @@ one call at a time; calls block and synchronise the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cluster.errors import ConfigError
@@ -48,6 +48,13 @@ class EncoderModel:
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> EncoderModel:
         return cls(model.eval())
+
+    def on_block(self, function: Callable[[], None]) -> None:
+        """`function` is called after every block of an encoder, on the thread that encodes."""
+        for module in self._base.modules():
+            if isinstance(module, nn.ModuleList):
+                for block in module:
+                    block.register_forward_hook(lambda *_: function())
 
     @torch.inference_mode()
     def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

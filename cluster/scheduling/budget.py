@@ -30,7 +30,7 @@ class StepBudget:
             raise ValueError(f"not a step budget: {step_target_s} s, {min_tokens} to {max_tokens} tokens")
         self._step_target_s = step_target_s
         self.min_tokens = min_tokens
-        self._max_tokens = max_tokens
+        self.most_tokens = max_tokens
         self._num_seen = 0  # tokens of the longest step
         self._parts = [0.0, 0.0, 0.0]  # fixed, per_token, per_pair; of the features of `_features`
         self._moments = [[0.0] * 3 for _ in range(3)]
@@ -59,9 +59,9 @@ class StepBudget:
 
     def max_tokens(self, context: float) -> int:
         """How many tokens, each seeing `context` earlier ones on average, may run in the next step."""
-        most = min(self._max_tokens, max(self.min_tokens, 2 * self._num_seen))
+        most = min(self.most_tokens, max(self.min_tokens, 2 * self._num_seen))
         fixed_s = self._parts[0]
-        slope = (self.predicted_s(self._max_tokens, context) - fixed_s) / self._max_tokens
+        slope = (self.predicted_s(self.most_tokens, context) - fixed_s) / self.most_tokens
         if slope <= 0:
             return most if fixed_s < self._step_target_s else self.min_tokens
         tokens = (self._step_target_s - fixed_s) / slope
@@ -69,8 +69,8 @@ class StepBudget:
 
     def _features(self, tokens: int, context: float) -> tuple[float, float, float]:
         """Scaled to about 1, so that the sweeps converge."""
-        share = tokens / self._max_tokens
-        return 1.0, share, share * context / self._max_tokens
+        share = tokens / self.most_tokens
+        return 1.0, share, share * context / self.most_tokens
 
     def _fit(self) -> None:
         for _ in range(NUM_SWEEPS):

@@ -9,14 +9,17 @@ from `__init__`, which may block.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
+import os
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import ray
 from ray import serve
 
 from cluster.config.settings import ClusterArgs
-from cluster.errors import UnavailableError
+from cluster.errors import ConfigError, UnavailableError
 from cluster.serving.published import encode_member
 from cluster.types.members import Member
 
@@ -40,7 +43,10 @@ def load(path: str) -> Any:
 class Replica:
     """Encode and prefill: everything a request needs goes over the side channel."""
 
-    def __init__(self, args: ClusterArgs, service: str, threads: int):
+    def __init__(self, args: ClusterArgs, service: str, threads: int, cores: Sequence[int]):
+        """Raises ConfigError for cores that this host has not got."""
+        if cores:
+            _bind_to(cores)  # before torch makes threads
         import torch  # the composing process must not load it
 
         torch.set_num_threads(threads)
@@ -59,6 +65,18 @@ class Replica:
         service = getattr(self, "_service", None)
         if service is not None:
             await service.stop()
+
+
+def _bind_to(cores: Sequence[int]) -> None:
+    """This process with all its threads, so also those that exist already."""
+    here = os.sched_getaffinity(0)
+    if not here.issuperset(cores):
+        raise ConfigError(
+            f"cores {sorted(set(cores) - here)} are not among this host's {sorted(here)}", param="cores"
+        )
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 class DecodeReplica(Replica):

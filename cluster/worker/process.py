@@ -1,6 +1,6 @@
-"""What every worker process is made of, whatever its phase: outbox, mover, engine thread, sockets.
+"""What every worker process is made of, whatever its phase: outbox, mover, turns, engine thread, sockets.
 
-Order: made → the service builds its engine with `mover` and `outbox` → `attach` → `start`, on the event loop → `stop`.
+Order: made → the service builds its engine with `mover`, `outbox` and `turns` → `attach` → `start`, on the event loop → `stop`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.messages import AnyMessage
@@ -16,6 +18,7 @@ from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.setup import WorkerSetup
 from cluster.worker.shell import WorkerShell
+from cluster.worker.turns import cpu_turns, no_turns
 from kv_transfer.agents import Transport, make_agent
 from kv_transfer.mover import Mover, MoverEvent, MoverFailed
 
@@ -55,6 +58,10 @@ class WorkerProcess:
             margin_s=lease_margin_s,
         )
         self._setup = setup
+        folder = setup.turns_folder
+        self.turns = (
+            no_turns(self.clock) if folder is None else cpu_turns(self.clock, folder, torch.get_num_threads())
+        )
 
     def attach(self, engine: WorkerEngine, on_message: Callable[[DoorId, AnyMessage], None]) -> None:
         """Once. `on_message` runs on the event loop and must not block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,7 @@ class WorkerSetup:
     dtype: torch.dtype
     address: str  # of the side channel; a TCP port of 0 is replaced when the server starts
     secret: str | None
+    turns_folder: Path | None  # shared with the workers of this host that run on its cores; None: on a GPU
 
 
 def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
@@ -33,4 +35,5 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
     address = new_address(
         args.side_channel, name=replica_id, directory=environment.socket_dir, host=args.host
     )
-    return WorkerSetup(replica_id, device, dtype, address, environment.cluster_secret)
+    turns_folder = environment.socket_dir / "turns" if device.type == "cpu" else None
+    return WorkerSetup(replica_id, device, dtype, address, environment.cluster_secret, turns_folder)

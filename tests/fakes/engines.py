@@ -32,6 +32,7 @@ from cluster.types.messages import (
 )  # fmt: skip
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from cluster.worker.outbox import Outbox
+from cluster.worker.turns import no_turns
 from decode_service.engine import DecodeEngine
 from encoder_service.cache import EmbeddingCache
 from encoder_service.engine import EncoderEngine
@@ -181,7 +182,7 @@ class Rig:
         self.cache = EmbeddingCache(rows, self.pools["encoder"])
         runner = SimpleNamespace(prepare=self._prepare, encode=self._encode)
         self.encoder = self._worker("encoder", lambda mover, outbox: EncoderEngine(
-            runner, self.cache, mover, outbox, self.clock, self.executor, 16, 4), outgoing=rows)  # fmt: skip
+            runner, self.cache, mover, outbox, self.clock, self.executor, 16, 4, no_turns(self.clock)), outgoing=rows)  # fmt: skip
         self.encoder.engine.attach(self.encoder.inbox)
 
         def prefill(mover: Mover, outbox: Outbox) -> PrefillEngine:
@@ -198,6 +199,7 @@ class Rig:
                 self.clock,
                 POLICY,
                 StepBudget(1.0, 10, 10),
+                no_turns(self.clock),
             )
 
         self.prefill = self._worker("prefill", prefill, outgoing=self._kv, incoming=features)
@@ -211,7 +213,7 @@ class Rig:
         )
         self.decode = self._worker("decode", lambda mover, outbox: DecodeEngine(
             decode_runner, self.pools["decode"], mover, outbox, self.clock, POLICY, 2,
-            self.ended.append), incoming=self._decode_kv)  # fmt: skip
+            self.ended.append, no_turns(self.clock)), incoming=self._decode_kv)  # fmt: skip
         self.workers = {"encoder": self.encoder, "prefill": self.prefill, "decode": self.decode}
 
     def _worker(self, name: str, build: Callable[[Mover, Outbox], Any], **memories: BlockMemory) -> Worker:
@@ -292,7 +294,9 @@ class Rig:
     def _encode(self, _: Modality, items: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         return [torch.full((int(t["value"][1]), 1), int(t["value"][0])) for t in items]
 
-    def _run_prefill(self, batch: Sequence[tuple[Any, Any, int]]) -> list[torch.Tensor]:
+    def _run_prefill(
+        self, batch: Sequence[tuple[Any, Any, int]], on_layer: Callable[[int], None]
+    ) -> list[torch.Tensor]:
         for request, sequence, count in batch:
             prompt = sequence.prompt
             start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count

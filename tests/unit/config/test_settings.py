@@ -36,10 +36,18 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_default(tmp_pat
     assert (resolved.model, resolved.model_id) == (second, "second")
 
 
-def test_threads_are_half_of_the_cores_unless_given(tmp_path):
+def test_threads_are_all_cores_unless_given(tmp_path):
     args = ClusterArgs.model_validate({"model": model_folder(tmp_path, "m"), "decode": {"threads": 3}})
     resolved = resolve(args, read_environment({}), num_cores=8)
-    assert (resolved.encode.threads, resolved.prefill.threads, resolved.decode.threads) == (4, 4, 3)
+    assert (resolved.encode.threads, resolved.prefill.threads, resolved.decode.threads) == (8, 8, 3)
+
+
+def test_a_pool_bound_to_cores_has_a_thread_on_each(tmp_path):
+    pools = {"prefill": {"cores": [2, 3]}, "decode": {"cores": [0, 1], "threads": 1}}
+    args = ClusterArgs.model_validate({"model": model_folder(tmp_path, "m"), **pools})
+    resolved = resolve(args, read_environment({}), num_cores=8)
+    assert (resolved.prefill.threads, resolved.decode.threads) == (2, 1)
+    assert resolved.prefill.cores == (2, 3)
 
 
 def test_a_folder_without_a_model_is_a_configuration_error(tmp_path):

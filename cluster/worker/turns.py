@@ -1,0 +1,140 @@
+"""Workers that share a CPU take turns at it, one model step at a time.
+
+Two steps at once on the same cores take longer than one after the other: their threads preempt each other inside every
+parallel region, and both stream their weights through one cache. So a step holds a slot, and all its threads run. A host has
+`cores // threads` slots: one if each worker uses all cores. Workers bound to other cores have slots of their own. Work on
+a GPU takes no turns.
+
+    with turns.hold(patience_s):     waits for a slot
+        …  turns.offer()             between layers: whoever waits goes first, if this step has had its share
+
+After `patience_s` of running, a step gives way at its next offer, and then again each time it has run for `SHARE` of
+what the others have had meanwhile: so they are slowed down by no more than that, plus a layer, however long the step is.
+
+A slot is an flock, given back by the kernel when its holder dies. Whoever wants one first takes the lock `next` and keeps it
+until he has a slot; that makes a queue of one, and tells a holder that somebody waits. Turns are a matter of speed, never of
+correctness: who has waited `TIMEOUT_S` goes on without them for good, and says so in the log.
+
+Belongs to the engine's thread; waiting polls, because flock knows no deadline.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.4  # of what others run, for a step whose patience is over
+TIMEOUT_S = 30.0  # a model step never lasts that long between two offers
+POLL_S = 0.0005  # a poll costs 10 us of a core that somebody else could use
+
+
+class Turns:
+    def __init__(
+        self, clock: Clock, folder: Path | None, num_slots: int, pause: Callable[[float], None] = time.sleep
+    ):
+        """`folder` is common to those who take turns; None: this worker shares its device with nobody."""
+        self._clock = clock
+        self._pause = pause
+        self._next: _FileLock | None = None
+        self._slots: list[_FileLock] = []
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._next = _FileLock(folder / "next")
+            self._slots = [_FileLock(folder / f"slot-{i}") for i in range(num_slots)]
+        self._held: _FileLock | None = None
+        self._began_at = 0.0  # when this stretch of running began
+        self._may_run_s = math.inf  # in this stretch
+        self._ran_s = 0.0  # in the stretches before, of this step
+
+    @contextmanager
+    def hold(self, patience_s: float = math.inf) -> Iterator[None]:
+        """Not while it is held."""
+        self._ran_s = 0.0
+        self._may_run_s = patience_s
+        self._take()
+        try:
+            yield
+        finally:
+            self._give()
+
+    def offer(self) -> None:
+        """Inside `hold`. May wait; costs 2 us when nobody else does."""
+        if self._held is None or self._next is None:
+            return
+        if self._clock.now() - self._began_at < self._may_run_s:
+            return
+        if self._next.try_take():
+            self._next.give()
+            return
+        self._give()
+        gave_way_at = self._clock.now()
+        self._take()
+        self._may_run_s = SHARE * (self._began_at - gave_way_at)
+
+    @property
+    def ran_s(self) -> float:
+        """How long the last step, or the one so far, has run, without what it waited."""
+        return self._ran_s + (self._clock.now() - self._began_at if self._held is not None else 0.0)
+
+    def _take(self) -> None:
+        deadline = self._clock.now() + TIMEOUT_S
+        if self._next is not None and self._wait_for([self._next], deadline) is not None:
+            self._held = self._wait_for(self._slots, deadline)
+            self._next.give()
+        if self._next is not None and self._held is None:
+            logger.error("no turn at the CPU came in %.0f s: this worker takes none any more", TIMEOUT_S)
+            self._next = None
+        self._began_at = self._clock.now()
+
+    def _wait_for(self, locks: list[_FileLock], deadline: float) -> _FileLock | None:
+        while True:
+            for lock in locks:
+                if lock.try_take():
+                    return lock
+            if self._clock.now() >= deadline:
+                return None
+            self._pause(POLL_S)
+
+    def _give(self) -> None:
+        self._ran_s += self._clock.now() - self._began_at
+        if self._held is not None:
+            self._held.give()
+        self._held = None
+
+
+class _FileLock:
+    """Excludes every other object for the same path, in this process and in others."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "w")  # noqa: SIM115 (closing it gives the lock back: with the object or the process)
+
+    def try_take(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def give(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def no_turns(clock: Clock) -> Turns:
+    return Turns(clock, folder=None, num_slots=0)
+
+
+def cpu_turns(clock: Clock, folder: Path, num_threads: int) -> Turns:
+    """For a worker whose steps run on `num_threads` of the cores that this process may use."""
+    cores = os.sched_getaffinity(0)
+    mask = sum(1 << core for core in cores)
+    return Turns(clock, folder / f"cores-{mask:x}", max(1, len(cores) // num_threads))

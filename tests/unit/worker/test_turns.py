@@ -1,0 +1,198 @@
+"""Turns at shared cores. Threads stand for processes: a lock excludes every other object for its path, wherever it lives."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cluster.clock import SystemClock
+from cluster.worker.turns import SHARE, TIMEOUT_S, Turns, cpu_turns, no_turns
+from tests.fakes.clock import ManualClock
+
+DEADLINE_S = 20.0
+
+
+def make(folder, clock=None, num_slots=1, pause=None):
+    return Turns(clock or SystemClock(), folder, num_slots, pause or (lambda _: os.sched_yield()))
+
+
+def advance(clock, seconds):
+    clock.at += seconds
+
+
+def wait_until_queued(folder, unless=None):
+    """Somebody waits for a slot: he has the lock `next`."""
+    queue = make(folder)._next
+    deadline = time.monotonic() + DEADLINE_S
+    while not (unless and unless.is_set()) and queue.try_take():
+        queue.give()
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_no_more_steps_run_at_once_than_there_are_slots(tmp_path, pool, num_slots):
+    running, most, guard = [], [], threading.Lock()
+
+    def work():
+        turns = make(tmp_path, num_slots=num_slots)
+        for _ in range(50):
+            with turns.hold():
+                with guard:
+                    running.append(0)
+                    most.append(len(running))
+                os.sched_yield()
+                with guard:
+                    running.pop()
+
+    for done in [pool.submit(work) for _ in range(4)]:
+        done.result(DEADLINE_S)
+    assert max(most) <= num_slots
+    assert len(most) == 200
+
+
+def test_who_waits_goes_before_the_next_step_of_whoever_runs(tmp_path, pool):
+    """A worker with step after step must not keep the slot by asking again at once."""
+    busy, other = make(tmp_path), make(tmp_path)
+    has_run = threading.Event()
+
+    def wait_for_a_turn():
+        with other.hold():
+            has_run.set()
+
+    with busy.hold():
+        done = pool.submit(wait_for_a_turn)
+        wait_until_queued(tmp_path)
+    with busy.hold():
+        assert has_run.is_set()
+    done.result(DEADLINE_S)
+
+
+def test_a_step_gives_way_between_layers_only_when_its_patience_is_over(tmp_path, pool):
+    clock = ManualClock()
+    long, short = make(tmp_path, clock), make(tmp_path, clock)
+    ran = []
+
+    def run_short():
+        with short.hold():
+            advance(clock, 1.0)
+            ran.append("short")
+
+    with long.hold(patience_s=2.0):
+        done = pool.submit(run_short)
+        wait_until_queued(tmp_path)
+        long.offer()
+        ran.append("layer")
+        advance(clock, 2.0)
+        long.offer()
+        ran.append("last layer")
+        assert long.ran_s == 2.0  # not the second that the other ran
+    done.result(DEADLINE_S)
+    assert ran == ["layer", "short", "last layer"]
+
+
+def test_others_are_slowed_down_by_a_fixed_share(tmp_path, pool):
+    """One second of them for every 0.4 seconds of the step, once its patience is over."""
+    clock = ManualClock()
+    long, decode = make(tmp_path, clock), make(tmp_path, clock)
+    stop = threading.Event()
+    gaps = []
+
+    def run_steps():
+        ended_at = None
+        while not stop.is_set():
+            with decode.hold():
+                if ended_at is not None:
+                    gaps.append(clock.now() - ended_at)
+                wait_until_queued(tmp_path, unless=stop)  # the long step, which comes next then
+                advance(clock, 1.0)
+                ended_at = clock.now()
+
+    with long.hold(patience_s=0.0):
+        done = pool.submit(run_steps)
+        for _ in range(50):
+            wait_until_queued(tmp_path)
+            advance(clock, 0.1)  # a layer
+            long.offer()
+        stop.set()
+    done.result(DEADLINE_S)
+    assert len(gaps) >= 5
+    assert max(gaps[:-1]) <= SHARE + 0.1 + 1e-9  # the last one waited for the end of the step
+
+
+def test_a_turn_that_never_comes_is_given_up_for_good(tmp_path, caplog):
+    clock = ManualClock()
+    stuck, worker = make(tmp_path, clock), make(tmp_path, clock)
+    polls = []
+    worker._pause = lambda _: (polls.append(0), advance(clock, TIMEOUT_S / 4))
+    with stuck.hold():
+        with worker.hold():
+            assert len(polls) == 4
+        with worker.hold():
+            worker.offer()
+    assert len(polls) == 4  # the second step has not waited at all
+    assert "takes none any more" in caplog.text
+
+
+def test_the_turn_of_a_killed_process_is_free_at_once(tmp_path):
+    make(tmp_path)  # makes the files
+    script = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(flush=True); sys.stdin.read()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "slot-0")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    with open(tmp_path / "slot-0", "w") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    child.kill()
+    child.wait(DEADLINE_S)
+    refused = []
+    with make(tmp_path, pause=refused.append).hold():
+        pass
+    assert refused == []
+
+
+def test_a_worker_that_shares_nothing_never_waits_and_still_measures_its_steps():
+    clock = ManualClock()
+    turns = no_turns(clock)
+    with turns.hold(0.0):
+        advance(clock, 3.0)
+        turns.offer()
+    assert turns.ran_s == 3.0
+
+
+def test_a_failing_step_gives_its_turn_back(tmp_path):
+    turns, other = make(tmp_path), make(tmp_path)
+    with pytest.raises(ZeroDivisionError), turns.hold():
+        _ = 1 / 0
+    refused = []
+    other._pause = refused.append
+    with other.hold():
+        pass
+    assert refused == []
+
+
+def test_workers_with_other_cores_share_no_turns(tmp_path, monkeypatch):
+    def on_cores(cores, num_threads):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+        return cpu_turns(ManualClock(), tmp_path, num_threads)
+
+    with on_cores({0, 1}, 2).hold(), on_cores({2, 3}, 2).hold(), on_cores(set(range(64)), 16).hold():
+        pass
+    assert sorted(path.parent.name for path in tmp_path.rglob("next")) == sorted(
+        ["cores-3", "cores-c", "cores-" + "f" * 16]
+    )
+    assert len(list((tmp_path / ("cores-" + "f" * 16)).glob("slot-*"))) == 4
