@@ -1,7 +1,7 @@
 """The only file that reads the environment. Everything else is handed a frozen value.
 
 EPDG_MODEL           model folder, unless the application's arguments name one
-EPDG_SOCKET_DIR      folder of the Unix sockets (default /tmp/epdg-<uid>), private to this user
+EPDG_SOCKET_DIR      folder of Unix sockets and locks (default /tmp/epdg-<uid>), private to this user
 EPDG_CLUSTER_SECRET  shared by all hosts of one cluster; needed when side channels run over TCP
 """
 

@@ -35,5 +35,5 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
     address = new_address(
         args.side_channel, name=replica_id, directory=environment.socket_dir, host=args.host
     )
-    turns_folder = environment.socket_dir / "turns" if device.type == "cpu" else None
+    turns_folder = environment.socket_dir if device.type == "cpu" else None
     return WorkerSetup(replica_id, device, dtype, address, environment.cluster_secret, turns_folder)

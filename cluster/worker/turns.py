@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cluster.clock import Clock
+from cluster.rpc.address import make_private
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Turns:
         self._next: _FileLock | None = None
         self._slots: list[_FileLock] = []
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.mkdir(exist_ok=True)
             self._next = _FileLock(folder / "next")
             self._slots = [_FileLock(folder / f"slot-{i}") for i in range(num_slots)]
         self._held: _FileLock | None = None
@@ -134,7 +135,9 @@ def no_turns(clock: Clock) -> Turns:
 
 
 def cpu_turns(clock: Clock, folder: Path, num_threads: int) -> Turns:
-    """For a worker whose steps run on `num_threads` of the cores that this process may use."""
+    """For a worker whose steps run on `num_threads` of the cores that this process may use. `folder` is private to the user; one
+    that is not is a ConfigError."""
+    make_private(folder)
     cores = os.sched_getaffinity(0)
     mask = sum(1 << core for core in cores)
-    return Turns(clock, folder / f"cores-{mask:x}", max(1, len(cores) // num_threads))
+    return Turns(clock, folder / f"turns-{mask:x}", max(1, len(cores) // num_threads))

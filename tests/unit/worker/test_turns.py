@@ -188,11 +188,11 @@ def test_a_failing_step_gives_its_turn_back(tmp_path):
 def test_workers_with_other_cores_share_no_turns(tmp_path, monkeypatch):
     def on_cores(cores, num_threads):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-        return cpu_turns(ManualClock(), tmp_path, num_threads)
+        return cpu_turns(ManualClock(), tmp_path / "new" / "private", num_threads)
 
     with on_cores({0, 1}, 2).hold(), on_cores({2, 3}, 2).hold(), on_cores(set(range(64)), 16).hold():
         pass
     assert sorted(path.parent.name for path in tmp_path.rglob("next")) == sorted(
-        ["cores-3", "cores-c", "cores-" + "f" * 16]
+        ["turns-3", "turns-c", "turns-" + "f" * 16]
     )
-    assert len(list((tmp_path / ("cores-" + "f" * 16)).glob("slot-*"))) == 4
+    assert len(list((tmp_path / "new" / "private" / ("turns-" + "f" * 16)).glob("slot-*"))) == 4
