@@ -75,6 +75,7 @@ class _Write:
     local_block_ids: tuple[int, ...]
     remote_block_ids: tuple[int, ...]
     segment_ids: tuple[int, ...] | None
+    ready: Callable[[], bool] | None  # whether the bytes are in the memory yet; None: they are
 
 
 class Outgoing:
@@ -98,11 +99,13 @@ class Outgoing:
         local_block_ids: Sequence[int],
         grant_indices: Sequence[int],
         segment_ids: Sequence[int] | None = None,
+        ready: Callable[[], bool] | None = None,
     ) -> None:
         """Copy `local_block_ids[i]` to the grant's block number `grant_indices[i]`, in all segments or the
         given ones.
 
-        The content must be final. Raises LeaseExpiredError after the grant's time (the event still follows);
+        The content must be final, or become so by the time that `ready()` is true: the agent's thread asks before it
+        posts, and later writes of this lease wait behind. Raises LeaseExpiredError after the grant's time (the event still follows);
         ValueError for a call that makes no sense. Ignored once the transfer has failed: its event is on the
         way.
         """
@@ -121,7 +124,7 @@ class Outgoing:
             return
         remote = tuple(blocks[i] for i in grant_indices)
         segments = None if segment_ids is None else tuple(segment_ids)
-        self._queued.append(_Write(tuple(local_block_ids), remote, segments))
+        self._queued.append(_Write(tuple(local_block_ids), remote, segments, ready))
         self._sender.wake()
 
     def finish(self, payload: bytes) -> None:
@@ -236,6 +239,8 @@ class Sender:
                 return
             if self.now() >= outgoing._expires_at:
                 raise _expired(outgoing._grant)
+            if (ready := outgoing._queued[0].ready) is not None and not ready():
+                return
             write = outgoing._queued.popleft()
             grant = outgoing._grant
             peer = self._connect(outgoing)

@@ -7,6 +7,7 @@ computed to decode, tell the doors. Runs on the worker's engine thread; transfer
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from kv_transfer.sender import Finished, SendEvent
 from prefill_service.features import FeatureStore
 from prefill_service.runner import PrefillRunner, uncut_spans
 from prefill_service.state import Phase, PrefillRequest, PromptSequence
-from prefill_service.transfer import send_computed
+from prefill_service.transfer import Ready, StepPush, send_computed
 
 WARM_UP_TOKENS = 1024  # in one step, at most
 Work = tuple[PrefillRequest, PromptSequence]
@@ -249,7 +250,7 @@ class PrefillEngine:
         batch = [(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks]
         is_long = all(sequence.num_missing_at_start > self._budget.most_tokens for _, sequence, _ in batch)
         with self._turns.hold(0.0 if is_long else math.inf):  # a short prompt is worth a pause of the others
-            logits = self._runner.run(batch, on_layer=lambda _: self._turns.offer())
+            logits = self._run(batch)
         num_tokens = sum(count for _, _, count in batch)
         self._context = sum(sequence.num_computed_tokens * count for _, sequence, count in batch) / num_tokens
         self._budget.observe(num_tokens, self._context, self._turns.ran_s)
@@ -260,6 +261,20 @@ class PrefillEngine:
             for request, tokens in zip(complete, self._runner.first_tokens(complete), strict=True):
                 self._tell_first_tokens(request, tokens)
         return True
+
+    def _run(self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]]) -> list[Tensor | None]:
+        """The forward; meanwhile its KV goes out and others get their turns, layer by layer."""
+        layout, num_layers = self._model.kv_layout, self._model.num_layers
+        segments_per_layer = len(layout.segments) // num_layers
+        push = StepPush(batch, self._blocks.block_size, layout.block_bytes, num_layers, segments_per_layer)
+
+        def on_layer(layer_idx: int, ready: Ready) -> None:
+            push.on_layer(layer_idx, ready)
+            self._turns.offer()
+
+        logits = self._runner.run(batch, on_layer)
+        push.close()
+        return logits
 
     def _advance(
         self, request: PrefillRequest, sequence: PromptSequence, count: int, logits: Tensor | None

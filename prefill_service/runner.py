@@ -14,6 +14,7 @@ from cluster.model.sampling import sample
 from cluster.types.request import Prompt
 from prefill_service.features import FeatureStore
 from prefill_service.state import PrefillRequest, PromptSequence
+from prefill_service.transfer import Ready
 
 
 class PrefillRunner:
@@ -24,13 +25,15 @@ class PrefillRunner:
 
     @torch.inference_mode()
     def run(
-        self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]], on_layer: Callable[[int], None]
+        self,
+        batch: Sequence[tuple[PrefillRequest, PromptSequence, int]],
+        on_layer: Callable[[int, Ready], None],
     ) -> list[Tensor | None]:
-        """Computes the KV of the given number of further tokens of each sequence; `on_layer` as `LanguageModel.forward` has it.
-        Returns, for each that is complete with them, the [1, vocab_size] float32 logits behind its last token. Blocks;
-        synchronises the device."""
+        """Computes the KV of the given number of further tokens of each sequence. `on_layer(i, ready)` is called when layer i's
+        is written; on a GPU it is enqueued, and there once `ready` says so. Returns, for each sequence that is complete, the
+        [1, vocab_size] float32 logits behind its last token. Blocks; synchronises the device."""
         chunks = [self._chunk(request, sequence, count) for request, sequence, count in batch]
-        logits = iter(self._model.forward(chunks, self._kv, on_layer).split(1))
+        logits = iter(self._model.forward(chunks, self._kv, lambda i: on_layer(i, self._kv.mark())).split(1))
         self._kv.synchronize()
         return [next(logits) if chunk.wants_logits else None for chunk in chunks]
 

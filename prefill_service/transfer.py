@@ -1,32 +1,103 @@
 """Prefill's half of the hand-over to decode: which blocks can go, and when the transfer is complete.
 
-Whole blocks go as soon as their chunk is computed, cached prefix blocks at once; the last, partly filled block goes with
+Cached prefix blocks go at once, the blocks that a step fills layer by layer while it runs, the last, partly filled block with
 the end of its prompt. A grant names the prompt's blocks, then the companion's. Posting returns immediately (the transfer
 thread copies); blocks stay referenced until the sender reports the end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import msgspec
 
 from cluster.types.messages import KvReady
-from prefill_service.state import PrefillRequest
+from kv_transfer.agent import TransferError
+from kv_transfer.sender import Outgoing
+from prefill_service.state import PrefillRequest, PromptSequence
+
+# A write costs the transfer thread about as long as copying this much: smaller layers wait for the next ones.
+MIN_WRITE_BYTES = 256 << 10
+
+Ready = Callable[[], bool] | None  # whether the device has got so far; None: it has
 
 
 def send_computed(request: PrefillRequest, block_size: int) -> None:
     """Post what is computed and not posted yet; after the first tokens, finish. No-op until decode's grant is there."""
     if request.outgoing is None:
         return
-    first_block = 0  # of the sequence, in the grant
     for sequence in request.sequences:
-        num_ready = sequence.num_computed_tokens // block_size
-        if sequence.is_complete:
-            num_ready = len(sequence.block_table)
-        if num_ready > sequence.num_blocks_sent:
-            new = range(sequence.num_blocks_sent, num_ready)
-            request.outgoing.write([sequence.block_table[i] for i in new], [first_block + i for i in new])
-            sequence.num_blocks_sent = num_ready
-        first_block += len(sequence.block_table)
+        new = _new_blocks(sequence, sequence.num_computed_tokens, block_size)
+        if new:
+            request.outgoing.write(*_places(request, sequence, new))
+            sequence.num_blocks_sent = new.stop
     if request.first_tokens:
         ready = KvReady(request.first_tokens, tuple(s.positions.delta for s in request.sequences))
         request.outgoing.finish(msgspec.msgpack.encode(ready))
+
+
+@dataclass
+class _Push:
+    """What one sequence gets out of the step."""
+
+    sequence: PromptSequence
+    outgoing: Outgoing
+    num_blocks_after: int
+    local_ids: Sequence[int]
+    grant_indices: Sequence[int]
+    layers_per_write: int
+    first_layer: int = 0  # that has not been posted
+
+
+class StepPush:
+    """The blocks that a step completes, on their way while it runs. Made before the forward; `on_layer` after each layer, in
+    order; `close` behind it. What cannot be written any more ends with the sender's event, like any failed write."""
+
+    def __init__(
+        self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]], block_size: int,
+        block_bytes: int, num_layers: int, segments_per_layer: int,
+    ):  # fmt: skip
+        """`block_bytes`: of one block, all layers."""
+        self._num_layers = num_layers
+        self._segments_per_layer = segments_per_layer
+        self._pushes: list[_Push] = []
+        for request, sequence, count in batch:
+            new = _new_blocks(sequence, sequence.num_computed_tokens + count, block_size)
+            if request.outgoing is None or not new:
+                continue
+            layers = -(-MIN_WRITE_BYTES * num_layers // (len(new) * block_bytes))
+            places = _places(request, sequence, new)
+            self._pushes.append(_Push(sequence, request.outgoing, new.stop, *places, min(layers, num_layers)))
+
+    def on_layer(self, layer_idx: int, ready: Ready) -> None:
+        """Layer `layer_idx` of all these blocks is final, once `ready` says so."""
+        for push in self._pushes:
+            num_done = layer_idx + 1
+            if num_done - push.first_layer < push.layers_per_write and num_done < self._num_layers:
+                continue
+            first, end = push.first_layer * self._segments_per_layer, num_done * self._segments_per_layer
+            push.first_layer = num_done
+            try:
+                push.outgoing.write(push.local_ids, push.grant_indices, range(first, end), ready)
+            except TransferError:  # its time is over, as its event will say
+                continue
+
+    def close(self) -> None:
+        for push in self._pushes:
+            push.sequence.num_blocks_sent = push.num_blocks_after
+
+
+def _new_blocks(sequence: PromptSequence, num_computed_tokens: int, block_size: int) -> range:
+    """Blocks that are final at so many tokens, and not posted yet."""
+    num_ready = num_computed_tokens // block_size
+    if num_computed_tokens == sequence.num_tokens:
+        num_ready = len(sequence.block_table)
+    return range(sequence.num_blocks_sent, max(num_ready, sequence.num_blocks_sent))
+
+
+def _places(request: PrefillRequest, sequence: PromptSequence, blocks: range) -> tuple[list[int], list[int]]:
+    """Their ids here, and their places in the grant."""
+    before = request.sequences[: request.sequences.index(sequence)]
+    first = sum(len(earlier.block_table) for earlier in before)
+    return [sequence.block_table[i] for i in blocks], [first + i for i in blocks]

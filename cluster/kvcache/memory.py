@@ -12,7 +12,7 @@ Owns the bytes only. Who may use which block is `BlockPool`'s business.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +84,15 @@ class BlockMemory:
         Nothing to do on the CPU."""
         if self.buffer.device.type == "cuda":
             torch.cuda.current_stream(self.buffer.device).synchronize()
+
+    def mark(self) -> Callable[[], bool] | None:
+        """Tells later, from any thread and without waiting, whether what this thread has queued by now is in the buffer. None:
+        it is. Untried on hardware."""
+        if self.buffer.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.buffer.device))
+        return event.query
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Block targets[i] becomes a copy of block sources[i], in every segment. On CUDA: enqueued."""

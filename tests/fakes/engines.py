@@ -186,7 +186,7 @@ class Rig:
         self.encoder.engine.attach(self.encoder.inbox)
 
         def prefill(mover: Mover, outbox: Outbox) -> PrefillEngine:
-            model = SimpleNamespace(positions=place, chunk_cut_spans=False)
+            model = SimpleNamespace(positions=place, chunk_cut_spans=False, kv_layout=KV_LAYOUT, num_layers=1)
             self.features = FeatureStore(features, self.pools["features"], mover)
             runner = SimpleNamespace(run=self._run_prefill, first_tokens=_first_tokens)
             return PrefillEngine(
@@ -295,7 +295,7 @@ class Rig:
         return [torch.full((int(t["value"][1]), 1), int(t["value"][0])) for t in items]
 
     def _run_prefill(
-        self, batch: Sequence[tuple[Any, Any, int]], on_layer: Callable[[int], None]
+        self, batch: Sequence[tuple[Any, Any, int]], on_layer: Callable[[int, Any], None]
     ) -> list[torch.Tensor]:
         for request, sequence, count in batch:
             prompt = sequence.prompt
@@ -309,6 +309,7 @@ class Rig:
             _check(self._kv, sequence.block_table, prompt, start)
             for position in range(start, end):
                 _write(self._kv, sequence.block_table, position, kv_value(prompt, position))
+        on_layer(0, None)
         return [torch.empty(0)] * len(batch)
 
     def _run_decode(self, batch: Sequence[Any]) -> list[list[list[int]]]:

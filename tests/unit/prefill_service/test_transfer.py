@@ -1,0 +1,117 @@
+"""Which blocks go to decode, when, and in which pieces."""
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.agent import LeaseExpiredError
+from prefill_service.transfer import MIN_WRITE_BYTES, StepPush, send_computed
+
+BLOCK_SIZE, SEGMENTS_PER_LAYER = 4, 2
+
+
+class Recorder:
+    """An `Outgoing` that remembers what was written: {(grant index, segment): local block}."""
+
+    def __init__(self, error=None):
+        self.written, self.num_writes, self.payload, self._error = {}, 0, None, error
+
+    def write(self, local_ids, grant_indices, segment_ids=None, ready=None):
+        if self._error is not None:
+            raise self._error
+        self.num_writes += 1
+        for segment in segment_ids if segment_ids is not None else ["all"]:
+            for local, index in zip(local_ids, grant_indices, strict=True):
+                assert (index, segment) not in self.written, "a block is sent once"
+                self.written[index, segment] = local
+
+    def finish(self, payload):
+        self.payload = payload
+
+
+def sequence(num_tokens, num_computed=0, first_block=100):
+    table = list(range(first_block, first_block + -(-num_tokens // BLOCK_SIZE)))
+    return SimpleNamespace(
+        num_tokens=num_tokens, num_computed_tokens=num_computed, block_table=table, num_blocks_sent=0,
+        positions=SimpleNamespace(delta=0),
+    )  # fmt: skip
+
+
+def request(*sequences, outgoing=None):
+    return SimpleNamespace(sequences=list(sequences), outgoing=outgoing or Recorder(), first_tokens=())
+
+
+def run_step(batch, num_layers, block_bytes):
+    """A forward; yields the layers as they come."""
+    push = StepPush(batch, BLOCK_SIZE, block_bytes, num_layers, SEGMENTS_PER_LAYER)
+    for layer in range(num_layers):
+        push.on_layer(layer, None)
+        yield layer
+    push.close()
+    for _, seq, count in batch:
+        seq.num_computed_tokens += count
+
+
+@given(
+    num_tokens=st.integers(1, 60),
+    cached=st.integers(0, 10),
+    chunks=st.lists(st.integers(1, 20), max_size=8),
+    num_layers=st.integers(1, 5),
+    block_bytes=st.sampled_from([64, MIN_WRITE_BYTES // 3, MIN_WRITE_BYTES, 9 * MIN_WRITE_BYTES]),
+    granted_before_chunk=st.integers(0, 9),
+)
+def test_every_segment_of_every_block_goes_exactly_once(
+    num_tokens, cached, chunks, num_layers, block_bytes, granted_before_chunk
+):
+    cached = min(cached * BLOCK_SIZE, (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE)
+    companion, seq = sequence(num_tokens, cached), sequence(9, 0, first_block=500)
+    recorder = Recorder()
+    req = request(seq, companion)
+    req.outgoing = None
+    left = [*chunks, max(num_tokens, seq.num_tokens)]
+    for i, size in enumerate(left):
+        if i == granted_before_chunk:
+            req.outgoing = recorder
+            send_computed(req, BLOCK_SIZE)
+        batch = [(req, s, min(size, s.num_tokens - s.num_computed_tokens)) for s in req.sequences]
+        batch = [entry for entry in batch if entry[2] > 0]
+        if batch:
+            list(run_step(batch, num_layers, block_bytes))
+            send_computed(req, BLOCK_SIZE)
+    req.outgoing = recorder
+    req.first_tokens = (5,)
+    send_computed(req, BLOCK_SIZE)
+    tables = seq.block_table + companion.block_table
+    for index, local in enumerate(tables):
+        segments = {segment: found for (i, segment), found in recorder.written.items() if i == index}
+        assert set(segments.values()) == {local}
+        assert set(segments) in ({"all"}, set(range(num_layers * SEGMENTS_PER_LAYER)))
+    assert recorder.payload is not None
+
+
+def test_a_large_layer_is_on_its_way_before_the_next_one_is_computed():
+    seq, recorder = sequence(16), Recorder()
+    for layer in run_step([(request(seq, outgoing=recorder), seq, 16)], 3, 3 * MIN_WRITE_BYTES):
+        assert {segment for _, segment in recorder.written} == set(range(2 * layer + 2))
+        assert recorder.num_writes == layer + 1
+    assert seq.num_blocks_sent == 4
+
+
+def test_small_layers_wait_until_they_are_worth_a_write_and_the_last_one_leaves_nothing_behind():
+    seq, recorder = sequence(16), Recorder()
+    after_layer = []
+    for _ in run_step([(request(seq, outgoing=recorder), seq, 16)], 5, MIN_WRITE_BYTES * 5 // 8):
+        after_layer.append(recorder.num_writes)
+    assert after_layer == [0, 1, 1, 2, 3]
+
+
+def test_a_lease_that_runs_out_does_not_stop_the_step_or_its_neighbours():
+    late, fine = sequence(8), sequence(8, first_block=300)
+    recorder = Recorder()
+    batch = [
+        (request(late, outgoing=Recorder(LeaseExpiredError("over"))), late, 8),
+        (request(fine, outgoing=recorder), fine, 8),
+    ]
+    list(run_step(batch, 2, 64))
+    assert {index for index, _ in recorder.written} == {0, 1}
