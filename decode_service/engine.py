@@ -1,9 +1,9 @@
 """The decode engine: owns every request of this worker and the block pool.
 
 A step: give blocks to whoever can have them, run one step of the running batch, tell the doors. Blocks for the answer are
-given as it grows; when there are none left, the newest request is preempted: it loses its blocks, and its door has what is
-left of it computed anew. Runs on the worker's engine thread; the only other actor is the transfer thread, whose events
-arrive here as calls.
+given as it grows, and taken back behind the window where every layer of the model has one. When there are none left, the
+newest request is preempted: it loses its blocks, and its door has what is left of it computed anew. Runs on the worker's
+engine thread; the only other actor is the transfer thread, whose events arrive here as calls.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ class DecodeEngine:
         max_batch_sequences: int,
         on_ended: Callable[[str], None],
         turns: Turns,
+        sliding_window: int | None = None,
     ):
-        """`on_ended(request_id)` is called, on this thread, once for each request that leaves the engine."""
+        """`on_ended(request_id)` is called, on this thread, once for each request that leaves the engine. `sliding_window`: no
+        layer of the model sees more tokens than that, the newest included."""
         self._runner = runner
         self._blocks = blocks
         self._mover = mover
@@ -67,6 +69,7 @@ class DecodeEngine:
         self._running: deque[DecodeRequest] = deque()
         self._on_ended = on_ended
         self._turns = turns
+        self._window = sliding_window
         self._num_sequences = 0  # of all requests
         self._num_admitted_sequences = 0  # of those that have blocks
         self.num_preempted = 0  # requests that lost their blocks, since the start
@@ -84,7 +87,7 @@ class DecodeEngine:
     def _run(self, batch: list[DecodeRequest]) -> None:
         with self._turns.hold():
             batch = self._with_blocks(batch)
-            drawn = self._runner.run(batch)
+            drawn = self._runner.run(batch) if batch else []  # whoever was to run may all have been preempted
         for request, tokens in zip(batch, drawn, strict=True):
             self._advance(request, tokens)
 
@@ -94,7 +97,7 @@ class DecodeEngine:
         self._requests[request.request_id] = request
         self._num_sequences += request.num_sequences
         num_blocks, block_size = self._blocks.num_blocks, self._blocks.block_size
-        num_wanted = message.request.max_blocks(block_size)
+        num_wanted = message.request.max_blocks(block_size, self._window)
         if num_wanted > num_blocks:
             error = RequestError(
                 f"the request needs {num_wanted * block_size} tokens of KV cache; a decode worker holds "
@@ -212,6 +215,8 @@ class DecodeEngine:
             self._runner.copy_blocks(sources, targets)
         if request.live_choices:  # the choices own the prompts' blocks now
             request.prompt_blocks = []
+        for choice in request.live_choices:
+            self._leave_blocks(choice)
 
     def _with_blocks(self, batch: list[DecodeRequest]) -> list[DecodeRequest]:
         """Those of the batch that have blocks for this step's tokens; newer requests may lose theirs for it."""
@@ -264,10 +269,20 @@ class DecodeEngine:
             new = tuple(choice.token_ids[first_new:])
             event = TokenEvent(request.request_id, new, finish_reason, choice_idx=choice.idx)
             self._outbox.token(request.door, event)
-            if finish_reason is not None:
+            if finish_reason is None:
+                self._leave_blocks(choice)
+            else:
                 self._end_choice(request, choice)
         if not request.live_choices:
             self._let_go(request)
+
+    def _leave_blocks(self, choice: Choice) -> None:
+        """Gives back what no later step of the choice can see. Blocks shared with other choices lose one reference."""
+        if self._window is None:
+            return
+        for branch in choice.branches:
+            first_visible = max(0, choice.context_len(branch) + 1 - self._window)
+            self._blocks.free(branch.leave(first_visible // self._blocks.block_size))
 
     def _end_choice(self, request: DecodeRequest, choice: Choice) -> None:
         if choice.is_done:
@@ -278,7 +293,7 @@ class DecodeEngine:
         if request.lease_id:
             self._num_admitted_sequences -= num_sequences
         for branch in choice.branches:
-            self._blocks.free(branch.block_table)
+            self._blocks.free(branch.blocks)
         choice.branches = []
         self._runner.forget(choice)
 

@@ -59,6 +59,7 @@ class DecodeService:
             args.decode.max_batch_sequences,
             self._on_ended,
             self._process.turns,
+            self._model.sliding_window,
         )
         self._process.attach(self._engine, self._on_message)
         self._runs: dict[str, asyncio.Future[None]] = {}

@@ -39,11 +39,25 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 @dataclass(eq=False)
 class Branch:
-    """A choice's KV under one prompt."""
+    """A choice's KV under one prompt. In a model that looks no further back than a window, the blocks behind it are given back:
+    their places in the table, [0, num_left), hold block 0, which nothing reads there."""
 
     num_prompt_tokens: int
     position_delta: int
     block_table: list[int]
+    num_left: int = 0
+
+    @property
+    def blocks(self) -> list[int]:
+        """What the branch holds."""
+        return self.block_table[self.num_left :]
+
+    def leave(self, num_blocks: int) -> list[int]:
+        """The first `num_blocks` of the table are behind the window now. Returns those that were held: the caller frees them."""
+        left = self.block_table[self.num_left : num_blocks]
+        self.block_table[self.num_left : num_blocks] = [0] * len(left)
+        self.num_left += len(left)
+        return left
 
 
 @dataclass(eq=False)

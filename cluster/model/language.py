@@ -26,7 +26,7 @@ from cluster.model.families import check_class, family_of, num_deepstack_layers,
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.positions import PromptPositions
-from cluster.model.probe import check_post_head, kv_row_shapes, probe_backbone
+from cluster.model.probe import check_post_head, kv_row_shapes, probe_backbone, window_of_all
 from cluster.types.request import Prompt
 
 __all__ = ["FeatureSlice", "LanguageModel", "PromptPositions", "SequenceChunk"]
@@ -59,6 +59,7 @@ class LanguageModel:
     """Attributes are fixed at load.
 
     kv_layout: K and V of every layer as `kv_format` says. feature_width: hidden_size * (1 + deep-stack layers).
+    sliding_window: what no layer looks beyond, in tokens, the own one included; None if some layer sees everything.
     chunk_cut_spans: the family forbids a chunk that ends inside a media span (the span's tokens see each other).
     """
 
@@ -91,6 +92,7 @@ class LanguageModel:
         )
         self.fingerprint: str = fingerprint(config, self.dtype)
         shapes = probe_backbone(self._text, self.hidden_size)
+        self.sliding_window: int | None = window_of_all(shapes)
         check_post_head(model, self._text, self._post_head)
         self.kv_layout = MemoryLayout(
             kv_segments(kv_row_shapes(shapes), block_size, self.dtype, kv_cache_dtype)

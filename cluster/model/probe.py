@@ -22,10 +22,11 @@ _HARMLESS = frozenset(  # keywords that families pass along and that no attentio
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Row shapes of one layer's K and V."""
+    """Row shapes of one layer's K and V, and how far it looks back."""
 
     key: tuple[int, int]  # (kv heads, key width)
     value: tuple[int, int]  # (kv heads, value width); differs from the key's in MLA
+    window: int | None  # a token sees itself and the `window - 1` before it; None: all
 
 
 class _Recorder:
@@ -33,7 +34,6 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
-        self.windows: dict[int, int | None] = {}
         self.objections: set[str] = set()
 
     def see(self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict) -> None:
@@ -41,8 +41,11 @@ class _Recorder:
         if layer_idx is None or layer_idx in self.shapes:
             self.objections.add("it calls attention more than once per layer (cross attention?)")
             return
-        self.shapes[layer_idx] = LayerShape((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
-        self.windows[layer_idx] = kwargs.get("sliding_window")
+        self.shapes[layer_idx] = LayerShape(
+            (key.shape[1], key.shape[3]),
+            (value.shape[1], value.shape[3]),
+            cast(int | None, kwargs.get("sliding_window")) or None,
+        )
         self.objections.update(
             f"its attention takes '{name}'"
             for name, given in kwargs.items()
@@ -93,7 +96,8 @@ def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerS
 def _check_windows(config: object, recorder: _Recorder) -> None:
     """A window that is expressed in the mask alone would be lost."""
     for layer_idx, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type == "sliding_attention" and not recorder.windows.get(layer_idx):
+        shape = recorder.shapes.get(layer_idx)
+        if layer_type == "sliding_attention" and (shape is None or shape.window is None):
             recorder.objections.add("its sliding window is not passed to the attention interface")
 
 
@@ -119,3 +123,9 @@ def check_post_head(
 def kv_row_shapes(shapes: list[LayerShape]) -> list[tuple[int, int]]:
     """(heads, width) of K, then of V, of every layer."""
     return [row for shape in shapes for row in (shape.key, shape.value)]
+
+
+def window_of_all(shapes: list[LayerShape]) -> int | None:
+    """How far back the model looks: its layers' largest window, or None if a layer sees everything."""
+    windows = [shape.window for shape in shapes if shape.window is not None]
+    return max(windows) if windows and len(windows) == len(shapes) else None

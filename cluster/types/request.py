@@ -59,13 +59,17 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         """The prompt, and the companion's if there is one: what has to be computed before the first token."""
         return (self.prompt,) if self.guidance is None else (self.prompt, self.guidance.negative_prompt)
 
-    def max_blocks(self, block_size: int) -> int:
-        """KV blocks that the whole answer may come to need where it is decoded: the choices share full prompt blocks."""
+    def max_blocks(self, block_size: int, window: int | None = None) -> int:
+        """KV blocks that the whole answer may come to need where it is decoded: the choices share full prompt blocks. With a
+        window, blocks that lie behind the last `window` tokens are given back, those of the prompt once it is there."""
         total = 0
         for prompt in self.prompts:
             num_shared = len(prompt.token_ids) // block_size
             num_tokens = len(prompt.token_ids) + self.stop.max_tokens
-            total += num_shared + (-(-num_tokens // block_size) - num_shared) * len(self.sampling)
+            num_own = -(-num_tokens // block_size) - num_shared
+            if window is not None:
+                num_own = min(num_own, num_window_blocks(window, block_size))
+            total += num_shared + num_own * len(self.sampling)
         return total
 
     def num_prompt_blocks(self, block_size: int) -> int:
@@ -88,6 +92,11 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         )
         prompt, sampling = _extended(self.prompt, token_ids), (self.sampling[choice_idx],)
         return GenerateRequest(request_id, prompt, sampling, stop, guidance, self.priority, waited_s)
+
+
+def num_window_blocks(window: int, block_size: int) -> int:
+    """Blocks that `window` successive tokens touch at most."""
+    return (window + block_size - 2) // block_size + 1
 
 
 def _extended(prompt: Prompt, token_ids: tuple[int, ...]) -> Prompt:

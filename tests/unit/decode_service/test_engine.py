@@ -132,6 +132,19 @@ def test_the_oldest_is_never_preempted(rig, relay):
     assert preempted and "old" not in preempted
 
 
+def test_nothing_is_run_for_a_request_that_gave_way_in_its_own_turn(rig, relay):
+    """Two rows fill a step, so each request runs alone, and the newer one asks for the last blocks."""
+    runner, sizes = rig.decode.engine._runner, []
+    run = runner.run
+    runner.run = lambda batch: sizes.append(len(batch)) or run(batch)
+    relay.start(make_request("old", 6, max_tokens=12, num_choices=2))
+    rig.clock.at += 0.1
+    relay.start(make_request("new", 6, max_tokens=12, num_choices=2))
+    relay.play(200)
+    assert rig.decode.engine.num_preempted > 0
+    assert set(sizes) == {1, 2} and relay.stories["new"].is_over
+
+
 def test_choices_share_the_prompt_and_each_has_its_own_answer(rig, relay):
     story = relay.start(make_request("r", 8, max_tokens=5, num_choices=3))
     while not rig.decode.engine.load().num_running:

@@ -1,142 +1,28 @@
-"""With drafts or without, the same tokens; what proposers guess, and what they hold."""
+"""With drafts or without, the same tokens; how long drafts are."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 import torch
-import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.language import LanguageModel, SequenceChunk
-from cluster.model.sampling import sample
+from cluster.model.language import LanguageModel
 from cluster.types.request import SamplingParams
-from decode_service.speculation import (
-    REST_STEPS,
-    DraftModelProposer,
-    NgramProposer,
-    Proposer,
-    Speculator,
-    accept,
-)
+from decode_service.speculation import REST_STEPS, DraftModelProposer, NgramProposer, Speculator, accept
 from tests.flow.tiny_models import TEXT_FAMILIES
-
-BLOCK_SIZE = 4
-NUM_TOKENS = 36
-SAMPLINGS = {
-    "greedy": SamplingParams(),
-    "temperature": SamplingParams(temperature=0.8, seed=11),
-    "top_p": SamplingParams(temperature=0.6, top_p=0.7, seed=12),
-    "min_p": SamplingParams(temperature=0.9, min_p=0.2, seed=13),
-    "near_greedy": SamplingParams(temperature=0.05, seed=14),
-}
-
-
-@dataclass
-class Request:
-    request_id: str
-    token_ids: list[int]
-    sampling: SamplingParams = SAMPLINGS["greedy"]
-    drafts: list[list[int]] = field(default_factory=list)  # what was proposed, step by step
-    table: list[int] = field(default_factory=list)
-    start: int = 0  # length of the prompt
-    end: int = 0  # length at which it is done
-
-
-def tiny_model(vocab_size: int, seed: int, initializer_range: float = 0.3) -> LanguageModel:
-    torch.manual_seed(seed)
-    config = hf.LlamaConfig(
-        vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, initializer_range=initializer_range, eos_token_id=None,
-        bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    return LanguageModel.from_model(hf.LlamaForCausalLM(config).float(), block_size=BLOCK_SIZE)
-
-
-@pytest.fixture(scope="module")
-def target() -> LanguageModel:
-    return LanguageModel.from_model(TEXT_FAMILIES["qwen3"]().model, block_size=BLOCK_SIZE)
-
-
-@pytest.fixture(scope="module")
-def draft() -> LanguageModel:
-    """The target, a little changed: right now and then."""
-    model = TEXT_FAMILIES["qwen3"]().model
-    torch.manual_seed(5)
-    for parameter in model.parameters():
-        parameter.data += 0.01 * torch.randn_like(parameter)
-    return LanguageModel.from_model(model, block_size=BLOCK_SIZE)
-
-
-def requests_of(model: LanguageModel) -> list[Request]:
-    """Prompts of several lengths, half of them repetitive, one for each way to draw."""
-    rng = random.Random(3)
-    made = []
-    for i, (name, sampling) in enumerate(SAMPLINGS.items()):
-        phrase = [rng.randrange(model.vocab_size) for _ in range(5 + 3 * i)]
-        made.append(Request(name, phrase * (1 + i % 2 * 3), sampling))
-    return made
-
-
-def decode(
-    model: LanguageModel,
-    requests: Sequence[Request],
-    proposer: Proposer | None = None,
-    num_tokens: int = NUM_TOKENS,
-    max_draft: int = 4,
-) -> list[list[int]]:
-    """Generates `num_tokens` for every request, as an engine would; without a proposer by `LanguageModel.decode`."""
-    width = -(-max(len(r.token_ids) + num_tokens for r in requests) // BLOCK_SIZE)
-    kv = BlockMemory(model.kv_layout, width * len(requests))
-    for i, request in enumerate(requests):
-        request.start, request.end = len(request.token_ids), len(request.token_ids) + num_tokens
-        request.table = list(range(i * width, (i + 1) * width))
-    model.forward([chunk_of(r.token_ids[:-1], 0, r.table) for r in requests], kv)
-    while running := [r for r in requests if len(r.token_ids) < r.end]:
-        step(model, kv, running, proposer, max_draft)
-        for request in running:
-            if proposer is not None and len(request.token_ids) == request.end:
-                proposer.forget(request.request_id)
-    return [r.token_ids[r.start :] for r in requests]
-
-
-def step(
-    model: LanguageModel, kv: BlockMemory, running: list[Request], proposer: Proposer | None, max_draft: int
-) -> None:
-    lens = [len(r.token_ids) for r in running]
-    drafts: list[list[int]] = [[] for _ in running]
-    if proposer is None:
-        last, contexts = [r.token_ids[-1] for r in running], [n - 1 for n in lens]
-        logits = model.decode(last, contexts, [0] * len(lens), [r.table for r in running], kv)
-    else:
-        room = [min(max_draft, r.end - n - 1) for r, n in zip(running, lens, strict=True)]
-        drafts = proposer.propose(running, room)
-        assert all(len(guess) <= most for guess, most in zip(drafts, room, strict=True))
-        batch = zip(running, drafts, strict=True)
-        chunks = [chunk_of([r.token_ids[-1], *guess], len(r.token_ids) - 1, r.table) for r, guess in batch]
-        logits = model.verify(chunks, kv)
-    rows = [
-        (r, n + i) for r, n, guess in zip(running, lens, drafts, strict=True) for i in range(len(guess) + 1)
-    ]
-    drawn = iter(sample(logits, [r.sampling for r, _ in rows], [position for _, position in rows]))
-    for request, guess in zip(running, drafts, strict=True):
-        request.token_ids += accept(guess, [next(drawn) for _ in range(len(guess) + 1)])
-        request.drafts.append(guess)
-
-
-def chunk_of(token_ids: Sequence[int], start: int, table: Sequence[int]) -> SequenceChunk:
-    return SequenceChunk(token_ids, torch.arange(start, start + len(token_ids)), start, table)
-
-
-@pytest.fixture(scope="module")
-def expected(target) -> list[list[int]]:
-    return decode(target, requests_of(target))
+from tests.unit.decode_service.drafting import (
+    BLOCK_SIZE,
+    NUM_TOKENS,
+    Request,
+    chunk_of,
+    decode,
+    requests_of,
+    tiny_model,
+)
 
 
 class Oracle:
@@ -239,115 +125,6 @@ def test_accept_stops_behind_the_first_wrong_draft():
     assert accept([5, 6], [5, 6, 7]) == [5, 6, 7]
     assert accept([5, 6], [5, 8, 7]) == [5, 8]
     assert accept([5, 6], [4, 6, 7]) == [4]
-
-
-def naive_draft(token_ids: list[int], sizes: range, max_tokens: int, forbidden: frozenset[int]) -> list[int]:
-    for size in sizes:
-        for end in range(len(token_ids) - 1, size - 1, -1):
-            if token_ids[end - size : end] == token_ids[len(token_ids) - size :]:
-                known = list(token_ids)
-                while len(known) < len(token_ids) + max_tokens:
-                    known.append(known[end + len(known) - len(token_ids)])
-                draft = known[len(token_ids) :]
-                return draft[: next((i for i, token in enumerate(draft) if token in forbidden), max_tokens)]
-    return []
-
-
-@given(
-    parts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=8),
-    min_ngram=st.integers(1, 3),
-    more=st.integers(0, 2),
-    max_tokens=st.integers(0, 9),
-)
-def test_the_ngram_index_finds_what_a_search_of_the_whole_history_finds(parts, min_ngram, more, max_tokens):
-    forbidden = frozenset({3})
-    proposer = NgramProposer(forbidden, min_ngram=min_ngram, max_ngram=min_ngram + more)
-    request = Request("r", [])
-    for part in parts:
-        request.token_ids += part
-        wanted = naive_draft(
-            request.token_ids, range(min_ngram + more, min_ngram - 1, -1), max_tokens, forbidden
-        )
-        assert proposer.propose([request], [max_tokens]) == [wanted]
-
-
-def test_a_history_beyond_the_limit_is_not_indexed_and_what_comes_after_is():
-    proposer = NgramProposer(max_history=8)
-    request = Request("r", [1, 2, 3, 4, *range(10, 20), 1, 2])
-    assert proposer.propose([request], [4]) == [[]]
-    request.token_ids += [5, 1, 2]
-    assert proposer.propose([request], [2]) == [[5, 1]]
-
-
-def test_a_forgotten_request_leaves_no_history():
-    proposer = NgramProposer()
-    proposer.propose([Request("r", [1, 2, 3, 1, 2])], [1])
-    proposer.forget("r")
-    assert proposer.propose([Request("r", [9, 1, 2])], [1]) == [[]]
-
-
-@pytest.mark.parametrize("num_blocks", [1, 12, 30, 60])
-def test_a_small_draft_pool_costs_drafts_only_and_leaks_nothing(target, draft, expected, num_blocks):
-    proposer, requests = DraftModelProposer(draft, target, num_blocks), requests_of(target)
-    assert decode(target, requests, proposer) == expected
-    assert (sum(len(guess) for r in requests for guess in r.drafts) > 0) == (num_blocks > 1)
-    assert proposer.blocks.num_referenced == 0
-    proposer.blocks.check_integrity()
-
-
-@pytest.mark.parametrize("num_blocks", [30, 256])
-def test_kv_that_the_draft_model_kept_gives_the_guesses_of_kv_computed_anew(target, draft, num_blocks):
-    kept = DraftModelProposer(draft, target, num_blocks)
-    sizes = set()
-
-    class Compared:
-        forget = kept.forget
-
-        def propose(self, sequences, max_tokens):
-            anew = DraftModelProposer(draft, target, num_blocks=256).propose(sequences, max_tokens)
-            guesses = kept.propose(sequences, max_tokens)
-            assert all(guess in ([], whole) for guess, whole in zip(guesses, anew, strict=True))
-            sizes.update(len(guess) for guess in guesses)
-            return guesses
-
-    decode(target, requests_of(target), Compared(), num_tokens=20)
-    assert {0, 4} <= sizes
-
-
-def test_a_long_prompt_catches_up_in_chunks_while_others_get_their_drafts(target):
-    proposer = DraftModelProposer(target, target, num_blocks=64, max_chunk_tokens=16)
-    short, long = Request("short", [1, 2, 3]), Request("long", list(range(5, 45)))
-    lengths = []
-    for _ in range(5):
-        drafts = proposer.propose([long, short], [2, 2])
-        lengths.append([len(guess) for guess in drafts])
-        short.token_ids += drafts[1]
-    assert lengths == [[0, 2], [0, 2], [2, 2], [2, 2], [2, 2]]
-
-
-def test_a_draft_that_was_not_used_is_made_again(target):
-    proposer = DraftModelProposer(target, target, num_blocks=64)
-    request = Request("r", list(range(5, 12)))
-    (first,) = proposer.propose([request], [4])
-    assert proposer.propose([request], [4]) == [first]
-    request.token_ids += first[:2]
-    assert proposer.propose([request], [2]) == [first[2:]]
-    request.token_ids += [7, 8, 9, 7, 8, 9]
-    anew = DraftModelProposer(target, target, num_blocks=64)
-    assert proposer.propose([request], [4]) == anew.propose([request], [4])
-
-
-def test_requests_with_media_and_beyond_the_context_get_no_draft(target):
-    proposer = DraftModelProposer(target, target, num_blocks=256, placeholders=[290])
-    with_media, too_long = Request("m", [1, 290, 290, 2]), Request("l", [1] * (target.max_model_len - 1))
-    assert proposer.propose([with_media, too_long, Request("t", [1, 2])], [3, 3, 0]) == [[], [], []]
-    assert proposer.blocks.num_referenced == 0
-
-
-def test_two_vocabularies_are_refused_by_name(target):
-    with pytest.raises(ConfigError, match=r"qwen3-.*300 tokens.*same vocabulary") as refusal:
-        DraftModelProposer(tiny_model(12, seed=0), target, num_blocks=4)
-    assert "llama-" in refusal.value.message and "12 tokens" in refusal.value.message
 
 
 class Fives:
