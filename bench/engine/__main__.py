@@ -1,4 +1,4 @@
-"""The commands: models, run, table, plot, agree. See README.md."""
+"""The commands: models, run, table, cpu, plot, agree. See README.md."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="results as Markdown")
     table.add_argument("results", type=Path, nargs="+")
     table.set_defaults(do=_table)
+    cpu = commands.add_parser("cpu", help="CPU seconds per 1,000 generated tokens, by role, as Markdown")
+    cpu.add_argument("results", type=Path, nargs="+")
+    cpu.set_defaults(do=_cpu)
     plot = commands.add_parser("plot", help="results as one SVG")
     plot.add_argument("results", type=Path, nargs="+")
     plot.add_argument("--out", type=Path, required=True)
@@ -120,6 +123,11 @@ def _agree(args: argparse.Namespace) -> int:
 
 def _table(args: argparse.Namespace) -> int:
     print(report.table(report.read(args.results)))
+    return 0
+
+
+def _cpu(args: argparse.Namespace) -> int:
+    print(report.cpu_table(report.read(args.results)))
     return 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import aiohttp
@@ -43,6 +43,7 @@ class Result:
     itl_p99_s: float
     wall_s: float
     server_cpu_s: float
+    server_cpu_by_role_s: Mapping[str, float]  # parts of it
     client_cpu_s: float
     other_cores: float
     start_s: float  # the server's, from its command to /health
@@ -129,6 +130,7 @@ def summarise(
         itl_p99_s=percentile(gaps_s, 0.99),
         wall_s=cost.wall_s,
         server_cpu_s=cost.server_cpu_s,
+        server_cpu_by_role_s=cost.server_cpu_by_role_s,
         client_cpu_s=cost.client_cpu_s,
         other_cores=cost.other_cores,
         start_s=server.start_s,

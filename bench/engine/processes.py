@@ -2,20 +2,26 @@
 
 Every server is started as the leader of a session and with a mark in its environment; its children inherit both. Ray's
 daemons leave the session and keep the mark; vllm's processes write their title over their environment and keep the session.
+
+A process's role is read off its command line, which Ray replaces by a title: `ray::ServeReplica:<application>:<deployment>`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 VARIABLE = "BENCH_ENGINE_SERVER"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PROC = Path("/proc")
+ROLES = ("door", "encode", "prefill", "decode", "ray", "other")  # ray: its daemons, controller and proxies
+_REPLICA = re.compile(r"^ray::ServeReplica:[^:]*:(\w+)")
 
 
 @dataclass(frozen=True)
@@ -31,13 +37,13 @@ class Usage:
     """CPU seconds so far."""
 
     at: float  # monotonic clock
-    server_s: float
+    server_s: Mapping[str, float]  # by role
     client_s: float
     machine_s: float  # all programs, without waiting and without what the hypervisor took
 
     @classmethod
     def now(cls, mark: Mark) -> Usage:
-        return cls(time.monotonic(), cpu_of(pids_of(mark)), time.process_time(), machine_cpu_s())
+        return cls(time.monotonic(), cpu_by_role(pids_of(mark)), time.process_time(), machine_cpu_s())
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Cost:
     """What ran between two readings."""
 
     wall_s: float
-    server_cpu_s: float
+    server_cpu_by_role_s: Mapping[str, float]
     client_cpu_s: float
     other_cores: (
         float  # used by neither: when it is not near 0 the machine was shared and times are worth little
@@ -53,10 +59,15 @@ class Cost:
 
     @classmethod
     def between(cls, before: Usage, after: Usage) -> Cost:
-        wall_s = after.at - before.at
-        server_s, client_s = after.server_s - before.server_s, after.client_s - before.client_s
-        other_s = after.machine_s - before.machine_s - server_s - client_s
+        wall_s, client_s = after.at - before.at, after.client_s - before.client_s
+        roles = [role for role in ROLES if role in before.server_s or role in after.server_s]
+        server_s = {role: after.server_s.get(role, 0.0) - before.server_s.get(role, 0.0) for role in roles}
+        other_s = after.machine_s - before.machine_s - sum(server_s.values()) - client_s
         return cls(wall_s, server_s, client_s, max(0.0, other_s) / wall_s)
+
+    @property
+    def server_cpu_s(self) -> float:
+        return sum(self.server_cpu_by_role_s.values())
 
 
 def pids_of(mark: Mark) -> list[int]:
@@ -73,13 +84,24 @@ def pids_of(mark: Mark) -> list[int]:
     return found
 
 
-def cpu_of(pids: list[int]) -> float:
-    total = 0
+def cpu_by_role(pids: list[int]) -> dict[str, float]:
+    """Seconds so far of the processes that still live."""
+    ticks: dict[str, int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            fields = _stat(PROC / str(pid))
-            total += int(fields[11]) + int(fields[12])
-    return total / TICKS_PER_S
+            folder = PROC / str(pid)
+            role, fields = role_of((folder / "cmdline").read_bytes()), _stat(folder)
+            ticks[role] = ticks.get(role, 0) + int(fields[11]) + int(fields[12])
+    return {role: count / TICKS_PER_S for role, count in ticks.items()}
+
+
+def role_of(command_line: bytes) -> str:
+    """One of ROLES. `command_line`: as /proc has it, words separated by zeros."""
+    text = command_line.decode(errors="replace").replace("\0", " ")
+    replica = _REPLICA.match(text)
+    if replica is not None and replica[1].lower() in ROLES:
+        return replica[1].lower()
+    return "ray" if text.startswith("ray::") or "/ray/" in text else "other"
 
 
 def _stat(folder: Path) -> list[str]:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from bench.engine.processes import ROLES
 from bench.engine.servers import OURS
 
 Record = dict[str, Any]
 METRICS = ("tokens_per_s", "ttft_p50_s", "itl_p50_s")
+TOTALS = ("all", "client")  # columns of the table of CPU time, behind the roles
 SHARED_CORES = 0.15  # used by other programs: above it a figure is marked
 COLOURS = ("#2f6fb0", "#e08a2c", "#6a9f58", "#8a6bb0")
 WIDTH, LABEL_WIDTH, VALUE_WIDTH, BAR, GROUP_GAP = 760, 150, 60, 13, 9
@@ -87,6 +89,31 @@ def table(results: Results) -> str:
         lines += [f"failed: {failure}" for failure in sorted(failures)]
     lines += [f"did not run: {failure['server']} {failure['model']}" for failure in results.failures]
     return "\n".join(lines)
+
+
+def cpu_table(results: Results) -> str:
+    """CPU seconds per 1,000 generated tokens, by role; medians. Roles that no record knows have no column."""
+    costs = {
+        (*key, name): [_cpu_costs(record) for record in records if record["num_tokens"]]
+        for key, cell in results.cells.items()
+        for name, records in cell.items()
+    }
+    known = {name for each in costs.values() for cost in each for name in cost}
+    columns = [name for name in (*ROLES, *TOTALS) if name in known]
+    lines = [_line(["row", "at once", "server", *columns]), _line(["---"] * (3 + len(columns)))]
+    for (row, concurrency, server), each in costs.items():
+        if each:
+            found = ([cost[name] for cost in each if name in cost] for name in columns)
+            cells = [f"{statistics.median(values):.2f}" if values else "–" for values in found]
+            lines.append(_line([row, str(concurrency), server, *cells]))
+    return "\n".join([*lines, "", "CPU seconds per 1,000 generated tokens, median of the repetitions."])
+
+
+def _cpu_costs(record: Record) -> dict[str, float]:
+    """Per 1,000 tokens, by role, and TOTALS. Records from before roles were told apart have the totals alone."""
+    totals = zip(TOTALS, (record["server_cpu_s"], record["client_cpu_s"]), strict=True)
+    seconds = {**record.get("server_cpu_by_role_s", {}), **dict(totals)}
+    return {name: 1000 * each / record["num_tokens"] for name, each in seconds.items()}
 
 
 def _line(columns: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ from cluster.config import ClusterArgs
 
 ENDPOINT = Endpoint("http://127.0.0.1:1", "m", {})
 RUNNING = Running(OURS, ENDPOINT, Mark("mark", 1), 1.0)
-COST = Cost(wall_s=2.0, server_cpu_s=3.0, client_cpu_s=0.1, other_cores=0.0)
+COST = Cost(2.0, {"door": 1.0, "decode": 2.0}, client_cpu_s=0.1, other_cores=0.0)
 
 
 def setup(folder: Path) -> Setup:
@@ -182,11 +182,14 @@ def test_failed_and_unfinished_requests_bring_no_tokens_and_no_times() -> None:
     assert result.tokens_per_s == 1.5
     assert (result.ttft_p50_s, round(result.itl_p50_s, 9)) == (0.5, 0.1)
     assert result.failures == ("2 tokens instead of 3",)
+    assert (result.server_cpu_s, result.server_cpu_by_role_s) == (3.0, {"door": 1.0, "decode": 2.0})
 
 
 def test_what_neither_server_nor_client_used_was_used_by_others() -> None:
-    before, after = Usage(0.0, 10.0, 1.0, 50.0), Usage(4.0, 13.0, 1.5, 57.5)
-    assert Cost.between(before, after) == Cost(4.0, 3.0, 0.5, 1.0)
+    before, after = Usage(0.0, {"ray": 10.0}, 1.0, 50.0), Usage(4.0, {"ray": 11.0, "door": 2.0}, 1.5, 57.5)
+    cost = Cost.between(before, after)
+    assert cost == Cost(4.0, {"door": 2.0, "ray": 1.0}, 0.5, 1.0)
+    assert cost.server_cpu_s == 3.0
 
 
 def test_a_process_is_found_by_the_mark_in_its_environment_or_by_its_session(
@@ -203,9 +206,44 @@ def test_a_process_is_found_by_the_mark_in_its_environment_or_by_its_session(
         (tmp_path / str(pid) / "environ").write_bytes(environment)
         fields = f"{state} 1 1 {session_id} " + "0 " * 7 + "40 60 0 0"
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {fields}")
+        (tmp_path / str(pid) / "cmdline").write_bytes(b"ray::ServeReplica:epdg:Prefill\0\0")
     monkeypatch.setattr(processes, "PROC", tmp_path)
     assert sorted(processes.pids_of(Mark("x", 10))) == [12, 14]
-    assert processes.cpu_of([12, 999]) == 100 / os.sysconf("SC_CLK_TCK")
+    assert processes.cpu_by_role([12, 13, 999]) == {"prefill": 200 / os.sysconf("SC_CLK_TCK")}
+
+
+@pytest.mark.parametrize(
+    ("command_line", "role"),
+    [
+        (b"ray::ServeReplica:epdg:Door", "door"),
+        (b"ray::ServeReplica:epdg:Decode.handle_request_with_rejection\0", "decode"),
+        (b"ray::ServeReplica:epdg:Something", "ray"),
+        (b"ray::ProxyActor\0", "ray"),
+        (b"/venv/site-packages/ray/core/src/ray/raylet/raylet\0--x=ray::ServeReplica:a:Door", "ray"),
+        (b"python\0-m\0cluster.serving.launch\0ours.yaml\0", "other"),
+        (b"VLLM::EngineCore\0", "other"),
+        (b"", "other"),
+    ],
+)
+def test_a_process_has_the_role_that_its_command_line_says(command_line: bytes, role: str) -> None:
+    assert processes.role_of(command_line) == role
+
+
+def test_the_table_of_cpu_time_is_per_thousand_tokens_and_takes_records_without_roles() -> None:
+    by_role = [{"decode": 2.0, "door": 0.5}, {"decode": 4.0, "door": 0.5}, {"decode": 9.0, "door": 0.5}]
+    ours = [
+        a_row(OURS, idx, 1.0, num_tokens=500, server_cpu_s=sum(each.values()), client_cpu_s=0.1, server_cpu_by_role_s=each)
+        for idx, each in enumerate(by_role)
+    ]  # fmt: skip
+    old = a_row("vllm", 0, 1.0, num_tokens=1000, server_cpu_s=7.0, client_cpu_s=0.3)
+    silent = a_row("llama", 0, 0.0, num_tokens=0, server_cpu_s=1.0, client_cpu_s=0.0)
+    lines = report.cpu_table(report.collect([*ours, old, silent])).splitlines()
+    assert lines[0] == "| row | at once | server | door | decode | all | client |"
+    assert lines[2:4] == [
+        "| text-128/64 | 4 | ours | 1.00 | 8.00 | 9.00 | 0.20 |",
+        "| text-128/64 | 4 | vllm | – | – | 7.00 | 0.30 |",
+    ]
+    assert not any("llama" in line for line in lines)
 
 
 def test_who_begins_changes_with_the_repetition() -> None:

@@ -1,0 +1,339 @@
+"""Where the time of one model step goes on this CPU.
+
+    python -m bench.step MODEL [--batch 1,4,16] [--context 200,1000] [--prefill 64,128,512] [--threads N] [--best] [--out FILE]
+
+A decode step (one token for each of `batch` sequences of `context` tokens) and a prefill step (a prompt's first chunk) of
+the language half, loaded as a worker loads it, over caches of random KV. Of each step, medians (`--best`: minima, for a machine
+that others use) over rounds in which all measurements take turns:
+
+    floor      bytes that the step must read (weights of its linears, K and V of its contexts) / bandwidth
+    linears    the linears and the head alone, called one by one on packed weights of their own, in the layers' order
+    attention  every layer's writing of K and V and attention alone
+    whole      the whole step
+    rest       whole - linears - attention: norms, rotations, sums, embeddings, Python. Where a worker's model runs several of
+               the parts above in one call, what that saves makes the rest smaller, or negative.
+    GFLOP/s    two operations for each weight and token, linears only, in the whole step
+
+Bandwidth: torch sums float32 numbers from BANDWIDTH_BYTES of memory on huge pages, with as many threads as the step has; this
+too is timed in every round. Linears are `nn.Linear` modules: the experts of a mixture, which are none, count as rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.attention import LayerAttention, PagedBatch, make_backend
+from cluster.model.cpu.library import Kernels, load
+from cluster.model.cpu.modules import PackedWeights
+from cluster.model.families import family_of
+from cluster.model.kv_format import layer_cache
+from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.loading import Half, load_half
+from cluster.model.probe import LayerShape, probe_backbone
+
+BLOCK_SIZE = 16
+BANDWIDTH_BYTES = 512 << 20  # many times the largest cache
+MIN_ROUNDS = 5
+GATED = {"gate_proj", "up_proj", "down_proj"}
+COLUMNS = ("MB", "floor", "linears", "attention", "whole", "rest", "GFLOP/s")
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Each of `batch` sequences, `context` tokens long, gets `new` more."""
+
+    batch: int
+    context: int
+    new: int
+
+    @property
+    def name(self) -> str:
+        return f"decode {self.batch} x {self.context}" if self.context else f"prefill {self.new}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one step. Bytes that it must read, operations of its linears, seconds."""
+
+    step: Step
+    num_bytes: int
+    num_operations: int
+    floor_s: float
+    linears_s: float
+    attention_s: float
+    whole_s: float
+
+    @property
+    def rest_s(self) -> float:
+        return self.whole_s - self.linears_s - self.attention_s
+
+
+@dataclass(frozen=True)
+class Report:
+    """Bytes per second of plain reading, and a timing for each step."""
+
+    bandwidth: float  # the floor's
+    best_bandwidth: float
+    timings: tuple[Timing, ...]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """run: [rows, inputs] → [rows, outputs], over memory of its own."""
+
+    run: Callable[[Tensor], Tensor]
+    inputs: int
+    num_weights: int
+    num_bytes: int
+
+
+class Parts:
+    """A model's linears and attention, to be run alone. Reads the language half once more; on return its plain weights are
+    gone."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, kernels: Kernels | None):
+        model = load_half(path, Half.LANGUAGE, dtype=dtype, device="cpu")
+        family, config = family_of(model.config), model.config.get_text_config()
+        text = getattr(model.model, family.text_module) if family.modalities else model.model
+        self.dtype = dtype
+        self.query_heads: int = config.num_attention_heads
+        self.layers: list[LayerShape] = probe_backbone(text, config.hidden_size)
+        self.linears = [packed(kernels, *weights) for weights in matrices(text)]
+        self.head = packed(kernels, model.get_output_embeddings().weight)
+
+    def num_bytes(self, kv: BlockMemory, step: Step) -> int:
+        weights = sum(linear.num_bytes for linear in (*self.linears, self.head))
+        return weights + step.batch * step.context * kv.layout.block_bytes // BLOCK_SIZE
+
+    def num_operations(self, step: Step) -> int:
+        weights = sum(linear.num_weights for linear in self.linears)
+        return 2 * step.batch * (step.new * weights + self.head.num_weights)
+
+    def run_linears(self, inputs: Mapping[int, Tensor], last: Tensor) -> None:
+        for linear in self.linears:
+            linear.run(inputs[linear.inputs])
+        self.head.run(last)
+
+    def linears_work(self, step: Step) -> Work:
+        rows = step.batch * step.new
+        inputs = {
+            size: torch.randn(rows, size).to(self.dtype) for size in {each.inputs for each in self.linears}
+        }
+        return partial(self.run_linears, inputs, torch.randn(step.batch, self.head.inputs).to(self.dtype))
+
+    def attention_work(self, kv: BlockMemory, step: Step) -> Work:
+        backend = make_backend(torch.device("cpu"), self.dtype)
+        rows = step.batch * step.new
+        calls: list[tuple[LayerAttention, Tensor, Tensor, Tensor]] = []
+        for shape in self.layers:
+            layer = LayerAttention(shape.key[1] ** -0.5, shape.window)
+            heads = ((self.query_heads, shape.key[1]), shape.key, shape.value)
+            query, key, value = (torch.randn(rows, *each).to(self.dtype) for each in heads)
+            calls.append((layer, query, key, value))
+
+        def run() -> None:
+            batch = paged_batch(kv, step)
+            for layer_idx, (layer, query, key, value) in enumerate(calls):
+                cache = layer_cache(kv, layer_idx)
+                backend.write(batch, cache, key, value)
+                backend.attend(batch, layer, query, key, value, cache)
+
+        return run
+
+
+def matrices(module: nn.Module) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+    """(weight, up projection, bias) of everything that is one multiplication in a step, in the order of the modules."""
+    children = dict(module.named_children())
+    if children.keys() >= GATED:
+        gate, up, down = (
+            cast(nn.Linear, children.pop(name)) for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        yield gate.weight, up.weight, gate.bias
+        yield down.weight, None, down.bias
+    for child in children.values():
+        if isinstance(child, nn.Linear):
+            yield child.weight, None, child.bias
+        else:
+            yield from matrices(child)
+
+
+def packed(
+    kernels: Kernels | None, weight: Tensor, up: Tensor | None = None, bias: Tensor | None = None
+) -> Linear:
+    """On the native kernels, or on torch where there are none."""
+    outputs, inputs = weight.shape
+    num_weights = outputs * inputs * (1 if up is None else 2)
+    if kernels is not None:
+        run: Callable[[Tensor], Tensor] = PackedWeights(kernels, weight, up=up, bias=bias)
+    elif up is not None:
+        run = partial(F.linear, weight=torch.cat([weight, up]))
+    else:
+        run = partial(F.linear, weight=weight, bias=bias)
+    return Linear(run, inputs, num_weights, num_weights * weight.element_size())
+
+
+def tables_of(step: Step) -> list[list[int]]:
+    """Sequence after sequence, blocks of its own."""
+    width = -(-(step.context + step.new) // BLOCK_SIZE)
+    return [list(range(seq * width, (seq + 1) * width)) for seq in range(step.batch)]
+
+
+def paged_batch(kv: BlockMemory, step: Step) -> PagedBatch:
+    tables = torch.tensor(tables_of(step))
+    positions = torch.arange(step.context, step.context + step.new)
+    slots = tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    context_lens = [step.context + step.new] * step.batch
+    return PagedBatch(
+        kv,
+        BLOCK_SIZE,
+        slots=slots.flatten(),
+        query_lens=[step.new] * step.batch,
+        context_lens=context_lens,
+        block_tables=tables,
+        context_lens_tensor=torch.tensor(context_lens),
+        bidirectional_spans=[()] * step.batch,
+    )
+
+
+def whole_work(model: LanguageModel, kv: BlockMemory, step: Step) -> Work:
+    tables = tables_of(step)
+    token_ids = [seq % model.vocab_size for seq in range(step.new)]
+    if step.context:
+        contexts, deltas = [step.context] * step.batch, [0] * step.batch
+        return lambda: model.decode([1] * step.batch, contexts, deltas, tables, kv)
+    chunks = [SequenceChunk(token_ids, torch.arange(step.new), 0, table) for table in tables]
+    return lambda: model.forward(chunks, kv)
+
+
+def random_kv(model: LanguageModel, steps: Sequence[Step]) -> BlockMemory:
+    """Enough for the largest step."""
+    kv = BlockMemory(model.kv_layout, max(sum(map(len, tables_of(step))) for step in steps))
+    for segment in kv.segments:
+        segment.normal_()
+    return kv
+
+
+def bandwidth_work(num_bytes: int) -> Work:
+    """Reads that many bytes."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # a system, a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    numbers = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
+    return numbers.sum
+
+
+def in_turns(works: Sequence[Work], seconds: float) -> list[list[float]]:
+    """Seconds of every call of each. All run in every round, at least MIN_ROUNDS times, after one round that does not count."""
+    for work in works:
+        work()
+    times: list[list[float]] = [[] for _ in works]
+    end = time.perf_counter() + seconds
+    while len(times[0]) < MIN_ROUNDS or time.perf_counter() < end:
+        for work, taken in zip(works, times, strict=True):
+            start = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - start)
+    return times
+
+
+@torch.inference_mode()
+def measure(
+    path: Path,
+    steps: Sequence[Step],
+    dtype: torch.dtype,
+    seconds: float,
+    pick: Callable[[list[float]], float] = statistics.median,
+    bandwidth_bytes: int = BANDWIDTH_BYTES,
+) -> Report:
+    """`pick`: what stands for the times of all rounds. Blocks for some `seconds` per step, at least; runs on torch's number of threads."""
+    model = LanguageModel.load(path, dtype=dtype, block_size=BLOCK_SIZE)
+    parts, kv = Parts(path, dtype, load()), random_kv(model, steps)
+    read = bandwidth_work(bandwidth_bytes)
+    picked: list[list[float]] = []
+    reads_s: list[float] = []
+    for step in steps:
+        works = (parts.linears_work(step), parts.attention_work(kv, step), whole_work(model, kv, step), read)
+        *times, reads = in_turns(works, seconds)
+        picked.append([pick(each) for each in times])
+        reads_s += reads
+    bandwidth = bandwidth_bytes / pick(reads_s)
+    timings = []
+    for step, (linears_s, attention_s, whole_s) in zip(steps, picked, strict=True):
+        num_bytes, num_operations = parts.num_bytes(kv, step), parts.num_operations(step)
+        floor_s = num_bytes / bandwidth
+        timings.append(Timing(step, num_bytes, num_operations, floor_s, linears_s, attention_s, whole_s))
+    return Report(bandwidth, bandwidth_bytes / min(reads_s), tuple(timings))
+
+
+def table(timings: Sequence[Timing]) -> str:
+    """Milliseconds but for bytes and operations."""
+    lines = [f"{'step (ms)':20}" + "".join(f"{name:>11}" for name in COLUMNS)]
+    for timing in timings:
+        seconds = (timing.floor_s, timing.linears_s, timing.attention_s, timing.whole_s, timing.rest_s)
+        rate = timing.num_operations / timing.whole_s / 1e9
+        cells = (
+            f"{timing.num_bytes / 1e6:11.1f}",
+            *(f"{1e3 * each:11.2f}" for each in seconds),
+            f"{rate:11.1f}",
+        )
+        lines.append(f"{timing.step.name:20}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def record(report: Report, **facts: object) -> str:
+    """What was measured, as JSON; `facts`: about the run."""
+    rows = [{**dataclasses.asdict(timing), "rest_s": timing.rest_s} for timing in report.timings]
+    return json.dumps({**facts, **dataclasses.asdict(report), "timings": rows}, indent=1) + "\n"
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.step", description="Where a model step's time goes."
+    )
+    parser.add_argument("model", type=Path, help="folder of a checkpoint")
+    parser.add_argument("--batch", type=_numbers, default=[1, 4, 16], help="sequences of a decode step")
+    parser.add_argument("--context", type=_numbers, default=[200, 1000], help="tokens of each of them")
+    parser.add_argument("--prefill", type=_numbers, default=[64, 128, 512], help="tokens of a chunk")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=3.0, help="per step")
+    parser.add_argument("--best", action="store_true", help="the fastest round of each, not the median")
+    parser.add_argument("--out", type=Path, help="JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    steps = [Step(batch, context, 1) for batch in arguments.batch for context in arguments.context]
+    steps += [Step(1, 0, num_tokens) for num_tokens in arguments.prefill]
+    pick = min if arguments.best else statistics.median
+    report = measure(arguments.model, steps, getattr(torch, arguments.dtype), arguments.seconds, pick)
+    speed = f"{report.bandwidth / 1e9:.1f} GB/s (best {report.best_bandwidth / 1e9:.1f})"
+    print(f"{arguments.threads} threads, {arguments.dtype}, memory is read at {speed}")
+    print(table(report.timings))
+    if arguments.out is not None:
+        facts = {name: getattr(arguments, name) for name in ("dtype", "threads", "best")}
+        arguments.out.write_text(record(report, model=arguments.model.name, **facts))
+
+
+if __name__ == "__main__":
+    main()
