@@ -16,8 +16,8 @@ from torch import Tensor
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.kv_format import LayerCache, PlainRows, QuantizedRows, RowStore
 
-_MAX_WIDTH = 256  # kMaxWidth
-_MAX_GROUP = 128  # kTile
+MAX_WIDTH = 256  # kMaxWidth
+MAX_GROUP = 128  # kTile
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -52,11 +52,12 @@ class _Write(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class _StepView:
-    """A step's arguments and the tensors that they point into."""
+class StepView:
+    """A step's arguments and the tensors that they point into. address: of the arguments, while this object lives."""
 
     step: _Step
     tensors: tuple[Tensor, ...]
+    address: int
 
 
 class CpuAttention:
@@ -88,11 +89,11 @@ class CpuAttention:
         out = query.new_empty(tokens, heads, value_width)
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
         call = _Call(
-            query.data_ptr(), *_pointers(cache.key), *_pointers(cache.value),
+            query.data_ptr(), *row_pointers(cache.key), *row_pointers(cache.value),
             None if sinks is None else sinks.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), heads,
             kv_heads, key_width, value_width, query.dtype == torch.bfloat16, layer.scaling, layer.softcap or 0.0,
         )  # fmt: skip
-        self._attend(_step_view(batch, layer.sliding_window).step, call)
+        self._attend(step_view(batch, layer.sliding_window).step, call)
         return out
 
 
@@ -104,8 +105,8 @@ def can_run(query: Tensor, cache: LayerCache) -> bool:
         query.dtype in _DTYPES
         and _holds(cache.key, query.dtype)
         and _holds(cache.value, query.dtype)
-        and max(key_width, value_width) <= _MAX_WIDTH
-        and heads // kv_heads <= _MAX_GROUP
+        and max(key_width, value_width) <= MAX_WIDTH
+        and heads // kv_heads <= MAX_GROUP
     )
 
 
@@ -122,8 +123,8 @@ def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _pointers(store: RowStore) -> tuple[int, int | None]:
-    """Rows or codes, and scales."""
+def row_pointers(store: RowStore) -> tuple[int, int | None]:
+    """Addresses of rows or codes, and of scales."""
     if isinstance(store, QuantizedRows):
         return store.codes.data_ptr(), store.scales.data_ptr()
     assert isinstance(store, PlainRows)
@@ -131,7 +132,7 @@ def _pointers(store: RowStore) -> tuple[int, int | None]:
 
 
 def _write_call(batch: PagedBatch, store: RowStore, rows: Tensor) -> _Write:
-    target, scales = _pointers(store)
+    target, scales = row_pointers(store)
     tokens, heads, width = rows.shape
     return _Write(
         rows.data_ptr(), batch.slots.data_ptr(), target, scales, tokens, heads, width, rows.stride(0), rows.stride(1),
@@ -139,7 +140,8 @@ def _write_call(batch: PagedBatch, store: RowStore, rows: Tensor) -> _Write:
     )  # fmt: skip
 
 
-def _step_view(batch: PagedBatch, window: int | None) -> _StepView:
+def step_view(batch: PagedBatch, window: int | None) -> StepView:
+    """Made once per step and window."""
     memo_key = ("cpu", window)
     if memo_key not in batch.memo:
         begins, ends = visible_ranges(batch, window)
@@ -149,7 +151,7 @@ def _step_view(batch: PagedBatch, window: int | None) -> _StepView:
             tables.data_ptr(), starts.data_ptr(), begins.data_ptr(), ends.data_ptr(), len(batch.query_lens),
             tables.shape[1], batch.block_size, torch.get_num_threads(),
         )  # fmt: skip
-        batch.memo[memo_key] = _StepView(step, (tables, starts, begins, ends))
+        batch.memo[memo_key] = StepView(step, (tables, starts, begins, ends), ctypes.addressof(step))
     return batch.memo[memo_key]
 
 

@@ -20,6 +20,7 @@ from cluster.errors import ConfigError, InternalError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import ATTENTION_NAME, PagedBatch, Span, make_backend
 from cluster.model.attention_flash import FlashAttention
+from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, optimise_layers
 from cluster.model.cpu.modules import WeightDtype, optimise
 from cluster.model.cuda.copies import DecodeInputs
 from cluster.model.families import check_class, family_of, num_deepstack_layers, post_head
@@ -127,6 +128,8 @@ class LanguageModel:
     def _use_native_kernels(self, weight_dtype: WeightDtype) -> None:
         head = None
         if self.device.type == "cpu":
+            positions = self._with_axes(torch.arange(NUM_TRIAL_TOKENS))
+            optimise_layers(self._text, self.kv_layout, self._backend, positions, weight_dtype)
             head = optimise(self._text, self._head, weight_dtype)
         if weight_dtype != "auto" and head is None:
             raise ConfigError(
@@ -228,17 +231,20 @@ class LanguageModel:
 
     def _run(self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, extra: dict) -> Tensor:
         """embeds [T, hidden_size] → [T, hidden_size]."""
-        position_ids = position_ids.to(self.device)
-        if self._position_rule.axes == 3 and position_ids.ndim == 1:
-            position_ids = position_ids.expand(3, -1)
         output = self._text(
             inputs_embeds=embeds[None],
-            position_ids=position_ids.unsqueeze(-2),
+            position_ids=self._with_axes(position_ids.to(self.device)),
             use_cache=False,
             paged=(batch, self._backend),
             **extra,
         )
         return output.last_hidden_state[0]
+
+    def _with_axes(self, position_ids: Tensor) -> Tensor:
+        """[T] or [3, T] → [1, T] or [3, 1, T], as the text model takes them."""
+        if self._position_rule.axes == 3 and position_ids.ndim == 1:
+            position_ids = position_ids.expand(3, -1)
+        return position_ids.unsqueeze(-2)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._post_head(self._head(hidden)).float()

@@ -123,7 +123,8 @@ def _openmp_runtime() -> Path | None:
 
 
 def _digest(sources: Sequence[Path], variant: Variant) -> str:
-    parts = [torch.__version__, *FLAGS, *variant.flags, *(source.read_text() for source in sources)]
+    texts = (source.read_text() for source in (*sources, *sorted(PACKAGE.glob("*.h"))))
+    parts = [torch.__version__, *FLAGS, *variant.flags, *texts]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

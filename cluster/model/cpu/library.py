@@ -1,4 +1,4 @@
-"""The compiled kernels in this process: which variant, and the C interface of `linear.cpp`.
+"""The compiled kernels in this process: which variant, and the C interface of `linear.cpp` and `packing.cpp`.
 
 Loaded once, on first use, from any thread. A call releases the interpreter's lock while it runs.
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Layer(ctypes.Structure):
-    """Mirrors `Layer` of linear.cpp. Pointers; whoever fills it keeps the tensors."""
+    """Mirrors `Layer` of kernels.h. Pointers; whoever fills it keeps the tensors."""
 
     _fields_ = (
         ("packed", c_void_p),

@@ -7,103 +7,32 @@
 // over k in one order whatever the number of rows or threads: a row's result does not depend on its neighbours.
 //
 // The same source is compiled for AVX-512 with BF16 and VNNI, for AVX-512, and for AVX2. Callers pass contiguous rows.
-// size: the element types, the loop over tiles and what follows it are templates of one another and compile as one unit.
 
-#include <immintrin.h>
-
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
+
+#include "common.h"
+#include "kernels.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64, kVectors = 4;
-#else
-constexpr int kVectorBytes = 32, kVectors = 2;
-#endif
-constexpr int kLanes = kVectorBytes / 4;
-constexpr int kPanel = kLanes * kVectors;   // outputs of a panel
-constexpr int64_t kStepBytes = kPanel * 4;  // bytes of a panel's step
+using kernels::Batch;
+using kernels::kSerialWork;
+
 constexpr int64_t kShortChunk = (16 << 10) / kStepBytes;  // steps that stay in the first-level cache over a few tiles
 constexpr int64_t kLongChunk = (256 << 10) / kStepBytes;  // steps that stay in the second-level cache over many
 constexpr int64_t kStreamAhead = 4 << 10;  // bytes
 constexpr int64_t kBlockRows = 192;
 
-// Below these one thread is faster: to wake a sleeping one takes 15 to 25 us.
-constexpr int64_t kSerialElements = 1 << 17;  // of x, in a pass over it
-constexpr int64_t kSerialWork = 1 << 23;      // outputs * steps * rows of a product: 70 us with AVX-512
+constexpr int64_t kSerialElements = 1 << 17;  // of x, in a pass over it that one thread makes as fast as two
 constexpr int64_t kMemoryRows = 12;           // as many rows as can be multiplied while a weight arrives from memory
 
-typedef float Floats __attribute__((vector_size(kVectorBytes), may_alias));
-typedef int32_t Ints __attribute__((vector_size(kVectorBytes), may_alias));
-typedef uint32_t Words __attribute__((vector_size(kVectorBytes), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2), may_alias));
-typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4), may_alias));
-struct BFloat16 {
-  uint16_t bits;
-};
-
-template <class Vector>
-inline Vector load(const void* source) {
-  Vector value;
-  std::memcpy(&value, source, sizeof(value));
-  return value;
-}
-
-template <class Vector>
-inline void store(void* target, Vector value) {
-  std::memcpy(target, &value, sizeof(value));
-}
-
 inline int32_t load_word(const void* source) { return load<int32_t>(source); }
-
-inline Words rounded_bits(Floats value) {  // bfloat16 in the low half of each word, to nearest even
-  Words bits = (Words)value;
-  Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return (Words)(value != value) ? ((bits >> 16) | 0x40u) : rounded;
-}
-
-template <class Element>
-Floats load_floats(const Element* source);
-template <>
-inline Floats load_floats(const float* source) {
-  return load<Floats>(source);
-}
-template <>
-inline Floats load_floats(const BFloat16* source) {
-  return (Floats)(__builtin_convertvector(load<Halves>(source), Words) << 16);
-}
-
-inline void store_floats(float* target, Floats value) { store(target, value); }
-inline void store_floats(BFloat16* target, Floats value) {
-  store(target, __builtin_convertvector(rounded_bits(value), Halves));
-}
-
-// What a value becomes when it is stored as Element and read again.
-template <class Element>
-Floats rounded(Floats value);
-template <>
-inline Floats rounded<float>(Floats value) {
-  return value;
-}
-template <>
-inline Floats rounded<BFloat16>(Floats value) {
-  return (Floats)(rounded_bits(value) << 16);
-}
 
 inline float as_float(float value) { return value; }
 inline float as_float(BFloat16 value) {
   uint32_t bits = (uint32_t)value.bits << 16;
   return load<float>(&bits);
-}
-
-inline float sum_of(Floats value) {
-  float sum = 0;
-  for (int lane = 0; lane < kLanes; lane++) sum += value[lane];
-  return sum;
 }
 
 // ---------------------------------------------------------------------------------------------- one step of a product
@@ -176,23 +105,6 @@ struct Int8Quads {  // x is unsigned with a zero point of 128, w is signed
 
 // -------------------------------------------------------------------------------------------------- what is done after
 
-}  // namespace
-
-extern "C" {
-// Mirrored by library.py. Pointers are owned by the caller; bias, scales and sums are in the order of the packed outputs.
-struct Layer {
-  const char* packed;
-  const float* bias;      // or null
-  const float* scales;    // int8 only: weight = scale * int8
-  const int32_t* sums;    // int8 only: 128 * sum over the inputs
-  int64_t inputs;
-  int64_t outputs;        // of y; a gated layer has twice as many rows of weights
-  int64_t gated;          // y = silu(gate) * up
-};
-}
-
-namespace {
-
 inline Floats exp_of(Floats x) {  // relative error below 2e-7; x in (-104, 88) or clamped to it
   const Floats zero = {};
   x = x > 88.0f ? zero + 88.0f : x;
@@ -214,25 +126,10 @@ inline Floats exp_of(Floats x) {  // relative error below 2e-7; x in (-104, 88) 
 
 inline Floats silu(Floats x) { return x / (exp_of(-x) + 1.0f); }
 
-struct Batch {
-  const char* x;         // rows of the packed type's elements
-  int64_t x_bytes;       // from row to row
-  const float* x_scales;  // int8 only: one a row
-  int64_t rows;
-};
-
 inline Floats dequantised(const Layer&, const Batch&, int64_t, int64_t, Floats sum) { return sum; }
 inline Floats dequantised(const Layer& layer, const Batch& batch, int64_t row, int64_t column, Ints sum) {
   Ints product = sum - load<Ints>(layer.sums + column);
   return __builtin_convertvector(product, Floats) * load<Floats>(layer.scales + column) * batch.x_scales[row];
-}
-
-template <class Out>
-inline void store_some(Out* y, int64_t column, int64_t columns, Floats value) {
-  if (column + kLanes <= columns) return store_floats(y + column, value);
-  Out lanes[kLanes];
-  store_floats(lanes, value);
-  for (int64_t lane = 0; column + lane < columns; lane++) y[column + lane] = lanes[lane];
 }
 
 // One row of a tile. `column` counts packed outputs. Not inlined: the compiler would fuse its roundings differently in each
@@ -247,12 +144,18 @@ __attribute__((noinline)) void finish(const Layer& layer, const Batch& batch, in
   }
   Out* out = y + row * layer.outputs;
   if (!layer.gated) {
-    for (int v = 0; v < kVectors; v++) store_some(out, column + v * kLanes, layer.outputs, values[v]);
+    for (int v = 0; v < kVectors; v++) {
+      const int64_t first = column + v * kLanes, count = layer.outputs - first;
+      if (batch.residual)
+        values[v] = rounded<Out>(values[v]) + load_some((const Out*)batch.residual + row * layer.outputs + first, count);
+      store_some(out + first, count, values[v]);
+    }
     return;
   }
   for (int v = 0; v < kVectors / 2; v++) {
     Floats gate = rounded<Out>(values[v]), up = rounded<Out>(values[v + kVectors / 2]);
-    store_some(out, column / 2 + v * kLanes, layer.outputs, rounded<Out>(silu(gate)) * up);
+    const int64_t first = column / 2 + v * kLanes;
+    store_some(out + first, layer.outputs - first, rounded<Out>(silu(gate)) * up);
   }
 }
 
@@ -342,17 +245,27 @@ void panel_times_rows(const Layer& layer, const Batch& batch, int64_t panel, int
   }
 }
 
+int64_t panels_of(const Layer& layer) { return (layer.outputs * (layer.gated ? 2 : 1) + kPanel - 1) / kPanel; }
+
+int64_t items_of(const Layer& layer, int64_t rows) { return panels_of(layer) * ((rows + kBlockRows - 1) / kBlockRows); }
+
+template <class Op>
+int64_t work_of(const Layer& layer, int64_t rows) {
+  return layer.outputs * (layer.gated ? 2 : 1) * steps_of<Op>(layer) * std::max(rows, kMemoryRows);
+}
+
+template <class Op, class Out>
+void run_item(const Layer& layer, const Batch& batch, Out* y, int64_t item, int64_t threads) {
+  const int64_t panels = panels_of(layer), begin = item / panels * kBlockRows;
+  panel_times_rows<Op>(layer, batch, item % panels, begin, std::min(begin + kBlockRows, batch.rows),
+                       threads * steps_of<Op>(layer) * kStepBytes, y);
+}
+
 template <class Op, class Out>
 void multiply(const Layer& layer, const Batch& batch, Out* y, int threads) {
-  const int64_t columns = layer.outputs * (layer.gated ? 2 : 1);
-  const int64_t panels = (columns + kPanel - 1) / kPanel, blocks = (batch.rows + kBlockRows - 1) / kBlockRows;
-  if (columns * steps_of<Op>(layer) * std::max(batch.rows, kMemoryRows) < kSerialWork) threads = 1;
-  const int64_t next = threads * steps_of<Op>(layer) * kStepBytes;
+  if (work_of<Op>(layer, batch.rows) < kSerialWork) threads = 1;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t item = 0; item < panels * blocks; item++) {
-    int64_t begin = item / panels * kBlockRows;
-    panel_times_rows<Op>(layer, batch, item % panels, begin, std::min(begin + kBlockRows, batch.rows), next, y);
-  }
+  for (int64_t item = 0; item < items_of(layer, batch.rows); item++) run_item<Op>(layer, batch, y, item, threads);
 }
 
 // Rows as they are where a row is whole steps; else copied, with zeros behind each row.
@@ -366,6 +279,8 @@ void multiply_plain(const Layer& layer, const Element* x, Element* y, int64_t ro
   multiply<Op>(layer, {padded.data(), steps * 4, nullptr, rows}, y, threads);
 }
 
+typedef uint8_t UnsignedBytes __attribute__((vector_size(kLanes), may_alias));
+
 // x ≈ scale * (byte - 128); returns the scale. Bytes behind `width` stay as they are.
 template <class Element>
 float quantise_row(const Element* x, uint8_t* bytes, int64_t width) {
@@ -373,7 +288,7 @@ float quantise_row(const Element* x, uint8_t* bytes, int64_t width) {
   float peak = 0;
   int64_t k = 0;
   for (; k + kLanes <= width; k += kLanes) {
-    Floats value = load_floats(x + k), size = value < 0.0f ? -value : value;
+    Floats value = widened(x + k), size = value < 0.0f ? -value : value;
     largest = size > largest ? size : largest;
   }
   for (int lane = 0; lane < kLanes; lane++) peak = std::max(peak, largest[lane]);
@@ -381,8 +296,8 @@ float quantise_row(const Element* x, uint8_t* bytes, int64_t width) {
   const float scale = peak > 0 ? peak / 127.0f : 1.0f, inverse = 1.0f / scale;
   const float magic = 12582912.0f;
   for (k = 0; k + kLanes <= width; k += kLanes) {
-    Floats shifted = load_floats(x + k) * inverse + (magic + 128.0f);
-    store(bytes + k, __builtin_convertvector((Words)shifted & 0xffu, Bytes));
+    Floats shifted = widened(x + k) * inverse + (magic + 128.0f);
+    store(bytes + k, __builtin_convertvector((Words)shifted & 0xffu, UnsignedBytes));
   }
   for (; k < width; k++) bytes[k] = (uint8_t)(std::nearbyint(as_float(x[k]) * inverse) + 128.0f);
   return scale;
@@ -466,19 +381,19 @@ void rms_norm_row(const Element* weight, const Element* x, Element* y, int64_t w
   int64_t k = 0;
   for (; k + 4 * kLanes <= width; k += 4 * kLanes)
     for (int v = 0; v < 4; v++) {
-      Floats value = load_floats(x + k + v * kLanes);
+      Floats value = widened(x + k + v * kLanes);
       squares[v] += value * value;
     }
   float sum = sum_of((squares[0] + squares[1]) + (squares[2] + squares[3]));
   for (; k < width; k++) sum += as_float(x[k]) * as_float(x[k]);
   const float scale = 1.0f / std::sqrt(sum / (float)width + epsilon);
   for (k = 0; k + kLanes <= width; k += kLanes)
-    store_floats(y + k, rounded<Element>(load_floats(x + k) * scale) * load_floats(weight + k));
+    store_floats(y + k, rounded<Element>(widened(x + k) * scale) * widened(weight + k));
   if (k == width) return;
   Element tail[3][kLanes] = {};
   std::memcpy(tail[0], x + k, (width - k) * sizeof(Element));
   std::memcpy(tail[1], weight + k, (width - k) * sizeof(Element));
-  store_floats(tail[2], rounded<Element>(load_floats(tail[0]) * scale) * load_floats(tail[1]));
+  store_floats(tail[2], rounded<Element>(widened(tail[0]) * scale) * widened(tail[1]));
   std::memcpy(y + k, tail[2], (width - k) * sizeof(Element));
 }
 
@@ -488,11 +403,53 @@ void rms_norm(const Element* weight, const Element* x, Element* y, int64_t rows,
   for (int64_t row = 0; row < rows; row++) rms_norm_row(weight, x + row * width, y + row * width, width, epsilon);
 }
 
+// Calls run(Op, Element) with what the product's types are.
+template <class Run>
+auto with_types(const kernels::Product& product, Run run) {
+  if (product.layer->scales)
+    return product.is_bf16 ? run(Int8Quads{}, BFloat16{}) : run(Int8Quads{}, float{});
+  return product.is_bf16 ? run(BFloat16Pairs{}, BFloat16{}) : run(Float32{}, float{});
+}
+
 }  // namespace
 
-extern "C" {
+namespace kernels {
 
-int64_t panel_outputs() { return kPanel; }
+int64_t Product::items() const { return items_of(*layer, batch.rows); }
+
+int64_t Product::work() const {
+  return with_types(*this, [&](auto op, auto) { return work_of<decltype(op)>(*layer, batch.rows); });
+}
+
+void Product::run(int64_t item, int64_t threads) const {
+  with_types(*this, [&](auto op, auto element) {
+    run_item<decltype(op)>(*layer, batch, (decltype(element)*)y, item, threads);
+  });
+}
+
+const char* Product::weights(int64_t item, int64_t* bytes) const {
+  *bytes = kStepBytes * with_types(*this, [&](auto op, auto) { return steps_of<decltype(op)>(*layer); });
+  return layer->packed + item % panels_of(*layer) * *bytes;
+}
+
+void rms_norm_rows(bool is_bf16, const void* weight, const void* x, void* y, int64_t rows, int64_t width,
+                   float epsilon) {
+  if (is_bf16)
+    rms_norm((const BFloat16*)weight, (const BFloat16*)x, (BFloat16*)y, rows, width, epsilon, 1);
+  else
+    rms_norm((const float*)weight, (const float*)x, (float*)y, rows, width, epsilon, 1);
+}
+
+void quantise_rows(bool is_bf16, const void* x, uint8_t* bytes, float* scales, int64_t rows, int64_t width,
+                   int64_t x_bytes) {
+  for (int64_t row = 0; row < rows; row++, bytes += x_bytes)
+    scales[row] = is_bf16 ? quantise_row((const BFloat16*)x + row * width, bytes, width)
+                          : quantise_row((const float*)x + row * width, bytes, width);
+}
+
+}  // namespace kernels
+
+extern "C" {
 
 void linear_f32(const Layer* layer, const float* x, float* y, int64_t rows, int threads) {
   multiply_plain<Float32>(*layer, x, y, rows, threads);
@@ -505,24 +462,6 @@ void linear_i8_f32(const Layer* layer, const float* x, float* y, int64_t rows, i
 }
 void linear_i8_bf16(const Layer* layer, const BFloat16* x, BFloat16* y, int64_t rows, int threads) {
   multiply_quantised(*layer, x, y, rows, threads);
-}
-
-// `up` is null unless the layer is gated. `packed`: ceil(rows of weights / panel_outputs()) panels of ceil(inputs / inputs a
-// step) steps.
-void pack_f32(const float* weight, const float* up, char* packed, int64_t outputs, int64_t inputs) {
-  pack_plain<Float32>(weight, up, packed, outputs, inputs);
-}
-void pack_bf16(const BFloat16* weight, const BFloat16* up, char* packed, int64_t outputs, int64_t inputs) {
-  pack_plain<BFloat16Pairs>(weight, up, packed, outputs, inputs);
-}
-// scales and sums: one for each packed output, zeroed by the caller.
-void pack_i8_f32(const float* weight, const float* up, char* packed, float* scales, int32_t* sums, int64_t outputs,
-                 int64_t inputs) {
-  pack_quantised(weight, up, packed, scales, sums, outputs, inputs);
-}
-void pack_i8_bf16(const BFloat16* weight, const BFloat16* up, char* packed, float* scales, int32_t* sums, int64_t outputs,
-                  int64_t inputs) {
-  pack_quantised(weight, up, packed, scales, sums, outputs, inputs);
 }
 
 void rms_norm_f32(const float* weight, const float* x, float* y, int64_t rows, int64_t width, float epsilon,

@@ -68,7 +68,7 @@ class PackedWeights:
         pack(weight.data_ptr(), _pointer(up), packed.data_ptr(), *quantisation, outputs, inputs)
         self._tensors = (packed, padded_bias, scales, sums)
         self._layer = Layer(*map(_pointer, self._tensors), inputs, outputs, up is not None)
-        self._address = ctypes.addressof(self._layer)
+        self.address: int = ctypes.addressof(self._layer)  # of a `Layer`, for as long as this object lives
         self._run = getattr(kernels.cdll, f"linear_i8_{suffix}" if int8 else f"linear_{suffix}")
         self._dtype, self._inputs, self._outputs = weight.dtype, inputs, outputs
 
@@ -83,7 +83,7 @@ class PackedWeights:
             x = x.contiguous()
         y = torch.empty((*shape[:-1], self._outputs), dtype=self._dtype)
         self._run(
-            self._address, x.data_ptr(), y.data_ptr(), x.numel() // self._inputs, torch.get_num_threads()
+            self.address, x.data_ptr(), y.data_ptr(), x.numel() // self._inputs, torch.get_num_threads()
         )
         return y
 
@@ -119,7 +119,7 @@ class NativeRmsNorm(nn.Module):
     def __init__(self, norm: nn.Module, kernels: Kernels):
         super().__init__()
         self.weight = cast(nn.Parameter, norm.weight)
-        self.variance_epsilon: float = cast(float, _epsilon(norm))
+        self.variance_epsilon: float = cast(float, epsilon_of(norm))
         self._run: Callable[..., None] = getattr(kernels.cdll, f"rms_norm_{_SUFFIX[self.weight.dtype]}")
         self._dtype, self._width = self.weight.dtype, self.weight.numel()
         self._kept = self.weight.detach().contiguous()
@@ -189,42 +189,42 @@ def _candidates(
     module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype
 ) -> Iterator[tuple[nn.Module, float]]:
     """With the largest relative error that each may have."""
-    if _is_rms_norm(module):
-        yield NativeRmsNorm(module, kernels), _NORM_TOLERANCE[_dtype(module)]
+    if is_rms_norm(module):
+        yield NativeRmsNorm(module, kernels), _NORM_TOLERANCE[dtype_of(module)]
         return
-    packed = PackedLinear if _is_linear(module) else PackedGatedMlp if _is_gated_mlp(module) else None
+    packed = PackedLinear if is_linear(module) else PackedGatedMlp if is_gated_mlp(module) else None
     if packed is None:
         return
     if weight_dtype == "int8":
         yield packed(cast(nn.Linear, module), kernels, int8=True), _INT8_TOLERANCE
-    yield packed(cast(nn.Linear, module), kernels), _TOLERANCE[_dtype(module)]
+    yield packed(cast(nn.Linear, module), kernels), _TOLERANCE[dtype_of(module)]
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and _is_servable(module)
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and is_servable(module)
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
+def is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
     activation = children.pop("act_fn", None)
     return (
         children.keys() == {"gate_proj", "up_proj", "down_proj"}
         and all(type(child) is nn.Linear and child.bias is None for child in children.values())
         and isinstance(activation, (nn.SiLU, SiLUActivation))
-        and _is_servable(module)
+        and is_servable(module)
     )
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
+def is_rms_norm(module: nn.Module) -> bool:
     """By name and parts; whether it adds 1 to its weight or rounds at another place is left to the comparison."""
     weight = getattr(module, "weight", None)
     named_so = (
         type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and weight.ndim == 1
     )
-    return named_so and _epsilon(module) is not None and _is_servable(module)
+    return named_so and epsilon_of(module) is not None and is_servable(module)
 
 
-def _is_servable(module: nn.Module) -> bool:
+def is_servable(module: nn.Module) -> bool:
     """All in CPU memory, of one dtype that the kernels know, and nobody listens in."""
     kinds = {(parameter.device.type, parameter.dtype) for parameter in module.parameters()}
     hooks = any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
@@ -241,11 +241,11 @@ def _agrees(module: nn.Module, candidate: nn.Module, tolerance: float) -> bool:
     return bool((actual.float() - expected.float()).norm() <= tolerance * expected.float().norm())
 
 
-def _epsilon(norm: nn.Module) -> float | None:
+def epsilon_of(norm: nn.Module) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _dtype(module: nn.Module) -> torch.dtype:
+def dtype_of(module: nn.Module) -> torch.dtype:
     return next(module.parameters()).dtype
 
 

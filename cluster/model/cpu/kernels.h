@@ -1,0 +1,102 @@
+// What the sources of this library lend each other: the pieces of a product and of attention that one thread runs at a time.
+// `items` are independent of each other; whoever calls shares them out among threads. Pointers without a type are to
+// elements, bfloat16 where `is_bf16` says so and float32 otherwise.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+extern "C" {
+// Mirrored by library.py. Pointers are owned by the caller; bias, scales and sums are in the order of the packed outputs.
+struct Layer {
+  const char* packed;
+  const float* bias;      // or null
+  const float* scales;    // int8 weights only, else null: weight = scale * int8
+  const int32_t* sums;    // int8 only: 128 * sum over the inputs
+  int64_t inputs;
+  int64_t outputs;        // of y; a gated layer has twice as many rows of weights
+  int64_t gated;          // y = silu(gate) * up
+};
+
+// The next three are mirrored by attention_cpu.py.
+struct AttentionStep {          // the same for all layers of a step that share a window
+  const int64_t* tables;        // [sequences, table_width] block ids
+  const int32_t* query_starts;  // [sequences + 1] first new token of each sequence
+  const int32_t* begins;        // [tokens]
+  const int32_t* ends;          // [tokens]
+  int64_t sequences, table_width, block_size, threads;
+};
+
+struct AttentionCall {
+  const void *query, *key, *key_scales, *value, *value_scales;  // scales: null where the cache is plain
+  const float* sinks;                                           // [query_heads] or null
+  void* out;                                                    // [tokens, query_heads, value_width]
+  int64_t query_token_stride, query_head_stride;                // elements
+  int64_t query_heads, kv_heads, key_width, value_width;
+  int64_t is_bf16;         // of the query and the output, and of K and V in a plain cache; else float32
+  double scale, softcap;  // softcap 0: none
+};
+
+struct WriteCall {
+  const void* rows;       // [tokens, heads, width]
+  const int64_t* slots;   // [tokens]
+  void *target, *scales;  // blocks; scales: null where the cache is plain and rows are copied as they are
+  int64_t tokens, heads, width, token_stride, head_stride, is_bf16, threads;
+};
+}
+
+namespace kernels __attribute__((visibility("hidden"))) {
+
+// ---------------------------------------------------------------------------------------------------------- linear.cpp
+
+struct Batch {
+  const char* x;                   // rows of the packed type's elements
+  int64_t x_bytes;                 // from row to row
+  const float* x_scales;           // int8 only: one a row
+  int64_t rows;
+  const void* residual = nullptr;  // [rows, outputs], added to the result; may be the result's memory
+};
+
+// y [rows, outputs] of x. Rows of bfloat16 are even in width.
+struct Product {
+  const Layer* layer;
+  Batch batch;
+  void* y;
+  bool is_bf16;
+
+  int64_t items() const;
+  int64_t work() const;  // a measure of its time: outputs * steps * rows
+  void run(int64_t item, int64_t threads) const;
+  // Where item's weights lie, and how many bytes of them.
+  const char* weights(int64_t item, int64_t* bytes) const;
+};
+constexpr int64_t kSerialWork = 1 << 23;  // less is faster on one thread: 70 us with AVX-512, to wake a second takes 15 to 25
+
+void rms_norm_rows(bool is_bf16, const void* weight, const void* x, void* y, int64_t rows, int64_t width, float epsilon);
+
+// x ≈ scales[row] * (byte - 128); a row of bytes takes `x_bytes`.
+void quantise_rows(bool is_bf16, const void* x, uint8_t* bytes, float* scales, int64_t rows, int64_t width, int64_t x_bytes);
+
+// -------------------------------------------------------------------------------------------------------- attention.cpp
+
+struct AttentionItem {
+  int64_t sequence, head, token, tokens, key, keys_end;
+  int64_t part, parts, stride;  // where it leaves its part of a split context, in floats; parts 1: not split
+};
+
+struct AttentionPlan {
+  std::vector<AttentionItem> items;
+  std::vector<float> parts;  // of split contexts; empty: nothing to merge
+  int64_t pairs = 0;         // query rows times keys
+
+  AttentionPlan(const AttentionStep& step, const AttentionCall& call);
+  // `next`: an item that this thread is likely to run after it.
+  void run(const AttentionStep& step, const AttentionCall& call, int64_t item, int64_t next);
+  // When all have run. Adds up the parts of the split context whose first item this is.
+  void merge(const AttentionCall& call, int64_t item);
+};
+
+void write_kv_rows(const WriteCall& call, int64_t begin, int64_t end);
+
+}  // namespace kernels

@@ -1,0 +1,239 @@
+"""Finds the decoder layers of a text model that one native call can run, and replaces them.
+
+A layer is known by the names and kinds of its children. What its attention asks for is recorded from one run of the layer
+itself, over a small packed step of random input and random contexts; the replacement runs the same step and takes the layer's
+place only if it adds the same to its input. What differs, or is not understood, stays as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
+from cluster.model.attention_cpu import MAX_GROUP, MAX_WIDTH, CpuAttention
+from cluster.model.cpu.layer import Heads, NativeDecoderLayer, can_rotate
+from cluster.model.cpu.library import Kernels, load
+from cluster.model.cpu.modules import (
+    WeightDtype,
+    dtype_of,
+    is_gated_mlp,
+    is_linear,
+    is_rms_norm,
+    is_servable,
+)
+from cluster.model.kv_format import LayerCache, layer_cache
+
+logger = logging.getLogger(__name__)
+
+# Largest relative error (2-norm) of what a replacement adds to its input. Three times what was seen on random weights, or more.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+_INT8_TOLERANCE = 1e-1
+_TRIAL_SIZES = ((20, 1), (3, 6), (0, 9))  # per sequence: tokens in the cache, new tokens
+NUM_TRIAL_TOKENS = sum(new for _, new in _TRIAL_SIZES)
+_TRIAL_SCALE = 0.1  # of the input: a layer of small weights must not vanish behind it
+_CHILDREN = frozenset(("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
+_PROJECTIONS = frozenset(("q_proj", "k_proj", "v_proj", "o_proj"))
+_HEAD_NORMS = frozenset(("q_norm", "k_norm"))
+
+
+def optimise_layers(
+    text_model: nn.Module, layout: MemoryLayout, backend: AttentionBackend, positions: Tensor,
+    weight_dtype: WeightDtype = "auto", kernels: Kernels | None = None,
+) -> int:  # fmt: skip
+    """Replaces decoder layers of `text_model` in place; returns how many. The model's attention is `paged_attention`, its KV
+    lies as `layout` says. positions: ids of any `NUM_TRIAL_TOKENS` tokens as the model takes them. Does nothing where there
+    are no kernels for this machine. Blocks: some seconds for a gigabyte of weights; call it before `modules.optimise`."""
+    kernels = kernels or load()
+    if kernels is None or not isinstance(backend, CpuAttention):
+        return 0
+    candidates = [
+        (parent, name)
+        for parent in text_model.modules()
+        for name, child in parent.named_children()
+        if _is_decoder_layer(child)
+    ]
+    if not candidates:
+        return 0
+    count = 0
+    with torch.inference_mode():
+        trial = _Trial(text_model, getattr(*candidates[0]), layout, backend, positions)
+        for parent, name in candidates if trial.can_rotate else ():
+            replacement = _replacement(cast(nn.Module, getattr(parent, name)), trial, kernels, weight_dtype)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+                count += 1
+    logger.info("native CPU kernels (%s): %d decoder layers replaced", kernels.variant, count)
+    return count
+
+
+@dataclass
+class _Recorder:
+    """The backend of a trial: notes what a layer asks for."""
+
+    backend: AttentionBackend
+    heads: list[Heads | None] = field(default_factory=list)
+
+    def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
+        self.backend.write(batch, cache, key, value)
+
+    def attend(
+        self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
+        cache: LayerCache,
+    ) -> Tensor:  # fmt: skip
+        (_, num_query, width), num_kv = query.shape, new_key.shape[1]
+        is_plain = new_key.shape == new_value.shape and layer.softcap is None and layer.sinks is None
+        is_known = is_plain and width <= MAX_WIDTH and num_query // num_kv <= MAX_GROUP
+        self.heads.append(Heads(num_query, num_kv, width, layer) if is_known else None)
+        return self.backend.attend(batch, layer, query, new_key, new_value, cache)
+
+
+class _Seen(Exception):
+    """Ends a forward whose arguments are known."""
+
+
+class _Trial:
+    """A packed step of random input over random contexts, the same for all layers. layer: the first one."""
+
+    def __init__(
+        self, text_model: nn.Module, layer: nn.Module, layout: MemoryLayout, backend: CpuAttention, positions: Tensor
+    ):  # fmt: skip
+        generator = torch.Generator().manual_seed(0)
+        dtype = dtype_of(text_model)
+        self._backend = backend
+        self._block_size = layout.segments[0].rows
+        self._memory, self._tables = _random_contexts(layout, dtype, generator)
+        x = torch.randn(1, NUM_TRIAL_TOKENS, _width(layer), generator=generator)
+        self._x = (_TRIAL_SCALE * x).to(dtype)
+        self._position_embeddings = self._given_to(layer, text_model, positions).get("position_embeddings")
+
+    def _given_to(self, layer: nn.Module, text_model: nn.Module, positions: Tensor) -> dict:
+        """The keywords that the text model calls its layer with."""
+        given: dict = {}
+
+        def note(_layer: nn.Module, _args: tuple, keywords: dict) -> None:
+            given.update(keywords)
+            raise _Seen
+
+        hook = layer.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            text_model(
+                inputs_embeds=self._x, position_ids=positions, use_cache=False, paged=(self._batch(), self._backend)
+            )  # fmt: skip
+        except _Seen:
+            pass
+        finally:
+            hook.remove()
+        return given
+
+    def _batch(self) -> PagedBatch:
+        slots = []
+        for (context, new), table in zip(_TRIAL_SIZES, self._tables, strict=True):
+            indices = torch.arange(context, context + new)
+            slots.append(table[indices // self._block_size] * self._block_size + indices % self._block_size)
+        lens = [sum(size) for size in _TRIAL_SIZES]
+        return PagedBatch(
+            self._memory,
+            self._block_size,
+            slots=torch.cat(slots),
+            query_lens=[new for _, new in _TRIAL_SIZES],
+            context_lens=lens,
+            block_tables=self._tables,
+            context_lens_tensor=torch.tensor(lens),
+            bidirectional_spans=[[] for _ in _TRIAL_SIZES],
+        )
+
+    @property
+    def can_rotate(self) -> bool:
+        given = self._position_embeddings
+        return (
+            isinstance(given, tuple)
+            and len(given) == 2
+            and can_rotate(*given, NUM_TRIAL_TOKENS, self._x.dtype)
+        )
+
+    def run(self, layer: nn.Module) -> tuple[object, list[Heads | None]]:
+        """What the layer adds to its input, if it returns one tensor, and what it asks of attention."""
+        recorder = _Recorder(self._backend)
+        out = layer(
+            self._x, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+            position_embeddings=self._position_embeddings, paged=(self._batch(), recorder),
+        )  # fmt: skip
+        return out.float() - self._x.float() if isinstance(out, Tensor) else out, recorder.heads
+
+
+def _random_contexts(
+    layout: MemoryLayout, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[BlockMemory, Tensor]:
+    """All layers' K and V of the trial's sequences, and the block tables."""
+    block_size = layout.segments[0].rows
+    longest = -(-max(map(sum, _TRIAL_SIZES)) // block_size)
+    memory = BlockMemory(layout, len(_TRIAL_SIZES) * longest)
+    slots = torch.arange(memory.num_blocks * block_size)
+    segments_a_layer = 4 if layout.segments[0].dtype == torch.int8 else 2
+    for layer_idx in range(len(layout.segments) // segments_a_layer):
+        cache = layer_cache(memory, layer_idx)
+        key, value = (
+            torch.randn(len(slots), *store.row_shape, generator=generator).to(dtype)
+            for store in (cache.key, cache.value)
+        )
+        cache.write(slots, key, value)
+    return memory, torch.arange(memory.num_blocks).view(len(_TRIAL_SIZES), longest)
+
+
+def _replacement(
+    layer: nn.Module, trial: _Trial, kernels: Kernels, weight_dtype: WeightDtype
+) -> NativeDecoderLayer | None:
+    """The best one that does what `layer` does."""
+    expected, asked = trial.run(layer)
+    if not isinstance(expected, Tensor) or len(asked) != 1 or (heads := asked[0]) is None:
+        return None
+    if not _fits(layer, heads):
+        return None
+    for int8 in (True, False) if weight_dtype == "int8" else (False,):
+        candidate = NativeDecoderLayer(layer, heads, kernels, int8=int8)
+        actual, _ = trial.run(candidate)
+        tolerance = _INT8_TOLERANCE if int8 else _TOLERANCE[dtype_of(layer)]
+        if (cast(Tensor, actual) - expected).norm() <= tolerance * expected.norm():
+            return candidate
+    return None
+
+
+def _is_decoder_layer(module: nn.Module) -> bool:
+    """By the names and kinds of all parts; what it does with them is left to the comparison."""
+    children = dict(module.named_children())
+    if children.keys() != _CHILDREN or not is_servable(module):
+        return False
+    attention = dict(children["self_attn"].named_children())
+    norms = [children["input_layernorm"], children["post_attention_layernorm"]]
+    norms += [attention[name] for name in _HEAD_NORMS & attention.keys()]
+    return (
+        attention.keys() - _HEAD_NORMS == _PROJECTIONS
+        and all(is_linear(attention[name]) for name in _PROJECTIONS)
+        and all(is_rms_norm(norm) for norm in norms)
+        and is_gated_mlp(children["mlp"])
+    )
+
+
+def _fits(layer: nn.Module, heads: Heads) -> bool:
+    """Whether all parts have the sizes that the kernels assume. Rows are even, as bfloat16 goes in pairs."""
+    attention = cast(nn.Module, layer.self_attn)
+    query, key, value = (cast(nn.Linear, getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+    head_norms = [getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)]
+    down = cast(nn.Linear, cast(nn.Module, layer.mlp).down_proj)
+    return (
+        query.out_features == heads.num_query * heads.width
+        and key.out_features == value.out_features == heads.num_kv * heads.width
+        and len({linear.bias is None for linear in (query, key, value)}) == 1
+        and all(norm.weight.numel() == heads.width for norm in head_norms)
+        and all(width % 2 == 0 for width in (query.in_features, query.out_features, down.in_features))
+    )
+
+
+def _width(layer: nn.Module) -> int:
+    return cast(nn.Linear, cast(nn.Module, layer.self_attn).q_proj).in_features
