@@ -7,15 +7,22 @@ from typing import Literal
 from kv_transfer.agent import Agent
 from kv_transfer.in_process import InProcessNetwork
 
-Transport = Literal["nixl", "in_process"]
+Transport = Literal["nixl", "collective", "in_process"]
 
 _LOCAL_NETWORK = InProcessNetwork()  # joins all agents of this process; there can be only one of it
 
 
-def make_agent(transport: Transport, name: str) -> Agent:
-    """An agent of this process. Raises ConfigError when the transport cannot be had here."""
+def make_agent(transport: Transport, name: str, host: str | None = None) -> Agent:
+    """An agent of this process. Raises ConfigError when the transport cannot be had here.
+
+    `host` is where other hosts reach this process, for transports that listen themselves; None: they find out.
+    """
     if transport == "in_process":
         return _LOCAL_NETWORK.agent(name)
+    if transport == "collective":
+        from kv_transfer.collective_agent import CollectiveAgent  # torch.distributed; only where it is used
+
+        return CollectiveAgent(name, host)
     from kv_transfer.nixl_agent import NixlAgent  # loads UCX; only where it is used
 
     return NixlAgent(name)

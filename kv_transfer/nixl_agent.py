@@ -8,15 +8,21 @@ error within a second or two.
 The metadata that peers exchange wraps NIXL's own with the list of registered ranges: a grant names addresses
 only, and NIXL wants to know for each whether it is DRAM or VRAM and of which device.
 
+Which lane UCX took is not to be asked, but it shows: only the copy between processes of one host (CMA) is over when
+the call returns. A peer's first writes tell, and the log says so once; on one host any other lane is a warning,
+because it is several times slower (containers and hardened kernels forbid that copy).
+
 An agent belongs to one thread at a time; it may be made and registered on one and handed over to another.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +34,10 @@ from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agent import PeerLostError, TransferError, TransferState
 
+logger = logging.getLogger(__name__)
+
+NUM_LANE_WRITES = 8  # CMA, too, now and then returns early: this many in a row mean another lane
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one per running kernel, whatever the container
 _STATES = {"DONE": TransferState.DONE, "PROC": TransferState.PENDING, "ERR": TransferState.FAILED}
 
 
@@ -42,12 +52,16 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
     name: str
     regions: tuple[_Region, ...]
     nixl: bytes
+    boot_id: str  # equal on one host; for the log only
 
 
 @dataclass
 class _Peer:
     metadata: bytes
     regions: tuple[_Region, ...]
+    is_on_this_host: bool
+    num_late_writes: int = -1  # that were not over in the call; -1 until the connection is wired up
+    is_lane_known: bool = False
 
 
 @dataclass
@@ -92,6 +106,7 @@ class NixlAgent:
         self._registrations: list[
             tuple[BlockMemory, Any]
         ] = []  # the memory stays alive while it is registered
+        self._boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         self._metadata = b""
         self._peers: dict[str, _Peer] = {}
         self._name_of: dict[bytes, str] = {}  # metadata of connected peers
@@ -110,7 +125,9 @@ class NixlAgent:
             )
             self._registrations.append((memory, registration))
             self._regions.append(region)
-            encoded = _Metadata(self.name, tuple(self._regions), self._agent.get_agent_metadata())
+            encoded = _Metadata(
+                self.name, tuple(self._regions), self._agent.get_agent_metadata(), self._boot_id
+            )
         self._metadata = msgspec.msgpack.encode(encoded)
 
     def metadata(self) -> bytes:
@@ -130,7 +147,9 @@ class NixlAgent:
         added = added.decode() if isinstance(added, bytes) else added
         if added != decoded.name:
             raise TransferError(f"metadata of {decoded.name} belongs to {added}")
-        self._peers[decoded.name] = _Peer(metadata, decoded.regions)
+        self._peers[decoded.name] = _Peer(
+            metadata, decoded.regions, is_on_this_host=decoded.boot_id == self._boot_id != ""
+        )
         self._name_of[metadata] = decoded.name
         return decoded.name
 
@@ -147,6 +166,8 @@ class NixlAgent:
             except BaseException:
                 self._forget(transfer)
                 raise
+        if not known.is_lane_known:
+            self._watch_lane(peer, known, state)
         handle = _Handle(transfer, peer, state)
         self._handles[id(handle)] = handle
         return handle
@@ -159,6 +180,9 @@ class NixlAgent:
             except TransferError:
                 handle.state = TransferState.FAILED
                 raise
+            known = self._peers.get(handle.peer)
+            if handle.state is TransferState.DONE and known is not None:
+                known.num_late_writes = max(known.num_late_writes, 0)
         return handle.state
 
     def notify(self, peer: str, payload: bytes) -> None:
@@ -204,6 +228,24 @@ class NixlAgent:
                 self._agent.deregister_memory(registration)
         self._registrations.clear()
         self._agent = None
+
+    def _watch_lane(self, peer: str, known: _Peer, state: TransferState) -> None:
+        """Tell from the state in which a post returned how bytes travel to this peer, and log it once."""
+        if state is TransferState.DONE:
+            known.is_lane_known = True
+            logger.info("agent %s: writes to %s are copies between processes of this host", self.name, peer)
+        elif known.num_late_writes >= 0:
+            known.num_late_writes += 1
+            known.is_lane_known = known.num_late_writes == NUM_LANE_WRITES
+            if known.is_lane_known and known.is_on_this_host and self._regions[0].kind == "DRAM":
+                logger.warning(
+                    "agent %s: writes to %s, on this host, do not use the copy between processes (CMA); "
+                    "UCX_TLS or a lack of permission forbids it, and the lane in use is several times slower",
+                    self.name,
+                    peer,
+                )
+            elif known.is_lane_known:
+                logger.info("agent %s: writes to %s travel by network or device lanes", self.name, peer)
 
     def _forget(self, transfer: Any) -> None:
         """Release without a word; NIXL's own finaliser tries again."""

@@ -95,7 +95,9 @@ class ClusterArgs(_Args):
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: what the replica finds
     block_size: int = Field(16, ge=1)  # tokens in one KV block
-    transport: Literal["nixl", "in_process"] = "nixl"  # in_process: tests with all rooms in one process
+    transport: Literal["nixl", "collective", "in_process"] = (
+        "nixl"  # collective: Gloo, NCCL; in_process: tests
+    )
     side_channel: Literal["unix", "tcp"] = "unix"  # tcp: pools on several hosts
     host: str = "127.0.0.1"  # where other hosts reach this replica; filled in by the replica itself
     encode: EncodeArgs = EncodeArgs()

@@ -1,22 +1,29 @@
-"""How the contract suite makes agents of each kind, and the peer that lives in a process of its own."""
+"""How the contract suite makes agents of each kind, and the peers that live in processes of their own."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from multiprocessing.connection import Connection
 
+import pytest
 import torch
 
 from cluster.clock import SystemClock
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
+from kv_transfer.agent import Agent, TransferState
+from kv_transfer.collective_agent import CollectiveAgent
+from kv_transfer.in_process import InProcessNetwork
 from kv_transfer.mover import Mover
 from kv_transfer.nixl_agent import NixlAgent, load_nixl
 
 LAYOUT = MemoryLayout((SegmentSpec(16, (4, 16), torch.float32),) * 2)
 NUM_BLOCKS = 32
+BIG_LAYOUT = MemoryLayout((SegmentSpec(16, (256,), torch.float32),) * 2)  # blocks of 32 KiB
+NUM_BIG_BLOCKS = 1024  # 32 MiB
 _serial = itertools.count()
 
 
@@ -33,11 +40,24 @@ def nixl_missing() -> str | None:
     return None
 
 
-def serve_owner(pipe: Connection, name: str) -> None:
-    """A process that owns a memory: grants on request, answers with its lease's event and the bytes' sum."""
+MISSING = nixl_missing()
+needs_nixl = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+BETWEEN_PROCESSES = ["collective", pytest.param("nixl", marks=needs_nixl)]
+ALL_KINDS = ["in_process", *BETWEEN_PROCESSES]
+
+
+def make_agent(kind: str, name: str, network: InProcessNetwork | None = None) -> Agent:
+    if kind == "in_process":
+        assert network is not None
+        return network.agent(name)
+    return CollectiveAgent(name, "127.0.0.1") if kind == "collective" else NixlAgent(name)
+
+
+def serve_leases(pipe: Connection, kind: str, name: str) -> None:
+    """A process that owns a big memory: grants on request, answers with its lease's event and the blocks' bytes."""
     events: list[object] = []
-    memory = BlockMemory(LAYOUT, NUM_BLOCKS)
-    mover = Mover(NixlAgent(name), SystemClock(), events.append, incoming=memory, margin_s=1.0)
+    memory = BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS)
+    mover = Mover(make_agent(kind, name), SystemClock(), events.append, incoming=memory, margin_s=1.0)
     mover.start()
     pipe.send("ready")
     while (request := pipe.recv()) is not None:
@@ -49,3 +69,30 @@ def serve_owner(pipe: Connection, name: str) -> None:
         pipe.send((type(events[0]).__name__, getattr(events[0], "payload", b""), blocks))
         events.clear()
     mover.close(1.0)
+
+
+def write_without_cma(pipe: Connection) -> None:
+    """A process in which UCX may use TCP alone: writes between two of its agents, and sends how that went."""
+    os.environ["UCX_TLS"] = "tcp"
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("kv_transfer").addHandler(handler)
+    writer, owner = NixlAgent(unique_name("writer")), NixlAgent(unique_name("owner"))
+    source, target = BlockMemory(LAYOUT, NUM_BLOCKS), BlockMemory(LAYOUT, NUM_BLOCKS)
+    source.buffer.fill_(7)
+    writer.register(source)
+    owner.register(target)
+    peer = writer.connect(owner.metadata())
+    deadline = time.monotonic() + 10.0
+    states: list[TransferState] = []
+    for block in range(NUM_BLOCKS):
+        handle = writer.post(peer, source.descriptors([block]), target.descriptors([block]))
+        while writer.poll(handle) is TransferState.PENDING and time.monotonic() < deadline:
+            owner.notifications()
+            writer.notifications()
+        states.append(writer.poll(handle))
+        writer.release(handle)
+    pipe.send((states, bool((target.buffer == 7).all()), messages))
+    writer.close()
+    owner.close()

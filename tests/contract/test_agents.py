@@ -1,10 +1,7 @@
-"""What every agent must do, over every agent."""
+"""What every agent must do, over every agent, with both ends in this process."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import time
 
 import numpy as np
@@ -13,15 +10,21 @@ import torch
 
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
+from kv_transfer import agents as agents_of_the_cluster
 from kv_transfer.agent import PeerLostError, TransferError, TransferState
 from kv_transfer.in_process import InProcessNetwork
 from kv_transfer.mover import Mover
-from kv_transfer.nixl_agent import NixlAgent
-from kv_transfer.sender import Finished, SendFailed
-from tests.contract.agents import LAYOUT, NUM_BLOCKS, nixl_missing, serve_owner, unique_name
+from kv_transfer.sender import Finished
+from tests.contract.agents import (
+    ALL_KINDS,
+    BIG_LAYOUT,
+    LAYOUT,
+    NUM_BIG_BLOCKS,
+    NUM_BLOCKS,
+    make_agent,
+    unique_name,
+)
 
-MISSING = nixl_missing()
-needs_nixl = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 DEADLINE_S = 5.0
 
 
@@ -36,13 +39,12 @@ def wait_for(condition, *agents):
     raise AssertionError("nothing happened before the deadline")
 
 
-@pytest.fixture(params=["in_process", pytest.param("nixl", marks=needs_nixl)])
+@pytest.fixture(params=ALL_KINDS)
 def agents(request):
     network = InProcessNetwork()
-    make = network.agent if request.param == "in_process" else NixlAgent
     pair = []
     for stem in ("writer", "owner"):
-        agent = make(unique_name(stem))
+        agent = make_agent(request.param, unique_name(stem), network)
         agent.memory, agent.inbox = BlockMemory(LAYOUT, NUM_BLOCKS), []
         agent.register(agent.memory)
         agent.register(agent.memory)
@@ -55,10 +57,13 @@ def agents(request):
 
 
 def run_write(writer, owner, local, remote, notification=b""):
-    peer = writer.connect(owner.metadata())
-    handle = writer.post(
-        peer, writer.memory.descriptors(local), owner.memory.descriptors(remote), notification
+    return run_rows(
+        writer, owner, writer.memory.descriptors(local), owner.memory.descriptors(remote), notification
     )
+
+
+def run_rows(writer, owner, local, remote, notification=b""):
+    handle = writer.post(writer.connect(owner.metadata()), local, remote, notification)
     wait_for(lambda: writer.poll(handle) is not TransferState.PENDING, writer, owner)
     state = writer.poll(handle)
     writer.release(handle)
@@ -117,6 +122,149 @@ def test_bytes_that_are_no_metadata_are_refused(agents):
         agents[0].connect(b"\xffnonsense")
 
 
+def test_bytes_are_there_when_their_notification_is_however_many_writes_are_in_flight(agents):
+    writer, owner = agents
+    peer = writer.connect(owner.metadata())
+    source, target = (agent.memory.segments[0].view(torch.uint8) for agent in agents)
+    handles = []
+    for block in range(NUM_BLOCKS):
+        rows = writer.memory.descriptors([block]), owner.memory.descriptors([NUM_BLOCKS - 1 - block])
+        handles.append(writer.post(peer, *rows, b"%d" % block))
+    num_seen = 0
+
+    def all_seen():
+        nonlocal num_seen
+        for _, payload in owner.inbox[num_seen:]:
+            block = int(payload)
+            assert torch.equal(source[block], target[NUM_BLOCKS - 1 - block])
+        num_seen = len(owner.inbox)
+        states = [writer.poll(handle) for handle in handles]
+        return num_seen >= NUM_BLOCKS and set(states) == {TransferState.DONE}
+
+    wait_for(all_seen, writer, owner)
+    assert sorted(int(payload) for _, payload in owner.inbox) == list(range(NUM_BLOCKS))
+    for handle in reversed(handles):
+        writer.release(handle)
+
+
+def test_a_notice_after_a_done_write_comes_after_that_writes_own(agents):
+    writer, owner = agents
+    for i in range(10):
+        assert run_write(writer, owner, [i], [i], b"write %d" % i) is TransferState.DONE
+        writer.notify(owner.name, b"notice %d" % i)
+    wait_for(lambda: len(owner.inbox) >= 20, writer, owner)
+    assert [data for _, data in owner.inbox] == [
+        b"%s %d" % (w, i) for i in range(10) for w in (b"write", b"notice")
+    ]
+
+
+def test_a_second_release_does_not_disturb_later_writes(agents):
+    writer, owner = agents
+    peer = writer.connect(owner.metadata())
+    handle = writer.post(peer, writer.memory.descriptors([0]), owner.memory.descriptors([0]))
+    wait_for(lambda: writer.poll(handle) is TransferState.DONE, writer, owner)
+    writer.release(handle)
+    writer.release(handle)
+    assert run_write(writer, owner, [5], [6]) is TransferState.DONE
+
+
+def test_a_write_that_is_released_early_is_over_after_a_disconnect_at_the_latest(agents):
+    writer, owner = agents
+    peer = writer.connect(owner.metadata())
+    handle = writer.post(peer, writer.memory.descriptors([0]), owner.memory.descriptors([0]), b"early")
+    try:
+        writer.release(handle)
+    except TransferError:
+        writer.disconnect(peer)
+    assert run_write(writer, owner, [2], [3], b"late") is TransferState.DONE
+    wait_for(lambda: (writer.name, b"late") in owner.inbox, writer, owner)
+
+
+def test_a_disconnect_fails_what_is_in_flight_and_a_new_connection_works_each_time(agents):
+    writer, owner = agents
+    for i in range(4):
+        peer = writer.connect(owner.metadata())
+        handle = writer.post(peer, writer.memory.descriptors([i]), owner.memory.descriptors([i]))
+        was_done = writer.poll(handle) is TransferState.DONE
+        writer.disconnect(peer)
+        if not was_done:
+            assert is_lost(writer, handle)
+        try:
+            writer.release(handle)
+        except TransferError:
+            assert not was_done
+        assert run_write(writer, owner, [i + 8], [i + 8], b"%d" % i) is TransferState.DONE
+    wait_for(lambda: len(owner.inbox) >= 4, writer, owner)
+    assert owner.inbox == [(writer.name, b"%d" % i) for i in range(4)]
+
+
+def is_lost(agent, handle):
+    """Whether a poll says that the write failed, by its state or by its error."""
+    try:
+        return agent.poll(handle) is TransferState.FAILED
+    except TransferError:
+        return True
+
+
+def test_a_peer_of_the_same_name_and_other_metadata_replaces_the_old(agents, request):
+    writer, owner = agents
+    assert run_write(writer, owner, [1], [1], b"old") is TransferState.DONE
+    wait_for(lambda: owner.inbox, writer, owner)
+    kind = request.node.callspec.params["agents"]
+    again = make_agent(kind, owner.name, getattr(writer, "_network", None))
+    again.memory, again.inbox = BlockMemory(LAYOUT, NUM_BLOCKS), []
+    again.register(again.memory)
+    assert again.metadata() != owner.metadata()
+    assert run_write(writer, again, [4], [9], b"new") is TransferState.DONE
+    wait_for(lambda: again.inbox, writer, again)
+    assert torch.equal(writer.memory.segments[1][4], again.memory.segments[1][9])
+    assert again.inbox == [(writer.name, b"new")] and not owner.memory.segments[1][9].any()
+    again.close()
+
+
+def test_one_row_outside_the_memory_spoils_the_write(agents):
+    writer, owner = agents
+    peer = writer.connect(owner.metadata())
+    good = owner.memory.descriptors(range(4))
+    for column, change in ((0, owner.memory.buffer.numel()), (1, owner.memory.buffer.numel())):
+        local, remote = writer.memory.descriptors(range(4)), good.copy()
+        remote[2, column] += np.uint64(change)
+        if column == 1:
+            local[2, 1] = remote[2, 1]
+        with pytest.raises(TransferError):
+            writer.post(peer, local, remote)
+    assert not owner.memory.buffer.any()
+    assert run_write(writer, owner, [0], [0]) is TransferState.DONE
+
+
+@pytest.mark.parametrize("step", [1, -1], ids=["one run", "many runs"])
+def test_32_mib_move_in_one_write(agents, step):
+    writer, owner = agents
+    source, target = (BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS) for _ in agents)
+    writer.register(source)
+    owner.register(target)
+    source.buffer.view(torch.int64).copy_(torch.arange(source.buffer.numel() // 8))
+    blocks = list(range(NUM_BIG_BLOCKS))
+    local, remote = source.descriptors(blocks), target.descriptors(blocks[::step])
+    assert run_rows(writer, owner, local, remote, b"big") is TransferState.DONE
+    wait_for(lambda: owner.inbox, writer, owner)
+    for ours, theirs in zip(source.segments, target.segments, strict=True):
+        assert torch.equal(ours, theirs if step == 1 else theirs.flip(0))
+
+
+def test_a_thousand_tiny_descriptors_move_in_one_write(agents):
+    writer, owner = agents
+    places = np.random.default_rng(0).permutation(owner.memory.buffer.numel() // 48)[:1000]
+    local, remote = np.empty((1000, 2), dtype=np.uint64), np.empty((1000, 2), dtype=np.uint64)
+    local[:, 0] = writer.memory.base_address + 48 * np.arange(1000)
+    remote[:, 0] = owner.memory.base_address + 48 * places
+    local[:, 1] = remote[:, 1] = 48
+    assert run_rows(writer, owner, local, remote) is TransferState.DONE
+    expected = torch.zeros_like(owner.memory.buffer)
+    expected[: 48 * (len(expected) // 48)].view(-1, 48)[places] = writer.memory.buffer[:48000].view(-1, 48)
+    assert torch.equal(owner.memory.buffer, expected)
+
+
 def test_two_movers_with_threads_serve_many_leases(agents):
     writer, owner = agents
     sent, received = [], []
@@ -143,62 +291,13 @@ def test_two_movers_with_threads_serve_many_leases(agents):
     receiving.close()
 
 
-@pytest.fixture
-def owner_process():
-    """(pipe, process) of an owner in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=serve_owner, args=(theirs, unique_name("child")), daemon=True)
-    process.start()
-    theirs.close()
-    assert pipe.poll(30) and pipe.recv() == "ready"
-    yield pipe, process
-    if process.is_alive():
-        pipe.send(None)
-    process.join(10)
-    assert process.exitcode is not None
-
-
-@pytest.fixture
-def sending():
-    events, memory = [], BlockMemory(LAYOUT, NUM_BLOCKS)
-    for segment in memory.segments:
-        segment.normal_()
-    mover = Mover(NixlAgent(unique_name("sender")), SystemClock(), events.append, outgoing=memory)
-    mover.start()
-    yield mover, memory, events
-    mover.close(2.0)
-    assert mover.num_open == 0
-
-
-def await_event(events):
-    deadline = time.monotonic() + DEADLINE_S
-    while not events and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert events, "no event before the deadline"
-    return events.pop(0)
-
-
-@needs_nixl
-def test_a_lease_works_across_processes_and_a_killed_owner_is_an_error_in_time(owner_process, sending):
-    pipe, process = owner_process
-    mover, memory, events = sending
-    for lease_id in ("one", "two"):
-        pipe.send((lease_id, [4, 2]))
-        outgoing = mover.open(pipe.recv())
-        outgoing.write([6, 7], [0, 1])
-        outgoing.finish(b"payload")
-        assert await_event(events) == Finished(lease_id)
-        name, payload, blocks = pipe.recv()
-        assert (name, payload) == ("Completed", b"payload")
-        assert all(torch.equal(a[[6, 7]], b) for a, b in zip(memory.segments, blocks, strict=True))
-    pipe.send(("three", [4, 2]))
-    outgoing = mover.open(pipe.recv())
-    outgoing.write([6], [0])
-    time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(5)
-    outgoing.write([7], [1])
-    outgoing.finish(b"payload")
-    event = await_event(events)
-    assert isinstance(event, SendFailed) and isinstance(event.error, TransferError)
+def test_a_collective_agent_that_is_given_no_host_finds_one_where_peers_reach_it():
+    writer, owner = (agents_of_the_cluster.make_agent("collective", unique_name(stem)) for stem in ("a", "b"))
+    for agent in (writer, owner):
+        agent.memory, agent.inbox = BlockMemory(LAYOUT, NUM_BLOCKS), []
+        agent.register(agent.memory)
+    writer.memory.buffer.fill_(9)
+    assert run_write(writer, owner, [1], [2]) is TransferState.DONE
+    assert (owner.memory.segments[0].view(torch.uint8)[2] == 9).all()
+    writer.close()
+    owner.close()

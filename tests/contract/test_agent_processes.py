@@ -1,0 +1,113 @@
+"""What every agent must do when its peer is another process: one that works, dies, comes back, or cannot share memory."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from cluster.clock import SystemClock
+from cluster.kvcache.memory import BlockMemory
+from kv_transfer.agent import PeerLostError, TransferError, TransferState
+from kv_transfer.mover import Mover
+from kv_transfer.sender import Finished, SendFailed
+from tests.contract.agents import (
+    BETWEEN_PROCESSES,
+    BIG_LAYOUT,
+    NUM_BIG_BLOCKS,
+    make_agent,
+    needs_nixl,
+    serve_leases,
+    unique_name,
+    write_without_cma,
+)
+
+DEADLINE_S = 5.0
+DETECTION_S = 1.0  # from a peer's death to the error
+
+
+@contextlib.contextmanager
+def process_of(target, *arguments):
+    """(pipe, process) of a child; killed at the end if it has not gone by itself."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield pipe, process
+        process.join(10)
+        assert process.exitcode in (0, -signal.SIGKILL)
+    finally:
+        process.kill()
+
+
+def receive(pipe):
+    assert pipe.poll(30), "the child says nothing"
+    return pipe.recv()
+
+
+def await_event(events):
+    deadline = time.monotonic() + DEADLINE_S
+    while not events and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert events, "no event before the deadline"
+    return events.pop(0)
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_a_killed_owner_fails_what_is_in_flight_in_time_and_its_namesake_takes_over(kind):
+    events, memory = [], BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS)
+    for segment in memory.segments:
+        segment.normal_()
+    mover = Mover(make_agent(kind, unique_name("sender")), SystemClock(), events.append, outgoing=memory)
+    mover.start()
+
+    def check_lease(pipe, lease_id):
+        pipe.send((lease_id, [4, 2]))
+        outgoing = mover.open(receive(pipe))
+        outgoing.write([6, 7], [0, 1])
+        outgoing.finish(b"payload")
+        assert await_event(events) == Finished(lease_id)
+        name, payload, blocks = receive(pipe)
+        assert (name, payload) == ("Completed", b"payload")
+        assert all(torch.equal(a[[6, 7]], b) for a, b in zip(memory.segments, blocks, strict=True))
+
+    name, every_other = unique_name("owner"), list(range(0, NUM_BIG_BLOCKS, 2))
+    with (
+        process_of(serve_leases, kind, name) as (pipe, process),
+        process_of(serve_leases, kind, name) as (next_pipe, _),
+    ):
+        assert receive(pipe) == receive(next_pipe) == "ready"
+        check_lease(pipe, "one")
+        check_lease(pipe, "two")
+        pipe.send(("three", every_other))
+        outgoing = mover.open(receive(pipe))
+        os.kill(process.pid, signal.SIGSTOP)
+        outgoing.write(every_other, range(len(every_other)))
+        time.sleep(0.1)
+        assert not events
+        os.kill(process.pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        with contextlib.suppress(TransferError):  # the copy between processes does not need the peer awake
+            outgoing.write([1], [0])
+        event = await_event(events)
+        assert isinstance(event, SendFailed) and isinstance(event.error, PeerLostError)
+        assert time.monotonic() - killed_at < DETECTION_S
+        check_lease(next_pipe, "four")
+        next_pipe.send(None)
+    mover.close(2.0)
+    assert mover.num_open == 0
+
+
+@needs_nixl
+def test_a_host_that_forbids_cma_is_slower_says_so_and_works():
+    with process_of(write_without_cma) as (pipe, _):
+        states, are_bytes_there, warnings = receive(pipe)
+    assert set(states) == {TransferState.DONE} and are_bytes_there
+    assert len(warnings) == 1 and "CMA" in warnings[0]
