@@ -30,6 +30,7 @@ class EncoderModel:
             raise ConfigError(
                 f"model type '{config.model_type}' has no media encoder: it needs no encode pool"
             )
+        self.config = config
         self._base = model.model
         self._calls = family.encode
         self.modalities: tuple[Modality, ...] = family.modalities
@@ -37,6 +38,7 @@ class EncoderModel:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.device: torch.device = next(model.parameters()).device
         self.fingerprint: str = fingerprint(config, self.dtype)
+        self.weight_bytes: int = sum(p.numel() * p.element_size() for p in model.parameters())
 
     @classmethod
     def load(

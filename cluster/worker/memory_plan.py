@@ -1,4 +1,4 @@
-"""Whether what a prefill or decode worker wants to hold fits, shown as arithmetic. Asked once, after the weights are loaded and
+"""Whether what a worker wants to hold fits, shown as arithmetic. Asked once, after the weights are loaded and
 before any block memory exists, so that a configuration that cannot work fails at start and not at the first long prompt."""
 
 from __future__ import annotations
@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedConfig
 
 from cluster.errors import ConfigError
 
 MIB = 1 << 20
+PATCHES_PER_ROW = 4  # merged 2 by 2 in most families; more than in the others
 EXAMPLES: Mapping[str, int] = {  # prompt and answer, in tokens
     "text of 1,024 + 256 tokens": 1_280,
     "one image of 256 tokens, 64 + 256 of text": 576,
@@ -23,10 +25,10 @@ class MemoryPlan:
     """Bytes, but for the counts."""
 
     weights: int  # loaded already
-    kv_per_token: int
-    num_kv_tokens: int
-    features: int  # embeddings that encoders write here; 0 in decode workers
     step: int  # the largest intermediate tensors of one step
+    features: int = 0  # embeddings: those that encoders write to prefill, an encoder's cache
+    kv_per_token: int = 0
+    num_kv_tokens: int = 0  # 0 in encoders
 
     @property
     def wanted(self) -> int:
@@ -40,15 +42,18 @@ class MemoryPlan:
 
     def describe(self, available: int) -> str:
         kv = self.kv_per_token * self.num_kv_tokens
-        lines = [
-            f"  weights            {_mib(self.weights)}  (loaded)",
-            f"  KV cache           {_mib(kv)}  = {self.num_kv_tokens:,} tokens × {self.kv_per_token:,} bytes",
+        lines = [f"  weights            {_mib(self.weights)}  (loaded)"]
+        if self.num_kv_tokens:
+            lines.append(
+                f"  KV cache           {_mib(kv)}  = {self.num_kv_tokens:,} tokens × {self.kv_per_token:,} bytes"
+            )
+        lines += [
             f"  embeddings         {_mib(self.features)}",
             f"  one step           {_mib(self.step)}  (estimate)",
             f"  wanted             {_mib(self.wanted)}  beside the weights",
             f"  available          {_mib(available)}",
         ]
-        for what, num_tokens in EXAMPLES.items():
+        for what, num_tokens in EXAMPLES.items() if self.num_kv_tokens else ():
             lines.append(f"  fits in the cache  {self.num_kv_tokens // num_tokens:,} × {what}")
         return "\n".join(lines)
 
@@ -58,6 +63,15 @@ def step_bytes(num_tokens: int, hidden_size: int, vocab_size: int, num_sequences
     copy of the hidden states in float32; the logits are float32, twice. An estimate from above for the families served
     here, not a measurement."""
     return num_tokens * hidden_size * (12 * itemsize + 4) + 2 * 4 * num_sequences * vocab_size
+
+
+def encoder_step_bytes(num_rows: int, config: PreTrainedConfig, itemsize: int) -> int:
+    """The same for an encoder call that makes `num_rows` embedding rows, each merged from `PATCHES_PER_ROW` patches or frames,
+    by the widest of the model's encoders."""
+    encoders = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
+    names = ("hidden_size", "embed_dim", "d_model")  # what families call an encoder's width
+    widths = [getattr(encoder, name, 0) for encoder in encoders if encoder is not None for name in names]
+    return step_bytes(num_rows * PATCHES_PER_ROW, max(widths), 0, 0, itemsize)
 
 
 def available_bytes(device: torch.device) -> int:

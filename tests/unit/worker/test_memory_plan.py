@@ -1,8 +1,11 @@
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
 from cluster.errors import ConfigError
-from cluster.worker.memory_plan import MemoryPlan, available_bytes, step_bytes
+from cluster.worker.memory_plan import MemoryPlan, available_bytes, encoder_step_bytes, step_bytes
 
 GIB = 1 << 30
 PLAN = MemoryPlan(
@@ -22,6 +25,19 @@ def test_a_refusal_shows_the_arithmetic_and_what_would_fit():
     text = str(refusal.value)
     for part in ("65,536 tokens × 12,288 bytes", "768.0 MiB", "512.0 MiB", "51 × text", "8 × video"):
         assert part in text, text
+
+
+def test_an_encoder_counts_its_cache_and_the_spike_of_its_largest_batch():
+    config = SimpleNamespace(
+        vision_config=SimpleNamespace(hidden_size=1280), audio_config=SimpleNamespace(d_model=64)
+    )
+    spike = encoder_step_bytes(16_384, cast(Any, config), itemsize=2)
+    assert spike == 16_384 * 4 * 1280 * 28
+    plan = MemoryPlan(weights=GIB, step=spike, features=GIB // 4)
+    with pytest.raises(ConfigError) as refusal:
+        plan.check(plan.wanted - 1)
+    assert "2,240.0 MiB" in str(refusal.value) and "256.0 MiB" in str(refusal.value)
+    assert "KV" not in str(refusal.value) and "fits in" not in str(refusal.value)
 
 
 def test_available_memory_is_what_the_machine_has():
