@@ -48,7 +48,9 @@ class DecodeService:
             max_step_sequences=args.decode.max_batch_sequences,
         )
         step_model = with_graphs(self._model, kv, args.decode.max_batch_sequences) if on_gpu else self._model
-        self._process = WorkerProcess(setup, args.transport, incoming=kv, lease_margin_s=lease_margin_s)
+        self._process = WorkerProcess(
+            setup, args.transport, self._model.fingerprint, incoming=kv, lease_margin_s=lease_margin_s
+        )
         self._engine = DecodeEngine(
             DecodeRunner(step_model, kv, _speculator(args, self._model)),
             BlockPool(self._num_blocks, args.block_size),

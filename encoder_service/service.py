@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from cluster.config.settings import ClusterArgs
@@ -12,12 +13,15 @@ from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, Cancel, EncodeTarget, StartEncode
+from cluster.worker.memory_plan import MemoryPlan, available_bytes, encoder_step_bytes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import WorkerProcess
 from cluster.worker.setup import set_up
 from encoder_service.cache import EmbeddingCache
 from encoder_service.engine import EncoderEngine
 from encoder_service.runner import EncoderRunner
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH_ROWS = 16_384  # embedding rows in one encoder call; bounds its activation memory
 NUM_PREPARE_THREADS = 2  # decoding and preprocessing beside the encoder itself
@@ -34,9 +38,17 @@ class EncoderService:
         self._model = EncoderModel.load(args.model, dtype=setup.dtype, device=setup.device)
         self._layout = feature_layout(self._model.feature_width, args.block_size, setup.dtype)
         self._num_blocks = max(1, args.encode.cache_bytes // self._layout.block_bytes)
+        plan = MemoryPlan(
+            weights=self._model.weight_bytes,
+            step=encoder_step_bytes(MAX_BATCH_ROWS, self._model.config, setup.dtype.itemsize),
+            features=self._num_blocks * self._layout.block_bytes,
+        )
+        available = available_bytes(setup.device)
+        plan.check(available)
+        logger.info("%s: memory\n%s", replica_id, plan.describe(available))
         memory = BlockMemory(self._layout, self._num_blocks, setup.device)
         self._executor = ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
-        self._process = WorkerProcess(setup, args.transport, outgoing=memory)
+        self._process = WorkerProcess(setup, args.transport, self._model.fingerprint, outgoing=memory)
         self._engine = EncoderEngine(
             EncoderRunner(self._model, processor),
             EmbeddingCache(memory, BlockPool(self._num_blocks, args.block_size)),

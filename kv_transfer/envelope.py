@@ -1,5 +1,5 @@
 """The one notification of a lease: which lease, which content of which blocks, done or stopped, and the
-owner's payload.
+owner's payload. And what both sides must agree on before.
 """
 
 from __future__ import annotations
@@ -10,6 +10,12 @@ from enum import StrEnum
 
 import msgspec
 import numpy as np
+
+from cluster.kvcache.memory import BlockMemory
+from cluster.types.transfer import Contract
+from kv_transfer.checksum import checksum
+
+PROTOCOL = 2
 
 
 class NoticeKind(StrEnum):
@@ -22,6 +28,10 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes  # `digest_blocks` of the grant the writer worked from
     kind: NoticeKind
     payload: bytes  # done: the caller's bytes; abort: the reason as UTF-8
+    written: tuple[int, ...] = ()  # done: the grant's blocks that have new content, by place, ascending
+    checksum: int | None = (
+        None  # … of that content, segment by segment; None: it is not in the writer's CPU memory
+    )
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -41,3 +51,16 @@ def digest_blocks(block_ids: Sequence[int], generations: Sequence[int]) -> bytes
     """16 bytes that name these blocks in these generations, in this order."""
     table = np.array([block_ids, generations], dtype="<i8")
     return hashlib.blake2b(table.tobytes(), digest_size=16).digest()
+
+
+def contract_of(memory: BlockMemory, model: str) -> Contract:
+    segments = memory.layout.segments
+    dtypes = tuple(dict.fromkeys(str(segment.dtype).removeprefix("torch.") for segment in segments))
+    return Contract(PROTOCOL, model, segments[0].rows, dtypes, memory.layout.fingerprint)
+
+
+def checksum_blocks(memory: BlockMemory, block_ids: Sequence[int]) -> int | None:
+    """Of these blocks' bytes in all segments, in this order; None where the CPU cannot read them. Reads them once."""
+    if memory.buffer.device.type != "cpu":
+        return None
+    return checksum(memory.descriptors(block_ids))

@@ -55,19 +55,21 @@ class Mover:
         margin_s: float = 5.0,
         poll_interval_s: float = 0.001,
         linger_s: float = 0.1,
+        model: str = "",
     ):
         """`outgoing` is the memory that is sent from, `incoming` the one peers may write to; they may be the
         same.
 
-        Takes the agent over: `close` closes it. `margin_s`: see `Receiver`.
+        Takes the agent over: `close` closes it. `margin_s`: see `Receiver`. `model`: fingerprint of the model that the bytes
+        belong to; peers with another one are refused.
         """
         self.agent = agent
         self._clock = clock
         self._on_event = on_event
         self._poll_interval_s = poll_interval_s
         self._linger_s = linger_s
-        self._sender = None if outgoing is None else Sender(agent, outgoing, clock, self._wake)
-        self._receiver = None if incoming is None else Receiver(agent, incoming, clock, margin_s)
+        self._sender = None if outgoing is None else Sender(agent, outgoing, clock, self._wake, model)
+        self._receiver = None if incoming is None else Receiver(agent, incoming, clock, margin_s, model)
         self._condition = threading.Condition()
         self._is_awake = False  # there is something new to do
         self._is_closing = False

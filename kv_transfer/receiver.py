@@ -10,14 +10,15 @@ In call order:
 
     open --done--> Completed            open --abort--> Aborted            open --ttl + margin--> Expired
     open --cancel--> unwanted    unwanted --done or abort--> Aborted    unwanted --ttl + margin--> Expired
-    open --foreign digest--> refused    refused ends like unwanted
+    open --foreign digest--> refused    refused ends like unwanted    open --done, other bytes--> Aborted
 
 Exactly one event per lease, and only after it may the owner free or reuse the blocks. The margin is what
 makes expiry safe: the writer posts nothing after `ttl_s` from receipt, so the margin must cover the grant's
 way to the writer and one write in flight. A notification for a lease that is closed or was never made
 (duplicate, late, foreign) changes nothing and is counted. A notification that names other blocks or
 generations than the lease is never accepted: bytes went somewhere unknown, so the lease ends as Aborted, but
-not before its real writer stopped or its time ran out.
+not before its real writer stopped or its time ran out. A writer that is done says what it wrote, with a checksum: bytes that
+are not those end as Aborted as well.
 
 `poll` belongs to the agent's thread; the other calls are bookkeeping under a lock and may come from any
 thread.
@@ -37,7 +38,7 @@ from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.transfer import Grant
 from kv_transfer.agent import Agent, TransferError
-from kv_transfer.envelope import Envelope, NoticeKind, decode, digest_blocks
+from kv_transfer.envelope import Envelope, NoticeKind, checksum_blocks, contract_of, decode, digest_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -71,27 +72,32 @@ LeaseEvent = Completed | Aborted | Expired
 @dataclass
 class _Lease:
     lease_id: str
+    block_ids: tuple[int, ...]
     digest: bytes
     expires_at: float  # margin included
     discard_reason: str | None = None  # set: the bytes will not be accepted, for this reason
 
 
 class Receiver:
-    def __init__(self, agent: Agent, memory: BlockMemory, clock: Clock, margin_s: float = 5.0):
-        """Every memory of the agent must be registered before: the metadata in grants is taken here, once."""
+    def __init__(
+        self, agent: Agent, memory: BlockMemory, clock: Clock, margin_s: float = 5.0, model: str = ""
+    ):
+        """Every memory of the agent must be registered before: the metadata in grants is taken here, once. `model`: as in
+        `Mover`."""
         self._agent = agent
         self._memory = memory
         self._clock = clock
         self._margin_s = margin_s
         agent.register(memory)
         self._metadata = agent.metadata()
-        self._layout = memory.layout.fingerprint
+        self._contract = contract_of(memory, model)
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
         self._expiries: list[tuple[float, str]] = []  # heap; entries of closed leases are skipped
         self._events: list[LeaseEvent] = []  # not yet returned by poll
         self.num_ignored = 0  # notifications for no open lease: late, duplicate, foreign or unreadable
         self.num_mismatched = 0  # notifications that named other blocks or generations than their lease
+        self.num_corrupt = 0  # leases whose bytes were not those that were sent
 
     @property
     def num_open(self) -> int:
@@ -110,7 +116,7 @@ class Receiver:
         if len(set(block_ids)) != len(block_ids):
             raise ValueError(f"lease {lease_id} names a block twice")
         expires_at = self._clock.now() + ttl_s + self._margin_s
-        lease = _Lease(lease_id, digest_blocks(block_ids, generations), expires_at)
+        lease = _Lease(lease_id, tuple(block_ids), digest_blocks(block_ids, generations), expires_at)
         with self._lock:
             if lease_id in self._leases:
                 raise ValueError(f"lease {lease_id} is already open")
@@ -121,7 +127,7 @@ class Receiver:
             agent_metadata=self._metadata,
             base_address=self._memory.base_address,
             num_blocks=self._memory.num_blocks,
-            layout=self._layout,
+            contract=self._contract,
             block_ids=tuple(block_ids),
             generations=tuple(generations),
             ttl_s=ttl_s,
@@ -159,9 +165,9 @@ class Receiver:
         except TransferError as error:
             logger.warning("notifications could not be read: %s", error)
             notifications = []
+        for peer, data in notifications:
+            self._take(peer, data)
         with self._lock:
-            for peer, data in notifications:
-                self._take(peer, data)
             self._expire()
             events, self._events = self._events, []
         return events
@@ -173,7 +179,8 @@ class Receiver:
             logger.warning("peer %s sent a notification that is no envelope", peer)
             self.num_ignored += 1
             return
-        lease = self._leases.get(envelope.lease_id)
+        with self._lock:
+            lease = self._leases.get(envelope.lease_id)
         if lease is None:
             self.num_ignored += 1
         elif envelope.digest != lease.digest:
@@ -181,8 +188,22 @@ class Receiver:
             lease.discard_reason = f"writer {peer} named other blocks or generations than were granted"
             logger.error("lease %s: %s", lease.lease_id, lease.discard_reason)
         else:
-            del self._leases[lease.lease_id]
-            self._events.append(_last_event(lease, envelope))
+            if not self._is_intact(lease, envelope):
+                self.num_corrupt += 1
+                lease.discard_reason = f"the bytes that arrived are not those that writer {peer} sent"
+                logger.error("lease %s: %s", lease.lease_id, lease.discard_reason)
+            with self._lock:
+                if self._leases.pop(lease.lease_id, None) is not None:  # not revoked meanwhile
+                    self._events.append(_last_event(lease, envelope))
+
+    def _is_intact(self, lease: _Lease, envelope: Envelope) -> bool:
+        """Reads all the bytes, so nobody may have to wait for it: not under the lock."""
+        if lease.discard_reason is not None or envelope.kind is NoticeKind.ABORT or envelope.checksum is None:
+            return True
+        if any(not 0 <= i < len(lease.block_ids) for i in envelope.written):
+            return False
+        found = checksum_blocks(self._memory, [lease.block_ids[i] for i in envelope.written])
+        return found is None or found == envelope.checksum
 
     def _expire(self) -> None:
         now = self._clock.now()

@@ -29,6 +29,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory, block_descriptors
 from cluster.types.transfer import Grant
@@ -41,7 +43,7 @@ from kv_transfer.agent import (
     TransferHandle,
     TransferState,
 )  # fmt: skip
-from kv_transfer.envelope import Envelope, NoticeKind, digest_blocks, encode
+from kv_transfer.envelope import Envelope, NoticeKind, checksum_blocks, contract_of, digest_blocks, encode
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class Outgoing:
         self._queued: deque[_Write] = deque()
         self._in_flight: list[TransferHandle] = []
         self._peer: str | None = None  # once connected
+        self._sources: dict[int, int] = {}  # the local block that each of the grant's has its content from
         self._payload: bytes | None = None  # finish was called
         self._abort_reason: str | None = None  # abort was called
         self._error: TransferError | None = None
@@ -122,6 +125,7 @@ class Outgoing:
             raise _expired(self._grant)
         if not local_block_ids:
             return
+        self._sources.update(zip(grant_indices, local_block_ids, strict=True))
         remote = tuple(blocks[i] for i in grant_indices)
         segments = None if segment_ids is None else tuple(segment_ids)
         self._queued.append(_Write(tuple(local_block_ids), remote, segments, ready))
@@ -145,15 +149,20 @@ class Outgoing:
 
 class Sender:
     def __init__(
-        self, agent: Agent, memory: BlockMemory, clock: Clock, wake: Callable[[], None] = lambda: None
+        self,
+        agent: Agent,
+        memory: BlockMemory,
+        clock: Clock,
+        wake: Callable[[], None] = lambda: None,
+        model: str = "",
     ):
-        """`wake` is called when there is something new for `poll` to do, from the caller's thread."""
+        """`wake` is called when there is something new for `poll` to do, from the caller's thread. `model`: as in `Mover`."""
         self._agent = agent
         self.memory = memory
         self.wake = wake
         self.now = clock.now
         agent.register(memory)
-        self._layout = memory.layout.fingerprint
+        self._contract = contract_of(memory, model)
         self._lock = threading.Lock()  # guards the two tables
         self._open: dict[str, Outgoing] = {}
         self._used: deque[tuple[float, str]] = deque()  # (when, lease) of closed leases, oldest first
@@ -166,13 +175,12 @@ class Sender:
     def open(self, grant: Grant) -> Outgoing:
         """Take a grant up; its time runs from here.
 
-        Raises LayoutMismatchError when the memories differ and TransferError when the lease was opened
+        Raises LayoutMismatchError, which names the difference, when the two sides do not fit and TransferError when the lease was opened
         before; no event follows then.
         """
-        if grant.layout != self._layout:
-            raise LayoutMismatchError(
-                f"lease {grant.lease_id}: the owner's blocks have layout {grant.layout}, ours {self._layout}"
-            )
+        difference = self._contract.difference(grant.contract)
+        if difference is not None:
+            raise LayoutMismatchError(f"lease {grant.lease_id}: {difference}")
         outgoing = Outgoing(grant, self, self.now() + grant.ttl_s)
         with self._lock:
             if grant.lease_id in self._open or grant.lease_id in self._used_ids:
@@ -335,7 +343,14 @@ class Sender:
     def _notify(self, outgoing: Outgoing, kind: NoticeKind, payload: bytes) -> None:
         grant = outgoing._grant
         digest = digest_blocks(grant.block_ids, grant.generations)
-        self._agent.notify(self._connect(outgoing), encode(Envelope(grant.lease_id, digest, kind, payload)))
+        envelope = Envelope(grant.lease_id, digest, kind, payload)
+        if kind is NoticeKind.DONE:
+            written = tuple(sorted(outgoing._sources))
+            sources = [outgoing._sources[i] for i in written]
+            envelope = msgspec.structs.replace(
+                envelope, written=written, checksum=checksum_blocks(self.memory, sources)
+            )
+        self._agent.notify(self._connect(outgoing), encode(envelope))
 
     def _close(self, outgoing: Outgoing) -> None:
         """Forget a lease but for its name, which is kept as long as its grant could come again and look

@@ -44,7 +44,12 @@ class PrefillService:
         num_feature_blocks = max(1, args.prefill.feature_bytes // layout.block_bytes)
         feature_memory = BlockMemory(layout, num_feature_blocks, setup.device)
         self._process = WorkerProcess(
-            setup, args.transport, outgoing=kv, incoming=feature_memory, lease_margin_s=lease_margin_s
+            setup,
+            args.transport,
+            self._model.fingerprint,
+            outgoing=kv,
+            incoming=feature_memory,
+            lease_margin_s=lease_margin_s,
         )
         self._features = FeatureStore(
             feature_memory, BlockPool(num_feature_blocks, args.block_size), self._process.mover

@@ -41,21 +41,23 @@ class WorkerProcess:
         self,
         setup: WorkerSetup,
         transport: Transport,
+        model: str,
         *,
         outgoing: BlockMemory | None = None,
         incoming: BlockMemory | None = None,
         lease_margin_s: float = LEASE_MARGIN_S,
     ):
-        """Opens the transfer agent and registers the memories: see `Mover`."""
+        """Opens the transfer agent and registers the memories. `model` and the rest: see `Mover`."""
         self.clock = SystemClock()
         self.outbox = Outbox(self._deliver)
         self.mover = Mover(
-            make_agent(transport, setup.replica_id),
+            make_agent(transport, setup.replica_id, setup.host),
             self.clock,
             self._on_transfer,
             outgoing=outgoing,
             incoming=incoming,
             margin_s=lease_margin_s,
+            model=model,
         )
         self._setup = setup
         folder = setup.turns_folder

@@ -18,6 +18,7 @@ class WorkerSetup:
     replica_id: str
     device: torch.device
     dtype: torch.dtype
+    host: str  # where other hosts reach this replica
     address: str  # of the side channel; a TCP port of 0 is replaced when the server starts
     secret: str | None
     turns_folder: Path | None  # shared with the workers of this host that run on its cores; None: on a GPU
@@ -36,4 +37,6 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
         args.side_channel, name=replica_id, directory=environment.socket_dir, host=args.host
     )
     turns_folder = environment.socket_dir if device.type == "cpu" else None
-    return WorkerSetup(replica_id, device, dtype, address, environment.cluster_secret, turns_folder)
+    return WorkerSetup(
+        replica_id, device, dtype, args.host, address, environment.cluster_secret, turns_folder
+    )

@@ -93,8 +93,9 @@ async def test_every_token_id_equals_generate(expected):
             assert tuple(got) == answer.token_ids, case.kind
 
 
-async def test_answers_equal_generate_over_nixl_and_several_replicas(expected):
-    async with local_cluster(cluster_args(64, "nixl"), (2, 2, 2)) as cluster:
+@pytest.mark.parametrize("transport", ["nixl", "collective"])
+async def test_answers_equal_generate_over_several_replicas(expected, transport):
+    async with local_cluster(cluster_args(64, transport), (2, 2, 2)) as cluster:
         await check_all(cluster, expected, 32)
 
 

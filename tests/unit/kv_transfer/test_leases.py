@@ -197,10 +197,62 @@ def test_a_grant_is_written_once(pair):
         pair.writer.open(grant)
 
 
-def test_another_layout_is_refused_by_name(pair):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("protocol", 1),
+        ("model", "another"),
+        ("block_size", 8),
+        ("dtypes", ("bfloat16",)),
+        ("layout", "feedbeef"),
+    ],
+)
+def test_peers_that_differ_are_refused_and_the_difference_is_named(pair, field, value):
     grant = pair.grant()
-    with pytest.raises(LayoutMismatchError, match=f"feedbeef.*{LAYOUT.fingerprint}"):
-        pair.writer.open(msgspec.structs.replace(grant, layout="feedbeef"))
+    other = msgspec.structs.replace(grant.contract, **{field: value})
+    assert getattr(grant.contract, field) != value
+    with pytest.raises(LayoutMismatchError, match=f"{field} is .* here and .* there"):
+        pair.writer.open(msgspec.structs.replace(grant, contract=other))
+
+
+@pytest.mark.parametrize("segment", [0, 1])
+@pytest.mark.parametrize("block", range(4))
+def test_a_flipped_bit_is_an_error_and_never_an_answer(pair, segment, block):
+    grant = pair.grant()
+    outgoing = pair.writer.open(grant)
+    outgoing.write([7, 6, 5, 4], [0, 1, 2, 3])
+    pair.step()
+    pair.target.segments[segment].view(torch.uint8)[grant.block_ids[block], 3, -1] ^= 16
+    outgoing.finish(b"payload")
+    pair.step(2)
+    (event,) = pair.received
+    assert isinstance(event, Aborted) and "not those that writer writer sent" in event.reason
+    assert pair.owner._receiver.num_corrupt == 1
+
+
+def test_a_block_that_lacks_a_segment_is_an_error(pair):
+    """The writer forgot a layer."""
+    outgoing = pair.writer.open(pair.grant())
+    outgoing.write([7, 6, 5, 4], [0, 1, 2, 3], segment_ids=[0])
+    outgoing.write([7, 6, 5], [0, 1, 2], segment_ids=[1])
+    outgoing.finish(b"payload")
+    pair.step(3)
+    (event,) = pair.received
+    assert isinstance(event, Aborted)
+
+
+def test_a_write_waits_until_its_bytes_are_there_and_keeps_later_ones_behind_it(pair):
+    grant = pair.grant()
+    outgoing = pair.writer.open(grant)
+    answers = [True, False, False]
+    outgoing.write([7], [0], ready=answers.pop)
+    outgoing.write([6, 5, 4], [1, 2, 3])
+    outgoing.finish(b"payload")
+    pair.step(2)
+    assert not any(segment.any() for segment in pair.target.segments)
+    pair.step(2)
+    assert_arrived(pair, grant)
+    assert pair.received == [Completed("lease", b"payload")]
 
 
 def test_other_generations_are_never_accepted(pair):

@@ -1,0 +1,87 @@
+"""The protocol is broken on purpose, one rule at a time: each time something else notices, and no wrong bytes become an answer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kv_transfer.receiver import Aborted, Completed, Expired
+from tests.unit.kv_transfer.test_leases import MARGIN_S, TTL_S, Pair, assert_arrived, send
+
+
+@pytest.fixture
+def pair():
+    pair = Pair()
+    others = pair.pool.allocate(4)  # so that the next lease gets the blocks of the last one
+    yield pair
+    pair.let_everything_end()
+    pair.pool.free(others)
+    pair.audit()
+
+
+def expire(pair):
+    pair.clock.at += TTL_S + MARGIN_S
+    pair.owner.step()
+
+
+def test_a_writer_that_ignores_its_time_is_found_out_by_the_next_owner_of_the_blocks(pair):
+    late = pair.writer.open(pair.grant("late"))
+    late._expires_at = math.inf  # the mutation
+    expire(pair)
+    grant = pair.grant("next")
+    following = pair.writer.open(grant)
+    following.write([7, 6, 5, 4], [0, 1, 2, 3])
+    pair.step()
+    late.write([0], [0])
+    pair.step()
+    following.finish(b"payload")
+    pair.step(2)
+    late.abort("enough")
+    assert [type(event) for event in pair.received] == [Expired, Aborted]
+
+
+def test_an_old_notification_completes_nothing_although_the_blocks_kept_their_generations(pair, monkeypatch):
+    monkeypatch.setattr(pair.pool, "generations", lambda block_ids: [0] * len(block_ids))  # the mutation
+    pair.network.faults.delay(1, polls=4)
+    first = pair.grant("first")
+    send(pair, first)
+    pair.step()
+    expire(pair)
+    second = pair.grant("second")
+    assert second.generations == first.generations and set(second.block_ids) == set(first.block_ids)
+    pair.step(6)
+    assert [type(event) for event in pair.received] == [Expired]
+    assert pair.owner._receiver.num_ignored == 1
+    send(pair, second)
+    pair.step(2)
+    assert pair.received[1:] == [Completed("second", b"payload")]
+    assert_arrived(pair, second)
+
+
+def test_a_dropped_notification_ends_with_the_lease(pair):
+    pair.network.faults.drop(1)
+    send(pair, pair.grant())
+    pair.step(5)
+    assert not pair.received
+    expire(pair)
+    assert pair.received == [Expired("lease")]
+
+
+def test_a_dropped_write_is_an_error(pair, monkeypatch):
+    """The transport says DONE and has moved nothing."""
+    grant = pair.grant()
+    outgoing = pair.writer.open(grant)
+    outgoing.write([7, 6], [0, 1])
+    pair.step()
+    post = pair.writer.agent.post
+
+    def lose(peer, local, remote, notification=b""):
+        return post(peer, local[:1], remote[:1], notification)
+
+    monkeypatch.setattr(pair.writer.agent, "post", lose)  # the mutation
+    outgoing.write([5, 4], [2, 3])
+    outgoing.finish(b"payload")
+    pair.step(3)
+    (event,) = pair.received
+    assert isinstance(event, Aborted) and "not those" in event.reason
