@@ -1,10 +1,11 @@
-"""Linears of a 0.5-billion-parameter model on this CPU: torch's against the native ones.
+"""Linears of a 0.5-billion-parameter model on this CPU, and drawing tokens from its logits: torch's against the native ones.
 
 `python -m bench.kernels [--dtypes f32,bf16,i8] [--rows 1,4,16] [--threads 1,2] [--seconds 0.4]`
 
 Copies of each weight are used in turn, as many as exceed the last cache, so that weights come from memory as in a decode step. The two
 are called alternately; best and median microseconds of each. GB/s counts the weight once, GFLOP/s two operations a product; both of
 the best call. i8 has no counterpart in torch with these inputs: it is compared with torch's bf16.
+A second table: rows of 151,936 logits, sampled at temperature 1 with one filter or none, microseconds per row.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from cluster.model.cpu.library import Kernels, load
 from cluster.model.cpu.modules import PackedWeights
+from cluster.model.sampling import draw, keep_likely, sample
+from cluster.types.request import SamplingParams
 
 CACHE_BYTES = 96 << 20
 MAX_COPIES = 64
@@ -45,6 +48,14 @@ SHAPES = (
     Shape("down", 4864, 896),
     Shape("head", 896, 151936),
 )
+
+
+FILTERS = {
+    "none": SamplingParams(temperature=1.0, seed=1),
+    "top_k 50": SamplingParams(temperature=1.0, seed=1, top_k=50),
+    "top_p 0.9": SamplingParams(temperature=1.0, seed=1, top_p=0.9),
+    "min_p 0.1": SamplingParams(temperature=1.0, seed=1, min_p=0.1),
+}
 
 
 @dataclass(frozen=True)
@@ -99,8 +110,32 @@ def measure(shape: Shape, dtype: str, row_counts: Sequence[int], kernels: Kernel
         )
 
 
+def measure_sampling(num_rows: int, seconds: float) -> None:
+    """Logits of a normal distribution with deviation 2.5. Torch draws row by row, which is faster than all at once."""
+    logits = 2.5 * torch.randn(num_rows, SHAPES[-1].outputs)
+    keys = list(range(num_rows))
+    for name, params in FILTERS.items():
+        rows = [params] * num_rows
+        theirs, ours = alternate(
+            [
+                lambda p=params: [
+                    draw(keep_likely(logits[i : i + 1] / 1.0, [p]), keys[i : i + 1]) for i in keys
+                ]
+            ],
+            [lambda rows=rows: sample(logits, rows, keys)],
+            seconds,
+        )
+        figures = (each / num_rows for t in (theirs, ours) for each in (t.best_us, t.median_us))
+        print(
+            f"{name:10}{torch.get_num_threads():4}{num_rows:6}"
+            + "".join(f"{each:11.1f}" for each in figures)
+            + f"{theirs.best_us / ours.best_us:7.2f}x",
+            flush=True,
+        )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Native CPU linears against torch's.")
+    parser = argparse.ArgumentParser(description="Native CPU kernels against torch's.")
     parser.add_argument("--dtypes", default="f32,bf16,i8")
     parser.add_argument("--rows", default="1,4,16,64,256,1024")
     parser.add_argument("--threads", default="1,2")
@@ -121,6 +156,11 @@ def main() -> None:
             for shape in SHAPES:
                 if shape.name in arguments.shapes.split(","):
                     measure(shape, dtype, row_counts, kernels, arguments.seconds)
+    print("filter     thr  rows torch best     median  ours best     median  ratio")
+    for threads in map(int, arguments.threads.split(",")):
+        torch.set_num_threads(threads)
+        for num_rows in (1, 16):
+            measure_sampling(num_rows, arguments.seconds)
 
 
 if __name__ == "__main__":

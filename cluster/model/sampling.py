@@ -6,48 +6,104 @@ tokens at every batch size, in every row, on every replica, and after a replay. 
 
     row   = mix(mix(seed) + (position + 1) * GAMMA)
     bits  = mix(row + (token_id + 1) * GAMMA) >> 11                 53 bits
-    u     = (bits + 0.5) / 2^53                                     in (0, 1)
+    u     = (bits + 0.5) / 2^53                                     in (0, 1): in double, at most 1 - 2^-53
     token = argmax over kept token ids of logit / temperature - log(-log(u))      (Gumbel-max: exact softmax draw)
 
 Order of the filters as in transformers: temperature, top-k, top-p, min-p.
+
+On the CPU a native kernel draws (`cpu/sampling.cpp`), which takes logarithms only of the tokens that can win; torch
+draws on other devices, and where there is no compiler.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from cluster.model.cpu import library
 from cluster.types.request import SamplingParams
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-# Logits drawn together. Measured on one core, 32 rows of 151,936: 60 ms in such groups, 393 ms all at once.
+# Logits filtered, or drawn by torch, together. Measured on one core, rows of 151,936: torch draws 32 in 60 ms in such
+# groups, in 393 ms all at once; `python -m bench.kernels` measures what a row takes.
 _MAX_GROUP_ELEMENTS = 1 << 18
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
     """One token id per row. logits: [B, V] float32, any device. `positions[i]`: index that the drawn token will have in
     row i's sequence (prompt + generated). Synchronises the device."""
-    tokens = logits.argmax(dim=-1)
-    rows = [row for row, p in enumerate(params) if p.temperature > 0]
+    sampled = [row for row, p in enumerate(params) if p.temperature > 0]
+    has_greedy = len(sampled) < len(params)
+    tokens = logits.argmax(dim=-1) if has_greedy else logits.new_empty(len(params), dtype=torch.int64)
+    keys = {row: _row_key(params[row].seed, positions[row]) for row in sampled}
+    native = _native() if logits.device.type == "cpu" else None
+    if native is not None and (plain := [row for row in sampled if not _has_filter(params[row])]):
+        temperatures = [params[row].temperature for row in plain]
+        tokens[plain] = draw_native(native, logits, plain, temperatures, [keys[row] for row in plain])
+        sampled = [row for row in sampled if _has_filter(params[row])]
     group = max(1, _MAX_GROUP_ELEMENTS // logits.shape[-1])
-    for start in range(0, len(rows), group):
-        some = rows[start : start + group]
-        tokens[some] = _draw(logits[some], [params[row] for row in some], [positions[row] for row in some])
+    for start in range(0, len(sampled), group):
+        some = sampled[start : start + group]
+        temperature = _column([params[row].temperature for row in some], logits)
+        scores = keep_likely(logits[some] / temperature, [params[row] for row in some])
+        tokens[some] = _draw(native, scores, [keys[row] for row in some])
     return tokens.tolist()
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """[S] int64 token ids for rows that all have a temperature."""
-    temperature = _column([p.temperature for p in params], logits)
-    scores = keep_likely(logits / temperature, params)
-    keys = [_row_key(p.seed, position) for p, position in zip(params, positions, strict=True)]
-    noise = gumbel_noise(torch.tensor(keys, dtype=torch.int64, device=logits.device), logits.shape[-1])
+def _has_filter(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def _draw(native: ctypes.CDLL | None, scores: Tensor, keys: Sequence[int]) -> Tensor:
+    if native is None:
+        return draw(scores, keys)
+    return draw_native(native, scores, range(len(keys)), [1.0] * len(keys), keys)
+
+
+def draw(scores: Tensor, keys: Sequence[int]) -> Tensor:
+    """[S] int64 token ids. scores: [S, V], -inf where a token is dropped; keys: of the rows' noise."""
+    noise = gumbel_noise(torch.tensor(keys, dtype=torch.int64, device=scores.device), scores.shape[-1])
     return (scores.double() + noise).argmax(dim=-1)
+
+
+def draw_native(
+    native: ctypes.CDLL,
+    logits: Tensor,
+    rows: Sequence[int],
+    temperatures: Sequence[float],
+    keys: Sequence[int],
+) -> Tensor:
+    """`draw(logits[rows] / temperatures, keys)` without a copy of the logits, NaN and rows of -inf included. The token
+    is another one only where the sums of two are closer than double's rounding, as torch has its own logarithm.
+    logits: [B, V] float32 on the CPU."""
+    logits = logits.float() if logits.stride(-1) == 1 else logits.float().contiguous()
+    count = len(rows)
+    tokens = torch.empty(count, dtype=torch.int64)
+    native.draw_tokens(
+        logits.data_ptr(), logits.stride(0), logits.shape[-1], (c_int64 * count)(*rows), (c_int64 * count)(*keys),
+        (c_float * count)(*temperatures), tokens.data_ptr(), count, torch.get_num_threads(),
+    )  # fmt: skip
+    return tokens
+
+
+@cache
+def _native() -> ctypes.CDLL | None:
+    kernels = library.load()
+    return declared(kernels.cdll) if kernels else None
+
+
+def declared(cdll: ctypes.CDLL) -> ctypes.CDLL:
+    cdll.draw_tokens.argtypes = (c_void_p, c_int64, c_int64, *(c_void_p,) * 4, c_int64, c_int)
+    cdll.draw_tokens.restype = None
+    return cdll
 
 
 def keep_likely(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -72,7 +128,7 @@ def keep_likely(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def _outside_top_p(scores: Tensor, top_p: Sequence[float]) -> Tensor:
     """[S, V] bool: tokens outside the smallest set with probability top_p. The sort is stable, so ties are dropped in
     the same order everywhere."""
-    ascending, order = scores.sort(dim=-1, stable=True)
+    ascending, order = _ascending(scores)
     tail = ascending.softmax(dim=-1).cumsum(dim=-1)
     limit = _column([1.0 - p for p in top_p], scores)
     filtered_rows = torch.tensor([p < 1 for p in top_p], device=scores.device)[:, None]
@@ -81,11 +137,25 @@ def _outside_top_p(scores: Tensor, top_p: Sequence[float]) -> Tensor:
     return torch.zeros_like(drop).scatter(1, order, drop)
 
 
+def _ascending(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """What `scores.sort(dim=-1, stable=True)` returns. On the CPU numpy sorts integers made of score and token id, with
+    vector instructions: a seventh of the time of torch's own sort."""
+    if scores.device.type != "cpu":
+        return scores.sort(dim=-1, stable=True)
+    bits = (scores + 0.0).view(torch.int32)  # of 0 for -0
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    keys.bitwise_left_shift_(32).bitwise_or_(torch.arange(scores.shape[-1]))
+    keys.numpy().sort(axis=-1)
+    order = keys.bitwise_and_(0xFFFFFFFF)
+    return scores.gather(1, order), order
+
+
 def gumbel_noise(row_keys: Tensor, vocab_size: int) -> Tensor:
     """[S, vocab_size] float64 standard Gumbel noise; row_keys: [S] int64 (the bits of an unsigned 64-bit key)."""
     token_ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=row_keys.device)
     bits = _mix_tensor(row_keys[:, None] + token_ids * _signed(_GAMMA))
     uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+    uniform.clamp_(max=1 - 2.0**-53)  # the largest rounds to 1
     return uniform.log_().neg_().log_().neg_()
 
 

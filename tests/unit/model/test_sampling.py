@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -18,7 +19,21 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from cluster.model.sampling import _mix, gumbel_noise, keep_likely, sample
+from cluster.model.cpu.library import load_variant, runnable_variants
+from cluster.model.sampling import (
+    _GAMMA,
+    _MIX_1,
+    _MIX_2,
+    _ascending,
+    _mix,
+    _signed,
+    declared,
+    draw,
+    draw_native,
+    gumbel_noise,
+    keep_likely,
+    sample,
+)
 from cluster.types.request import SamplingParams
 
 VOCAB = 7
@@ -31,6 +46,14 @@ CHI_SQUARE_999 = {
     5: 20.52,
     6: 22.46,
 }  # 99.9 % quantile by degrees of freedom
+
+LOADED = {v.name: declared(kernels.cdll) for v in runnable_variants() if (kernels := load_variant(v))}
+each_variant = pytest.mark.parametrize(
+    "native",
+    [pytest.param(cdll, id=name) for name, cdll in LOADED.items()]
+    or [pytest.param(None, marks=pytest.mark.skip("no native kernels for this CPU, or no compiler"))],
+)
+INFINITY = float("inf")
 
 
 def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -126,6 +149,26 @@ def test_a_token_does_not_depend_on_its_batch(order: list[int], size: int) -> No
     assert together == [alone[i] for i in rows]
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    width=st.integers(1, 300),
+    scores=st.lists(
+        st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, -1.0]),
+        min_size=1,
+        max_size=20,
+    ),
+    seed=st.integers(0, 2**31),
+)
+def test_scores_sort_as_torch_sorts_them(width: int, scores: list[float], seed: int) -> None:
+    """Ties, either zero, subnormals and infinities included."""
+    places = torch.randint(len(scores), (2, width), generator=torch.Generator().manual_seed(seed))
+    rows = torch.tensor(scores)[places]
+    values, order = rows.sort(dim=-1, stable=True)
+    ours = _ascending(rows)
+    assert torch.equal(ours[0], values)
+    assert torch.equal(ours[1], order)
+
+
 def test_greedy_rows_take_the_largest_logit_and_leave_the_logits_alone() -> None:
     logits = torch.randn(4, 33)
     before = logits.clone()
@@ -145,16 +188,13 @@ def test_another_process_draws_the_same_tokens() -> None:
         "import torch; from cluster.model.sampling import sample; from cluster.types.request import SamplingParams as S;"
         "torch.rand(3); print(sample(torch.linspace(0, 1, 64).expand(16, 64), [S(temperature=1.0, seed=42)] * 16, range(16)))"
     )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
-        ).stdout
-        for _ in range(2)
-    }
+    there = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    ).stdout
     here = sample(
         torch.linspace(0, 1, 64).expand(16, 64), [SamplingParams(temperature=1.0, seed=42)] * 16, range(16)
     )
-    assert outputs == {f"{here}\n"}
+    assert there == f"{here}\n"
 
 
 def test_the_mixer_is_splitmix64() -> None:
@@ -164,7 +204,109 @@ def test_the_mixer_is_splitmix64() -> None:
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
+def key_of(word: int, token: int) -> int:
+    """The row key with which a token's random word is `word`: `_mix` backwards."""
+    word ^= word >> 31 ^ word >> 62
+    word = word * pow(_MIX_2, -1, 2**64) % 2**64
+    word ^= word >> 27 ^ word >> 54
+    word = word * pow(_MIX_1, -1, 2**64) % 2**64
+    word ^= word >> 30 ^ word >> 60
+    return _signed(word - (token + 1) * _GAMMA)
+
+
 def test_noise_is_finite_for_every_key() -> None:
-    noise = gumbel_noise(torch.tensor([0, -1, 2**63 - 1, -(2**63)]), 1000)
+    noise = gumbel_noise(torch.tensor([0, -1, 2**63 - 1, -(2**63), key_of(0, 0), key_of(2**64 - 1, 0)]), 1000)
     assert torch.isfinite(noise).all()
-    assert abs(float(noise.mean()) - 0.5772) < 0.1  # Euler's constant
+    assert noise[4, 0] == pytest.approx(-3.6225, abs=1e-4)  # -log(54 log 2)
+    assert noise[5, 0] == pytest.approx(36.7368, abs=1e-4)  # 53 log 2
+    assert abs(float(noise[:4].mean()) - 0.5772) < 0.1  # Euler's constant
+
+
+# ------------------------------------------------------------------------------------------------- native against torch
+
+
+def assert_same_draws(
+    native: ctypes.CDLL, logits: torch.Tensor, temperatures: list[float], seed: int
+) -> None:
+    keys = [_signed(_mix(seed + i)) for i in range(len(logits))]
+    expected = draw(logits / torch.tensor(temperatures)[:, None], keys)
+    assert torch.equal(draw_native(native, logits, range(len(logits)), temperatures, keys), expected)
+
+
+@each_variant
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**40),
+    width=st.one_of(st.integers(1, 70), st.integers(100, 3000)),
+    spread=st.sampled_from([0.0, 0.3, 3.0, 30.0, 1e4, 1e30]),
+    offset=st.sampled_from([0.0, 1e4, -1e4, 1e16, -1e30]),
+    kept=st.sampled_from([1.0, 0.5, 0.01]),
+    temperature=st.floats(0.01, 10),
+)
+def test_native_draws_what_torch_draws(
+    native: ctypes.CDLL, seed: int, width: int, spread: float, offset: float, kept: float, temperature: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, width, generator=generator) * spread + offset
+    logits[torch.rand(4, width, generator=generator) > kept] = -INFINITY
+    assert_same_draws(native, logits, [temperature, 1.0, 2 * temperature, 0.5], seed)
+
+
+@each_variant
+@pytest.mark.parametrize("shape", ["flat", "rising", "falling", "steps", "one peak"])
+def test_native_draws_what_torch_draws_from_whole_vocabularies(native: ctypes.CDLL, shape: str) -> None:
+    ids = torch.arange(32_003, dtype=torch.float32)
+    logits = {
+        "flat": torch.zeros_like(ids),
+        "rising": ids * 1e-3,
+        "falling": -ids * 0.1,
+        "steps": (ids % 64 == 63) * 10.0,
+        "one peak": (ids == 32_002) * 12.0,
+    }[shape]
+    for seed in range(0, 60, 6):
+        assert_same_draws(native, logits.expand(6, -1), [0.3, 0.7, 1.0, 1.0, 1.5, 3.0], seed)
+
+
+@each_variant
+def test_native_draws_the_token_with_the_most_and_the_least_noise_that_there_is(native: ctypes.CDLL) -> None:
+    for word, gap in [(2**64 - 1, 36.0), (2**64 - 1, 40.0), (0, -5.0), (2**63, 0.0)]:
+        for token in (0, 5, 64, 200):
+            logits = torch.zeros(1, 201)
+            logits[0, token] = -gap
+            keys = [key_of(word, token)]
+            assert torch.equal(draw_native(native, logits, [0], [1.0], keys), draw(logits, keys))
+    assert draw_native(native, torch.zeros(1, 1), [0], [1.0], [key_of(0, 0)]).tolist() == [0]
+
+
+@each_variant
+@pytest.mark.parametrize("width", [1, 9, 64, 203])
+def test_native_draws_what_torch_draws_where_numbers_end(native: ctypes.CDLL, width: int) -> None:
+    row = torch.randn(width, generator=torch.Generator().manual_seed(width))
+    for value in (float("nan"), INFINITY, -INFINITY, 3e38, -3e38):
+        for places in ([0], [width - 1], [width // 2, width - 1], list(range(width))):
+            logits = row.clone()
+            logits[places] = value
+            assert_same_draws(native, logits.expand(4, -1), [1.0, 0.1, 1e-42, 1e-60], 1)
+
+
+@each_variant
+def test_of_equal_sums_native_draws_the_first(native: ctypes.CDLL) -> None:
+    logits = torch.full((1, 500), 1e30)  # noise is lost in rounding
+    logits[0, :77] = 0
+    assert draw_native(native, logits, [0], [1.0], [5]).tolist() == [77]
+
+
+@each_variant
+def test_rows_are_drawn_in_place_with_any_number_of_threads(native: ctypes.CDLL) -> None:
+    wide = torch.randn(12, 2, 20_000, generator=torch.Generator().manual_seed(3))
+    logits, rows, keys = wide[:, 1], [11, 3, 4, 5, 6, 7, 8, 3], list(range(8))
+    expected = draw(logits[rows], keys)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(draw_native(native, logits, rows, [1.0] * 8, keys), expected)
+            transposed = logits.t().contiguous().t()
+            assert torch.equal(draw_native(native, transposed, rows, [1.0] * 8, keys), expected)
+    finally:
+        torch.set_num_threads(before)
