@@ -215,6 +215,8 @@ class DecodeEngine:
             self._runner.copy_blocks(sources, targets)
         if request.live_choices:  # the choices own the prompts' blocks now
             request.prompt_blocks = []
+        self._blocks.free(copies)  # meant for choices that are over already
+        request.copy_blocks = []
         for choice in request.live_choices:
             self._leave_blocks(choice)
 

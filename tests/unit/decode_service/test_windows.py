@@ -185,6 +185,19 @@ def test_a_request_that_leaves_with_a_hole_in_its_table_gives_back_the_rest_once
     assert rig.pools["decode"].num_referenced == 0
 
 
+def test_the_copy_meant_for_a_choice_that_ended_early_is_free_at_once() -> None:
+    rig = WindowRig(5, decode_blocks=24)
+    relay = Relay(rig)
+    relay.start(make_request("r", 2, max_tokens=9, num_choices=2))
+    relay.play(2)
+    assert rig.decode.engine.load().num_open_leases == 1  # granted, not yet begun
+    rig.receive("decode", Cancel("r", 0))
+    while not rig.decode.engine.load().num_running:
+        relay.play(1)
+    assert rig.pools["decode"].num_referenced == 1
+    finish(rig, relay)
+
+
 request_sizes = st.tuples(
     st.integers(1, 24),  # prompt tokens, but for one
     st.integers(1, 30),  # generated
