@@ -18,7 +18,7 @@ from cluster.kvcache.hashing import block_hashes
 from cluster.model.language import LanguageModel
 from cluster.scheduling.admission import PromptAdmission
 from cluster.scheduling.budget import StepBudget
-from cluster.scheduling.chunks import ChunkScheduler, usable_prefix
+from cluster.scheduling.chunks import Chunk, ChunkScheduler, usable_prefix
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.types.messages import Admitted, Failed, FinishReason, LoadReport, StartPrefill, TokenEvent
 from cluster.types.request import GenerateRequest
@@ -36,6 +36,7 @@ from prefill_service.state import Phase, PrefillRequest, PromptSequence
 from prefill_service.transfer import Ready, StepPush, send_computed
 
 WARM_UP_TOKENS = 1024  # in one step, at most
+LONG_STEP_SHARE = 0.2  # of the usual tokens, in a step of long prompts alone
 Work = tuple[PrefillRequest, PromptSequence]
 
 
@@ -244,11 +245,10 @@ class PrefillEngine:
 
     def _run_chunks(self) -> bool:
         """One forward over what the scheduler chooses; False: nothing can run."""
-        chunks = self._chunks.schedule(self._budget.max_tokens(self._context))
+        chunks, is_long = self._schedule()
         if not chunks:
             return False
         batch = [(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks]
-        is_long = all(sequence.num_missing_at_start > self._budget.most_tokens for _, sequence, _ in batch)
         with self._turns.hold(0.0 if is_long else math.inf):  # a short prompt is worth a pause of the others
             logits = self._run(batch)
         num_tokens = sum(count for _, _, count in batch)
@@ -261,6 +261,16 @@ class PrefillEngine:
             for request, tokens in zip(complete, self._runner.first_tokens(complete), strict=True):
                 self._tell_first_tokens(request, tokens)
         return True
+
+    def _schedule(self) -> tuple[list[Chunk], bool]:
+        """The next step, and whether it serves only prompts longer than the largest step: such a step is smaller, because others
+        get their turns between its layers."""
+        max_tokens = self._budget.max_tokens(self._context)
+        chunks = self._chunks.schedule(max_tokens)
+        sequences = [self._sequences[chunk.request_id][1] for chunk in chunks]
+        if any(sequence.num_missing_at_start <= self._budget.most_tokens for sequence in sequences):
+            return chunks, False
+        return self._chunks.schedule(max(self._budget.min_tokens, int(LONG_STEP_SHARE * max_tokens))), True
 
     def _run(self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]]) -> list[Tensor | None]:
         """The forward; meanwhile its KV goes out and others get their turns, layer by layer."""

@@ -71,7 +71,9 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", type=_peers, default={}, help=f"{VLLM}=COMMAND,{LLAMA}=COMMAND")
     parser.add_argument("--work", type=Path, help="logs and configuration files; default: a new folder")
     parser.add_argument("--cores", type=_numbers, default=sorted(os.sched_getaffinity(0)))
-    parser.add_argument("--threads", type=_numbers, help="our encode, prefill and decode; default: all cores")
+    parser.add_argument(
+        "--threads", type=_numbers, help="our encode, prefill and decode; default, or 0: the pool's own"
+    )
     parser.add_argument("--port", type=int, default=8400)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
 
@@ -79,7 +81,7 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
 def _setup(args: argparse.Namespace) -> Setup:
     work = args.work or Path(tempfile.mkdtemp(prefix="bench-engine-"))
     print(f"logs: {work}", flush=True)
-    encode, prefill, decode = args.threads or [len(args.cores)] * 3
+    encode, prefill, decode = args.threads or (0, 0, 0)
     return Setup(
         models=args.dir.resolve(),
         work=work.resolve(),

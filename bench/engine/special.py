@@ -72,6 +72,7 @@ async def _watch_streams(
             await asyncio.sleep(QUIET_S)
             video = await ask(session, server.endpoint, _video_request(prompts, clip, *key, "measure"))
             still_running = sum(not task.done() for task in tasks)
+            await _until_each_went_on(streams, video.ended_at)
         finally:
             for task in tasks:
                 task.cancel()
@@ -115,6 +116,13 @@ async def _until_settled(streams: Sequence[Record], tasks: Sequence[asyncio.Task
         await asyncio.sleep(0.05)
 
 
+async def _until_each_went_on(streams: Sequence[Record], ended_at: float) -> None:
+    """Who stood still all the time shows it in the gap that ends now."""
+    deadline = time.perf_counter() + QUIET_S
+    while any(stream.chunks_at[-1] <= ended_at for stream in streams) and time.perf_counter() < deadline:
+        await asyncio.sleep(0.01)
+
+
 def _video_request(prompts: Prompts, clip: Part, *key: object) -> Request:
     """The text stands first and differs: no prefix is known, whatever was computed for the clip before."""
     before, after = ({"type": "text", "text": prompts.text(16, *key, place)} for place in ("before", "after"))
@@ -123,12 +131,12 @@ def _video_request(prompts: Prompts, clip: Part, *key: object) -> Request:
 
 
 def gaps_between(streams: Sequence[Record], start_at: float, end_at: float) -> list[float]:
-    """Gaps that end within [start_at, end_at)."""
+    """Gaps that reach into [start_at, end_at)."""
     return [
         later - earlier
         for stream in streams
         for earlier, later in zip(stream.chunks_at, stream.chunks_at[1:], strict=False)
-        if start_at <= later < end_at
+        if later > start_at and earlier < end_at
     ]
 
 

@@ -36,7 +36,9 @@ class _Args(BaseModel):
 
 
 class _PoolArgs(_Args):
-    threads: int = Field(0, ge=0)  # of a replica; 0: one per core. Replicas that share cores take turns
+    """Where a pool runs on CPUs. Replicas that share cores take turns: cluster/worker/turns.py."""
+
+    threads: int = Field(0, ge=0)  # of a replica; 0: one per core, encoders half as many
     cores: tuple[int, ...] = ()  # that its replicas may run on, as the kernel numbers them; empty: all
 
 
@@ -65,7 +67,7 @@ class SpeculationArgs(_Args):
 class PrefillArgs(_PoolArgs):
     kv_blocks: int = Field(2048, ge=2)  # KV of the prompts in work, and the prefix cache
     max_batch_tokens: int = Field(2048, ge=1)  # prompt tokens in one step, over all requests
-    step_target_s: float = Field(0.25, gt=0)  # … and so many that a step is expected to last no longer
+    step_target_s: float = Field(0.5, gt=0)  # … and so many that a step is expected to last no longer
     feature_bytes: int = Field(128 * MIB, ge=0)  # memory that encoders write embeddings into
 
 
@@ -111,9 +113,14 @@ def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> C
     """Explicit arguments win over the environment, the environment over defaults. Raises ConfigError."""
     given = args.model if "model" in args.model_fields_set else environment.model or args.model
     model = _find(given)
+    half = max(1, num_cores // 2)  # an encoder's many small operators: more threads wait for each other
     pools = {
-        name: pool.model_copy(update={"threads": pool.threads or len(pool.cores) or num_cores})
-        for name, pool in (("encode", args.encode), ("prefill", args.prefill), ("decode", args.decode))
+        name: pool.model_copy(update={"threads": pool.threads or len(pool.cores) or threads})
+        for name, pool, threads in (
+            ("encode", args.encode, half),
+            ("prefill", args.prefill, num_cores),
+            ("decode", args.decode, num_cores),
+        )
     }
     return args.model_copy(update={"model": str(model), "model_id": args.model_id or model.name, **pools})
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cluster.errors import ConfigError
+from cluster.model.cpu.modules import optimise_modules
 from cluster.model.families import family_of, num_deepstack_layers
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.types.media import Modality
@@ -44,8 +45,12 @@ class EncoderModel:
     def load(
         cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> EncoderModel:
-        """Reads only the encoder half of the checkpoint. Raises ConfigError for models that are not supported."""
-        return cls(load_half(path, Half.ENCODER, dtype=dtype, device=device))
+        """Reads only the encoder half of the checkpoint. On the CPU its linears, gated MLPs and norms run on native kernels where
+        they can be built. Raises ConfigError for models that are not supported."""
+        encoder = cls(load_half(path, Half.ENCODER, dtype=dtype, device=device))
+        if encoder.device.type == "cpu":
+            optimise_modules(encoder._base)
+        return encoder
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> EncoderModel:

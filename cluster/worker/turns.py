@@ -51,7 +51,8 @@ class Turns:
         if folder is not None:
             folder.mkdir(exist_ok=True)
             self._next = _FileLock(folder / "next")
-            self._slots = [_FileLock(folder / f"slot-{i}") for i in range(num_slots)]
+            # Last first: a worker with fewer threads than the others leaves them the slots that they can have.
+            self._slots = [_FileLock(folder / f"slot-{i}") for i in reversed(range(num_slots))]
         self._held: _FileLock | None = None
         self._began_at = 0.0  # when this stretch of running began
         self._may_run_s = math.inf  # in this stretch

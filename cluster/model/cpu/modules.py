@@ -165,6 +165,15 @@ def optimise(
     return new_head
 
 
+def optimise_modules(module: nn.Module, kernels: Kernels | None = None) -> int:
+    """What `optimise` does to a text model, for any module: replaces what it can inside `module`; returns how many parts."""
+    kernels = kernels or load()
+    if kernels is None:
+        return 0
+    with torch.inference_mode():
+        return _optimise_children(module, kernels, "auto")
+
+
 def _optimise_children(module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype) -> int:
     count = 0
     for name, child in module.named_children():

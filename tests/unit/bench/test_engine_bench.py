@@ -309,10 +309,12 @@ def test_one_request_in_ten_of_the_taxed_load_is_an_image() -> None:
     assert (kinds.count("text"), kinds.count("image")) == (special.TAX_REQUESTS, special.TAX_REQUESTS // 9)
 
 
-def test_a_gap_belongs_to_the_time_in_which_it_ends() -> None:
+def test_a_gap_belongs_to_every_time_that_it_reaches_into() -> None:
+    """A stream that stands still all the time must not look undisturbed."""
     streams = [Record("text", chunks_at=[0.0, 1.0, 4.0]), Record("text", chunks_at=[2.0, 2.5])]
-    assert special.gaps_between(streams, 1.0, 4.0) == [1.0, 0.5]
-    assert special.gaps_between(streams, 4.0, 9.0) == [3.0]
+    assert special.gaps_between(streams, 1.0, 4.0) == [3.0, 0.5]
+    assert special.gaps_between(streams, 3.0, 3.5) == [3.0]
+    assert special.gaps_between(streams, 4.0, 9.0) == []
 
 
 def test_the_command_line_names_peers_by_their_commands() -> None:

@@ -62,6 +62,14 @@ def test_no_more_steps_run_at_once_than_there_are_slots(tmp_path, pool, num_slot
     assert len(most) == 200
 
 
+def test_a_worker_with_fewer_threads_leaves_the_first_slot_to_the_others(tmp_path):
+    refused = []
+    small, large = make(tmp_path, num_slots=2), make(tmp_path, num_slots=1, pause=refused.append)
+    with small.hold(), large.hold():
+        pass
+    assert refused == []
+
+
 def test_who_waits_goes_before_the_next_step_of_whoever_runs(tmp_path, pool):
     """A worker with step after step must not keep the slot by asking again at once."""
     busy, other = make(tmp_path), make(tmp_path)
