@@ -8,8 +8,8 @@ a GPU takes no turns.
     with turns.hold(patience_s):     waits for a slot
         …  turns.offer()             between layers: whoever waits goes first, if this step has had its share
 
-After `patience_s` of running, a step gives way at its next offer, and then again each time it has run for `SHARE` of
-what the others have had meanwhile: so they are slowed down by no more than that, plus a layer, however long the step is.
+After `patience_s` of running, a step gives way at its next offer, and then again before it has run for more than `SHARE` of
+what the others have had meanwhile: so they are slowed down by no more than that, or a layer, however long the step is.
 
 A slot is an flock, given back by the kernel when its holder dies. Whoever wants one first takes the lock `next` and keeps it
 until he has a slot; that makes a queue of one, and tells a holder that somebody waits. Turns are a matter of speed, never of
@@ -55,6 +55,7 @@ class Turns:
             self._slots = [_FileLock(folder / f"slot-{i}") for i in reversed(range(num_slots))]
         self._held: _FileLock | None = None
         self._began_at = 0.0  # when this stretch of running began
+        self._offered_at = 0.0  # last, in this stretch
         self._may_run_s = math.inf  # in this stretch
         self._ran_s = 0.0  # in the stretches before, of this step
 
@@ -73,7 +74,9 @@ class Turns:
         """Inside `hold`. May wait; costs 2 us when nobody else does."""
         if self._held is None or self._next is None:
             return
-        if self._clock.now() - self._began_at < self._may_run_s:
+        now = self._clock.now()
+        layer_s, self._offered_at = now - self._offered_at, now
+        if now + layer_s - self._began_at <= self._may_run_s:  # after one more like the last
             return
         if self._next.try_take():
             self._next.give()
@@ -96,7 +99,7 @@ class Turns:
         if self._next is not None and self._held is None:
             logger.error("no turn at the CPU came in %.0f s: this worker takes none any more", TIMEOUT_S)
             self._next = None
-        self._began_at = self._clock.now()
+        self._began_at = self._offered_at = self._clock.now()
 
     def _wait_for(self, locks: list[_FileLock], deadline: float) -> _FileLock | None:
         while True:
