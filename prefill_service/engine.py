@@ -36,7 +36,6 @@ from prefill_service.state import Phase, PrefillRequest, PromptSequence
 from prefill_service.transfer import Ready, StepPush, send_computed
 
 WARM_UP_TOKENS = 1024  # in one step, at most
-LONG_STEP_SHARE = 0.2  # of the usual tokens, in a step of long prompts alone
 Work = tuple[PrefillRequest, PromptSequence]
 
 
@@ -71,6 +70,7 @@ class PrefillEngine:
         self._by_lease: dict[str, PrefillRequest] = {}  # outgoing transfers
         self._running: set[str] = set()
         self._num_missing_tokens = 0  # of all requests
+        self._long_step_s = 0.0  # that a step of long prompts may last
         self._context = 0.0  # computed tokens that a token of the last step saw, on average
 
     def warm_up(self) -> None:
@@ -251,6 +251,8 @@ class PrefillEngine:
         batch = [(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks]
         with self._turns.hold(0.0 if is_long else math.inf):  # a short prompt is worth a pause of the others
             logits = self._run(batch)
+        if is_long:
+            self._long_step_s = self._model.num_layers * self._turns.stretch_s
         num_tokens = sum(count for _, _, count in batch)
         self._context = sum(sequence.num_computed_tokens * count for _, sequence, count in batch) / num_tokens
         self._budget.observe(num_tokens, self._context, self._turns.ran_s)
@@ -263,14 +265,15 @@ class PrefillEngine:
         return True
 
     def _schedule(self) -> tuple[list[Chunk], bool]:
-        """The next step, and whether it serves only prompts longer than the largest step: such a step is smaller, because others
-        get their turns between its layers."""
-        max_tokens = self._budget.max_tokens(self._context)
-        chunks = self._chunks.schedule(max_tokens)
+        """The next step, and whether it serves only prompts longer than the largest step. Such a step gives way between layers, so
+        each is to last no longer than its turn. A long prompt's first step is as small as can be: it shows how long that is."""
+        chunks = self._chunks.schedule(self._budget.max_tokens(self._context))
         sequences = [self._sequences[chunk.request_id][1] for chunk in chunks]
         if any(sequence.num_missing_at_start <= self._budget.most_tokens for sequence in sequences):
             return chunks, False
-        return self._chunks.schedule(max(self._budget.min_tokens, int(LONG_STEP_SHARE * max_tokens))), True
+        is_first = any(sequence.num_computed_tokens == sequence.num_cached_tokens for sequence in sequences)
+        most_s = 0.0 if is_first else self._long_step_s
+        return self._chunks.schedule(self._budget.max_tokens(self._context, most_s)), True
 
     def _run(self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]]) -> list[Tensor | None]:
         """The forward; meanwhile its KV goes out and others get their turns, layer by layer."""

@@ -12,6 +12,8 @@ by doubling. Nothing learnt is trusted far beyond what was seen: a budget is at 
 
 from __future__ import annotations
 
+import math
+
 # On simulated devices with 10% noise and hiccups of 20 times a step in 3% of them, steps stay within 25% of the target, and a
 # device that becomes three times slower or faster is followed in 20 to 80 steps.
 MEMORY_STEPS = 32  # a step's weight has fallen to 1/e after this many more
@@ -57,14 +59,16 @@ class StepBudget:
         """How long such a step should last. Zero before the first observation."""
         return sum(part * x for part, x in zip(self._parts, self._features(tokens, context), strict=True))
 
-    def max_tokens(self, context: float) -> int:
-        """How many tokens, each seeing `context` earlier ones on average, may run in the next step."""
+    def max_tokens(self, context: float, most_s: float = math.inf) -> int:
+        """How many tokens, each seeing `context` earlier ones on average, may run in the next step, if it is to last neither longer
+        than the target nor than `most_s`."""
+        target_s = min(self._step_target_s, most_s)
         most = min(self.most_tokens, max(self.min_tokens, 2 * self._num_seen))
         fixed_s = self._parts[0]
         slope = (self.predicted_s(self.most_tokens, context) - fixed_s) / self.most_tokens
         if slope <= 0:
-            return most if fixed_s < self._step_target_s else self.min_tokens
-        tokens = (self._step_target_s - fixed_s) / slope
+            return most if fixed_s < target_s else self.min_tokens
+        tokens = (target_s - fixed_s) / slope
         return int(max(self.min_tokens, min(most, tokens)))
 
     def _features(self, tokens: int, context: float) -> tuple[float, float, float]:

@@ -34,9 +34,13 @@ from cluster.rpc.address import make_private
 
 logger = logging.getLogger(__name__)
 
-SHARE = 0.4  # of what others run, for a step whose patience is over
+SHARE = 0.3  # of what others run, for a step whose patience is over
 TIMEOUT_S = 30.0  # a model step never lasts that long between two offers
-POLL_S = 0.0005  # a poll costs 10 us of a core that somebody else could use
+POLL_S = 0.0005  # a poll costs 10 us of a core that somebody else could use, and makes a parallel region wait
+QUIET_SHARE, MAX_QUIET_S = (
+    0.7,
+    0.05,
+)  # of the step's shortest pause so far, nobody asks whether this one is over
 
 
 class Turns:
@@ -58,11 +62,13 @@ class Turns:
         self._offered_at = 0.0  # last, in this stretch
         self._may_run_s = math.inf  # in this stretch
         self._ran_s = 0.0  # in the stretches before, of this step
+        self._away_s: list[float] = []  # the pauses of this step
 
     @contextmanager
     def hold(self, patience_s: float = math.inf) -> Iterator[None]:
         """Not while it is held."""
         self._ran_s = 0.0
+        self._away_s.clear()
         self._may_run_s = patience_s
         self._take()
         try:
@@ -83,17 +89,25 @@ class Turns:
             return
         self._give()
         gave_way_at = self._clock.now()
-        self._take()
-        self._may_run_s = SHARE * (self._began_at - gave_way_at)
+        self._take(min(QUIET_SHARE * min(self._away_s, default=0.0), MAX_QUIET_S))
+        self._away_s.append(self._began_at - gave_way_at)
+        self._may_run_s = SHARE * self._away_s[-1]
 
     @property
     def ran_s(self) -> float:
         """How long the last step, or the one so far, has run, without what it waited."""
         return self._ran_s + (self._clock.now() - self._began_at if self._held is not None else 0.0)
 
-    def _take(self) -> None:
+    @property
+    def stretch_s(self) -> float:
+        """What the last step's share of its pauses was, on average: infinite if nobody made use of its offers."""
+        return SHARE * sum(self._away_s) / len(self._away_s) if self._away_s else math.inf
+
+    def _take(self, quiet_s: float = 0.0) -> None:
         deadline = self._clock.now() + TIMEOUT_S
         if self._next is not None and self._wait_for([self._next], deadline) is not None:
+            if quiet_s > 0:
+                self._pause(quiet_s)
             self._held = self._wait_for(self._slots, deadline)
             self._next.give()
         if self._next is not None and self._held is None:

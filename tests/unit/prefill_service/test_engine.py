@@ -1,8 +1,13 @@
 """The prefill engine with its neighbours, stepped by hand."""
 
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
+from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import Failed, FinishReason, Tokens
 from tests.fakes.engines import MARGIN_S, TIMEOUT_S, UNPLACEABLE_TOKEN, Rig, make_item, make_request
 from tests.fakes.relay import Relay
@@ -158,3 +163,27 @@ def test_a_text_prompt_does_not_wait_for_a_long_media_prompt(rig, relay):
     assert "short" in [event.request_id for event in events(rig)]
     assert "long" not in [event.request_id for event in events(rig)]
     relay.play()
+
+
+@pytest.mark.parametrize(("stretch_s", "usual"), [(math.inf, 20), (0.25, 5), (1e-3, 1)])
+def test_layers_of_a_long_prompt_last_no_longer_than_their_turn(rig, relay, stretch_s, usual):
+    """Five hundredths of a second a token, one layer; the largest step has 20 tokens."""
+    sizes = []
+
+    def run(batch, on_layer):
+        sizes.append(sum(count for _, _, count in batch))
+        rig.prefill.engine._turns.ran_s = 0.05 * sizes[-1]
+        return rig._run_prefill(batch, on_layer)
+
+    engine = rig.prefill.engine
+    engine._budget = StepBudget(1.0, 1, 20)
+    engine._turns = SimpleNamespace(
+        hold=lambda patience_s: nullcontext(), offer=lambda: None, stretch_s=stretch_s, ran_s=0.0
+    )
+    engine._runner = SimpleNamespace(run=run, first_tokens=engine._runner.first_tokens)
+    relay.start(make_request("long", 80))
+    relay.play(100)
+    assert relay.stories["long"].finish_reason is FinishReason.LENGTH
+    assert sizes[0] == 1 and max(sizes) == usual
+    assert sum(sizes) == 81
+    assert sizes.count(usual) >= 2

@@ -1,6 +1,7 @@
 """Turns at shared cores. Threads stand for processes: a lock excludes every other object for its path, wherever it lives."""
 
 import fcntl
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cluster.clock import SystemClock
-from cluster.worker.turns import SHARE, TIMEOUT_S, Turns, cpu_turns, no_turns
+from cluster.worker.turns import (
+    MAX_QUIET_S,
+    POLL_S,
+    QUIET_SHARE,
+    SHARE,
+    TIMEOUT_S,
+    Turns,
+    cpu_turns,
+    no_turns,
+)
 from tests.fakes.clock import ManualClock
 
 DEADLINE_S = 20.0
@@ -111,7 +121,7 @@ def test_a_step_gives_way_between_layers_only_when_its_patience_is_over(tmp_path
 
 
 def test_others_are_slowed_down_by_a_fixed_share(tmp_path, pool):
-    """One second of them for every 0.4 seconds of the step, once its patience is over."""
+    """One second of them for every 0.3 seconds of the step, once its patience is over."""
     clock = ManualClock()
     long, decode = make(tmp_path, clock), make(tmp_path, clock)
     stop = threading.Event()
@@ -137,6 +147,41 @@ def test_others_are_slowed_down_by_a_fixed_share(tmp_path, pool):
     done.result(DEADLINE_S)
     assert len(gaps) >= 5
     assert max(gaps[:-1]) <= SHARE + 1e-9  # the last one waited for the end of the step
+
+
+class ScriptedLock:
+    """Can be taken, or not, as the letters say: y or n."""
+
+    def __init__(self, answers):
+        self._answers = iter(answers)
+
+    def try_take(self):
+        return next(self._answers) == "y"
+
+    def give(self):
+        pass
+
+
+def test_most_of_a_pause_like_the_last_ones_passes_without_a_poll(tmp_path):
+    clock, pauses = ManualClock(), []
+    turns = make(tmp_path, clock, pause=lambda seconds: (pauses.append(seconds), advance(clock, seconds)))
+    turns._next = ScriptedLock("y" + "ny" * 3)  # somebody waits at each offer, and has a slot at once
+    turns._slots = [ScriptedLock("y" + "n" * 20 + "y" + "nnny" + "y")]
+    with turns.hold(patience_s=0.0):
+        assert turns.stretch_s == math.inf
+        advance(clock, 1.0)
+        turns.offer()
+        assert pauses == [POLL_S] * 20
+        assert turns.stretch_s == pytest.approx(SHARE * 20 * POLL_S)
+        del pauses[:]
+        advance(clock, 1.0)
+        turns.offer()
+        assert pauses == [pytest.approx(QUIET_SHARE * 20 * POLL_S)] + [POLL_S] * 3
+        del pauses[:]
+        advance(clock, 1.0)
+        turns._away_s = [10.0]
+        turns.offer()
+        assert pauses == [MAX_QUIET_S]
 
 
 def test_a_turn_that_never_comes_is_given_up_for_good(tmp_path, caplog):
