@@ -1,0 +1,119 @@
+"""The hand-over's speed, on this machine.
+
+    python -m bench.transfer lanes  --out results.jsonl [--agents nixl,collective] [--codecs raw,int8,int4]
+                                    [--blocks 16,64,256,1024] [--repeats 15]
+    python -m bench.transfer hidden --out results.jsonl --model MODEL [--prompts 256,1024,4096,8192] [--links 1,10,50]
+                                    [--repeats 3] [--codec raw]
+    python -m bench.transfer table results.jsonl
+    python -m bench.transfer plot  results.jsonl --out results.svg
+
+`lanes` measures what `bench/transfer/lanes.py` describes, `hidden` what `hidden.py` does, with a model such as text-0.5b of
+`python -m bench.engine models`. Both append to the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cluster.config.environment import read_environment
+from cluster.config.settings import ClusterArgs, resolve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    lanes = commands.add_parser("lanes")
+    lanes.add_argument("--agents", default="nixl,collective")
+    lanes.add_argument("--codecs", default="raw,int8,int4")
+    lanes.add_argument("--blocks", default="16,64,256,1024")
+    lanes.add_argument("--repeats", type=int, default=15)
+    hidden = commands.add_parser("hidden")
+    hidden.add_argument("--model", required=True)
+    hidden.add_argument("--prompts", default="256,1024,4096,8192")
+    hidden.add_argument("--links", default="1,10,50", help="GB/s")
+    hidden.add_argument("--repeats", type=int, default=3)
+    hidden.add_argument("--codec", default="raw")
+    for command in (lanes, hidden):
+        command.add_argument("--out", type=Path, required=True)
+    table = commands.add_parser("table")
+    plot = commands.add_parser("plot")
+    plot.add_argument("--out", type=Path, required=True)
+    for command in (table, plot):
+        command.add_argument("files", nargs="+", type=Path)
+    arguments = parser.parse_args()
+    COMMANDS[arguments.command](arguments)
+
+
+def _lanes(arguments: argparse.Namespace) -> None:
+    from bench.transfer.lanes import lanes, measure
+
+    with lanes(arguments.agents.split(","), arguments.codecs.split(",")) as every:
+        _append(arguments.out, measure(every, _numbers(arguments.blocks), arguments.repeats))
+
+
+def _hidden(arguments: argparse.Namespace) -> None:
+    from bench.transfer.hidden import measure
+
+    lengths = _numbers(arguments.prompts)
+    num_blocks = 2 * max(lengths) // 16 + 16
+    args = ClusterArgs.model_validate(
+        {
+            "model": arguments.model,
+            "transport": "in_process",
+            "dtype": "bfloat16",
+            "max_model_len": max(lengths) + 16,
+            "prefill": {"kv_blocks": num_blocks, "feature_bytes": 0},
+            "decode": {"kv_blocks": num_blocks},
+            "door": {"first_token_timeout_s": 300.0},
+            "transfer": {"codec": arguments.codec, "wire_tokens": max(lengths)},
+        }
+    )
+    links = [float(link) for link in arguments.links.split(",")]
+    resolved = resolve(args, read_environment(), num_cores=_num_cores())
+    _append(arguments.out, asyncio.run(measure(resolved, lengths, links, arguments.repeats)))
+
+
+def _num_cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0))
+
+
+def _append(path: Path, records: Iterable[dict[str, object]]) -> None:
+    with path.open("a") as file:
+        for record in records:
+            print(json.dumps(record), file=file, flush=True)
+
+
+def _table(arguments: argparse.Namespace) -> None:
+    from bench.transfer.report import hidden_table, lane_table
+
+    records = _read(arguments.files)
+    print("\n".join(lane_table(r for r in records if r["type"] == "lane")), end="\n\n")
+    print("\n".join(hidden_table(r for r in records if r["type"] == "hidden")))
+
+
+def _plot(arguments: argparse.Namespace) -> None:
+    from bench.transfer.report import plot
+
+    arguments.out.write_text(plot(r for r in _read(arguments.files) if r["type"] == "lane"))
+
+
+def _read(files: Sequence[Path]) -> list[dict[str, object]]:
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+COMMANDS = {"lanes": _lanes, "hidden": _hidden, "table": _table, "plot": _plot}
+
+if __name__ == "__main__":
+    main()

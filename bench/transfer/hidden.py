@@ -1,0 +1,190 @@
+"""How much of the KV transfer hides behind the prefill: a prompt goes through prefill and decode over a link of a given speed, once
+layer by layer while prefill computes, once after it.
+
+One process, real services and engines; the in-process agent with a link: bytes count as arrived when the link could have
+carried them. What shows of a transfer is the time from prefill's first token to the lease's completion at decode. Hidden
+share: 1 - (what shows, pipelined) / (what shows when nothing is sent before the first token).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from cluster.config.settings import ClusterArgs
+from cluster.ids import new_request_id
+from cluster.types.members import Role
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from decode_service.service import DecodeService
+from kv_transfer.agent import TransferState
+from kv_transfer.in_process import InProcessNetwork
+from kv_transfer.receiver import Completed
+from prefill_service import engine as prefill_engine
+from prefill_service.service import PrefillService
+from prefill_service.transfer import send_computed
+from router.door import Door
+
+NUM_GENERATED = 3
+TIMEOUT_S = 300.0
+
+
+class SlowLink:
+    """An agent whose writes take as long as a link of `bytes_per_s` would, one after the other."""
+
+    def __init__(self, agent: Any, link: Link):
+        self._agent = agent
+        self._link = link
+        self._free_at = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def post(self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b"") -> Any:
+        handle = self._agent.post(peer, local, remote, notification)
+        num_bytes = int(local[:, 1].sum())
+        self._link.num_bytes += num_bytes
+        self._free_at = max(self._free_at, time.perf_counter()) + num_bytes / self._link.bytes_per_s
+        return handle, self._free_at
+
+    def poll(self, handle: Any) -> TransferState:
+        inner, due_at = handle
+        return TransferState.PENDING if time.perf_counter() < due_at else self._agent.poll(inner)
+
+    def release(self, handle: Any) -> None:
+        self._agent.release(handle[0])
+
+
+@dataclass
+class Link:
+    bytes_per_s: float
+    num_bytes: int = 0
+
+
+@dataclass
+class Times:
+    """Of one request, as perf_counter reads; tokens at the door."""
+
+    started_at: float = 0.0
+    prefilled_at: float = 0.0
+    complete_at: float = 0.0
+    tokens_at: list[float] = field(default_factory=list)
+
+
+class NoPush:
+    """In the place of `StepPush`: nothing goes while the step runs."""
+
+    def __init__(self, *_: object):
+        pass
+
+    def on_layer(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def after_prefill() -> Iterator[None]:
+    """Everything is sent after the first tokens."""
+
+    def send_late(request: Any, block_size: int) -> None:
+        if request.first_tokens:
+            send_computed(request, block_size)
+
+    with (
+        patch.object(prefill_engine, "StepPush", NoPush),
+        patch.object(prefill_engine, "send_computed", send_late),
+    ):
+        yield
+
+
+@asynccontextmanager
+async def cluster(args: ClusterArgs, link: Link, times: Times):
+    """Prefill, decode and a door in this process. `times` is filled in by whichever request runs."""
+    network = InProcessNetwork()
+    unique = secrets.token_hex(4)
+    with patch(
+        "cluster.worker.process.make_agent", lambda transport, name, host: SlowLink(network.agent(name), link)
+    ):
+        prefill = PrefillService(args, f"p-{unique}")
+        decode = DecodeService(args, f"d-{unique}")
+    _watch(prefill, decode, times)
+    door = Door(args, lambda replica_id, request_id: decode.run(request_id))
+    members = [await prefill.start(), await decode.start()]
+    for role in Role:
+        door.update_members(role, [member for member in members if member.role is role])
+    async with asyncio.timeout(10):
+        while len(door.peers) < len(members):
+            await asyncio.sleep(0.005)
+    try:
+        yield door
+    finally:
+        await door.aclose()
+        await prefill.stop()
+        await decode.stop()
+
+
+def _watch(prefill: PrefillService, decode: DecodeService, times: Times) -> None:
+    tell, on_event = prefill._engine._tell_first_tokens, decode._process.mover._on_event
+
+    def tell_first_tokens(*rest: Any) -> None:
+        times.prefilled_at = time.perf_counter()
+        tell(*rest)
+
+    def on_lease(event: Any) -> None:
+        if isinstance(event, Completed):
+            times.complete_at = time.perf_counter()
+        on_event(event)
+
+    prefill._engine._tell_first_tokens = tell_first_tokens
+    decode._process.mover._on_event = on_lease
+
+
+async def _ask(door: Door, num_tokens: int, draw: random.Random, times: Times) -> None:
+    prompt = Prompt(tuple(draw.randrange(1000, 20000) for _ in range(num_tokens)))
+    sampling = SamplingParams(temperature=0.0)
+    request = GenerateRequest(new_request_id(), prompt, (sampling,), StopParams(NUM_GENERATED, ()))
+    times.tokens_at.clear()
+    times.started_at = time.perf_counter()
+    (events,) = door._dispatcher.generate(request, (), ())
+    async with asyncio.timeout(TIMEOUT_S):
+        async for event in events:
+            times.tokens_at += [time.perf_counter()] * len(event.token_ids)
+
+
+async def measure(
+    args: ClusterArgs, lengths: Sequence[int], links: Sequence[float], repeats: int
+) -> list[dict[str, object]]:
+    """`links`: GB/s. Each length is computed once before the clock starts; modes and links take turns."""
+    records: list[dict[str, object]] = []
+    times, link, draw = Times(), Link(1e12), random.Random(0)
+    async with cluster(args, link, times) as door:
+        for length in lengths:
+            await _ask(door, length, draw, times)
+            for repetition in range(repeats):
+                for speed in links:
+                    link.bytes_per_s = speed * 1e9
+                    for mode in ("pipelined", "after prefill"):
+                        link.num_bytes = 0
+                        if mode == "pipelined":
+                            await _ask(door, length, draw, times)
+                        else:
+                            with after_prefill():
+                                await _ask(door, length, draw, times)
+                        records.append({
+                            "type": "hidden", "mode": mode, "prompt_tokens": length, "link_gb_per_s": speed,
+                            "repetition": repetition, "bytes": link.num_bytes,
+                            "shows_s": times.complete_at - times.prefilled_at,
+                            "ttft_s": times.tokens_at[0] - times.started_at,
+                            "second_token_s": times.tokens_at[1] - times.started_at,
+                        })  # fmt: skip
+    return records

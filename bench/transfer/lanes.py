@@ -1,0 +1,274 @@
+"""How fast blocks get from one process to another: per agent, codec and number of blocks, beside a memcpy through shared memory
+and a plain TCP socket.
+
+Every lane has an owner, a process of its own, and blocks scattered over memories larger than the last cache. A shipment is timed
+from the writer's first call until the owner's event: connection known, checksum compared, coded blocks decoded. The lanes take
+turns, so that all of one size and repetition are milliseconds apart. perf_counter is the host's, so two processes' readings compare.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from cluster.clock import SystemClock
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.kv_format import kv_segments
+from kv_transfer.agents import Transport, make_agent
+from kv_transfer.codecs import CodecName
+from kv_transfer.mover import Mover
+from kv_transfer.wire import Wire
+
+BLOCK_SIZE, HEADS, WIDTH = 16, 4, 128  # bfloat16: 16 KiB a block and segment
+LAYOUT = MemoryLayout(kv_segments([(HEADS, WIDTH)] * 2, BLOCK_SIZE, torch.bfloat16))
+NUM_BLOCKS = 4096  # 128 MiB
+TIMEOUT_S = 30.0
+MAX_VECTORS = 512  # of one sendmsg
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """Blocks here, and as many there."""
+
+    local_ids: Sequence[int]
+    remote_ids: Sequence[int]
+
+    @property
+    def raw_bytes(self) -> int:
+        return len(self.local_ids) * LAYOUT.block_bytes
+
+
+class Lane(Protocol):
+    name: str
+    codec: str
+
+    def ship(self, shipment: Shipment) -> tuple[float, int]:
+        """Seconds until all is there, and bytes that travelled."""
+        ...
+
+
+# ------------------------------------------------------------------------------------------------------------- our agents
+
+
+class MoverLane:
+    def __init__(self, transport: Transport, codec: str, stack: ExitStack):
+        self.name, self.codec = transport, codec
+        self._pipe, child = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(
+            target=_own_blocks, args=(child, transport, codec), daemon=True
+        )
+        process.start()
+        stack.callback(process.join, 10.0)
+        stack.callback(self._pipe.send, None)
+        memory = _filled_memory()
+        self._mover = Mover(
+            make_agent(transport, f"writer-{codec}-{time.time_ns()}", "127.0.0.1"),
+            SystemClock(),
+            lambda event: None,
+            outgoing=memory,
+            outgoing_wire=_wire(memory, codec),
+        )
+        self._mover.start()
+        stack.callback(self._mover.close, 1.0)
+        self._received(self._pipe)
+
+    def ship(self, shipment: Shipment) -> tuple[float, int]:
+        self._pipe.send(list(shipment.remote_ids))
+        grant = self._received(self._pipe)
+        before = self._mover.sent
+        start = time.perf_counter()
+        outgoing = self._mover.open(grant)
+        outgoing.write(shipment.local_ids, range(len(shipment.local_ids)))
+        outgoing.finish(b"")
+        event, arrived_at = self._received(self._pipe)
+        if event != "Completed":
+            raise RuntimeError(f"{self.name} {self.codec}: a lease ended as {event}")
+        sent = self._mover.sent
+        num_bytes = sent.raw_bytes + sent.coded_bytes - before.raw_bytes - before.coded_bytes
+        return arrived_at - start, num_bytes
+
+    @staticmethod
+    def _received(pipe: Connection):
+        if not pipe.poll(TIMEOUT_S):
+            raise TimeoutError("the owner says nothing")
+        return pipe.recv()
+
+
+def _own_blocks(pipe: Connection, transport: Transport, codec: str) -> None:
+    torch.set_num_threads(1)
+    arrived = threading.Event()
+    ends: list[tuple[str, float]] = []
+
+    def on_event(event: object) -> None:
+        ends.append((type(event).__name__, time.perf_counter()))
+        arrived.set()
+
+    memory = BlockMemory(LAYOUT, NUM_BLOCKS)
+    mover = Mover(
+        make_agent(transport, f"owner-{codec}-{time.time_ns()}", "127.0.0.1"),
+        SystemClock(),
+        on_event,
+        incoming=memory,
+        incoming_wire=_wire(memory, codec),
+    )
+    mover.start()
+    pipe.send("ready")
+    for number in iter(pipe.recv, None):
+        block_ids = number
+        arrived.clear()
+        ends.clear()
+        lease_id = f"lease-{time.time_ns()}"
+        run = [len(block_ids) * BLOCK_SIZE]
+        pipe.send(mover.grant(lease_id, block_ids, [0] * len(block_ids), TIMEOUT_S, run))
+        arrived.wait(TIMEOUT_S)
+        pipe.send(ends[0] if ends else ("nothing", time.perf_counter()))
+    mover.close(1.0)
+
+
+def _filled_memory() -> BlockMemory:
+    memory = BlockMemory(LAYOUT, NUM_BLOCKS)
+    for segment in memory.segments:
+        segment.normal_()
+    return memory
+
+
+def _wire(memory: BlockMemory, codec: str) -> Wire | None:
+    names: dict[str, CodecName] = {"int8": "int8", "int4": "int4"}
+    return Wire(memory, names[codec], NUM_BLOCKS * BLOCK_SIZE) if codec in names else None
+
+
+# -------------------------------------------------------------------------------------------------------------- yardsticks
+
+
+class MemcpyLane:
+    """Block by block into memory that another process has mapped as well; nobody is told."""
+
+    name, codec = "memcpy", "raw"
+
+    def __init__(self, stack: ExitStack):
+        self._source = _filled_memory()
+        self._shared = SharedMemory(create=True, size=NUM_BLOCKS * LAYOUT.block_bytes)
+        stack.callback(self._shared.unlink)
+        stack.callback(self._close)
+        self._target = np.frombuffer(self._shared.buf, dtype=np.uint8)
+        self._target[:] = 0  # so that its pages are there
+        self._base = self._target.ctypes.data
+
+    def ship(self, shipment: Shipment) -> tuple[float, int]:
+        local = self._source.descriptors(shipment.local_ids)
+        offsets = _target_offsets(shipment.remote_ids)
+        start = time.perf_counter()
+        for (address, size), offset in zip(local.tolist(), offsets, strict=True):
+            ctypes.memmove(self._base + offset, address, size)
+        return time.perf_counter() - start, shipment.raw_bytes
+
+    def _close(self) -> None:
+        del self._target
+        self._shared.close()
+
+
+class SocketLane:
+    """One TCP connection over loopback: gathered from the blocks, received into one buffer, acknowledged."""
+
+    name, codec = "socket", "raw"
+
+    def __init__(self, stack: ExitStack):
+        self._source = _filled_memory()
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        process = multiprocessing.get_context("spawn").Process(
+            target=_swallow, args=(listener.getsockname()[1],), daemon=True
+        )
+        process.start()
+        listener.settimeout(TIMEOUT_S)
+        self._socket, _ = listener.accept()
+        self._socket.settimeout(TIMEOUT_S)
+        stack.callback(process.join, 10.0)
+        stack.callback(self._socket.close)
+
+    def ship(self, shipment: Shipment) -> tuple[float, int]:
+        views = [
+            memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+            for address, size in self._source.descriptors(shipment.local_ids).tolist()
+        ]
+        start = time.perf_counter()
+        self._socket.sendall(shipment.raw_bytes.to_bytes(8, "little"))
+        for first in range(0, len(views), MAX_VECTORS):
+            _send_all(self._socket, views[first : first + MAX_VECTORS])
+        if self._socket.recv(1) != b"k":
+            raise RuntimeError("the receiver has gone")
+        return time.perf_counter() - start, shipment.raw_bytes
+
+
+def _send_all(to: socket.socket, views: list[memoryview]) -> None:
+    while views:
+        sent = to.sendmsg(views)
+        while views and sent >= len(views[0]):
+            sent -= len(views.pop(0))
+        if views and sent:
+            views[0] = views[0][sent:]
+
+
+def _swallow(port: int) -> None:
+    connection = socket.create_connection(("127.0.0.1", port))
+    buffer = memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_bytes))
+    while True:
+        head = connection.recv(8, socket.MSG_WAITALL)
+        if len(head) < 8:
+            return
+        size, received = int.from_bytes(head, "little"), 0
+        while received < size:
+            received += connection.recv_into(buffer[received:size])
+        connection.sendall(b"k")
+
+
+def _target_offsets(block_ids: Sequence[int]) -> list[int]:
+    """Where the blocks' segments begin in a buffer laid out like a block memory."""
+    sizes = [segment.block_bytes for segment in LAYOUT.segments]
+    starts = [NUM_BLOCKS * sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        start + block_id * size for start, size in zip(starts, sizes, strict=True) for block_id in block_ids
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- measuring
+
+
+@contextmanager
+def lanes(transports: Sequence[Transport], codecs: Sequence[str]) -> Iterator[list[Lane]]:
+    with ExitStack() as stack:
+        yield [
+            MemcpyLane(stack),
+            SocketLane(stack),
+            *(MoverLane(transport, codec, stack) for transport in transports for codec in codecs),
+        ]
+
+
+def measure(every: Sequence[Lane], block_counts: Sequence[int], repeats: int) -> Iterator[dict[str, object]]:
+    """One record per lane, size and repetition. `num_blocks` counts pieces of 16 KiB; a first round is not counted."""
+    draw = random.Random(0)
+    for count in block_counts:
+        for repetition in range(-1, repeats):
+            shipment = Shipment(
+                *(draw.sample(range(NUM_BLOCKS), count // len(LAYOUT.segments)) for _ in range(2))
+            )
+            for lane in every:
+                seconds, num_bytes = lane.ship(shipment)
+                if repetition >= 0:
+                    yield {
+                        "type": "lane", "agent": lane.name, "codec": lane.codec, "num_blocks": count,
+                        "repetition": repetition, "seconds": seconds, "bytes": num_bytes,
+                        "raw_bytes": shipment.raw_bytes,
+                    }  # fmt: skip

@@ -1,0 +1,94 @@
+"""Tables and a plot from the records of `lanes` and `hidden`. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+from xml.sax.saxutils import escape
+
+Record = dict[str, Any]
+COLOURS = ("#999999", "#cccccc", "#2f6fb0", "#7fb2de", "#b9d4ec", "#e08a2c", "#eeb878", "#f5d9b5")
+WIDTH, LEFT, BAR = 760, 130, 12
+
+
+def lane_table(records: Iterable[Record]) -> list[str]:
+    cells = _groups(records, ("num_blocks", "agent", "codec"))
+    lines = [
+        "| blocks of 16 KiB | agent | codec | MB | ms | GB/s of raw KV | ÷ memcpy |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (count, agent, codec), cell in cells.items():
+        took_s = statistics.median(record["seconds"] for record in cell)
+        yard = {record["repetition"]: record["seconds"] for record in cells[count, "memcpy", "raw"]}
+        ratio = statistics.median(record["seconds"] / yard[record["repetition"]] for record in cell)
+        lines.append(
+            f"| {count} | {agent} | {codec} | {cell[0]['bytes'] / 1e6:.2f} | {1e3 * took_s:.2f} | "
+            f"{cell[0]['raw_bytes'] / took_s / 1e9:.2f} | {ratio:.2f} |"
+        )
+    return lines
+
+
+def hidden_table(records: Iterable[Record]) -> list[str]:
+    cells = _groups(records, ("prompt_tokens", "link_gb_per_s", "mode"))
+    lines = [
+        "| prompt | link GB/s | KV MB | shows ms: pipelined · after | hidden | TTFT ms | second token ms |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (length, link, mode), cell in cells.items():
+        if mode != "pipelined":
+            continue
+        late = cells[length, link, "after prefill"]
+        shows = [_median(each, "shows_s") for each in (cell, late)]
+        share = statistics.median(1 - a["shows_s"] / b["shows_s"] for a, b in zip(cell, late, strict=True))
+        lines.append(
+            f"| {length} | {link:g} | {cell[0]['bytes'] / 1e6:.1f} | {1e3 * shows[0]:.1f} · {1e3 * shows[1]:.1f} | "
+            f"{share:.0%} | {_pair(cell, late, 'ttft_s')} | {_pair(cell, late, 'second_token_s')} |"
+        )
+    return lines
+
+
+def plot(records: Iterable[Record]) -> str:
+    """GB/s of raw KV as bars, a group for each number of blocks."""
+    cells = _groups(records, ("num_blocks", "agent", "codec"))
+    rates = {key: cell[0]["raw_bytes"] / _median(cell, "seconds") / 1e9 for key, cell in cells.items()}
+    names = list(dict.fromkeys(f"{agent} {codec}" for _, agent, codec in rates))
+    most, y, body = max(rates.values(), default=1.0), 10.0, []
+    for count in dict.fromkeys(key[0] for key in rates):
+        body.append(_text(8, y + BAR, f"{count} × 16 KiB"))
+        for (blocks, agent, codec), rate in rates.items():
+            if blocks == count:
+                width = (WIDTH - LEFT - 220) * rate / most
+                colour = COLOURS[names.index(f"{agent} {codec}") % len(COLOURS)]
+                body.append(
+                    f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 2}" fill="{colour}"/>'
+                    + _text(LEFT + width + 5, y + BAR - 3, f"{rate:.2f} {agent} {codec}")
+                )
+                y += BAR
+        y += BAR
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y:.0f}" font-family="sans-serif" '
+        f'font-size="11" fill="#333">\n<rect width="{WIDTH}" height="{y:.0f}" fill="white"/>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
+    )
+
+
+def _groups(records: Iterable[Record], names: Sequence[str]) -> dict[tuple[Any, ...], list[Record]]:
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        if all(name in record for name in names):
+            groups.setdefault(tuple(record[name] for name in names), []).append(record)
+    return groups
+
+
+def _median(cell: Sequence[Record], name: str) -> float:
+    return statistics.median(record[name] for record in cell)
+
+
+def _pair(cell: Sequence[Record], late: Sequence[Record], name: str) -> str:
+    return f"{1e3 * _median(cell, name):.1f} · {1e3 * _median(late, name):.1f}"
+
+
+def _text(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

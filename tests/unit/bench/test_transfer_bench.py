@@ -1,0 +1,48 @@
+"""The tables and the plot of bench/transfer, from records made by hand."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+from bench.transfer.report import hidden_table, lane_table, plot
+
+
+def lane(agent, codec, repetition, seconds, num_bytes=4 << 20):
+    return {
+        "type": "lane", "agent": agent, "codec": codec, "num_blocks": 256, "repetition": repetition,
+        "seconds": seconds, "bytes": num_bytes, "raw_bytes": 4 << 20,
+    }  # fmt: skip
+
+
+RECORDS = [
+    *(lane("memcpy", "raw", i, seconds) for i, seconds in enumerate([1e-3, 2e-3, 1e-3])),
+    *(lane("nixl", "int8", i, seconds, 2 << 20) for i, seconds in enumerate([3e-3, 4e-3, 2e-3])),
+]
+
+
+def hidden(mode, repetition, shows_s, ttft_s):
+    return {
+        "type": "hidden", "mode": mode, "prompt_tokens": 1024, "link_gb_per_s": 1.0, "repetition": repetition,
+        "bytes": 12_000_000, "shows_s": shows_s, "ttft_s": ttft_s, "second_token_s": ttft_s + 0.02,
+    }  # fmt: skip
+
+
+def test_a_lane_is_compared_with_memcpy_of_the_same_repetition():
+    lines = lane_table(RECORDS)
+    assert lines[-1] == "| 256 | nixl | int8 | 2.10 | 3.00 | 1.40 | 2.00 |"
+
+
+def test_hidden_is_the_part_that_shows_no_more():
+    records = [
+        *(hidden("pipelined", i, 0.002, 1.0) for i in range(3)),
+        *(hidden("after prefill", i, 0.020, 1.1) for i in range(3)),
+    ]
+    assert hidden_table(records)[-1] == (
+        "| 1024 | 1 | 12.0 | 2.0 · 20.0 | 90% | 1000.0 · 1100.0 | 1020.0 · 1120.0 |"
+    )
+
+
+def test_the_plot_has_a_bar_for_every_lane():
+    bars = ET.fromstring(plot(RECORDS)).findall("{http://www.w3.org/2000/svg}rect")
+    widths = [float(bar.get("width", "0")) for bar in bars[1:]]
+    assert len(widths) == 2 and widths[0] > widths[1] > 0
