@@ -174,7 +174,7 @@ class DecodeEngine:
         self._num_admitted_sequences += request.num_sequences
         granted = [block_id for table in request.prompt_blocks for block_id in table]
         generations = self._blocks.generations(granted)
-        grant = self._mover.grant(request.lease_id, granted, generations, request.timeout_s)
+        grant = self._mover.grant(request.lease_id, granted, generations, request.timeout_s, lengths)
         self._outbox.send(request.door, DecodeGranted(request.request_id, grant))
 
     def _begin(self, request: DecodeRequest, ready: KvReady) -> None:

@@ -39,7 +39,7 @@ class DecodeService:
         self.replica_id = replica_id
         self._num_blocks = args.decode.kv_blocks
         on_gpu = setup.device.type == "cuda"
-        self._model, kv = load_language(
+        self._model, kv, wire = load_language(
             args,
             setup,
             num_kv_blocks=self._num_blocks + on_gpu,  # the last one is for the padding of recorded steps
@@ -49,7 +49,12 @@ class DecodeService:
         )
         step_model = with_graphs(self._model, kv, args.decode.max_batch_sequences) if on_gpu else self._model
         self._process = WorkerProcess(
-            setup, args.transport, self._model.fingerprint, incoming=kv, lease_margin_s=lease_margin_s
+            setup,
+            args.transport,
+            self._model.fingerprint,
+            incoming=kv,
+            incoming_wire=wire,
+            lease_margin_s=lease_margin_s,
         )
         self._engine = DecodeEngine(
             DecodeRunner(step_model, kv, _speculator(args, self._model)),

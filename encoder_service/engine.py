@@ -122,6 +122,7 @@ class EncoderEngine:
             num_used_blocks=self._cache.num_pinned_blocks,
             num_open_leases=len(self._sending),
             num_cached_blocks=self._cache.num_cached_blocks,
+            sent=self._mover.sent,
         )
 
     def _serve(self, delivery: Delivery) -> None:

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.types.transfer import Contract
+from cluster.types.transfer import Contract, Grant
 from kv_transfer.checksum import checksum
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class NoticeKind(StrEnum):
@@ -25,13 +25,13 @@ class NoticeKind(StrEnum):
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     lease_id: str
-    digest: bytes  # `digest_blocks` of the grant the writer worked from
+    digest: bytes  # `digest_grant` of the grant the writer worked from
     kind: NoticeKind
     payload: bytes  # done: the caller's bytes; abort: the reason as UTF-8
-    written: tuple[int, ...] = ()  # done: the grant's blocks that have new content, by place, ascending
-    checksum: int | None = (
-        None  # … of that content, segment by segment; None: it is not in the writer's CPU memory
-    )
+    written: tuple[int, ...] = ()  # done: the grant's blocks that were written raw, by place, ascending
+    checksum: int | None = None  # … of that content, segment by segment; None: not in the writer's CPU memory
+    coded: tuple[int, ...] = ()  # done: the grant's groups that were written coded, by place, ascending
+    coded_checksum: int | None = None  # … of their wire blocks
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -47,16 +47,20 @@ def decode(data: bytes) -> Envelope:
     return _decoder.decode(data)
 
 
-def digest_blocks(block_ids: Sequence[int], generations: Sequence[int]) -> bytes:
-    """16 bytes that name these blocks in these generations, in this order."""
-    table = np.array([block_ids, generations], dtype="<i8")
-    return hashlib.blake2b(table.tobytes(), digest_size=16).digest()
+def digest_grant(grant: Grant) -> bytes:
+    """16 bytes that name the grant's blocks in their generations, in this order, and its wire blocks."""
+    coded = ((), ()) if grant.coded is None else (grant.coded.block_ids, grant.coded.generations)
+    digest = hashlib.blake2b(digest_size=16)
+    for table in ((grant.block_ids, grant.generations), coded):
+        digest.update(len(table[0]).to_bytes(8, "little"))
+        digest.update(np.array(table, dtype="<i8").tobytes())
+    return digest.digest()
 
 
-def contract_of(memory: BlockMemory, model: str) -> Contract:
+def contract_of(memory: BlockMemory, model: str, codec: str = "raw") -> Contract:
     segments = memory.layout.segments
     dtypes = tuple(dict.fromkeys(str(segment.dtype).removeprefix("torch.") for segment in segments))
-    return Contract(PROTOCOL, model, segments[0].rows, dtypes, memory.layout.fingerprint)
+    return Contract(PROTOCOL, model, segments[0].rows, dtypes, codec, memory.layout.fingerprint)
 
 
 def checksum_blocks(memory: BlockMemory, block_ids: Sequence[int]) -> int | None:

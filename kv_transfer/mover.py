@@ -25,10 +25,11 @@ from dataclasses import dataclass
 
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
-from cluster.types.transfer import Grant
+from cluster.types.transfer import Grant, SentTotals
 from kv_transfer.agent import Agent, TransferError
 from kv_transfer.receiver import LeaseEvent, Receiver
 from kv_transfer.sender import Outgoing, Sender, SendEvent
+from kv_transfer.wire import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -56,20 +57,27 @@ class Mover:
         poll_interval_s: float = 0.001,
         linger_s: float = 0.1,
         model: str = "",
+        outgoing_wire: Wire | None = None,
+        incoming_wire: Wire | None = None,
     ):
         """`outgoing` is the memory that is sent from, `incoming` the one peers may write to; they may be the
         same.
 
         Takes the agent over: `close` closes it. `margin_s`: see `Receiver`. `model`: fingerprint of the model that the bytes
-        belong to; peers with another one are refused.
+        belong to; peers with another one are refused. The wires stand beside the memories of the same name; None: all bytes travel
+        as they are.
         """
         self.agent = agent
         self._clock = clock
         self._on_event = on_event
         self._poll_interval_s = poll_interval_s
         self._linger_s = linger_s
-        self._sender = None if outgoing is None else Sender(agent, outgoing, clock, self._wake, model)
-        self._receiver = None if incoming is None else Receiver(agent, incoming, clock, margin_s, model)
+        self._sender = (
+            None if outgoing is None else Sender(agent, outgoing, clock, self._wake, model, outgoing_wire)
+        )
+        self._receiver = (
+            None if incoming is None else Receiver(agent, incoming, clock, margin_s, model, incoming_wire)
+        )
         self._condition = threading.Condition()
         self._is_awake = False  # there is something new to do
         self._is_closing = False
@@ -83,11 +91,21 @@ class Mover:
         num_incoming = 0 if self._receiver is None else self._receiver.num_open
         return num_incoming + (0 if self._sender is None else self._sender.num_open)
 
+    @property
+    def sent(self) -> SentTotals:
+        """By this mover since it was made."""
+        return SentTotals() if self._sender is None else self._sender.sent
+
     def grant(
-        self, lease_id: str, block_ids: Sequence[int], generations: Sequence[int], ttl_s: float
+        self,
+        lease_id: str,
+        block_ids: Sequence[int],
+        generations: Sequence[int],
+        ttl_s: float,
+        run_lengths: Sequence[int] = (),
     ) -> Grant:
         """`Receiver.grant`."""
-        grant = self._incoming().grant(lease_id, block_ids, generations, ttl_s)
+        grant = self._incoming().grant(lease_id, block_ids, generations, ttl_s, run_lengths)
         self._wake()
         return grant
 

@@ -18,7 +18,7 @@ way to the writer and one write in flight. A notification for a lease that is cl
 (duplicate, late, foreign) changes nothing and is counted. A notification that names other blocks or
 generations than the lease is never accepted: bytes went somewhere unknown, so the lease ends as Aborted, but
 not before its real writer stopped or its time ran out. A writer that is done says what it wrote, with a checksum: bytes that
-are not those end as Aborted as well.
+are not those end as Aborted as well. Groups that came coded (`kv_transfer.wire`) are decoded before the lease is Completed.
 
 `poll` belongs to the agent's thread; the other calls are bookkeeping under a lock and may come from any
 thread.
@@ -36,9 +36,10 @@ import msgspec
 
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
-from cluster.types.transfer import Grant
+from cluster.types.transfer import CodedPart, Grant
 from kv_transfer.agent import Agent, TransferError
-from kv_transfer.envelope import Envelope, NoticeKind, checksum_blocks, contract_of, decode, digest_blocks
+from kv_transfer.envelope import Envelope, NoticeKind, checksum_blocks, contract_of, decode, digest_grant
+from kv_transfer.wire import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -71,26 +72,41 @@ LeaseEvent = Completed | Aborted | Expired
 
 @dataclass
 class _Lease:
-    lease_id: str
-    block_ids: tuple[int, ...]
+    grant: Grant
     digest: bytes
     expires_at: float  # margin included
     discard_reason: str | None = None  # set: the bytes will not be accepted, for this reason
+    is_settling: bool = (
+        False  # its bytes are being checked and decoded: it ends right after that, and not before
+    )
+
+    @property
+    def lease_id(self) -> str:
+        return self.grant.lease_id
 
 
 class Receiver:
     def __init__(
-        self, agent: Agent, memory: BlockMemory, clock: Clock, margin_s: float = 5.0, model: str = ""
+        self,
+        agent: Agent,
+        memory: BlockMemory,
+        clock: Clock,
+        margin_s: float = 5.0,
+        model: str = "",
+        wire: Wire | None = None,
     ):
-        """Every memory of the agent must be registered before: the metadata in grants is taken here, once. `model`: as in
-        `Mover`."""
+        """Every other memory of the agent must be registered before: the metadata in grants is taken here, once. `model`, `wire`:
+        as in `Mover`."""
         self._agent = agent
         self._memory = memory
         self._clock = clock
         self._margin_s = margin_s
+        self._wire = wire
         agent.register(memory)
+        if wire is not None:
+            agent.register(wire.memory)
         self._metadata = agent.metadata()
-        self._contract = contract_of(memory, model)
+        self._contract = contract_of(memory, model, "raw" if wire is None else wire.codec.name)
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
         self._expiries: list[tuple[float, str]] = []  # heap; entries of closed leases are skipped
@@ -106,9 +122,15 @@ class Receiver:
             return len(self._leases) + len(self._events)
 
     def grant(
-        self, lease_id: str, block_ids: Sequence[int], generations: Sequence[int], ttl_s: float
+        self,
+        lease_id: str,
+        block_ids: Sequence[int],
+        generations: Sequence[int],
+        ttl_s: float,
+        run_lengths: Sequence[int] = (),
     ) -> Grant:
-        """Open a lease. Returns at once; the caller keeps the blocks referenced until the lease's event."""
+        """Open a lease. Returns at once; the caller keeps the blocks referenced until the lease's event. `run_lengths`: tokens of
+        each prompt whose KV goes there, each from a block of its own; where nothing is said, all travels raw."""
         if len(block_ids) != len(generations) or not block_ids:
             raise ValueError(f"{len(block_ids)} blocks with {len(generations)} generations cannot be granted")
         if min(block_ids) < 0 or max(block_ids) >= self._memory.num_blocks:
@@ -116,21 +138,38 @@ class Receiver:
         if len(set(block_ids)) != len(block_ids):
             raise ValueError(f"lease {lease_id} names a block twice")
         expires_at = self._clock.now() + ttl_s + self._margin_s
-        lease = _Lease(lease_id, tuple(block_ids), digest_blocks(block_ids, generations), expires_at)
         with self._lock:
             if lease_id in self._leases:
                 raise ValueError(f"lease {lease_id} is already open")
-            self._leases[lease_id] = lease
+            grant = Grant(
+                lease_id=lease_id,
+                agent_metadata=self._metadata,
+                base_address=self._memory.base_address,
+                num_blocks=self._memory.num_blocks,
+                contract=self._contract,
+                block_ids=tuple(block_ids),
+                generations=tuple(generations),
+                ttl_s=ttl_s,
+                coded=self._coded_part(run_lengths),
+            )
+            self._leases[lease_id] = _Lease(grant, digest_grant(grant), expires_at)
             heapq.heappush(self._expiries, (expires_at, lease_id))
-        return Grant(
-            lease_id=lease_id,
-            agent_metadata=self._metadata,
-            base_address=self._memory.base_address,
-            num_blocks=self._memory.num_blocks,
-            contract=self._contract,
-            block_ids=tuple(block_ids),
-            generations=tuple(generations),
-            ttl_s=ttl_s,
+        return grant
+
+    def _coded_part(self, run_lengths: Sequence[int]) -> CodedPart | None:
+        """None where nothing is to travel coded, or there is no room for it."""
+        if self._wire is None or not (first_blocks := self._wire.first_blocks(run_lengths)):
+            return None
+        wire_ids = self._wire.try_take(len(first_blocks))
+        if wire_ids is None:
+            return None
+        return CodedPart(
+            base_address=self._wire.memory.base_address,
+            num_blocks=self._wire.memory.num_blocks,
+            block_ids=tuple(wire_ids),
+            generations=self._wire.generations(wire_ids),
+            first_blocks=tuple(first_blocks),
+            decode_bytes_per_s=self._wire.speed.decode,
         )
 
     def cancel(self, lease_id: str) -> None:
@@ -147,14 +186,29 @@ class Receiver:
         poll.
         """
         with self._lock:
-            if self._leases.pop(lease_id, None) is not None:
-                self._events.append(Aborted(lease_id, reason))
+            self._revoke(lease_id, reason)
 
     def revoke_all(self, reason: str) -> None:
         """`revoke` for every open lease: the agent is closed, or the memory is going away."""
         with self._lock:
-            self._events.extend(Aborted(lease_id, reason) for lease_id in self._leases)
-            self._leases.clear()
+            for lease_id in list(self._leases):
+                self._revoke(lease_id, reason)
+
+    def _revoke(self, lease_id: str, reason: str) -> None:
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return
+        if lease.is_settling:  # on the agent's thread, which reads and writes the blocks
+            lease.discard_reason = reason
+        else:
+            self._close(lease, Aborted(lease_id, reason))
+
+    def _close(self, lease: _Lease, event: LeaseEvent) -> None:
+        """Under the lock."""
+        del self._leases[lease.lease_id]
+        if lease.grant.coded is not None and self._wire is not None:
+            self._wire.free(lease.grant.coded.block_ids)
+        self._events.append(event)
 
     def poll(self) -> list[LeaseEvent]:
         """Take in notifications, then let time pass. A transport that fails here does not keep leases from
@@ -181,29 +235,42 @@ class Receiver:
             return
         with self._lock:
             lease = self._leases.get(envelope.lease_id)
+            if lease is not None:
+                lease.is_settling = envelope.digest == lease.digest
         if lease is None:
             self.num_ignored += 1
-        elif envelope.digest != lease.digest:
+        elif not lease.is_settling:
             self.num_mismatched += 1
             lease.discard_reason = f"writer {peer} named other blocks or generations than were granted"
             logger.error("lease %s: %s", lease.lease_id, lease.discard_reason)
         else:
-            if not self._is_intact(lease, envelope):
+            is_wanted = lease.discard_reason is None and envelope.kind is NoticeKind.DONE
+            if is_wanted and not self._take_in(lease.grant, envelope):
                 self.num_corrupt += 1
                 lease.discard_reason = f"the bytes that arrived are not those that writer {peer} sent"
                 logger.error("lease %s: %s", lease.lease_id, lease.discard_reason)
             with self._lock:
-                if self._leases.pop(lease.lease_id, None) is not None:  # not revoked meanwhile
-                    self._events.append(_last_event(lease, envelope))
+                self._close(lease, _last_event(lease, envelope))
 
-    def _is_intact(self, lease: _Lease, envelope: Envelope) -> bool:
-        """Reads all the bytes, so nobody may have to wait for it: not under the lock."""
-        if lease.discard_reason is not None or envelope.kind is NoticeKind.ABORT or envelope.checksum is None:
-            return True
-        if any(not 0 <= i < len(lease.block_ids) for i in envelope.written):
+    def _take_in(self, grant: Grant, envelope: Envelope) -> bool:
+        """Checks all the bytes and decodes what came coded. Nobody may have to wait for it: not under the lock."""
+        if not _fit(envelope.written, len(grant.block_ids)):
             return False
-        found = checksum_blocks(self._memory, [lease.block_ids[i] for i in envelope.written])
-        return found is None or found == envelope.checksum
+        found = checksum_blocks(self._memory, [grant.block_ids[i] for i in envelope.written])
+        if None not in (found, envelope.checksum) and found != envelope.checksum:
+            return False
+        if not envelope.coded:
+            return True
+        wire, part = self._wire, grant.coded
+        if wire is None or part is None or not _fit(envelope.coded, len(part.block_ids)):
+            return False
+        wire_ids = [part.block_ids[i] for i in envelope.coded]
+        found = checksum_blocks(wire.memory, wire_ids)
+        if None not in (found, envelope.coded_checksum) and found != envelope.coded_checksum:
+            return False
+        firsts = (part.first_blocks[i] for i in envelope.coded)
+        wire.decode(wire_ids, [grant.block_ids[first : first + wire.blocks_per_group] for first in firsts])
+        return True
 
     def _expire(self) -> None:
         now = self._clock.now()
@@ -211,8 +278,11 @@ class Receiver:
             expires_at, lease_id = heapq.heappop(self._expiries)
             lease = self._leases.get(lease_id)
             if lease is not None and lease.expires_at == expires_at:
-                del self._leases[lease_id]
-                self._events.append(Expired(lease_id))
+                self._close(lease, Expired(lease_id))
+
+
+def _fit(places: Sequence[int], count: int) -> bool:
+    return all(0 <= place < count for place in places)
 
 
 def _last_event(lease: _Lease, envelope: Envelope) -> LeaseEvent:

@@ -17,6 +17,9 @@ Until that event the local blocks belong to the transport and must not be freed.
 and the owner is left to its own timer (no abort is sent, because bytes might still land). A lease is written
 once: its grant is refused when it comes again.
 
+Whole groups of blocks travel coded where the grant has room for that, this side has too, and it pays (`kv_transfer.wire`). That is
+decided once for each lease and once for each group, because a group goes layer by layer.
+
 The methods of `Sender.open` and `Outgoing` only take the wish down and may be called from any thread. `poll`
 acts on it and belongs to the agent's thread; a write may copy inside it.
 """
@@ -33,7 +36,7 @@ import msgspec
 
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory, block_descriptors
-from cluster.types.transfer import Grant
+from cluster.types.transfer import Grant, SentTotals
 from kv_transfer.agent import (
     Agent,
     LayoutMismatchError,
@@ -43,7 +46,8 @@ from kv_transfer.agent import (
     TransferHandle,
     TransferState,
 )  # fmt: skip
-from kv_transfer.envelope import Envelope, NoticeKind, checksum_blocks, contract_of, digest_blocks, encode
+from kv_transfer.envelope import Envelope, NoticeKind, checksum_blocks, contract_of, digest_grant, encode
+from kv_transfer.wire import BlockWrite, Coding, LinkMeter, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +78,7 @@ SendEvent = Finished | SendAborted | SendFailed
 
 @dataclass(frozen=True)
 class _Write:
-    local_block_ids: tuple[int, ...]
-    remote_block_ids: tuple[int, ...]
+    sources: dict[int, int]  # place in the grant: local block
     segment_ids: tuple[int, ...] | None
     ready: Callable[[], bool] | None  # whether the bytes are in the memory yet; None: they are
 
@@ -92,6 +95,9 @@ class Outgoing:
         self._in_flight: list[TransferHandle] = []
         self._peer: str | None = None  # once connected
         self._sources: dict[int, int] = {}  # the local block that each of the grant's has its content from
+        self._coding: Coding | None = None  # of the groups that may travel coded
+        if sender.wire is not None and grant.coded is not None:
+            self._coding = Coding(sender.wire, grant.coded)
         self._payload: bytes | None = None  # finish was called
         self._abort_reason: str | None = None  # abort was called
         self._error: TransferError | None = None
@@ -125,11 +131,16 @@ class Outgoing:
             raise _expired(self._grant)
         if not local_block_ids:
             return
-        self._sources.update(zip(grant_indices, local_block_ids, strict=True))
-        remote = tuple(blocks[i] for i in grant_indices)
+        sources = dict(zip(grant_indices, local_block_ids, strict=True))
+        self._sources.update(sources)
         segments = None if segment_ids is None else tuple(segment_ids)
-        self._queued.append(_Write(tuple(local_block_ids), remote, segments, ready))
+        self._queued.append(_Write(sources, segments, ready))
         self._sender.wake()
+
+    @property
+    def blocks_together(self) -> int:
+        """Blocks of a prompt that should be written by one call, or they cannot travel coded."""
+        return 1 if self._coding is None else self._coding.wire.blocks_per_group
 
     def finish(self, payload: bytes) -> None:
         """Tell the owner, with `payload`, once all writes are in its memory. Raises like `write`."""
@@ -155,22 +166,43 @@ class Sender:
         clock: Clock,
         wake: Callable[[], None] = lambda: None,
         model: str = "",
+        wire: Wire | None = None,
     ):
-        """`wake` is called when there is something new for `poll` to do, from the caller's thread. `model`: as in `Mover`."""
+        """`wake` is called when there is something new for `poll` to do, from the caller's thread. `model`, `wire`: as in `Mover`."""
         self._agent = agent
         self.memory = memory
+        self.wire = wire
         self.wake = wake
         self.now = clock.now
         agent.register(memory)
-        self._contract = contract_of(memory, model)
+        if wire is not None:
+            agent.register(wire.memory)
+        self._contract = contract_of(memory, model, "raw" if wire is None else wire.codec.name)
+        self._links: dict[str, LinkMeter] = {}  # by peer
         self._lock = threading.Lock()  # guards the two tables
         self._open: dict[str, Outgoing] = {}
         self._used: deque[tuple[float, str]] = deque()  # (when, lease) of closed leases, oldest first
         self._used_ids: set[str] = set()
+        self._num_raw_bytes = self._num_coded_bytes = 0
 
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    @property
+    def sent(self) -> SentTotals:
+        """Since the start."""
+        totals = SentTotals(self._num_raw_bytes, self._num_coded_bytes)
+        if self.wire is None:
+            return totals
+        counts = self.wire.counts
+        return msgspec.structs.replace(
+            totals,
+            coded_groups=counts.coded_groups,
+            crowded_groups=counts.crowded_groups,
+            key_error=counts.key_error,
+            value_error=counts.value_error,
+        )
 
     def open(self, grant: Grant) -> Outgoing:
         """Take a grant up; its time runs from here.
@@ -249,18 +281,46 @@ class Sender:
                 raise _expired(outgoing._grant)
             if (ready := outgoing._queued[0].ready) is not None and not ready():
                 return
-            write = outgoing._queued.popleft()
-            grant = outgoing._grant
-            peer = self._connect(outgoing)
-            local = self.memory.descriptors(write.local_block_ids, write.segment_ids)
-            remote = block_descriptors(
-                self.memory.layout,
-                grant.base_address,
-                grant.num_blocks,
-                write.remote_block_ids,
-                write.segment_ids,
-            )
-            outgoing._in_flight.append(self._agent.post(peer, local, remote))
+            self._post_write(outgoing, outgoing._queued.popleft())
+
+    def _post_write(self, outgoing: Outgoing, write: _Write) -> None:
+        peer = self._connect(outgoing)
+        grant, coding, raw = outgoing._grant, outgoing._coding, write.sources
+        if coding is not None:
+            if coding.is_wanted is None:
+                link = self._links.get(peer)
+                coding.decide(None if link is None else link.bytes_per_s)
+            coded, raw = coding.encode(write.sources, write.segment_ids)
+            if coded.local_ids:
+                part = coding.part
+                self._post(outgoing, peer, coding.wire.memory, coded, part.base_address, part.num_blocks)
+        if raw:
+            remote_ids = [grant.block_ids[place] for place in raw]
+            blocks = BlockWrite(list(raw.values()), remote_ids, write.segment_ids)
+            self._post(outgoing, peer, self.memory, blocks, grant.base_address, grant.num_blocks)
+
+    def _post(
+        self,
+        outgoing: Outgoing,
+        peer: str,
+        memory: BlockMemory,
+        write: BlockWrite,
+        base_address: int,
+        num_blocks: int,
+    ) -> None:
+        """From one memory to the owner's of the same layout."""
+        local = memory.descriptors(write.local_ids, write.segment_ids)
+        remote = block_descriptors(
+            memory.layout, base_address, num_blocks, write.remote_ids, write.segment_ids
+        )
+        posted_at = self.now()
+        outgoing._in_flight.append(self._agent.post(peer, local, remote))
+        num_bytes = int(local[:, 1].sum())
+        self._links.setdefault(peer, LinkMeter()).posted(num_bytes, posted_at)
+        if memory is self.memory:
+            self._num_raw_bytes += num_bytes
+        else:
+            self._num_coded_bytes += num_bytes
 
     def _connect(self, outgoing: Outgoing) -> str:
         if outgoing._peer is None:
@@ -281,6 +341,11 @@ class Sender:
             if state is TransferState.PENDING:
                 still_in_flight.append(handle)
                 continue
+            if (link := self._links.get(outgoing._peer or "")) is not None:
+                if state is TransferState.DONE:
+                    link.arrived(self.now())
+                else:
+                    link.cancelled()
             failed += state is TransferState.FAILED
             self._release(outgoing, handle)
         if failed:
@@ -299,6 +364,7 @@ class Sender:
                 outgoing._error = outgoing._error or error
                 outgoing._is_silent = True
                 self._release_all(outgoing)
+        self._links.pop(peer, None)
         self._agent.disconnect(peer)
 
     def _abandon(self, outgoing: Outgoing) -> None:
@@ -311,6 +377,8 @@ class Sender:
         handles, outgoing._in_flight = outgoing._in_flight, []
         for handle in handles:
             self._release(outgoing, handle)
+            if (link := self._links.get(outgoing._peer or "")) is not None:
+                link.cancelled()
 
     def _release(self, outgoing: Outgoing, handle: TransferHandle) -> None:
         try:
@@ -341,22 +409,28 @@ class Sender:
         return SendAborted(outgoing.lease_id, abort_reason or "")
 
     def _notify(self, outgoing: Outgoing, kind: NoticeKind, payload: bytes) -> None:
-        grant = outgoing._grant
-        digest = digest_blocks(grant.block_ids, grant.generations)
-        envelope = Envelope(grant.lease_id, digest, kind, payload)
+        envelope = Envelope(outgoing.lease_id, digest_grant(outgoing._grant), kind, payload)
         if kind is NoticeKind.DONE:
-            written = tuple(sorted(outgoing._sources))
-            sources = [outgoing._sources[i] for i in written]
-            envelope = msgspec.structs.replace(
-                envelope, written=written, checksum=checksum_blocks(self.memory, sources)
-            )
+            envelope = self._with_checksums(outgoing, envelope)
         self._agent.notify(self._connect(outgoing), encode(envelope))
+
+    def _with_checksums(self, outgoing: Outgoing, envelope: Envelope) -> Envelope:
+        coding, raw = outgoing._coding, sorted(outgoing._sources)
+        if coding is not None:
+            raw = [place for place in raw if not coding.covers(place)]
+            groups = coding.coded_groups
+            found = checksum_blocks(coding.wire.memory, list(groups.values()))
+            envelope = msgspec.structs.replace(envelope, coded=tuple(groups), coded_checksum=found)
+        found = checksum_blocks(self.memory, [outgoing._sources[place] for place in raw])
+        return msgspec.structs.replace(envelope, written=tuple(raw), checksum=found)
 
     def _close(self, outgoing: Outgoing) -> None:
         """Forget a lease but for its name, which is kept as long as its grant could come again and look
         alive.
         """
         outgoing._error = outgoing._error or TransferError("this lease is over")
+        if outgoing._coding is not None:
+            outgoing._coding.release()
         with self._lock:
             self._open.pop(outgoing.lease_id, None)
             self._used.append((self.now() + outgoing._grant.ttl_s, outgoing.lease_id))

@@ -171,6 +171,7 @@ class PrefillEngine:
             num_used_blocks=self._blocks.num_blocks - self._blocks.num_free + self._features.num_used_blocks,
             num_open_leases=len(self._by_lease) + self._features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,
+            sent=self._mover.sent,
         )
 
     def _make_sequences(self, request: GenerateRequest) -> list[PromptSequence]:

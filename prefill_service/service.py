@@ -32,7 +32,7 @@ class PrefillService:
         self.replica_id = replica_id
         self._num_blocks = args.prefill.kv_blocks
         max_batch_tokens = max(args.block_size, args.prefill.max_batch_tokens)
-        self._model, kv = load_language(
+        self._model, kv, wire = load_language(
             args,
             setup,
             num_kv_blocks=self._num_blocks,
@@ -49,6 +49,7 @@ class PrefillService:
             self._model.fingerprint,
             outgoing=kv,
             incoming=feature_memory,
+            outgoing_wire=wire,
             lease_margin_s=lease_margin_s,
         )
         self._features = FeatureStore(

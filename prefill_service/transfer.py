@@ -1,7 +1,7 @@
 """Prefill's half of the hand-over to decode: which blocks can go, and when the transfer is complete.
 
 Cached prefix blocks go at once, the blocks that a step fills layer by layer while it runs, the last, partly filled block with
-the end of its prompt. A grant names the prompt's blocks, then the companion's. Posting returns immediately (the transfer
+the end of its prompt. Where groups of blocks travel coded, a group goes when its last block is filled. A grant names the prompt's blocks, then the companion's. Posting returns immediately (the transfer
 thread copies); blocks stay referenced until the sender reports the end.
 """
 
@@ -28,7 +28,7 @@ def send_computed(request: PrefillRequest, block_size: int) -> None:
     if request.outgoing is None:
         return
     for sequence in request.sequences:
-        new = _new_blocks(sequence, sequence.num_computed_tokens, block_size)
+        new = _new_blocks(request, sequence, sequence.num_computed_tokens, block_size)
         if new:
             request.outgoing.write(*_places(request, sequence, new))
             sequence.num_blocks_sent = new.stop
@@ -63,7 +63,7 @@ class StepPush:
         self._segments_per_layer = segments_per_layer
         self._pushes: list[_Push] = []
         for request, sequence, count in batch:
-            new = _new_blocks(sequence, sequence.num_computed_tokens + count, block_size)
+            new = _new_blocks(request, sequence, sequence.num_computed_tokens + count, block_size)
             if request.outgoing is None or not new:
                 continue
             layers = -(-MIN_WRITE_BYTES * num_layers // (len(new) * block_bytes))
@@ -88,9 +88,12 @@ class StepPush:
             push.sequence.num_blocks_sent = push.num_blocks_after
 
 
-def _new_blocks(sequence: PromptSequence, num_computed_tokens: int, block_size: int) -> range:
-    """Blocks that are final at so many tokens, and not posted yet."""
-    num_ready = num_computed_tokens // block_size
+def _new_blocks(
+    request: PrefillRequest, sequence: PromptSequence, num_computed_tokens: int, block_size: int
+) -> range:
+    """Blocks that are final at so many tokens, can go, and are not posted yet."""
+    together = 1 if request.outgoing is None else request.outgoing.blocks_together
+    num_ready = num_computed_tokens // block_size // together * together
     if num_computed_tokens == sequence.num_tokens:
         num_ready = len(sequence.block_table)
     return range(sequence.num_blocks_sent, max(num_ready, sequence.num_blocks_sent))

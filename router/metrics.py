@@ -105,6 +105,18 @@ class _Gauges(Collector):
         "num_accepted": ("epdg_decode_accepted_tokens", "Guesses that were right"),
     }
 
+    _SENT: ClassVar = {
+        "raw_bytes": ("epdg_transfer_raw_bytes", "Bytes sent as they are"),
+        "coded_bytes": ("epdg_transfer_coded_bytes", "Bytes sent coded, as they travelled"),
+        "coded_groups": ("epdg_transfer_coded_groups", "Groups of 64 tokens of KV sent coded"),
+        "crowded_groups": (
+            "epdg_transfer_crowded_groups",
+            "Groups sent raw because there was no room to code them",
+        ),
+    }
+
+    _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}
+
     def __init__(self, peers: Callable[[], Iterable[Peer]], num_flights: Callable[[], int]):
         self._peers = peers
         self._num_flights = num_flights
@@ -123,3 +135,21 @@ class _Gauges(Collector):
                 if peer.member.role is Role.DECODE:
                     counter.add_metric([peer.member.replica_id], getattr(peer.load.totals, field))
             yield counter
+        senders = [peer for peer in peers if peer.member.role is not Role.DECODE]
+        for field, (name, text) in self._SENT.items():
+            counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
+            for peer in senders:
+                counter.add_metric(
+                    [peer.member.role.value, peer.member.replica_id], getattr(peer.load.sent, field)
+                )
+            yield counter
+        error = GaugeMetricFamily(
+            "epdg_transfer_codec_error",
+            "Mean change by the codec / mean size, of the group of KV that was last looked at",
+            labels=("replica", "tensor"),
+        )
+        for peer in senders:
+            if peer.member.role is Role.PREFILL:
+                for tensor, field in self._ERRORS.items():
+                    error.add_metric([peer.member.replica_id, tensor], getattr(peer.load.sent, field))
+        yield error

@@ -79,6 +79,15 @@ class DecodeArgs(_PoolArgs):
     speculation: SpeculationArgs = SpeculationArgs()
 
 
+class TransferArgs(_Args):
+    """How KV travels from prefill to decode."""
+
+    # raw: exactly as computed; int8, int4: coded, a half or a quarter of the bytes, a little less exact, int4 only where a probe
+    # of the model allows it; auto: int8 over links so slow that it is sooner there
+    codec: Literal["raw", "int8", "int4", "auto"] = "raw"
+    wire_tokens: int = Field(16_384, ge=64)  # that may be on their way coded, of each worker; others go raw
+
+
 class DoorArgs(_Args):
     request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
     first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token
@@ -105,6 +114,7 @@ class ClusterArgs(_Args):
     encode: EncodeArgs = EncodeArgs()
     prefill: PrefillArgs = PrefillArgs()
     decode: DecodeArgs = DecodeArgs()
+    transfer: TransferArgs = TransferArgs()
     door: DoorArgs = DoorArgs()
     scheduling: SchedulingArgs = SchedulingArgs()
 

@@ -31,7 +31,7 @@ import msgspec
 from cluster.errors import ErrorInfo
 from cluster.types.media import MediaItem
 from cluster.types.request import GenerateRequest
-from cluster.types.transfer import Grant
+from cluster.types.transfer import Grant, SentTotals
 
 PROTOCOL_VERSION = 2
 
@@ -152,11 +152,14 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     num_open_leases: int = 0  # writes by or into this worker that are not closed
     num_cached_blocks: int = 0  # blocks kept for reuse
     totals: DecodeTotals = DecodeTotals()
+    sent: SentTotals = SentTotals()
 
     @property
     def is_idle(self) -> bool:
         """Nothing is held for anybody; what is kept for reuse does not count."""
-        return self == LoadReport(num_cached_blocks=self.num_cached_blocks, totals=self.totals)
+        return self == LoadReport(
+            num_cached_blocks=self.num_cached_blocks, totals=self.totals, sent=self.sent
+        )
 
 
 class Tokens(Message, frozen=True):

@@ -13,6 +13,7 @@ class Contract(msgspec.Struct, frozen=True):
     model: str  # fingerprint of its configuration and dtype
     block_size: int  # rows of a block
     dtypes: tuple[str, ...]  # of the segments, each named once
+    codec: str  # of what travels beside raw blocks: raw, if nothing does
     layout: str  # fingerprint of all segments
 
     def difference(self, other: Contract) -> str | None:
@@ -22,6 +23,28 @@ class Contract(msgspec.Struct, frozen=True):
             if ours != theirs:
                 return f"{field} is {ours} here and {theirs} there"
         return None
+
+
+class SentTotals(msgspec.Struct, frozen=True, array_like=True):
+    """What a writer has sent since it started."""
+
+    raw_bytes: int = 0
+    coded_bytes: int = 0  # as they travelled
+    coded_groups: int = 0
+    crowded_groups: int = 0  # that went raw because there was no room to code them
+    key_error: float = 0.0  # of the last group that was looked at: mean |x - x'| / mean |x|
+    value_error: float = 0.0
+
+
+class CodedPart(msgspec.Struct, frozen=True):
+    """Room in the owner's wire memory for groups of a grant's blocks, in which they may travel coded."""
+
+    base_address: int  # as in `Grant`, of the wire memory
+    num_blocks: int
+    block_ids: tuple[int, ...]  # one for each group
+    generations: tuple[int, ...]
+    first_blocks: tuple[int, ...]  # place in the grant's blocks where the group begins
+    decode_bytes_per_s: float  # of raw bytes, at the owner's
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -40,3 +63,4 @@ class Grant(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]  # generation of each block when it was granted
     ttl_s: float
+    coded: CodedPart | None = None

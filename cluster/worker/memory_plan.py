@@ -29,11 +29,12 @@ class MemoryPlan:
     features: int = 0  # embeddings: those that encoders write to prefill, an encoder's cache
     kv_per_token: int = 0
     num_kv_tokens: int = 0  # 0 in encoders
+    wire: int = 0  # KV that is on its way coded
 
     @property
     def wanted(self) -> int:
         """Beside the weights."""
-        return self.kv_per_token * self.num_kv_tokens + self.features + self.step
+        return self.kv_per_token * self.num_kv_tokens + self.features + self.step + self.wire
 
     def check(self, available: int) -> None:
         """Raises ConfigError, with the arithmetic, if less than what is wanted is available."""
@@ -49,6 +50,7 @@ class MemoryPlan:
             )
         lines += [
             f"  embeddings         {_mib(self.features)}",
+            *([f"  coded KV           {_mib(self.wire)}"] if self.wire else []),
             f"  one step           {_mib(self.step)}  (estimate)",
             f"  wanted             {_mib(self.wanted)}  beside the weights",
             f"  available          {_mib(available)}",

@@ -21,6 +21,7 @@ from cluster.worker.shell import WorkerShell
 from cluster.worker.turns import cpu_turns, no_turns
 from kv_transfer.agents import Transport, make_agent
 from kv_transfer.mover import Mover, MoverEvent, MoverFailed
+from kv_transfer.wire import Wire
 
 STOP_TIMEOUT_S = 5.0
 LEASE_MARGIN_S = 5.0  # how much longer than its writer an owner waits: see kv_transfer.receiver
@@ -45,6 +46,8 @@ class WorkerProcess:
         *,
         outgoing: BlockMemory | None = None,
         incoming: BlockMemory | None = None,
+        outgoing_wire: Wire | None = None,
+        incoming_wire: Wire | None = None,
         lease_margin_s: float = LEASE_MARGIN_S,
     ):
         """Opens the transfer agent and registers the memories. `model` and the rest: see `Mover`."""
@@ -58,6 +61,8 @@ class WorkerProcess:
             incoming=incoming,
             margin_s=lease_margin_s,
             model=model,
+            outgoing_wire=outgoing_wire,
+            incoming_wire=incoming_wire,
         )
         self._setup = setup
         folder = setup.turns_folder

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench.workload import Answer, Case, Reference, make_cases
-from cluster.config.settings import DoorArgs
+from cluster.config.settings import ClusterArgs, DoorArgs, TransferArgs
 from cluster.errors import UnavailableError
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.members import Role
@@ -35,6 +35,7 @@ ARGS = cluster_args(48).model_copy(
         "door": DoorArgs(first_token_timeout_s=FIRST_TOKEN_TIMEOUT_S, request_timeout_s=REQUEST_TIMEOUT_S)
     }
 )
+CODED_ARGS = ARGS.model_copy(update={"transfer": TransferArgs(codec="int8")})
 Expected = tuple[Case, Answer]
 
 
@@ -86,17 +87,29 @@ async def ask_in_trouble(cluster: LocalCluster, pair: Expected, faults: FaultScr
 @pytest.mark.parametrize("error", [TransferError, PeerLostError])
 @pytest.mark.parametrize("verb", ["connect", "post", "poll", "notify", "notifications"])
 async def test_whichever_operation_fails_the_next_request_is_answered(expected, verb, error, kind):
+    await fail_each(ARGS, expected[kind], verb, error)
+
+
+@pytest.mark.parametrize("verb", ["post", "poll", "notify"])
+async def test_whichever_operation_fails_over_coded_kv_the_next_request_is_answered(expected, verb):
+    """Requests with a whole group of tokens, whose answers int8 does not change."""
+    await fail_each(CODED_ARGS, expected["image and audio"], verb, TransferError)
+
+
+async def fail_each(args: ClusterArgs, pairs: list[Expected], verb: str, error: type[TransferError]) -> None:
     num_answered = num_asked = 0
-    async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
+    async with local_cluster(args, lease_margin_s=LEASE_MARGIN_S) as cluster:
         limit = MAX_POLLS if verb == "notifications" else 100
         for n in range(1, limit + 1):
             faults = FaultScript(post_polls=1)
             faults.fail(verb, n, error(f"scripted: {verb} {n}"))
-            pair = expected[kind][n % len(expected[kind])]
+            pair = pairs[n % len(pairs)]
             num_answered += await ask_in_trouble(cluster, pair, faults, (verb, n))
             num_asked += 1
             if faults._counts[verb] < n:
                 break
+        coded_groups = cluster.prefills[0]._process.mover.sent.coded_groups
+        assert (coded_groups > 0) == (args is CODED_ARGS)
     assert num_asked > 1
     assert num_answered >= 1, "the last request met no fault"
 

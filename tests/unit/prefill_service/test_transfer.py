@@ -14,8 +14,9 @@ BLOCK_SIZE, SEGMENTS_PER_LAYER = 4, 2
 class Recorder:
     """An `Outgoing` that remembers what was written: {(grant index, segment): local block}."""
 
-    def __init__(self, error=None):
+    def __init__(self, error=None, blocks_together=1):
         self.written, self.num_writes, self.payload, self._error = {}, 0, None, error
+        self.blocks_together = blocks_together
 
     def write(self, local_ids, grant_indices, segment_ids=None, ready=None):
         if self._error is not None:
@@ -60,13 +61,14 @@ def run_step(batch, num_layers, block_bytes):
     num_layers=st.integers(1, 5),
     block_bytes=st.sampled_from([64, MIN_WRITE_BYTES // 3, MIN_WRITE_BYTES, 9 * MIN_WRITE_BYTES]),
     granted_before_chunk=st.integers(0, 9),
+    blocks_together=st.sampled_from([1, 3]),
 )
 def test_every_segment_of_every_block_goes_exactly_once(
-    num_tokens, cached, chunks, num_layers, block_bytes, granted_before_chunk
+    num_tokens, cached, chunks, num_layers, block_bytes, granted_before_chunk, blocks_together
 ):
     cached = min(cached * BLOCK_SIZE, (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE)
     companion, seq = sequence(num_tokens, cached), sequence(9, 0, first_block=500)
-    recorder = Recorder()
+    recorder = Recorder(blocks_together=blocks_together)
     req = request(seq, companion)
     req.outgoing = None
     left = [*chunks, max(num_tokens, seq.num_tokens)]
@@ -115,3 +117,13 @@ def test_a_lease_that_runs_out_does_not_stop_the_step_or_its_neighbours():
     ]
     list(run_step(batch, 2, 64))
     assert {index for index, _ in recorder.written} == {0, 1}
+
+
+def test_blocks_that_travel_together_go_when_the_last_of_them_is_filled():
+    seq, recorder = sequence(30), Recorder(blocks_together=3)  # 8 blocks of 4, the last one with 2 tokens
+    req = request(seq, outgoing=recorder)
+    sent = []
+    for count in (11, 5, 8, 6):
+        list(run_step([(req, seq, count)], 1, 64))
+        sent.append(len({index for index, _ in recorder.written}))
+    assert sent == [0, 3, 6, 8]

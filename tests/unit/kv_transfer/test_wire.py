@@ -1,0 +1,401 @@
+"""Leases whose groups travel coded: over the in-process agent, on a virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.kv_format import kv_segments
+from kv_transfer.agent import LayoutMismatchError
+from kv_transfer.in_process import FaultScript, InProcessNetwork
+from kv_transfer.mover import Mover
+from kv_transfer.receiver import Aborted, Completed, Expired
+from kv_transfer.sender import Finished, SendFailed
+from kv_transfer.wire import LinkMeter, Speed, Wire
+from tests.fakes.clock import ManualClock
+
+LAYERS, BLOCK_SIZE, NUM_BLOCKS = 3, 16, 24
+PER_GROUP = 4
+LAYOUT = MemoryLayout(kv_segments([(2, 8)] * (2 * LAYERS), BLOCK_SIZE, torch.float32))
+TTL_S, MARGIN_S = 10.0, 2.0
+RUN = 2 * 64 + 20  # tokens: two groups and two more blocks, the last one partly filled
+NUM_RUN_BLOCKS = 10
+MAX_ERROR = 0.5 / 127 + 1e-3  # of the largest element around: half a step, and the scale's rounding
+
+
+class Pair:
+    """A writer and an owner whose KV travels as int8, stepped by hand."""
+
+    def __init__(self, writer_tokens=6 * 64, owner_tokens=6 * 64, is_forced=True):
+        self.clock = ManualClock()
+        self.network = InProcessNetwork()
+        self.source, self.target = BlockMemory(LAYOUT, NUM_BLOCKS), BlockMemory(LAYOUT, NUM_BLOCKS)
+        self.writer_wire = Wire(self.source, "int8", writer_tokens, is_forced=is_forced)
+        self.owner_wire = Wire(self.target, "int8", owner_tokens)
+        for segment in self.source.segments:
+            segment.normal_(generator=torch.Generator().manual_seed(segment.numel()))
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.held: dict[str, list[int]] = {}
+        self.sent, self.received = [], []
+        self.writer = Mover(
+            self.network.agent("writer"),
+            self.clock,
+            self.sent.append,
+            outgoing=self.source,
+            outgoing_wire=self.writer_wire,
+        )
+        self.owner = Mover(
+            self.network.agent("owner"),
+            self.clock,
+            self._on_lease,
+            incoming=self.target,
+            incoming_wire=self.owner_wire,
+            margin_s=MARGIN_S,
+        )
+
+    def _on_lease(self, event):
+        self.received.append(event)
+        self.pool.free(self.held.pop(event.lease_id))
+
+    def grant(self, lease_id="lease", run_lengths=(RUN,)):
+        num_blocks = sum(-(-length // BLOCK_SIZE) for length in run_lengths)
+        self.held[lease_id] = blocks = self.pool.allocate(num_blocks)
+        return self.owner.grant(lease_id, blocks, self.pool.generations(blocks), TTL_S, run_lengths)
+
+    def step(self, rounds=1):
+        for _ in range(rounds):
+            self.writer.step()
+            self.owner.step()
+
+    def sent_numbers(self):
+        return self.writer.sent.coded_groups, self.writer.sent.crowded_groups
+
+    def audit(self):
+        self.step(20)
+        for _ in range(3):
+            self.clock.at += TTL_S
+            self.step(2)
+        assert self.writer.num_open == 0 and self.owner.num_open == 0
+        assert not self.held and self.pool.num_referenced == 0
+        assert self.writer_wire.num_used == self.owner_wire.num_used == 0
+        assert self.writer.agent.num_handles == 0
+        for events in (self.sent, self.received):
+            names = [event.lease_id for event in events]
+            assert len(names) == len(set(names)), "a lease had two ends"
+
+
+@pytest.fixture
+def pair():
+    pair = Pair()
+    yield pair
+    pair.audit()
+
+
+def source_blocks(grant):
+    """Somewhere else than at the owner, and in another order."""
+    return [NUM_BLOCKS - 1 - i for i in range(len(grant.block_ids))]
+
+
+def send(pair, grant):
+    """In two writes, the second layer by layer."""
+    outgoing = pair.writer.open(grant)
+    sources = source_blocks(grant)
+    outgoing.write(sources[:PER_GROUP], list(range(PER_GROUP)))
+    pair.step()
+    for layer in range(LAYERS):
+        rest = range(PER_GROUP, len(sources))
+        outgoing.write([sources[i] for i in rest], list(rest), [2 * layer, 2 * layer + 1])
+    outgoing.finish(b"payload")
+    return outgoing
+
+
+def errors(pair, grant):
+    """Per block of the grant: the largest difference in all segments."""
+    worst = []
+    for source, target in zip(source_blocks(grant), grant.block_ids, strict=True):
+        worst.append(
+            max(
+                float((ours[target] - theirs[source]).abs().max())
+                for ours, theirs in zip(pair.target.segments, pair.source.segments, strict=True)
+            )
+        )
+    return worst
+
+
+def largest(pair):
+    return max(float(segment.abs().max()) for segment in pair.source.segments)
+
+
+def assert_arrived(pair, grant, num_coded_blocks):
+    """The first ones nearly, the others exactly as they were."""
+    found = errors(pair, grant)
+    assert all(0 < error <= MAX_ERROR * largest(pair) for error in found[:num_coded_blocks])
+    assert found[num_coded_blocks:] == [0] * (len(found) - num_coded_blocks)
+
+
+def test_whole_groups_travel_coded_and_the_rest_as_it_is(pair):
+    grant = pair.grant()
+    assert grant.coded.first_blocks == (0, 4)
+    send(pair, grant)
+    pair.step(2)
+    assert pair.received == [Completed("lease", b"payload")] and pair.sent == [Finished("lease")]
+    assert_arrived(pair, grant, 8)
+    assert pair.sent_numbers() == (2, 0)
+    assert pair.writer_wire.num_used == pair.owner_wire.num_used == 0
+
+
+def test_a_companions_groups_begin_behind_the_prompts_last_block(pair):
+    grant = pair.grant(run_lengths=(70, 64, 10))
+    assert grant.coded.first_blocks == (0, 5)
+    outgoing = pair.writer.open(grant)
+    outgoing.write(source_blocks(grant), list(range(10)))
+    outgoing.finish(b"")
+    pair.step(2)
+    found = errors(pair, grant)
+    assert [error > 0 for error in found] == [True] * 4 + [False] + [True] * 4 + [False]
+
+
+def test_coded_groups_are_a_quarter_of_float32(pair):
+    grant = pair.grant()
+    num_bytes = []
+    post = pair.writer.agent.post
+    pair.writer.agent.post = lambda peer, local, remote, notification=b"": (
+        num_bytes.append(int(local[:, 1].sum())), post(peer, local, remote, notification)
+    )[1]  # fmt: skip
+    send(pair, grant)
+    pair.step(2)
+    whole = NUM_RUN_BLOCKS * LAYOUT.block_bytes
+    assert sum(num_bytes) == pytest.approx(whole * (2 + 8 / pair.writer_wire.ratio) / 10)
+    assert pair.writer.sent.raw_bytes == whole * 2 // 10
+    assert pair.writer.sent.coded_bytes == sum(num_bytes) - pair.writer.sent.raw_bytes
+    assert 0 < pair.writer.sent.key_error < 0.02 and 0 < pair.writer.sent.value_error < 0.02
+    assert pair.writer_wire.ratio > 2.5
+
+
+@pytest.mark.parametrize("prompt_tokens", [63, 5])
+def test_a_prompt_without_a_whole_group_takes_no_wire(pair, prompt_tokens):
+    grant = pair.grant(run_lengths=(prompt_tokens,))
+    assert grant.coded is None
+    outgoing = pair.writer.open(grant)
+    assert outgoing.blocks_together == 1
+    outgoing.write(source_blocks(grant), list(range(len(grant.block_ids))))
+    outgoing.finish(b"")
+    pair.step(2)
+    assert_arrived(pair, grant, 0)
+
+
+@pytest.mark.parametrize(("writer_tokens", "owner_tokens", "num_coded"), [(64, 640, 4), (640, 64, 0)])
+def test_what_finds_no_room_goes_raw(writer_tokens, owner_tokens, num_coded):
+    pair = Pair(writer_tokens, owner_tokens)
+    grant = pair.grant()
+    send(pair, grant)
+    pair.step(2)
+    assert pair.received == [Completed("lease", b"payload")]
+    assert_arrived(pair, grant, num_coded)
+    assert pair.sent_numbers() == ((1, 1) if num_coded else (0, 0))
+    pair.audit()
+
+
+def test_a_group_that_is_written_in_parts_goes_raw(pair):
+    grant = pair.grant()
+    outgoing = pair.writer.open(grant)
+    sources = source_blocks(grant)
+    for start, end in ((0, 3), (3, 6), (6, 10)):
+        outgoing.write(sources[start:end], list(range(start, end)))
+    outgoing.finish(b"")
+    pair.step(2)
+    assert_arrived(pair, grant, 0)
+
+
+def test_a_group_cannot_be_begun_whole_and_go_on_in_parts(pair):
+    grant = pair.grant()
+    outgoing = pair.writer.open(grant)
+    sources = source_blocks(grant)
+    outgoing.write(sources, list(range(10)), [0, 1])
+    outgoing.write(sources[:2], [0, 1], [2, 3])
+    outgoing.finish(b"")
+    pair.step(3)
+    assert isinstance(pair.sent[0], SendFailed) and isinstance(pair.received[0], Aborted)
+
+
+def test_a_byte_that_changes_on_the_wire_is_found(pair):
+    grant = pair.grant()
+    send(pair, grant)
+    pair.writer.step()
+    pair.owner_wire.memory.segments[3][grant.coded.block_ids[1], 0, 0, 0] += 1
+    pair.owner.step()
+    assert [type(event) for event in pair.received] == [Aborted]
+    assert "not those" in pair.received[0].reason
+    assert pair.owner._receiver.num_corrupt == 1
+
+
+def test_peers_with_other_codecs_are_told_which(pair):
+    plain = Mover(pair.network.agent("plain"), pair.clock, print, outgoing=BlockMemory(LAYOUT, 4))
+    with pytest.raises(LayoutMismatchError, match="codec is raw here and int8 there"):
+        plain.open(pair.grant())
+
+
+def test_a_lease_that_is_revoked_while_it_is_decoded_ends_once_and_after_that(pair, monkeypatch):
+    grant = pair.grant()
+    send(pair, grant)
+    decode = pair.owner_wire.decode
+
+    def revoke_meanwhile(wire_ids, groups):
+        pair.owner.revoke("lease", "its writer is dead")
+        assert pair.owner_wire.num_used == 2, "still being read"
+        decode(wire_ids, groups)
+
+    monkeypatch.setattr(pair.owner_wire, "decode", revoke_meanwhile)
+    pair.step(2)
+    assert pair.received == [Aborted("lease", "its writer is dead")]
+
+
+def test_the_bytes_of_a_cancelled_lease_are_not_decoded(pair, monkeypatch):
+    grant = pair.grant()
+    monkeypatch.setattr(pair.owner_wire, "decode", lambda *_: pytest.fail("nobody wants it"))
+    pair.owner.cancel("lease")
+    send(pair, grant)
+    pair.step(2)
+    assert [type(event) for event in pair.received] == [Aborted]
+
+
+def test_a_done_notice_for_wire_blocks_that_were_granted_anew_completes_nothing(pair):
+    """KV blocks and their generations are as before; only the wire blocks have moved on."""
+    pair.network.faults.delay(1, polls=6)
+    first = pair.grant()
+    send(pair, first)
+    pair.writer.step()
+    pair.owner.revoke("lease", "given up")
+    pair.owner._receiver._expiries.clear()
+    pair.step()
+    others = pair.owner_wire.try_take(4)
+    second = pair.owner.grant("lease", first.block_ids, first.generations, TTL_S, (RUN,))
+    pair.held["lease"] = pair.pool.allocate(NUM_RUN_BLOCKS)
+    assert second.coded.generations != first.coded.generations
+    pair.received.clear()
+    pair.step(8)
+    assert pair.received == []
+    assert pair.owner._receiver.num_mismatched == 1
+    pair.owner_wire.free(others)
+    pair.owner._receiver.revoke("lease", "end")
+
+
+# ----------------------------------------------------------------------------------------------------------- every fault
+
+
+@pytest.mark.parametrize("post_polls", [0, 2])
+def test_whichever_operation_fails_nothing_wrong_arrives_and_nothing_stays(post_polls):
+    for nth in range(1, 200):
+        pair = Pair()
+        pair.network.faults = FaultScript(post_polls=post_polls)
+        pair.network.faults.fail_at(nth)
+        grant = pair.grant()
+        send(pair, grant)
+        pair.step(12)
+        pair.clock.at += TTL_S + MARGIN_S
+        pair.step(2)
+        (event,) = pair.received
+        if isinstance(event, Completed):
+            assert_arrived(pair, grant, 8)
+        else:
+            assert isinstance(event, Aborted | Expired)
+        pair.audit()
+        if pair.network.faults.num_operations < nth:
+            break
+    assert 10 < nth < 199
+
+
+@pytest.mark.parametrize("who", ["writer", "owner"])
+def test_whoever_dies_at_whatever_moment_the_other_is_told_and_gives_all_back(who):
+    for rounds in range(8):
+        pair = Pair()
+        pair.network.faults.post_polls = 2
+        grant = pair.grant()
+        outgoing = pair.writer.open(grant)
+        outgoing.write(source_blocks(grant), list(range(10)))
+        outgoing.finish(b"")
+        pair.step(rounds)
+        pair.network.kill(who)
+        pair.step(3)
+        pair.clock.at += TTL_S + MARGIN_S
+        pair.step(3)
+        other = pair.received if who == "writer" else pair.sent
+        assert len(other) == 1
+        survivor = pair.owner_wire if who == "writer" else pair.writer_wire
+        assert survivor.num_used == 0
+
+
+def test_an_encoder_that_fails_costs_its_lease_only(pair, monkeypatch):
+    grant = pair.grant()
+    monkeypatch.setattr(pair.writer_wire, "encode", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+    send(pair, grant)
+    pair.step(2)
+    assert isinstance(pair.sent[0], SendFailed)
+    monkeypatch.undo()
+    following = pair.grant("next")
+    send(pair, following)
+    pair.step(2)
+    assert pair.received[-1] == Completed("next", b"payload")
+
+
+# ------------------------------------------------------------------------------------------------------------- the choice
+
+
+def test_coding_pays_where_the_link_is_slower_than_the_codec():
+    wire = Wire(BlockMemory(LAYOUT, NUM_BLOCKS), "int8", 64, is_forced=False)
+    wire.speed, wire.ratio = Speed(encode=4e9, decode=4e9), 2.0
+    assert wire.pays(0.9e9, 4e9)  # 1/4 + 1/1.8 + 1/4 against 1/0.9, in seconds per gigabyte
+    assert not wire.pays(1.1e9, 4e9)
+    assert not wire.pays(0.9e9, 1e9)
+    assert not wire.pays(None, 4e9)
+    wire.is_forced = True
+    assert wire.pays(100e9, 1.0)
+
+
+def test_a_link_is_measured_over_the_time_in_which_anything_is_on_its_way():
+    link = LinkMeter()
+    link.posted(1 << 20, at=10.0)
+    link.posted(1 << 20, at=10.25)
+    link.arrived(10.5)
+    assert link.bytes_per_s is None
+    link.arrived(11.0)
+    assert link.bytes_per_s == 2 << 20
+    link.posted(100, at=20.0)
+    link.arrived(30.0)
+    assert link.bytes_per_s == 2 << 20, "too little to say anything"
+    link.posted(6 << 20, at=40.0)
+    link.arrived(41.0)
+    assert link.bytes_per_s == 3 << 20
+    link.posted(1 << 20, at=50.0)
+    link.posted(1 << 20, at=50.0)
+    link.cancelled()
+    link.arrived(90.0)
+    assert link.bytes_per_s == 3 << 20
+
+
+def test_auto_sends_raw_until_the_link_is_known_to_be_slow():
+    pair = Pair(is_forced=False)
+    pair.writer_wire.speed = pair.owner_wire.speed = Speed(1e12, 1e12)
+    first = pair.grant("first")
+    send(pair, first)
+    pair.step(2)
+    assert pair.sent_numbers() == (0, 0)
+    pair.writer._sender._links["owner"].bytes_per_s = 1e6
+    second = pair.grant("second")
+    send(pair, second)
+    pair.step(2)
+    assert pair.sent_numbers() == (2, 0)
+    assert [type(event) for event in pair.received] == [Completed] * 2
+    pair.audit()
+
+
+def test_layouts_that_cannot_be_coded_are_refused():
+    with pytest.raises(ValueError, match="int8 needs plain K and V"):
+        Wire(BlockMemory(MemoryLayout(kv_segments([(2, 8)] * 2, 48, torch.float32)), 4), "int8", 64)
+
+
+def test_a_memory_too_small_for_a_group_codes_none():
+    wire = Wire(BlockMemory(LAYOUT, 2), "int8", 64)
+    assert wire.speed.encode > 0 and wire.first_blocks([32]) == []
