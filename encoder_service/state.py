@@ -22,7 +22,7 @@ import torch
 from cluster.types.media import MediaItem
 from cluster.types.transfer import Grant
 from cluster.worker.outbox import DoorId
-from kv_transfer.sender import Outgoing
+from kv_transfer.outgoing import Outgoing
 
 
 class ItemPhase(Enum):

@@ -27,8 +27,9 @@ from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.transfer import Grant, SentTotals
 from kv_transfer.agent import Agent, TransferError
+from kv_transfer.outgoing import Outgoing
 from kv_transfer.receiver import LeaseEvent, Receiver
-from kv_transfer.sender import Outgoing, Sender, SendEvent
+from kv_transfer.sender import Sender, SendEvent
 from kv_transfer.wire import Wire
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from torch import Tensor
 from cluster.model.language import PromptPositions
 from cluster.types.request import GenerateRequest, Prompt
 from cluster.worker.outbox import DoorId
-from kv_transfer.sender import Outgoing
+from kv_transfer.outgoing import Outgoing
 
 
 class Phase(Enum):

@@ -14,7 +14,7 @@ import msgspec
 
 from cluster.types.messages import KvReady
 from kv_transfer.agent import TransferError
-from kv_transfer.sender import Outgoing
+from kv_transfer.outgoing import Outgoing
 from prefill_service.state import PrefillRequest, PromptSequence
 
 # A write costs the transfer thread about as long as copying this much: smaller layers wait for the next ones.

@@ -1,0 +1,1 @@
+"""The hand-over between pools, measured: `python -m bench.transfer`."""

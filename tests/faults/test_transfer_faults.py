@@ -87,16 +87,18 @@ async def ask_in_trouble(cluster: LocalCluster, pair: Expected, faults: FaultScr
 @pytest.mark.parametrize("error", [TransferError, PeerLostError])
 @pytest.mark.parametrize("verb", ["connect", "post", "poll", "notify", "notifications"])
 async def test_whichever_operation_fails_the_next_request_is_answered(expected, verb, error, kind):
-    await fail_each(ARGS, expected[kind], verb, error)
+    await check_each_failure(ARGS, expected[kind], verb, error)
 
 
 @pytest.mark.parametrize("verb", ["post", "poll", "notify"])
 async def test_whichever_operation_fails_over_coded_kv_the_next_request_is_answered(expected, verb):
     """Requests with a whole group of tokens, whose answers int8 does not change."""
-    await fail_each(CODED_ARGS, expected["image and audio"], verb, TransferError)
+    await check_each_failure(CODED_ARGS, expected["image and audio"], verb, TransferError)
 
 
-async def fail_each(args: ClusterArgs, pairs: list[Expected], verb: str, error: type[TransferError]) -> None:
+async def check_each_failure(
+    args: ClusterArgs, pairs: list[Expected], verb: str, error: type[TransferError]
+) -> None:
     num_answered = num_asked = 0
     async with local_cluster(args, lease_margin_s=LEASE_MARGIN_S) as cluster:
         limit = MAX_POLLS if verb == "notifications" else 100

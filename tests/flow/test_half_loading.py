@@ -35,7 +35,8 @@ def test_halves_of_a_saved_checkpoint_are_complete_and_equal_the_whole(name: str
     encoder = EncoderModel.load(tmp_path, dtype=torch.float32)
     whole = EncoderModel.from_model(case.model)
     for modality, item in [pair for request in case.requests for pair in request.items]:
-        assert torch.equal(encoder.encode(modality, [item])[0], whole.encode(modality, [item])[0])
+        ours, theirs = (half.encode(modality, [item])[0] for half in (encoder, whole))
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)  # a loaded one has native kernels
     language = LanguageModel.load(tmp_path, dtype=torch.float32)
     assert language.fingerprint == encoder.fingerprint
     halves = Split(case, expected, encoder, language)
