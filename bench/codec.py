@@ -20,13 +20,14 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.cpu.library import load
 from cluster.model.kv_format import kv_segments
 from kv_transfer.checksum import checksum
-from kv_transfer.codecs import CODECS, Codec, CodecName, attention, dequantise, quantise
+from kv_transfer.codecs import CODECS, Codec, CodecName, dequantise, quantise
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LAYERS = 4
@@ -67,6 +68,14 @@ def speeds(dtype: torch.dtype, heads: int, width: int, raw_bytes: int, repeats: 
     functions["checksum"] = partial(checksum, kv.descriptors(range(kv.num_blocks)))
     seconds = medians(functions, repeats)
     return {name: kv.buffer.numel() / 1e9 / taken for name, taken in seconds.items()}
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[Q, Hq, Dv] float32; every query sees every key."""
+    group = query.shape[1] // key.shape[1]
+    query, key, value = (rows.float().transpose(0, 1) for rows in (query, key, value))
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    return F.scaled_dot_product_attention(query, key, value).transpose(0, 1)
 
 
 def attention_error(key: Tensor, value: Tensor, query: Tensor, codec: CodecName, run: int) -> float:

@@ -361,37 +361,3 @@ def _ids(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray, end: int)
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
-
-
-# ----------------------------------------------------------------------------------------------------------- the probe
-
-
-def probe(
-    samples: Sequence[tuple[Tensor, Tensor, Tensor]], codecs: Sequence[CodecName] = CODECS
-) -> dict[CodecName, list[float]]:
-    """What each codec does to attention: per sample |out' - out| / |out| (Euclidean). A sample is the K [T, H, D] and
-    V [T, H, Dv] of one layer and queries [Q, Hq, D] that see all T tokens, Hq a multiple of H, scaled by 1 / sqrt(D).
-    The tokens after the last whole group stay as they are, as on the wire."""
-    errors: dict[CodecName, list[float]] = {codec: [] for codec in codecs}
-    for key, value, query in samples:
-        expected = attention(query, key, value)
-        for codec in codecs:
-            actual = attention(query, round_trip(key, codec, True), round_trip(value, codec, False))
-            errors[codec].append(float((actual - expected).norm() / expected.norm()))
-    return errors
-
-
-def round_trip(rows: Tensor, codec: CodecName, is_key: bool, run: int = RUN_CHANNELS) -> Tensor:
-    """rows [T, H, D] as they arrive."""
-    whole = len(rows) // GROUP_TOKENS * GROUP_TOKENS
-    groups = rows[:whole].unflatten(0, (-1, GROUP_TOKENS))
-    arrived = dequantise(quantise(groups, codec, is_key, run), codec, rows.dtype, is_key, run)
-    return torch.cat([arrived.flatten(0, 1), rows[whole:]])
-
-
-def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[Q, Hq, Dv] float32; every query sees every key."""
-    group = query.shape[1] // key.shape[1]
-    query, key, value = (rows.float().transpose(0, 1) for rows in (query, key, value))
-    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
-    return F.scaled_dot_product_attention(query, key, value).transpose(0, 1)

@@ -244,13 +244,22 @@ class Receiver:
             lease.discard_reason = f"writer {peer} named other blocks or generations than were granted"
             logger.error("lease %s: %s", lease.lease_id, lease.discard_reason)
         else:
-            is_wanted = lease.discard_reason is None and envelope.kind is NoticeKind.DONE
-            if is_wanted and not self._take_in(lease.grant, envelope):
-                self.num_corrupt += 1
-                lease.discard_reason = f"the bytes that arrived are not those that writer {peer} sent"
-                logger.error("lease %s: %s", lease.lease_id, lease.discard_reason)
+            if lease.discard_reason is None and envelope.kind is NoticeKind.DONE:
+                self._settle(lease, envelope, peer)
             with self._lock:
                 self._close(lease, _last_event(lease, envelope))
+
+    def _settle(self, lease: _Lease, envelope: Envelope, peer: str) -> None:
+        try:
+            if self._take_in(lease.grant, envelope):
+                return
+            self.num_corrupt += 1
+            reason = f"the bytes that arrived are not those that writer {peer} sent"
+        except Exception as error:  # a bug; it must not cost the other leases their notifications
+            logger.exception("lease %s cannot be taken in", lease.lease_id)
+            reason = f"internal error: {error!r}"
+        lease.discard_reason = reason
+        logger.error("lease %s: %s", lease.lease_id, reason)
 
     def _take_in(self, grant: Grant, envelope: Envelope) -> bool:
         """Checks all the bytes and decodes what came coded. Nobody may have to wait for it: not under the lock."""

@@ -46,8 +46,9 @@ from kv_transfer.agent import (
     TransferState,
 )  # fmt: skip
 from kv_transfer.envelope import Envelope, NoticeKind, checksum_blocks, contract_of, digest_grant, encode
+from kv_transfer.link import LinkMeter
 from kv_transfer.outgoing import Outgoing, Write, expired
-from kv_transfer.wire import BlockWrite, LinkMeter, Wire
+from kv_transfer.wire import BlockWrite, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +114,7 @@ class Sender:
         totals = SentTotals(self._num_raw_bytes, self._num_coded_bytes)
         if self.wire is None:
             return totals
-        counts = self.wire.counts
-        return msgspec.structs.replace(
-            totals,
-            coded_groups=counts.coded_groups,
-            crowded_groups=counts.crowded_groups,
-            key_error=counts.key_error,
-            value_error=counts.value_error,
-        )
+        return msgspec.structs.replace(totals, **vars(self.wire.counts))
 
     def open(self, grant: Grant) -> Outgoing:
         """Take a grant up; its time runs from here.

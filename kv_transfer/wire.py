@@ -22,9 +22,7 @@ from kv_transfer.agent import TransferError
 from kv_transfer.codecs import GROUP_TOKENS, Codec, CodecName
 
 MEASURED_GROUPS, MEASURED_ROUNDS = 8, 3
-MIN_MEASURED_BYTES = 256 << 10  # the duration of smaller writes says little about a link
-NEW_SHARE = 0.25  # of the newest measurement in a link's speed
-LOOK_EVERY = 4096  # groups of a layer that are coded, from one look at the error to the next, which takes about a millisecond
+LOOK_EVERY = 4096  # groups of a layer that are coded, from one look at the error to the next
 SEGMENTS_PER_LAYER = 4  # of a wire memory
 
 
@@ -225,34 +223,3 @@ def _layers(segment_ids: Sequence[int] | None, num_layers: int) -> list[int] | N
         return list(range(num_layers))
     layers = sorted({segment // 2 for segment in segment_ids})
     return layers if len(segment_ids) == 2 * len(layers) else None
-
-
-class LinkMeter:
-    """How fast a link is: bytes over the time in which any were on their way, newer times weighing more."""
-
-    def __init__(self) -> None:
-        self.bytes_per_s: float | None = None
-        self._num_in_flight = 0
-        self._num_bytes = 0
-        self._since = 0.0
-
-    def posted(self, num_bytes: int, at: float) -> None:
-        """`at`: seconds, before the transport was told."""
-        if self._num_in_flight == 0:
-            self._since, self._num_bytes = at, 0
-        self._num_in_flight += 1
-        self._num_bytes += num_bytes
-
-    def cancelled(self) -> None:
-        """One of those on their way never arrives: what is under way measures nothing."""
-        self._num_in_flight -= 1
-        self._num_bytes = 0
-
-    def arrived(self, at: float) -> None:
-        self._num_in_flight -= 1
-        took_s = at - self._since
-        if self._num_in_flight or self._num_bytes < MIN_MEASURED_BYTES or took_s <= 0:
-            return
-        measured = self._num_bytes / took_s
-        old = measured if self.bytes_per_s is None else self.bytes_per_s
-        self.bytes_per_s = old + NEW_SHARE * (measured - old)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -75,14 +76,8 @@ def _hidden(arguments: argparse.Namespace) -> None:
         }
     )
     links = [float(link) for link in arguments.links.split(",")]
-    resolved = resolve(args, read_environment(), num_cores=_num_cores())
+    resolved = resolve(args, read_environment(), num_cores=len(os.sched_getaffinity(0)))
     _append(arguments.out, asyncio.run(measure(resolved, lengths, links, arguments.repeats)))
-
-
-def _num_cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0))
 
 
 def _append(path: Path, records: Iterable[dict[str, object]]) -> None:

@@ -126,8 +126,7 @@ def _own_blocks(pipe: Connection, transport: Transport, codec: str) -> None:
     )
     mover.start()
     pipe.send("ready")
-    for number in iter(pipe.recv, None):
-        block_ids = number
+    for block_ids in iter(pipe.recv, None):
         arrived.clear()
         ends.clear()
         lease_id = f"lease-{time.time_ns()}"

@@ -69,7 +69,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_SERVE_FALLBACK_PROXY_HTTP_PORT=str(free_port()),
         EPDG_SOCKET_DIR=str(folder / "s"),
         OMP_WAIT_POLICY="passive",  # threads of a pool that waits leave the cores to the others …
-        GOMP_SPINCOUNT="20000",  # … after some 0.1 ms: between the layers of a step they stay awake
+        GOMP_SPINCOUNT="20000",  # … after a short while: between the layers of a step they stay awake
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_VERBOSITY="error",
         HF_HUB_DISABLE_PROGRESS_BARS="1",

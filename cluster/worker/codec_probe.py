@@ -1,5 +1,5 @@
 """What a lossy codec does to this model, measured before it serves: tokens are predicted over KV as it was computed and as it
-would arrive, and compared. The prompt is made of random token ids, which is harder than text: nothing in it repeats."""
+would arrive, and compared. The prompt is made of random token ids."""
 
 from __future__ import annotations
 

@@ -6,70 +6,26 @@ import msgspec
 import pytest
 import torch
 
-from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from kv_transfer.agent import LayoutMismatchError, LeaseExpiredError, PeerLostError, TransferError
-from kv_transfer.in_process import InProcessNetwork
 from kv_transfer.mover import Mover
 from kv_transfer.receiver import Aborted, Completed, Expired
 from kv_transfer.sender import Finished, SendAborted, SendFailed
+from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 
 LAYOUT = MemoryLayout((SegmentSpec(4, (2,), torch.float32), SegmentSpec(4, (3,), torch.float32)))
-TTL_S, MARGIN_S = 10.0, 2.0
 
 
-class VirtualClock:
-    def __init__(self):
-        self.at = 0.0
-
-    def now(self):
-        return self.at
-
-
-class Pair:
-    """A writer and an owner, stepped by hand."""
+class Pair(LeasePair):
+    """Eight blocks on either side, the writer's full of numbers."""
 
     def __init__(self):
-        self.clock = VirtualClock()
-        self.network = InProcessNetwork()
-        self.source, self.target = BlockMemory(LAYOUT, 8), BlockMemory(LAYOUT, 8)
+        super().__init__(BlockMemory(LAYOUT, 8), BlockMemory(LAYOUT, 8))
         for segment in self.source.segments:
             segment.copy_(torch.arange(1, segment.numel() + 1).view_as(segment))
-        self.pool = BlockPool(8, 4)
-        self.held: dict[str, list[int]] = {}
-        self.sent, self.received = [], []
-        self.writer = Mover(self.network.agent("writer"), self.clock, self.sent.append, outgoing=self.source)
-        self.owner = Mover(
-            self.network.agent("owner"), self.clock, self._on_lease, incoming=self.target, margin_s=MARGIN_S
-        )
-
-    def _on_lease(self, event):
-        self.received.append(event)
-        self.pool.free(self.held.pop(event.lease_id))
 
     def grant(self, lease_id="lease", num_blocks=4):
-        self.held[lease_id] = blocks = self.pool.allocate(num_blocks)
-        return self.owner.grant(lease_id, blocks, self.pool.generations(blocks), TTL_S)
-
-    def step(self, rounds=1):
-        for _ in range(rounds):
-            self.writer.step()
-            self.owner.step()
-
-    def let_everything_end(self):
-        self.step(20)
-        for _ in range(3):
-            self.clock.at += TTL_S
-            self.step(2)
-
-    def audit(self):
-        assert self.writer.num_open == 0 and self.owner.num_open == 0
-        assert not self.held and self.pool.num_free == 8
-        self.pool.check_integrity()
-        assert self.writer.agent.num_handles == 0
-        for events in (self.sent, self.received):
-            names = [event.lease_id for event in events]
-            assert len(names) == len(set(names)), "a lease had two ends"
+        return self.owner.grant(lease_id, *self.take(lease_id, num_blocks), TTL_S)
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from kv_transfer.receiver import Aborted, Completed, Expired
-from tests.unit.kv_transfer.test_leases import MARGIN_S, TTL_S, Pair, assert_arrived, send
+from tests.fakes.leases import MARGIN_S, TTL_S
+from tests.unit.kv_transfer.test_leases import Pair, assert_arrived, send
 
 
 @pytest.fixture

@@ -5,91 +5,51 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import kv_segments
 from kv_transfer.agent import LayoutMismatchError
-from kv_transfer.in_process import FaultScript, InProcessNetwork
+from kv_transfer.in_process import FaultScript
 from kv_transfer.mover import Mover
 from kv_transfer.receiver import Aborted, Completed, Expired
 from kv_transfer.sender import Finished, SendFailed
-from kv_transfer.wire import LinkMeter, Speed, Wire
-from tests.fakes.clock import ManualClock
+from kv_transfer.wire import Speed, Wire
+from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 
 LAYERS, BLOCK_SIZE, NUM_BLOCKS = 3, 16, 24
 PER_GROUP = 4
 LAYOUT = MemoryLayout(kv_segments([(2, 8)] * (2 * LAYERS), BLOCK_SIZE, torch.float32))
-TTL_S, MARGIN_S = 10.0, 2.0
 RUN = 2 * 64 + 20  # tokens: two groups and two more blocks, the last one partly filled
 NUM_RUN_BLOCKS = 10
 MAX_ERROR = 0.5 / 127 + 1e-3  # of the largest element around: half a step, and the scale's rounding
 
 
-class Pair:
-    """A writer and an owner whose KV travels as int8, stepped by hand."""
+class Pair(LeasePair):
+    """Their KV travels as int8."""
 
     def __init__(self, writer_tokens=6 * 64, owner_tokens=6 * 64, is_forced=True):
-        self.clock = ManualClock()
-        self.network = InProcessNetwork()
-        self.source, self.target = BlockMemory(LAYOUT, NUM_BLOCKS), BlockMemory(LAYOUT, NUM_BLOCKS)
-        self.writer_wire = Wire(self.source, "int8", writer_tokens, is_forced=is_forced)
-        self.owner_wire = Wire(self.target, "int8", owner_tokens)
-        for segment in self.source.segments:
+        source, target = BlockMemory(LAYOUT, NUM_BLOCKS), BlockMemory(LAYOUT, NUM_BLOCKS)
+        writer_wire = Wire(source, "int8", writer_tokens, is_forced=is_forced)
+        super().__init__(source, target, writer_wire, Wire(target, "int8", owner_tokens))
+        for segment in source.segments:
             segment.normal_(generator=torch.Generator().manual_seed(segment.numel()))
-        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-        self.held: dict[str, list[int]] = {}
-        self.sent, self.received = [], []
-        self.writer = Mover(
-            self.network.agent("writer"),
-            self.clock,
-            self.sent.append,
-            outgoing=self.source,
-            outgoing_wire=self.writer_wire,
-        )
-        self.owner = Mover(
-            self.network.agent("owner"),
-            self.clock,
-            self._on_lease,
-            incoming=self.target,
-            incoming_wire=self.owner_wire,
-            margin_s=MARGIN_S,
-        )
-
-    def _on_lease(self, event):
-        self.received.append(event)
-        self.pool.free(self.held.pop(event.lease_id))
 
     def grant(self, lease_id="lease", run_lengths=(RUN,)):
         num_blocks = sum(-(-length // BLOCK_SIZE) for length in run_lengths)
-        self.held[lease_id] = blocks = self.pool.allocate(num_blocks)
-        return self.owner.grant(lease_id, blocks, self.pool.generations(blocks), TTL_S, run_lengths)
-
-    def step(self, rounds=1):
-        for _ in range(rounds):
-            self.writer.step()
-            self.owner.step()
+        return self.owner.grant(lease_id, *self.take(lease_id, num_blocks), TTL_S, run_lengths)
 
     def sent_numbers(self):
         return self.writer.sent.coded_groups, self.writer.sent.crowded_groups
-
-    def audit(self):
-        self.step(20)
-        for _ in range(3):
-            self.clock.at += TTL_S
-            self.step(2)
-        assert self.writer.num_open == 0 and self.owner.num_open == 0
-        assert not self.held and self.pool.num_referenced == 0
-        assert self.writer_wire.num_used == self.owner_wire.num_used == 0
-        assert self.writer.agent.num_handles == 0
-        for events in (self.sent, self.received):
-            names = [event.lease_id for event in events]
-            assert len(names) == len(set(names)), "a lease had two ends"
 
 
 @pytest.fixture
 def pair():
     pair = Pair()
     yield pair
+    end(pair)
+
+
+def end(pair):
+    pair.let_everything_end()
     pair.audit()
 
 
@@ -195,7 +155,7 @@ def test_what_finds_no_room_goes_raw(writer_tokens, owner_tokens, num_coded):
     assert pair.received == [Completed("lease", b"payload")]
     assert_arrived(pair, grant, num_coded)
     assert pair.sent_numbers() == ((1, 1) if num_coded else (0, 0))
-    pair.audit()
+    end(pair)
 
 
 def test_a_group_that_is_written_in_parts_goes_raw(pair):
@@ -301,7 +261,7 @@ def test_whichever_operation_fails_nothing_wrong_arrives_and_nothing_stays(post_
             assert_arrived(pair, grant, 8)
         else:
             assert isinstance(event, Aborted | Expired)
-        pair.audit()
+        end(pair)
         if pair.network.faults.num_operations < nth:
             break
     assert 10 < nth < 199
@@ -325,6 +285,19 @@ def test_whoever_dies_at_whatever_moment_the_other_is_told_and_gives_all_back(wh
         assert len(other) == 1
         survivor = pair.owner_wire if who == "writer" else pair.writer_wire
         assert survivor.num_used == 0
+
+
+def test_a_decoder_that_fails_costs_its_lease_only_and_the_next_notice_is_read(pair, monkeypatch):
+    first, second = pair.grant("first", (64,)), pair.grant("second", (20,))
+    monkeypatch.setattr(pair.owner_wire, "decode", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+    for grant in (first, second):
+        outgoing = pair.writer.open(grant)
+        outgoing.write(source_blocks(grant), range(len(grant.block_ids)))
+        outgoing.finish(b"")
+    pair.writer.step()
+    pair.owner.step()
+    assert [type(event) for event in pair.received] == [Aborted, Completed]
+    assert "RuntimeError('broken')" in pair.received[0].reason
 
 
 def test_an_encoder_that_fails_costs_its_lease_only(pair, monkeypatch):
@@ -354,27 +327,6 @@ def test_coding_pays_where_the_link_is_slower_than_the_codec():
     assert wire.pays(100e9, 1.0)
 
 
-def test_a_link_is_measured_over_the_time_in_which_anything_is_on_its_way():
-    link = LinkMeter()
-    link.posted(1 << 20, at=10.0)
-    link.posted(1 << 20, at=10.25)
-    link.arrived(10.5)
-    assert link.bytes_per_s is None
-    link.arrived(11.0)
-    assert link.bytes_per_s == 2 << 20
-    link.posted(100, at=20.0)
-    link.arrived(30.0)
-    assert link.bytes_per_s == 2 << 20, "too little to say anything"
-    link.posted(6 << 20, at=40.0)
-    link.arrived(41.0)
-    assert link.bytes_per_s == 3 << 20
-    link.posted(1 << 20, at=50.0)
-    link.posted(1 << 20, at=50.0)
-    link.cancelled()
-    link.arrived(90.0)
-    assert link.bytes_per_s == 3 << 20
-
-
 def test_auto_sends_raw_until_the_link_is_known_to_be_slow():
     pair = Pair(is_forced=False)
     pair.writer_wire.speed = pair.owner_wire.speed = Speed(1e12, 1e12)
@@ -388,7 +340,7 @@ def test_auto_sends_raw_until_the_link_is_known_to_be_slow():
     pair.step(2)
     assert pair.sent_numbers() == (2, 0)
     assert [type(event) for event in pair.received] == [Completed] * 2
-    pair.audit()
+    end(pair)
 
 
 def test_layouts_that_cannot_be_coded_are_refused():

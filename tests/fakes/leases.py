@@ -1,0 +1,80 @@
+"""A writer and an owner of leases over the in-process agent, stepped by hand on a virtual clock."""
+
+from __future__ import annotations
+
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from kv_transfer.in_process import InProcessNetwork
+from kv_transfer.mover import Mover
+from kv_transfer.wire import Wire
+from tests.fakes.clock import ManualClock
+
+TTL_S, MARGIN_S = 10.0, 2.0
+
+
+class LeasePair:
+    """The owner frees a lease's blocks with its event, as engines do."""
+
+    def __init__(
+        self,
+        source: BlockMemory,
+        target: BlockMemory,
+        writer_wire: Wire | None = None,
+        owner_wire: Wire | None = None,
+    ):
+        self.clock = ManualClock()
+        self.network = InProcessNetwork()
+        self.source, self.target = source, target
+        self.writer_wire, self.owner_wire = writer_wire, owner_wire
+        self.pool = BlockPool(target.num_blocks, block_size(target.layout))
+        self.held: dict[str, list[int]] = {}
+        self.sent, self.received = [], []
+        self.writer = Mover(
+            self.network.agent("writer"),
+            self.clock,
+            self.sent.append,
+            outgoing=source,
+            outgoing_wire=writer_wire,
+        )
+        self.owner = Mover(
+            self.network.agent("owner"),
+            self.clock,
+            self._on_lease,
+            incoming=target,
+            incoming_wire=owner_wire,
+            margin_s=MARGIN_S,
+        )
+
+    def _on_lease(self, event):
+        self.received.append(event)
+        self.pool.free(self.held.pop(event.lease_id))
+
+    def take(self, lease_id, num_blocks):
+        self.held[lease_id] = blocks = self.pool.allocate(num_blocks)
+        return blocks, self.pool.generations(blocks)
+
+    def step(self, rounds=1):
+        for _ in range(rounds):
+            self.writer.step()
+            self.owner.step()
+
+    def let_everything_end(self):
+        self.step(20)
+        for _ in range(3):
+            self.clock.at += TTL_S
+            self.step(2)
+
+    def audit(self):
+        assert self.writer.num_open == 0 and self.owner.num_open == 0
+        assert not self.held and self.pool.num_referenced == 0
+        self.pool.check_integrity()
+        for wire in (self.writer_wire, self.owner_wire):
+            assert wire is None or wire.num_used == 0
+        assert self.writer.agent.num_handles == 0
+        for events in (self.sent, self.received):
+            names = [event.lease_id for event in events]
+            assert len(names) == len(set(names)), "a lease had two ends"
+
+
+def block_size(layout: MemoryLayout) -> int:
+    return layout.segments[0].rows

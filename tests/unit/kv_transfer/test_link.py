@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from kv_transfer.link import LinkMeter
+
+
+def test_a_link_is_measured_over_the_time_in_which_anything_is_on_its_way():
+    link = LinkMeter()
+    link.posted(1 << 20, at=10.0)
+    link.posted(1 << 20, at=10.25)
+    link.arrived(10.5)
+    assert link.bytes_per_s is None
+    link.arrived(11.0)
+    assert link.bytes_per_s == 2 << 20
+    link.posted(100, at=20.0)
+    link.arrived(30.0)
+    assert link.bytes_per_s == 2 << 20, "too little to say anything"
+    link.posted(6 << 20, at=40.0)
+    link.arrived(41.0)
+    assert link.bytes_per_s == 3 << 20
+    link.posted(1 << 20, at=50.0)
+    link.posted(1 << 20, at=50.0)
+    link.cancelled()
+    link.arrived(90.0)
+    assert link.bytes_per_s == 3 << 20
