@@ -22,9 +22,9 @@ import transformers as hf
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import LayerAttention, PagedBatch, make_backend
 from cluster.model.cuda.graphs import GraphedModel, capture_cuda
-from cluster.model.cuda.step_model import StepModel
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.step_model import StepModel
 
 BLOCK_SIZE = 16
 

@@ -36,6 +36,7 @@ from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.turns import Turns
 from decode_service.runner import DecodeRunner
 from decode_service.state import Branch, Choice, DecodeRequest, Phase
+from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover
 from kv_transfer.receiver import Aborted, Completed, LeaseEvent
 
@@ -45,7 +46,7 @@ class DecodeEngine:
         self,
         runner: DecodeRunner,
         blocks: BlockPool,
-        mover: Mover,
+        mover: Mover | GroupMover,
         outbox: Outbox,
         clock: Clock,
         policy: SchedulingPolicy,

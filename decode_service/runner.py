@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.cuda.step_model import StepModel
 from cluster.model.guidance import forbid, guide
 from cluster.model.language import SequenceChunk
 from cluster.model.sampling import sample
+from cluster.model.step_model import StepModel
 from decode_service.speculation import Speculator, accept
 from decode_service.state import Branch, Choice, DecodeRequest
 
@@ -49,7 +49,7 @@ class DecodeRunner:
         return [[self._accept(choice, drawn) for choice in request.live_choices] for request in batch]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self._kv.copy_blocks(sources, targets)
+        self._model.copy_blocks(sources, targets, self._kv)
 
     def forget(self, choice: Choice) -> None:
         """The choice has ended, whatever became of it."""

@@ -14,15 +14,15 @@ from pathlib import Path
 from cluster.config.settings import ClusterArgs
 from cluster.errors import UnavailableError
 from cluster.kvcache.blocks import BlockPool
-from cluster.model.cuda.graphs import with_graphs
 from cluster.model.language import LanguageModel
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.text.tokenizer import placeholder_ids
 from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, Cancel, ReturnGrant, StartDecode
-from cluster.worker.language import load_language
+from cluster.worker.language import LanguageSizes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
+from cluster.worker.ranks import load_with_ranks
 from cluster.worker.setup import set_up
 from decode_service.engine import DecodeEngine
 from decode_service.runner import DecodeRunner
@@ -38,28 +38,27 @@ class DecodeService:
         setup = set_up(args, replica_id)
         self.replica_id = replica_id
         self._num_blocks = args.decode.kv_blocks
-        on_gpu = setup.device.type == "cuda"
-        self._model, kv, wire = load_language(
-            args,
-            setup,
-            num_kv_blocks=self._num_blocks + on_gpu,  # the last one is for the padding of recorded steps
+        sizes = LanguageSizes(
+            num_kv_blocks=self._num_blocks,
             feature_bytes=0,
             max_step_tokens=args.decode.max_batch_sequences,
             max_step_sequences=args.decode.max_batch_sequences,
         )
-        step_model = with_graphs(self._model, kv, args.decode.max_batch_sequences) if on_gpu else self._model
+        language, ranks = load_with_ranks(args, setup, Role.DECODE, sizes, lease_margin_s)
+        self._model = language.model
         self._process = WorkerProcess(
             setup,
             args.transport,
             self._model.fingerprint,
-            incoming=kv,
-            incoming_wire=wire,
+            incoming=language.kv,
+            incoming_wire=language.wire,
             lease_margin_s=lease_margin_s,
+            ranks=ranks,
         )
         self._engine = DecodeEngine(
-            DecodeRunner(step_model, kv, _speculator(args, self._model)),
+            DecodeRunner(language.steps, language.kv, _speculator(args, self._model)),
             BlockPool(self._num_blocks, args.block_size),
-            self._process.mover,
+            self._process.kv_mover,
             self._process.outbox,
             self._process.clock,
             SchedulingPolicy(**args.scheduling.model_dump()),
@@ -118,7 +117,7 @@ class DecodeService:
             case Cancel():
                 self._process.loop.call(self._engine.cancel, message.request_id, message.choice_idx)
             case ReturnGrant():
-                self._process.mover.revoke(message.lease_id, "no writer was given the grant")
+                self._process.kv_mover.revoke(message.lease_id, "no writer was given the grant")
 
     def _on_ended(self, request_id: str) -> None:
         self._process.shell.call_from_thread(self._finish_run, request_id)

@@ -27,6 +27,7 @@ from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.turns import Turns
 from kv_transfer.agent import TransferError
+from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover
 from kv_transfer.receiver import Aborted, Completed, LeaseEvent
 from kv_transfer.sender import Finished, SendEvent
@@ -46,7 +47,7 @@ class PrefillEngine:
         runner: PrefillRunner,
         blocks: BlockPool,
         features: FeatureStore,
-        mover: Mover,
+        mover: Mover | GroupMover,
         outbox: Outbox,
         clock: Clock,
         policy: SchedulingPolicy,

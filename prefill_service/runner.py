@@ -11,6 +11,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.guidance import forbid, guide
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.model.sampling import sample
+from cluster.model.step_model import StepModel
 from cluster.types.request import Prompt
 from prefill_service.features import FeatureStore
 from prefill_service.state import PrefillRequest, PromptSequence
@@ -18,8 +19,10 @@ from prefill_service.transfer import Ready
 
 
 class PrefillRunner:
-    def __init__(self, model: LanguageModel, kv: BlockMemory, features: FeatureStore):
+    def __init__(self, model: LanguageModel, steps: StepModel, kv: BlockMemory, features: FeatureStore):
+        """`steps`: what moves the model forward: itself, unless it runs on several ranks."""
         self._model = model
+        self._steps = steps
         self._kv = kv
         self._features = features
 
@@ -33,14 +36,14 @@ class PrefillRunner:
         is written; on a GPU it is enqueued, and there once `ready` says so. Returns, for each sequence that is complete, the
         [1, vocab_size] float32 logits behind its last token. Blocks; synchronises the device."""
         chunks = [self._chunk(request, sequence, count) for request, sequence, count in batch]
-        logits = iter(self._model.forward(chunks, self._kv, lambda i: on_layer(i, self._kv.mark())).split(1))
+        logits = iter(self._steps.forward(chunks, self._kv, lambda i: on_layer(i, self._kv.mark())).split(1))
         self._kv.synchronize()
         return [next(logits) if chunk.wants_logits else None for chunk in chunks]
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int, block_table: Sequence[int]) -> None:
         """One step over a prompt that nobody asked for."""
-        self._model.forward(
+        self._steps.forward(
             [SequenceChunk([0] * num_tokens, torch.arange(num_tokens), 0, block_table)], self._kv
         )
         self._kv.synchronize()

@@ -16,9 +16,10 @@ from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, Cancel, DecodeTarget, Failed, ReturnGrant, StartPrefill
-from cluster.worker.language import load_language
+from cluster.worker.language import LanguageSizes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
+from cluster.worker.ranks import load_with_ranks
 from cluster.worker.setup import set_up
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore
@@ -32,14 +33,14 @@ class PrefillService:
         self.replica_id = replica_id
         self._num_blocks = args.prefill.kv_blocks
         max_batch_tokens = max(args.block_size, args.prefill.max_batch_tokens)
-        self._model, kv, wire = load_language(
-            args,
-            setup,
+        sizes = LanguageSizes(
             num_kv_blocks=self._num_blocks,
             feature_bytes=args.prefill.feature_bytes,
             max_step_tokens=max_batch_tokens,
             max_step_sequences=max_batch_tokens // args.block_size,
         )
+        language, ranks = load_with_ranks(args, setup, Role.PREFILL, sizes, lease_margin_s)
+        self._model = language.model
         layout = feature_layout(self._model.feature_width, args.block_size, setup.dtype)
         num_feature_blocks = max(1, args.prefill.feature_bytes // layout.block_bytes)
         feature_memory = BlockMemory(layout, num_feature_blocks, setup.device)
@@ -47,20 +48,21 @@ class PrefillService:
             setup,
             args.transport,
             self._model.fingerprint,
-            outgoing=kv,
+            outgoing=language.kv,
             incoming=feature_memory,
-            outgoing_wire=wire,
+            outgoing_wire=language.wire,
             lease_margin_s=lease_margin_s,
+            ranks=ranks,
         )
         self._features = FeatureStore(
             feature_memory, BlockPool(num_feature_blocks, args.block_size), self._process.mover
         )
         self._engine = PrefillEngine(
             self._model,
-            PrefillRunner(self._model, kv, self._features),
+            PrefillRunner(self._model, language.steps, language.kv, self._features),
             BlockPool(self._num_blocks, args.block_size),
             self._features,
-            self._process.mover,
+            self._process.kv_mover,
             self._process.outbox,
             self._process.clock,
             SchedulingPolicy(**args.scheduling.model_dump()),

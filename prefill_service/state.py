@@ -21,6 +21,7 @@ from torch import Tensor
 from cluster.model.language import PromptPositions
 from cluster.types.request import GenerateRequest, Prompt
 from cluster.worker.outbox import DoorId
+from kv_transfer.group import GroupOutgoing
 from kv_transfer.outgoing import Outgoing
 
 
@@ -82,7 +83,7 @@ class PrefillRequest:
     sequences: list[PromptSequence]  # the prompt's, then the companion's
     phase: Phase = Phase.WAITING
     first_tokens: tuple[int, ...] = ()  # per choice
-    outgoing: Outgoing | None = None  # once decode's grant is known
+    outgoing: Outgoing | GroupOutgoing | None = None  # once decode's grant is known
 
     @property
     def request_id(self) -> str:

@@ -14,6 +14,7 @@ import msgspec
 
 from cluster.types.messages import KvReady
 from kv_transfer.agent import TransferError
+from kv_transfer.group import GroupOutgoing
 from kv_transfer.outgoing import Outgoing
 from prefill_service.state import PrefillRequest, PromptSequence
 
@@ -42,7 +43,7 @@ class _Push:
     """What one sequence gets out of the step."""
 
     sequence: PromptSequence
-    outgoing: Outgoing
+    outgoing: Outgoing | GroupOutgoing
     num_blocks_after: int
     local_ids: Sequence[int]
     grant_indices: Sequence[int]

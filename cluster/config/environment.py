@@ -30,8 +30,10 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def tell_local_rank(rank: int) -> None:
-    """To transformers, whose tensor parallelism reads it there. Changes this process's environment."""
+    """To transformers, whose tensor parallelism reads it there, and to Gloo that all ranks are on this host. Changes this
+    process's environment."""
     os.environ["LOCAL_RANK"] = str(rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def child_environment(**overrides: str) -> dict[str, str]:

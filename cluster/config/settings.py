@@ -104,6 +104,9 @@ class ClusterArgs(_Args):
     weight_dtype: Literal["auto", "int8"] = (
         "auto"  # of the language half's linears; int8: CPU only, less exact
     )
+    tensor_parallel_size: int = Field(
+        1, ge=1
+    )  # GPUs that share the model, of each prefill and decode replica
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: what the replica finds
     block_size: int = Field(16, ge=1)  # tokens in one KV block
     transport: Literal["nixl", "collective", "in_process"] = (

@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cluster.errors import ConfigError, InternalError
@@ -87,10 +88,8 @@ class LanguageModel:
         self.dtype: torch.dtype = self._embed.weight.dtype
         self.device: torch.device = self._embed.weight.device
         self.block_size = block_size
-        self.weight_bytes: int = sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in {*self._text.parameters(), *self._embed.parameters(), *self._head.parameters()}
-        )
+        parameters = {*self._text.parameters(), *self._embed.parameters(), *self._head.parameters()}
+        self.weight_bytes: int = sum(own.numel() * own.element_size() for own in map(_own_share, parameters))
         self.fingerprint: str = fingerprint(config, self.dtype)
         shapes = probe_backbone(self._text, self.hidden_size)
         self.sliding_window: int | None = window_of_all(shapes)
@@ -111,11 +110,19 @@ class LanguageModel:
         block_size: int = 16,
         kv_cache_dtype: KvCacheDtype = "auto",
         weight_dtype: WeightDtype = "auto",
+        num_ranks: int = 1,
     ) -> LanguageModel:
-        """Reads only the language half of the checkpoint. On the CPU it runs on native kernels where they can be built.
-        `weight_dtype` "int8": linears with 8 bit weights, CPU only. Raises ConfigError for what is not supported."""
-        language = cls(load_half(path, Half.LANGUAGE, dtype=dtype, device=device), block_size, kv_cache_dtype)
-        language._use_native_kernels(weight_dtype)
+        """Reads only the language half of the checkpoint, or this rank's share of it (cluster/model/parallel.py). On the CPU a
+        whole one runs on native kernels where they can be built. `weight_dtype` "int8": linears with 8 bit weights, CPU only.
+        Raises ConfigError for what is not supported."""
+        if num_ranks > 1 and weight_dtype != "auto":
+            raise ConfigError(
+                f"weight_dtype {weight_dtype} does not go with tensor_parallel_size {num_ranks}"
+            )
+        half = load_half(path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks)
+        language = cls(half, block_size, kv_cache_dtype)
+        if num_ranks == 1:
+            language._use_native_kernels(weight_dtype)
         return language
 
     @classmethod
@@ -213,6 +220,11 @@ class LanguageModel:
         behind the accepted ones."""
         return self._logits(self._packed_hidden(chunks, kv, None))
 
+    @torch.inference_mode()
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
+        """Block targets[i] becomes a copy of block sources[i]. On CUDA: enqueued."""
+        kv.copy_blocks(sources, targets)
+
     def _packed_hidden(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None
     ) -> Tensor:
@@ -297,6 +309,10 @@ class LanguageModel:
             bidirectional_spans=spans,
             on_layer=on_layer,
         )
+
+
+def _own_share(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _visible_spans(chunk: SequenceChunk, context_len: int) -> list[Span]:

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from cluster.errors import ConfigError
 from cluster.model.families import FAMILIES, check_class, family_of
@@ -47,10 +48,10 @@ class AbsentHalf(nn.Module):
 
 
 def load_half(
-    path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str
+    path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str, num_ranks: int = 1
 ) -> PreTrainedModel:
-    """transformers' model with only `half` in memory. Blocks while reading; raises ConfigError when the folder is no
-    model, the model type is not supported, or it has no such half."""
+    """transformers' model with only `half` in memory, and of it only this rank's share. Blocks while reading; raises ConfigError
+    when the folder is no model, the model type is not supported, it has no such half, or it cannot be shared out."""
     config = read_config(path)
     family = family_of(config)
     model_class = _model_class(config)
@@ -65,11 +66,55 @@ def load_half(
         half_class = _encoder_class(model_class, family.text_module)
     else:
         half_class = _language_class(model_class, family.text_module)
-    loaded: Any = half_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
-    model, report = loaded
+    if num_ranks > 1:
+        model, report = _read_share(half_class, path, config, dtype, num_ranks)
+    else:
+        loaded: Any = half_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+        model, report = loaded
     if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
         raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {', '.join(wrong[:5])}")
     return model.to(device).eval().requires_grad_(False)
+
+
+def _read_share(
+    half_class: type[PreTrainedModel],
+    path: str | Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    num_ranks: int,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """By transformers' plan for the model, which says what is cut how; all ranks of the group at once."""
+    check_heads(config.get_text_config(), num_ranks)
+    try:
+        loaded: Any = half_class.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            distributed_config=DistributedConfig(tp_size=num_ranks),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"transformers cannot share model type '{config.model_type}' out to {num_ranks} ranks: {error}",
+            param="tensor_parallel_size",
+        ) from error
+    if not loaded[0].tp_plan:
+        raise ConfigError(
+            f"model type '{config.model_type}' has no tensor-parallel plan in transformers",
+            param="tensor_parallel_size",
+        )
+    return loaded
+
+
+def check_heads(text_config: PreTrainedConfig, num_ranks: int) -> None:
+    """Raises ConfigError when the heads cannot be dealt out evenly."""
+    heads = text_config.num_attention_heads
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    if heads % num_ranks or kv_heads % num_ranks:
+        raise ConfigError(
+            f"{heads} attention heads with {kv_heads} KV heads cannot be dealt out evenly to {num_ranks} ranks",
+            param="tensor_parallel_size",
+        )
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:

@@ -64,3 +64,5 @@ class Grant(msgspec.Struct, frozen=True):
     generations: tuple[int, ...]  # generation of each block when it was granted
     ttl_s: float
     coded: CodedPart | None = None
+    # of an owner of several ranks: those of ranks 1, 2, … for the same blocks in their memories, for the writer's ranks
+    shards: tuple[Grant, ...] = ()

@@ -1,13 +1,20 @@
-"""What prefill and decode workers begin with: the language half of the model, and memory for its KV that is known to fit."""
+"""What prefill and decode workers begin with: the language half of the model, or one rank's share of it, and memory for its KV
+that is known to fit."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from dataclasses import dataclass
 
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.cuda.graphs import with_graphs
 from cluster.model.language import LanguageModel
+from cluster.model.parallel import ParallelGroup
+from cluster.model.step_model import StepModel
+from cluster.types.members import Role
 from cluster.worker.codec_probe import check_codec
 from cluster.worker.memory_plan import MemoryPlan, available_bytes, step_bytes
 from cluster.worker.setup import WorkerSetup
@@ -17,17 +24,35 @@ from kv_transfer.wire import Wire
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class LanguageSizes:
+    """What a worker's share of the model is given room for; equal on all ranks."""
+
+    num_kv_blocks: int  # that requests may use
+    feature_bytes: int
+    max_step_tokens: int
+    max_step_sequences: int
+
+
+@dataclass(frozen=True)
+class Language:
+    model: LanguageModel
+    steps: StepModel  # what moves it forward
+    kv: BlockMemory
+    wire: Wire | None  # room for KV that travels coded, where it does
+
+
 def load_language(
     args: ClusterArgs,
     setup: WorkerSetup,
-    *,
-    num_kv_blocks: int,
-    feature_bytes: int,
-    max_step_tokens: int,
-    max_step_sequences: int,
-) -> tuple[LanguageModel, BlockMemory, Wire | None]:
-    """The model, memory for its KV, and, where KV travels coded, room for that. Blocks while the weights are read. Raises ConfigError
+    role: Role,
+    sizes: LanguageSizes,
+    group: ParallelGroup | None = None,
+) -> Language:
+    """Blocks while the weights are read. `group`: this is one of several ranks; all of them call it at once. Raises ConfigError
     for a model or a codec that is not supported, or memory that is not there."""
+    if group is not None:
+        setup = dataclasses.replace(setup, device=group.device)
     model = LanguageModel.load(
         args.model,
         dtype=setup.dtype,
@@ -35,25 +60,38 @@ def load_language(
         block_size=args.block_size,
         kv_cache_dtype=args.kv_cache_dtype,
         weight_dtype=args.weight_dtype,
+        num_ranks=1 if group is None else group.size,
     )
+    is_recorded = role is Role.DECODE and setup.device.type == "cuda"
+    num_kv_blocks = sizes.num_kv_blocks + is_recorded  # the last one is for the padding of recorded steps
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
     plan = MemoryPlan(
         weights=model.weight_bytes,
         kv_per_token=model.kv_layout.block_bytes // args.block_size,
         num_kv_tokens=num_kv_blocks * args.block_size,
-        features=feature_bytes,
+        features=sizes.feature_bytes,
         wire=wire_layout(model.kv_layout, codec).block_bytes * wire_groups if codec else 0,
         step=step_bytes(
-            max_step_tokens, model.hidden_size, model.vocab_size, max_step_sequences, setup.dtype.itemsize
+            sizes.max_step_tokens,
+            model.hidden_size,
+            model.vocab_size,
+            sizes.max_step_sequences,
+            setup.dtype.itemsize,
         ),
     )
     available = available_bytes(setup.device)
     plan.check(available)
     logger.info("%s: memory\n%s", setup.replica_id, plan.describe(available))
     kv = BlockMemory(model.kv_layout, num_kv_blocks, setup.device)
-    if codec is None:
-        return model, kv, None
+    wire = None if codec is None else _make_wire(args, setup, model, kv, codec)
+    steps = with_graphs(model, kv, sizes.max_step_sequences) if is_recorded else model
+    return Language(model, steps, kv, wire)
+
+
+def _make_wire(
+    args: ClusterArgs, setup: WorkerSetup, model: LanguageModel, kv: BlockMemory, codec: CodecName
+) -> Wire:
     wire = Wire(kv, codec, args.transfer.wire_tokens, is_forced=args.transfer.codec != "auto")
     if codec == "int4":
         logger.info("%s: int4 on the wire: %s", setup.replica_id, check_codec(model, kv, wire))
@@ -61,13 +99,18 @@ def load_language(
         "%s: %s on the wire, %.2f times fewer bytes; codes %.1f and decodes %.1f GB/s",
         setup.replica_id, codec, wire.ratio, wire.speed.encode / 1e9, wire.speed.decode / 1e9,
     )  # fmt: skip
-    return model, kv, wire
+    return wire
 
 
 def _codec(args: ClusterArgs, model: LanguageModel) -> CodecName | None:
     wanted = args.transfer.codec
     if wanted == "raw":
         return None
+    if wanted == "int4" and args.tensor_parallel_size > 1:
+        raise ConfigError(
+            "transfer.codec int4 has to pass a probe of the whole model: it does not go with tensor_parallel_size",
+            param="transfer.codec",
+        )
     if is_available(model.kv_layout):
         return "int8" if wanted == "auto" else wanted
     if wanted == "auto":

@@ -35,7 +35,7 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def on_failure(self, function: Callable[[], None]) -> None:
-        """`function` is called, on the engine's thread, if the engine dies. Set it before `start`."""
+        """`function` is called, once, on the thread that finds the engine dead. Set it before `start`."""
         self._on_failure = function
 
     def start(self) -> None:
@@ -46,6 +46,17 @@ class StepLoop:
         with self._wake:
             self._calls.append(lambda: function(*args))
             self._wake.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """The engine is of no use any more, whatever its thread is waiting for. Any thread; the first error counts."""
+        with self._wake:
+            if self._failure is not None:
+                return
+            self._failure = error
+            self._stopping = True
+            self._wake.notify()
+        if self._on_failure is not None:
+            self._on_failure()
 
     def stop(self, timeout_s: float) -> None:
         """Finish the current step and end the thread. Blocks up to `timeout_s`."""
@@ -67,9 +78,7 @@ class StepLoop:
                 wait_s = self._engine.step()
         except BaseException as error:  # process edge: check_health reports it and Serve replaces the replica
             logger.exception("engine stopped")
-            self._failure = error
-            if self._on_failure is not None:
-                self._on_failure()
+            self.fail(error)
 
     def _take_calls(self, wait_s: float | None) -> bool:
         with self._wake:

@@ -12,14 +12,17 @@ from typing import Any, Protocol
 import torch
 
 from cluster.clock import SystemClock
+from cluster.errors import UnavailableError
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.messages import AnyMessage
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.ranks import Ranks
 from cluster.worker.setup import WorkerSetup
 from cluster.worker.shell import WorkerShell
 from cluster.worker.turns import cpu_turns, no_turns
 from kv_transfer.agents import Transport, make_agent
+from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover, MoverEvent, MoverFailed
 from kv_transfer.wire import Wire
 
@@ -49,14 +52,16 @@ class WorkerProcess:
         outgoing_wire: Wire | None = None,
         incoming_wire: Wire | None = None,
         lease_margin_s: float = LEASE_MARGIN_S,
+        ranks: Ranks | None = None,
     ):
-        """Opens the transfer agent and registers the memories. `model` and the rest: see `Mover`."""
+        """Opens the transfer agent and registers the memories. `model` and the rest: see `Mover`. `ranks`: the other processes that
+        share the model, which this object ends with itself."""
         self.clock = SystemClock()
         self.outbox = Outbox(self._deliver)
         self.mover = Mover(
             make_agent(transport, setup.replica_id, setup.host),
             self.clock,
-            self._on_transfer,
+            self._on_own_transfer,
             outgoing=outgoing,
             incoming=incoming,
             margin_s=lease_margin_s,
@@ -65,16 +70,26 @@ class WorkerProcess:
             incoming_wire=incoming_wire,
         )
         self._setup = setup
-        folder = setup.turns_folder
-        self.turns = (
-            no_turns(self.clock) if folder is None else cpu_turns(self.clock, folder, torch.get_num_threads())
+        self._ranks = ranks
+        self._group = (
+            None if ranks is None else GroupMover(self.mover, ranks.links, self._on_transfer, ranks.now)
         )
+        num_threads = torch.get_num_threads() * (1 if ranks is None else ranks.size)
+        folder = setup.turns_folder
+        self.turns = no_turns(self.clock) if folder is None else cpu_turns(self.clock, folder, num_threads)
+
+    @property
+    def kv_mover(self) -> Mover | GroupMover:
+        """Moves what all ranks hold a share of."""
+        return self._group or self.mover
 
     def attach(self, engine: WorkerEngine, on_message: Callable[[DoorId, AnyMessage], None]) -> None:
         """Once. `on_message` runs on the event loop and must not block."""
         self._engine = engine
         self.loop = StepLoop("engine", engine)
         self.shell = WorkerShell(self._setup, self.outbox, self.loop, engine, on_message)
+        if self._ranks is not None and self._group is not None:
+            self._ranks.attach(self._group.on_event, self._on_lost)
 
     async def start(self) -> str:
         """Listen and run; returns the address to dial."""
@@ -87,10 +102,21 @@ class WorkerProcess:
         await self.shell.aclose()
         await asyncio.to_thread(self.loop.stop, STOP_TIMEOUT_S)
         await asyncio.to_thread(self.mover.close, STOP_TIMEOUT_S)
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.stop)
 
     def check_health(self) -> None:
         """Raises what ended the engine, if anything did."""
         self.loop.check_health()
+
+    def _on_own_transfer(self, event: MoverEvent) -> None:
+        if self._group is None:
+            self._on_transfer(event)
+        else:
+            self._group.on_event(0, event)
+
+    def _on_lost(self, rank: int) -> None:
+        self.loop.fail(UnavailableError(f"rank {rank} of this worker has ended"))
 
     def _on_transfer(self, event: MoverEvent) -> None:
         # MoverFailed is in the log; its leases still end, by their time at the latest.

@@ -21,6 +21,7 @@ class WorkerSetup:
     host: str  # where other hosts reach this replica
     address: str  # of the side channel; a TCP port of 0 is replaced when the server starts
     secret: str | None
+    folder: Path  # of this user on this host: sockets, and where processes meet
     turns_folder: Path | None  # shared with the workers of this host that run on its cores; None: on a GPU
 
 
@@ -38,5 +39,12 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
     )
     turns_folder = environment.socket_dir if device.type == "cpu" else None
     return WorkerSetup(
-        replica_id, device, dtype, args.host, address, environment.cluster_secret, turns_folder
+        replica_id,
+        device,
+        dtype,
+        args.host,
+        address,
+        environment.cluster_secret,
+        environment.socket_dir,
+        turns_folder,
     )

@@ -2,12 +2,11 @@
 
 `kernels`: Triton kernels (paged decode over plain or INT8 blocks; write-and-quantise; gather). `decode_attention`: their
 callers, and how a decode is split. `graphs`: CUDA graphs of the decode step by batch size. `copies`: the step's inputs
-as one pinned matrix, one copy. `parallel`: tensor parallelism of one model over several processes. `step_model`: the
-calls that the wrappers in `graphs` and `parallel` pass on.
+as one pinned matrix, one copy.
 
 `kernels` is the only module that needs triton; `decode_attention` imports it inside the functions that launch, so that
 everything else imports anywhere.
 
 Tried: the kernels in Triton's interpreter on the CPU, and in its compiler for sm_80 and sm_90; graphs with a stand-in
-for the capture; tensor parallelism over Gloo with two processes. Untried: anything on a GPU.
+for the capture. Untried: anything on a GPU.
 """

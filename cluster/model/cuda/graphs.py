@@ -18,8 +18,8 @@ from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cuda.copies import DecodeInputs, StepMatrix
-from cluster.model.cuda.step_model import StepModel
 from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.step_model import StepModel
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,9 @@ class GraphedModel:
 
     def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:
         return self._model.verify(chunks, kv)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
+        self._model.copy_blocks(sources, targets, kv)
 
     @torch.inference_mode()
     def decode(

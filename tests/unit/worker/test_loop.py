@@ -70,3 +70,25 @@ def test_an_engine_with_a_deadline_is_stepped_when_it_comes():
         assert engine.stepped.wait(5)
     loop.stop(5)
     assert engine.num_steps >= 3
+
+
+def test_an_engine_that_hangs_can_be_given_up_from_outside():
+    hanging, failures = threading.Event(), []
+
+    class HangingEngine:
+        def step(self) -> float | None:
+            hanging.wait(5)
+            return None
+
+    loop = StepLoop("test", HangingEngine())
+    loop.on_failure(lambda: failures.append(threading.current_thread().name))
+    loop.start()
+    loop.call(lambda: None)
+    loop.fail(RuntimeError("a rank has ended"))
+    loop.fail(RuntimeError("another one, too"))
+    assert failures == [threading.current_thread().name]
+    with pytest.raises(RuntimeError, match="the engine stopped") as raised:
+        loop.check_health()
+    assert "a rank has ended" in str(raised.value.__cause__)
+    hanging.set()
+    loop.stop(5)

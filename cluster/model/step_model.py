@@ -31,3 +31,7 @@ class StepModel(Protocol):
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
     ) -> Tensor: ...
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
+        """Block targets[i] becomes a copy of block sources[i]."""
+        ...

@@ -1,0 +1,285 @@
+"""Tensor parallelism: one model over several processes of one host, a GPU each, by transformers' own sharding plans.
+
+Rank 0 is the worker process with engine, queues and sockets. It tells every model call to the other ranks, which do
+nothing but repeat it (`follow`), because the model's layers meet in collectives inside each call. The logits are whole on
+every rank; only rank 0 samples. Block ids mean the same positions on all ranks; each rank's `BlockMemory` holds its own
+share of the KV heads (all of them where a family's plan leaves attention whole), so KV travels from rank i of one
+pool to rank i of the other: kv_transfer/group.py.
+
+A group lives and dies as one: a rank that is lost makes the others' collectives fail. Calls travel over pipes, where a
+rank may wait for days; embeddings over the model's own group (NCCL, or Gloo on the CPU). NCCL is untried on hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cluster.config.environment import tell_local_rank
+from cluster.errors import ConfigError
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.language import FeatureSlice, SequenceChunk
+from cluster.model.step_model import StepModel
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # one rank may read its share of the weights so much faster
+
+Mark = tuple[int, int]  # a moment of a forward: its number, and how many of its layers are written
+
+
+@dataclass(frozen=True)
+class ParallelGroup:
+    """This process's place in its group."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+def join_group(rank: int, size: int, meeting: Path, device_type: str) -> ParallelGroup:
+    """Blocks until all `size` processes have joined. meeting: a file that does not exist yet, the same for all. Call before the
+    model is loaded, once per process: it makes torch's default group, and tells transformers the rank in the environment
+    variable that it reads. Raises ConfigError when there are fewer GPUs."""
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        if torch.cuda.device_count() < size:
+            raise ConfigError(
+                f"tensor_parallel_size {size} needs as many GPUs; this replica sees {torch.cuda.device_count()} "
+                "(num_gpus in its ray_actor_options)",
+                param="tensor_parallel_size",
+            )
+        device = torch.device(device_type, rank)
+        torch.cuda.set_device(device)
+    tell_local_rank(rank)
+    store = dist.FileStore(str(meeting), size)  # a TCPStore would listen on every interface
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    return ParallelGroup(rank, size, device)
+
+
+def leave_group() -> None:
+    """The process can join another one afterwards."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Progress:
+    """How far a rank's forwards are. Rank 0 says which moment it means, the others when they have come there. Marks are made
+    by the thread that runs the model; any thread may ask."""
+
+    def __init__(self) -> None:
+        self._number = 0  # of the forward that runs or ran last
+        self._done = 0  # … of the last one whose bytes are all in the memory
+        self._layers: list[Callable[[], bool] | None] = []
+
+    def begin(self) -> None:
+        self._layers = []  # before the number, or a layer of the last forward could pass for one of this
+        self._number += 1
+
+    def layer(self, ready: Callable[[], bool] | None) -> None:
+        """The next layer's KV is written, once `ready` says so."""
+        self._layers.append(ready)
+
+    def end(self) -> None:
+        """The device has caught up."""
+        self._done = self._number
+
+    @property
+    def now(self) -> Mark:
+        return self._number, len(self._layers)
+
+    def has(self, mark: Mark) -> bool:
+        number, num_layers = mark
+        if self._done >= number:
+            return True
+        layers = self._layers
+        if self._number != number or len(layers) < num_layers:
+            return False
+        ready = layers[num_layers - 1]
+        return ready is None or ready()
+
+
+class LeadingModel:
+    """Rank 0's model: every call is told to the others, then made. One thread."""
+
+    def __init__(
+        self, model: StepModel, others: Sequence[Connection], dtype: torch.dtype, device: torch.device
+    ):
+        """dtype, device: of the model, in and on which embeddings travel."""
+        self._model = model
+        self._others = others
+        self._dtype = dtype
+        self._device = device
+        self.progress = Progress()
+
+    def forward(
+        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        self._tell_chunks(_Forward, chunks)
+        self.progress.begin()
+
+        def on_written(layer_idx: int) -> None:
+            self.progress.layer(None)
+            if on_layer is not None:
+                on_layer(layer_idx)
+
+        return self._model.forward(chunks, kv, on_written)
+
+    def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:
+        self._tell_chunks(_Verify, chunks)
+        return self._model.verify(chunks, kv)
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        context_lens: Sequence[int],
+        deltas: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        kv: BlockMemory,
+    ) -> Tensor:
+        self._tell(_Decode(token_ids, context_lens, deltas, block_tables))
+        return self._model.decode(token_ids, context_lens, deltas, block_tables, kv)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
+        self._tell(_Copy(sources, targets))
+        self._model.copy_blocks(sources, targets, kv)
+
+    def _tell_chunks(self, kind: type[_Forward] | type[_Verify], chunks: Sequence[SequenceChunk]) -> None:
+        self._tell(kind([_to_wire(chunk) for chunk in chunks]))
+        rows = [piece.rows.to(self._device, self._dtype) for chunk in chunks for piece in chunk.features]
+        if rows:
+            dist.broadcast(torch.cat(rows), src=0)
+
+    def _tell(self, call: _Call) -> None:
+        """Raises OSError when one of them is gone."""
+        data = _encoder.encode(call)
+        for other in self._others:
+            other.send_bytes(data)
+
+
+def follow(
+    model: StepModel,
+    kv: BlockMemory,
+    group: ParallelGroup,
+    calls: Connection,
+    progress: Progress,
+    dtype: torch.dtype,
+    feature_width: int,
+) -> None:
+    """Repeats rank 0's calls until it closes the pipe. Blocks; raises what the collectives raise when another rank is lost."""
+
+    def chunks_of(call: _Forward | _Verify) -> list[SequenceChunk]:
+        return _with_features(call.chunks, dtype, group.device, feature_width)
+
+    while True:
+        try:
+            call = _decoder.decode(calls.recv_bytes())
+        except EOFError:
+            return
+        match call:
+            case _Decode(token_ids, context_lens, deltas, block_tables):
+                model.decode(token_ids, context_lens, deltas, block_tables, kv)
+            case _Copy(sources, targets):
+                model.copy_blocks(sources, targets, kv)
+            case _Verify():
+                model.verify(chunks_of(call), kv)
+            case _Forward():
+                chunks = chunks_of(call)
+                progress.begin()
+                model.forward(chunks, kv, lambda _: progress.layer(kv.mark()))
+                kv.synchronize()
+                progress.end()
+
+
+# ------------------------------------------------------------------------------------------------------- on the pipe
+
+
+class _WireChunk(msgspec.Struct, array_like=True):
+    """A `SequenceChunk` without its feature rows, which follow as one tensor for all chunks."""
+
+    token_ids: Sequence[int]
+    position_ids: bytes  # int64
+    position_axes: int  # 0: position_ids is one-dimensional
+    num_computed_tokens: int
+    block_table: Sequence[int]
+    features: list[tuple[int, int]]  # (start, rows)
+    bidirectional_spans: list[tuple[int, int]]
+    wants_logits: bool
+
+
+class _Forward(msgspec.Struct, array_like=True, tag=True):
+    chunks: list[_WireChunk]
+
+
+class _Verify(msgspec.Struct, array_like=True, tag=True):
+    chunks: list[_WireChunk]
+
+
+class _Decode(msgspec.Struct, array_like=True, tag=True):
+    token_ids: Sequence[int]
+    context_lens: Sequence[int]
+    deltas: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
+
+
+class _Copy(msgspec.Struct, array_like=True, tag=True):
+    sources: Sequence[int]
+    targets: Sequence[int]
+
+
+_Call = _Forward | _Verify | _Decode | _Copy
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Call)
+
+
+def _to_wire(chunk: SequenceChunk) -> _WireChunk:
+    positions = chunk.position_ids.to("cpu", torch.int64).contiguous()
+    return _WireChunk(
+        list(chunk.token_ids),
+        positions.numpy().tobytes(),
+        0 if positions.ndim == 1 else len(positions),
+        chunk.num_computed_tokens,
+        list(chunk.block_table),
+        [(piece.start, len(piece.rows)) for piece in chunk.features],
+        list(chunk.bidirectional_spans),
+        chunk.wants_logits,
+    )
+
+
+def _with_features(
+    wires: Sequence[_WireChunk], dtype: torch.dtype, device: torch.device, feature_width: int
+) -> list[SequenceChunk]:
+    total = sum(count for wire in wires for _, count in wire.features)
+    rows = torch.empty(total, feature_width, dtype=dtype, device=device)
+    if total:
+        dist.broadcast(rows, src=0)
+    chunks, start = [], 0
+    for wire in wires:
+        features = []
+        for place, count in wire.features:
+            features.append(FeatureSlice(place, rows[start : start + count]))
+            start += count
+        chunks.append(_from_wire(wire, tuple(features)))
+    return chunks
+
+
+def _from_wire(wire: _WireChunk, features: tuple[FeatureSlice, ...]) -> SequenceChunk:
+    positions = torch.frombuffer(bytearray(wire.position_ids), dtype=torch.int64)
+    if wire.position_axes:
+        positions = positions.view(wire.position_axes, -1)
+    return SequenceChunk(
+        wire.token_ids,
+        positions,
+        wire.num_computed_tokens,
+        wire.block_table,
+        features,
+        tuple(wire.bidirectional_spans),
+        wire.wants_logits,
+    )

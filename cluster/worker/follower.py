@@ -1,0 +1,71 @@
+"""A process of rank 1 or higher: its share of the model repeats rank 0's calls, its mover rank 0's transfers.
+
+`python -m cluster.worker.follower CALLS MOVES`, two inherited pipes; started by cluster/worker/ranks.py. Has no sockets of its own,
+no queue and no will: it ends when its pipes do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+import torch
+
+from cluster.clock import SystemClock
+from cluster.model.parallel import Progress, follow, join_group
+from cluster.types.members import Role
+from cluster.worker.language import load_language
+from cluster.worker.ranks import RankSpec
+from cluster.worker.setup import set_up
+from kv_transfer.agents import make_agent
+from kv_transfer.group import RankMover
+from kv_transfer.mover import Mover
+
+logger = logging.getLogger(__name__)
+
+
+def main(calls_fd: int, moves_fd: int) -> None:
+    calls, moves = Connection(calls_fd), Connection(moves_fd)
+    spec: RankSpec = moves.recv()
+    progress = Progress()
+    rank_mover = RankMover(moves, progress.has)
+    threading.Thread(target=_follow_transfers, args=(rank_mover,), name="transfers", daemon=True).start()
+    torch.set_num_threads(spec.num_threads)
+    args = spec.args
+    setup = set_up(args, f"{spec.replica_id}-{spec.rank}")
+    group = join_group(spec.rank, args.tensor_parallel_size, spec.meeting, setup.device.type)
+    language = load_language(args, setup, spec.role, spec.sizes, group)
+    is_writer = spec.role is Role.PREFILL
+    mover = Mover(
+        make_agent(args.transport, setup.replica_id, setup.host),
+        SystemClock(),
+        rank_mover.on_event,
+        margin_s=spec.lease_margin_s,
+        model=language.model.fingerprint,
+        outgoing=language.kv if is_writer else None,
+        outgoing_wire=language.wire if is_writer else None,
+        incoming=None if is_writer else language.kv,
+        incoming_wire=None if is_writer else language.wire,
+    )
+    rank_mover.attach(mover)
+    mover.start()
+    rank_mover.send("ready", spec.rank)
+    model = language.model
+    follow(language.steps, language.kv, group, calls, progress, model.dtype, model.feature_width)
+    mover.close()
+
+
+def _follow_transfers(rank_mover: RankMover) -> None:
+    try:
+        rank_mover.run()
+    except Exception:
+        logger.exception("a transfer order could not be followed")
+    os._exit(1)  # rank 0 is gone, or will be; the main thread may be inside a collective that never ends
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    main(int(sys.argv[1]), int(sys.argv[2]))

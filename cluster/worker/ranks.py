@@ -1,0 +1,178 @@
+"""The other processes of a worker whose model is shared out to several GPUs (`tensor_parallel_size`): rank 0's view of them.
+
+Rank 0, the worker process, starts them on its own host, before it loads its share of the model, and they load theirs
+(cluster/worker/follower.py). Each has two pipes: one for model calls, one for transfers. A rank that ends takes the worker with
+it: the pipe's end is told to `on_lost`. They end when their pipes do, so also when rank 0 is killed.
+
+Order: `load_with_ranks` → `attach` → `stop`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from cluster.config.environment import child_environment
+from cluster.config.settings import ClusterArgs
+from cluster.errors import ConfigError
+from cluster.model.parallel import LeadingModel, join_group, leave_group
+from cluster.rpc.address import make_private
+from cluster.types.members import Role
+from cluster.worker.language import Language, LanguageSizes, load_language
+from cluster.worker.setup import WorkerSetup
+from kv_transfer.agent import TransferError
+from kv_transfer.group import Mark, RankLink
+from kv_transfer.mover import MoverEvent
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0  # until a rank has read its share of the weights
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """All that a rank is told. Pickled, from parent to child."""
+
+    args: ClusterArgs
+    replica_id: str  # of the worker
+    role: Role
+    sizes: LanguageSizes
+    rank: int
+    meeting: Path
+    num_threads: int
+    lease_margin_s: float
+
+
+def load_with_ranks(
+    args: ClusterArgs, setup: WorkerSetup, role: Role, sizes: LanguageSizes, lease_margin_s: float
+) -> tuple[Language, Ranks | None]:
+    """`load_language` on one rank or, as configured, on several, with a model that all of them run. Raises ConfigError."""
+    if args.tensor_parallel_size == 1:
+        return load_language(args, setup, role, sizes), None
+    ranks = Ranks(args, setup, role, sizes, lease_margin_s)
+    try:
+        language = ranks.load(args, setup, role, sizes)
+    except BaseException:
+        ranks.stop()
+        raise
+    return language, ranks
+
+
+class Ranks:
+    def __init__(
+        self, args: ClusterArgs, setup: WorkerSetup, role: Role, sizes: LanguageSizes, lease_margin_s: float
+    ):
+        """Starts them."""
+        self._lock = threading.Lock()
+        self._is_stopping = False
+        self._lost: int | None = None  # the first one that ended unasked
+        self._on_event: Callable[[int, MoverEvent], None] | None = None
+        self._on_lost: Callable[[int], None] | None = None
+        self._leading: LeadingModel | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._calls: list[Connection] = []
+        self.links: list[RankLink] = []
+        self.size = args.tensor_parallel_size
+        make_private(setup.folder)
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=setup.folder))
+        meeting = self._meeting = self._folder / "meeting"
+        num_threads = max(1, torch.get_num_threads() // self.size)
+        torch.set_num_threads(num_threads)
+        for rank in range(1, self.size):
+            calls, moves = self._spawn()
+            self._calls.append(calls)
+            self.links.append(RankLink(moves))
+            moves.send(
+                RankSpec(args, setup.replica_id, role, sizes, rank, meeting, num_threads, lease_margin_s)
+            )
+            threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
+
+    def load(self, args: ClusterArgs, setup: WorkerSetup, role: Role, sizes: LanguageSizes) -> Language:
+        """Rank 0's share; blocks until the others have theirs. Raises ConfigError when one of them cannot."""
+        group = join_group(0, self.size, self._meeting, setup.device.type)
+        language = load_language(args, setup, role, sizes, group)
+        try:
+            for link in self.links:
+                link.answer(START_TIMEOUT_S)
+        except TransferError as error:
+            raise ConfigError(str(error), param="tensor_parallel_size") from error
+        self._leading = LeadingModel(language.steps, self._calls, language.model.dtype, group.device)
+        return dataclasses.replace(language, steps=self._leading)
+
+    def attach(self, on_event: Callable[[int, MoverEvent], None], on_lost: Callable[[int], None]) -> None:
+        """Once, before the first transfer. `on_event(rank, event)`: of that rank's transfers. `on_lost(rank)`: it has ended unasked,
+        now or earlier; once, for the first. Both from any thread."""
+        with self._lock:
+            self._on_event, self._on_lost = on_event, on_lost
+            lost = self._lost
+        if lost is not None:
+            on_lost(lost)
+
+    def now(self) -> Mark:
+        """Where rank 0's forward is."""
+        assert self._leading is not None
+        return self._leading.progress.now
+
+    def stop(self) -> None:
+        """Lets them end their transfers, then ends them. Blocks up to `STOP_TIMEOUT_S`. May be repeated."""
+        with self._lock:
+            self._is_stopping = True
+        for calls in self._calls:
+            calls.close()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.error("rank process %d does not end; it is killed", process.pid)
+                process.kill()
+                process.wait()
+        leave_group()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _listen(self, rank: int) -> None:
+        self.links[rank - 1].listen(partial(self._hear, rank))
+        with self._lock:
+            if self._is_stopping or self._lost is not None:
+                return
+            self._lost, on_lost = rank, self._on_lost
+        logger.error("rank %d of this worker has ended", rank)
+        if on_lost is not None:
+            on_lost(rank)
+
+    def _hear(self, rank: int, event: MoverEvent) -> None:
+        assert self._on_event is not None
+        self._on_event(rank, event)
+
+    def _spawn(self) -> tuple[Connection, Connection]:
+        """Rank 0's ends of the two pipes."""
+        pairs = [socket.socketpair() for _ in range(2)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        self._processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "cluster.worker.follower", *map(str, theirs)],
+                env=child_environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+                stdin=subprocess.DEVNULL,
+                pass_fds=theirs,
+            )
+        )
+        for _, their_end in pairs:
+            their_end.close()
+        calls, moves = (Connection(pair[0].detach()) for pair in pairs)
+        return calls, moves

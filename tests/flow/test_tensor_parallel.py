@@ -1,0 +1,191 @@
+"""Tensor parallelism over Gloo: two processes read their shares of a checkpoint and answer like one process, in every family
+that transformers can share out."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.config.settings import REPOSITORY, ClusterArgs
+from cluster.errors import ConfigError
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
+from cluster.model.loading import Half, load_half
+from cluster.model.parallel import (
+    LeadingModel,
+    Progress,
+    follow,
+    join_group,
+    leave_group,
+)
+from cluster.model.step_model import StepModel
+from decode_service.service import DecodeService
+from tests.flow.tiny_media_models import MEDIA_FAMILIES
+from tests.flow.tiny_models import TEXT_FAMILIES
+
+BLOCK_SIZE = 4
+TABLES = ([3, 1, 2, 7, 9], [4, 5, 6, 8, 10])
+FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
+REFUSED = {"qwen3_vl_moe": "cannot share model type"}
+Answers = tuple[list[list[int]], torch.Tensor]
+
+
+def answers(model: StepModel, kv: BlockMemory, feature_width: int) -> Answers:
+    """Greedy tokens of two prompts, of which one comes in two chunks and has rows in place of tokens, one of them from copied
+    blocks on; then the logits of `verify`."""
+    rows = torch.randn(3, feature_width, generator=torch.Generator().manual_seed(5))
+    features = (FeatureSlice(1, rows),)
+    first = [
+        SequenceChunk(list(range(5, 11)), torch.arange(6), 0, TABLES[0], features, wants_logits=False),
+        SequenceChunk(list(range(30, 35)), torch.arange(5), 0, TABLES[1]),
+    ]
+    last = [SequenceChunk([40, 41, 42], torch.arange(6, 9), 6, TABLES[0])]
+    second_token = model.forward(first, kv)[0].argmax()
+    tokens = [[int(model.forward(last, kv)[0].argmax()), int(second_token)]]
+    for step in range(4):
+        logits = model.decode(tokens[-1], [9 + step, 5 + step], [0, 0], TABLES, kv)
+        tokens.append(logits.argmax(-1).tolist())
+    model.copy_blocks(TABLES[1][:3], [11, 12, 13], kv)
+    copied = (TABLES[0], [11, 12, 13])
+    for step in range(4, 6):
+        logits = model.decode(tokens[-1], [9 + step, 5 + step], [0, 0], copied, kv)
+        tokens.append(logits.argmax(-1).tolist())
+    return tokens, model.verify([SequenceChunk([7, 8], torch.arange(15, 17), 15, TABLES[0])], kv)
+
+
+def run_rank(
+    rank: int, meeting: Path, paths: dict[str, Path], calls: dict[str, Connection], results: Connection
+) -> None:
+    """One after another, on the pipe `calls` of each; sends what rank 0 found out."""
+    torch.set_num_threads(1)
+    group = join_group(rank, 2, meeting, "cpu")
+    for name, path in paths.items():
+        try:
+            model = LanguageModel.load(path, dtype=torch.float32, block_size=BLOCK_SIZE, num_ranks=2)
+        except ConfigError as error:
+            results.send((name, str(error)))
+            continue
+        kv, progress = BlockMemory(model.kv_layout, 14), Progress()
+        if rank > 0:
+            follow(model, kv, group, calls[name], progress, torch.float32, model.feature_width)
+            assert progress.has((2, model.num_layers))
+            continue
+        leading = LeadingModel(model, [calls[name]], torch.float32, group.device)
+        found = answers(leading, kv, model.feature_width)
+        calls[name].close()
+        results.send((name, (*found, leading.progress.now, model.weight_bytes, model.kv_layout.block_bytes)))
+    results.send(None)
+    leave_group()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    for name, make in FAMILIES.items():
+        make().model.save_pretrained(folder / name)
+    return {name: folder / name for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def shared(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple]]:
+    """By family: what two ranks found out."""
+    # A forked child would inherit an OpenMP pool without its threads.
+    context = multiprocessing.get_context("spawn")
+    meeting = tmp_path_factory.mktemp("group") / "meeting"
+    pipes = {name: Pipe() for name in checkpoints}
+    ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
+    processes = []
+    try:
+        for rank in range(2):
+            calls = {name: pipe[rank] for name, pipe in pipes.items()}
+            processes.append(
+                context.Process(
+                    target=run_rank, args=(rank, meeting, checkpoints, calls, theirs[rank]), daemon=True
+                )
+            )
+            processes[-1].start()
+        for pair in pipes.values():
+            for end in pair:
+                end.close()  # or a rank would not see that the other has closed its own
+        found = {}
+        while ours[0].poll(120) and (result := ours[0].recv()) is not None:
+            found[result[0]] = result[1]
+        for process in processes:
+            process.join(30)
+        assert [process.exitcode for process in processes] == [0, 0]
+        yield found
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
+def test_two_ranks_answer_like_one_process(name: str, shared, checkpoints: dict[str, Path]) -> None:
+    tokens, verified, progress, weight_bytes, block_bytes = shared[name]
+    model = LanguageModel.from_model(
+        load_half(checkpoints[name], Half.LANGUAGE, dtype=torch.float32, device="cpu"), block_size=BLOCK_SIZE
+    )
+    expected = answers(model, BlockMemory(model.kv_layout, 14), model.feature_width)
+    assert tokens == expected[0]
+    torch.testing.assert_close(verified, expected[1], rtol=1e-4, atol=1e-4)
+    assert progress == (2, model.num_layers)
+    assert weight_bytes < model.weight_bytes
+    assert block_bytes in (model.kv_layout.block_bytes // 2, model.kv_layout.block_bytes)
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_family_that_cannot_be_shared_out_is_refused(name: str, shared) -> None:
+    assert REFUSED[name] in shared[name]
+
+
+def test_heads_that_cannot_be_dealt_out_evenly_are_refused(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="2 KV heads cannot be dealt out evenly to 4 ranks"):
+        LanguageModel.load(checkpoints["llama"], dtype=torch.float32, num_ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_dtype": "int8"}, "weight_dtype int8 does not go with tensor_parallel_size 2"),
+        ({"transfer": {"codec": "int4"}}, "int4 has to pass a probe of the whole model"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_and_leaves_no_process(changes, message) -> None:
+    args = {"model": str(REPOSITORY / "deploy" / "demo_model"), "tensor_parallel_size": 2, **changes}
+    with pytest.raises(ConfigError, match=message):
+        DecodeService(ClusterArgs.model_validate(args), "d")
+    assert not multiprocessing.active_children() and not children_of(os.getpid())
+
+
+def children_of(pid: int) -> list[str]:
+    """Command lines of rank processes."""
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    found = [Path(f"/proc/{child}/cmdline").read_bytes().decode() for child in pids]
+    return [line for line in found if "cluster.worker.follower" in line]
+
+
+def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2 needs as many GPUs; this replica sees 1"):
+        join_group(0, 2, Path("meeting"), "cuda")
+
+
+def test_progress_is_reached_layer_by_layer_and_when_the_device_has_caught_up() -> None:
+    progress, is_written = Progress(), False
+    assert progress.has((0, 0))
+    progress.begin()
+    assert not progress.has((1, 1))
+    progress.layer(lambda: is_written)
+    assert progress.now == (1, 1) and not progress.has((1, 1))
+    is_written = True
+    assert progress.has((1, 1)) and not progress.has((1, 2)) and not progress.has((2, 1))
+    progress.end()
+    assert progress.has((1, 2)) and not progress.has((2, 1))

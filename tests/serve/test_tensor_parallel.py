@@ -1,0 +1,92 @@
+"""A cluster whose prefill and decode workers are two processes each: it answers like any other, and loses and replaces a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from bench import equality
+from bench.workload import Reference, make_cases
+from cluster.serving.launch import LocalCluster, free_port, processes_of
+from tests.serve.conftest import CLUSTER, audit
+from tests.serve.test_replicas import ask, pid_of, wait_for_health
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    config = yaml.safe_load(CLUSTER.read_text())
+    config["http_options"]["port"] = free_port()
+    speculation = {"method": "ngram", "max_draft_tokens": 3}
+    config["applications"][0]["args"] = {"tensor_parallel_size": 2, "decode": {"speculation": speculation}}
+    path = tmp_path_factory.mktemp("parallel") / "cluster.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with LocalCluster(path) as local:
+        local.wait_ready()
+        yield local
+        audit(local)
+    assert processes_of(local.folder) == []
+
+
+def rank_of(cluster: LocalCluster, pool: str) -> int:
+    """Process id of rank 1."""
+    leader = pid_of(cluster, pool)
+    return next(pid for pid in processes_of(cluster.folder) if parent_of(pid) == leader)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_greedy_answers_equal_generate(parallel):
+    reference = Reference(equality.MODEL)
+    expected = [(case, reference.answer(case, equality.MAX_TOKENS)) for case in make_cases(79, 48)]
+    faults, _ = asyncio.run(equality.run(parallel.url, expected, 8))
+    assert faults == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 3, "temperature": 0.8, "seed": 4},
+        {"guidance_scale": 2.5, "negative_prompt": "no", "temperature": 0},
+    ],
+    ids=["choices", "guidance"],
+)
+def test_choices_and_guidance_give_what_one_process_gives(parallel, cluster, fields):
+    answers = []
+    for url in (parallel.url, cluster.url):
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "messages": [{"role": "user", "content": "count to ten"}], "max_tokens": 40}
+        response = httpx.post(f"{url}/v1/chat/completions", json={**body, **fields}, timeout=60)
+        assert response.status_code == 200, response.text
+        answers.append([choice["message"]["content"] for choice in response.json()["choices"]])
+    assert answers[0] == answers[1] and len(answers[0]) == fields.get("n", 1)
+
+
+def test_a_worker_that_loses_a_rank_is_replaced(parallel):
+    worker, rank = pid_of(parallel, "Prefill"), rank_of(parallel, "Prefill")
+    os.kill(rank, signal.SIGKILL)
+    wait_for_health(parallel.url, 503, timeout_s=2)
+    wait_for_health(parallel.url, 200, timeout_s=90)
+    assert pid_of(parallel, "Prefill") != worker
+    assert ask(parallel.url).status_code == 200
+
+
+def test_the_ranks_of_a_killed_worker_end(parallel):
+    rank = rank_of(parallel, "Decode")
+    os.kill(pid_of(parallel, "Decode"), signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{rank}").exists():
+        assert time.monotonic() < deadline, "a rank lives on without its worker"
+        time.sleep(0.05)
+    wait_for_health(parallel.url, 503, timeout_s=2)
+    wait_for_health(parallel.url, 200, timeout_s=90)
+    assert ask(parallel.url).status_code == 200

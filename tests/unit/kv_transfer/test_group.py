@@ -1,0 +1,231 @@
+"""Leases of workers of two ranks each: over the in-process agent and pipes that deliver at once, on a virtual clock."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from multiprocessing import Pipe
+
+import pytest
+import torch
+
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
+from kv_transfer.agent import LayoutMismatchError, TransferError
+from kv_transfer.group import GroupMover, RankLink, RankMover
+from kv_transfer.in_process import InProcessNetwork
+from kv_transfer.mover import Mover
+from kv_transfer.receiver import Aborted, Completed
+from kv_transfer.sender import Finished, SendAborted, SendFailed
+from tests.fakes.clock import ManualClock
+from tests.fakes.leases import MARGIN_S, TTL_S
+
+LAYOUT = MemoryLayout((SegmentSpec(4, (2,), torch.float32), SegmentSpec(4, (3,), torch.float32)))
+NUM_RANKS = 2
+
+
+class Instant:
+    """One end of a pipe whose other end acts at once."""
+
+    def __init__(self, act):
+        self.send = act
+
+
+class Worker:
+    """Writer or owner: a mover per rank, the group's over them."""
+
+    def __init__(self, network, clock, name, is_writer):
+        self.memories = [BlockMemory(LAYOUT, 8) for _ in range(NUM_RANKS)]
+        self.events = []
+        self.reached = True  # whether rank 1's forwards have come as far as rank 0's
+        sides = [{"outgoing" if is_writer else "incoming": memory} for memory in self.memories]
+        self.link = RankLink(Instant(lambda order: self.rank_mover.do(order)))  # type: ignore[arg-type]
+        self.rank_mover = RankMover(
+            Instant(lambda message: self.link.take(message, lambda event: self.group.on_event(1, event))),  # type: ignore[arg-type]
+            lambda mark: self.reached,
+        )
+        own = Mover(
+            network.agent(f"{name}-0"),
+            clock,
+            lambda event: self.group.on_event(0, event),
+            margin_s=MARGIN_S,
+            **sides[0],
+        )
+        other = Mover(
+            network.agent(f"{name}-1"), clock, self.rank_mover.on_event, margin_s=MARGIN_S, **sides[1]
+        )
+        self.rank_mover.attach(other)
+        self.movers = [own, other]
+        self.group = GroupMover(own, [self.link], self.events.append, lambda: (1, 1))
+
+    def step(self):
+        for mover in self.movers:
+            mover.step()
+
+
+class Pair:
+    def __init__(self):
+        self.clock, self.network = ManualClock(), InProcessNetwork()
+        self.writer = Worker(self.network, self.clock, "writer", True)
+        self.owner = Worker(self.network, self.clock, "owner", False)
+        self.pool = BlockPool(8, 4)
+        self.blocks = self.pool.allocate(2)
+        for rank, memory in enumerate(self.writer.memories):
+            for segment in memory.segments:
+                segment.copy_(torch.arange(1, segment.numel() + 1).view_as(segment) + 1000 * rank)
+
+    def grant(self):
+        return self.owner.group.grant("lease", self.blocks, self.pool.generations(self.blocks), TTL_S)
+
+    def send(self):
+        outgoing = self.writer.group.open(self.grant())
+        outgoing.write([7], [0])
+        outgoing.write([6], [1])
+        outgoing.finish(b"payload")
+        return outgoing
+
+    def step(self, rounds=1):
+        for _ in range(rounds):
+            self.writer.step()
+            self.owner.step()
+
+    def let_everything_end(self):
+        self.step(20)
+        for _ in range(3):
+            self.clock.at += TTL_S
+            self.step(2)
+
+    def check_bytes(self):
+        for source, target in zip(self.writer.memories, self.owner.memories, strict=True):
+            for ours, theirs in zip(source.segments, target.segments, strict=True):
+                assert torch.equal(theirs[self.blocks], ours[[7, 6]])
+
+
+@pytest.fixture
+def pair():
+    pair = Pair()
+    yield pair
+    pair.let_everything_end()
+    for worker in (pair.writer, pair.owner):
+        assert [mover.num_open for mover in worker.movers] == [0, 0]
+        assert len(worker.events) <= 1 and not worker.group._leases and not worker.rank_mover._open
+
+
+def test_every_rank_writes_its_share_and_the_lease_ends_once(pair):
+    pair.send()
+    pair.step(3)
+    assert pair.writer.events == [Finished("lease")]
+    assert pair.owner.events == [Completed("lease", b"payload")]
+    pair.check_bytes()
+    total = sum(LAYOUT.block_bytes * 2 for _ in range(NUM_RANKS))
+    assert pair.writer.group.sent.raw_bytes == total
+
+
+def test_a_rank_writes_only_when_its_forward_has_come_so_far(pair):
+    pair.writer.reached = False
+    pair.send()
+    pair.step(5)
+    assert not pair.owner.events and not pair.owner.memories[1].buffer.any()
+    pair.writer.reached = True
+    pair.step(3)
+    assert pair.owner.events == [Completed("lease", b"payload")]
+    pair.check_bytes()
+
+
+def test_an_abort_reaches_all_ranks(pair):
+    pair.writer.reached = False
+    outgoing = pair.send()
+    outgoing.abort("not wanted")
+    pair.step(3)
+    assert pair.writer.events == [SendAborted("lease", "not wanted")]
+    assert isinstance(pair.owner.events[0], Aborted)
+
+
+def test_a_lease_that_the_owner_cancels_is_over_when_all_writers_are(pair):
+    pair.writer.reached = False
+    pair.send()
+    pair.owner.group.cancel("lease")
+    pair.step(3)
+    assert not pair.owner.events  # rank 1's writer has not stopped: its bytes may still land
+    pair.writer.reached = True
+    pair.step(3)
+    assert pair.owner.events == [Aborted("lease", "cancelled by the owner")]
+
+
+def test_a_revoked_lease_ends_on_all_ranks_at_once(pair):
+    pair.grant()
+    pair.owner.group.revoke("lease", "no writer")
+    pair.step()
+    assert pair.owner.events == [Aborted("lease", "no writer")]
+
+
+def test_wherever_an_operation_fails_both_sides_hear_once_and_no_wrong_bytes_count():
+    outcomes = set()
+    for nth in range(1, 60):
+        pair = Pair()
+        pair.network.faults.fail_at(nth)
+        pair.send()
+        pair.let_everything_end()
+        (sent,), (received,) = pair.writer.events, pair.owner.events
+        if isinstance(received, Completed):
+            pair.check_bytes()
+        outcomes.add((type(sent).__name__, type(received).__name__))
+        for worker in (pair.writer, pair.owner):
+            assert [mover.num_open for mover in worker.movers] == [0, 0] and not worker.group._leases
+    assert outcomes == {("Finished", "Completed"), ("SendFailed", "Aborted"), ("SendFailed", "Expired")}
+
+
+def test_a_worker_with_another_number_of_ranks_is_refused(pair):
+    grant = pair.owner.movers[0].grant("alone", [5], [0], TTL_S)
+    with pytest.raises(LayoutMismatchError, match="tensor_parallel_size is 2 here and 1 there"):
+        pair.writer.group.open(grant)
+    pair.owner.movers[0].revoke("alone", "test")
+    pair.owner.movers[0].step()
+    pair.owner.events.clear()
+
+
+def test_a_rank_that_cannot_open_its_part_fails_the_lease(pair):
+    grant = pair.grant()
+    pair.writer.movers[1].open(grant.shards[0]).abort("somebody else had it")
+    with pytest.raises(TransferError):
+        pair.writer.movers[1].open(grant.shards[0])
+    outgoing = pair.writer.group.open(grant)
+    outgoing.write([7], [0])
+    pair.let_everything_end()
+    assert isinstance(pair.writer.events[0], SendFailed)
+    assert isinstance(pair.owner.events[0], Aborted)
+
+
+def test_a_rank_that_ends_is_known_at_once():
+    ours, theirs = Pipe()
+    link = RankLink(ours)
+    listening = threading.Thread(target=link.listen, args=(print,))
+    listening.start()
+    theirs.send(("ready", 1))
+    assert link.answer(5) == 1
+    theirs.close()
+    with pytest.raises(TransferError, match="has ended"):
+        link.answer(5)
+    listening.join(5)
+    assert not listening.is_alive()
+    link.tell("cancel", "lease")  # nobody hears it, nobody minds
+
+
+def test_orders_and_events_survive_a_real_pipe():
+    ours, theirs = Pipe()
+    memory, events = BlockMemory(LAYOUT, 4), queue.SimpleQueue()
+    link, rank_mover = RankLink(ours), RankMover(theirs, lambda mark: True)
+    mover = Mover(InProcessNetwork().agent("rank"), ManualClock(), rank_mover.on_event, incoming=memory)
+    rank_mover.attach(mover)
+    for run, *arguments in ((rank_mover.run,), (link.listen, events.put)):
+        threading.Thread(target=run, args=arguments, daemon=True).start()
+    link.tell("grant", "lease", (1, 2), (7, 8), 5.0, ())
+    grant = link.answer(5)
+    assert (grant.block_ids, grant.generations) == ((1, 2), (7, 8))
+    link.tell("revoke", "lease", "why not")
+    link.tell("grant", "next", (3,), (9,), 5.0, ())
+    link.answer(5)  # orders keep their order: the lease is revoked
+    mover.step()
+    assert events.get(timeout=5) == Aborted("lease", "why not")
+    rank_mover.on_event(SendFailed("lease", TransferError("because")))
+    assert str(events.get(timeout=5).error) == "because"
