@@ -40,6 +40,11 @@ from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover
 from kv_transfer.receiver import Aborted, Completed, LeaseEvent
 
+WARM_UP_TOKENS = 128
+STRETCH_S = 0.05  # that the others wait while a prompt's end is computed
+MIN_TOKEN_S = 1e-7  # a clock that stands still does not make computing free
+NEW_SHARE = 0.25  # of the newest measurement in how long a token takes
+
 
 class DecodeEngine:
     def __init__(
@@ -68,6 +73,10 @@ class DecodeEngine:
         self._by_lease: dict[str, DecodeRequest] = {}
         self._waiting = WaitingQueue(policy)
         self._running: deque[DecodeRequest] = deque()
+        self._catching_up: deque[DecodeRequest] = deque()
+        self._token_s: float | None = (
+            None  # for a prompt's token to be computed here; None: prompts come whole
+        )
         self._on_ended = on_ended
         self._turns = turns
         self._window = sliding_window
@@ -75,15 +84,29 @@ class DecodeEngine:
         self._num_admitted_sequences = 0  # of those that have blocks
         self.num_preempted = 0  # requests that lost their blocks, since the start
 
+    def warm_up(self) -> None:
+        """Before the first request, on the caller's thread: learns how long a token of a prompt takes here. From then on the ends of
+        prompts may be left to this worker."""
+        table = self._blocks.allocate(
+            min(-(-WARM_UP_TOKENS // self._blocks.block_size), self._blocks.num_free)
+        )
+        for _ in range(2):
+            self._token_s = None
+            self._compute([0] * len(table) * self._blocks.block_size, 0, 0, table)
+        self._blocks.free(table)
+
     def step(self) -> float | None:
         for request_id in self._deadlines.expired():
             self._expire(request_id)
         self._admit()
+        if self._catching_up:
+            self._catch_up(self._catching_up[0])
         batch = select_batch(self._running, self._max_batch_sequences)
         if batch:
             self._run(batch)
         self._outbox.flush(self.load())
-        return 0 if batch else self._deadlines.wait_s()  # who ran may have freed what somebody waits for
+        has_work = batch or self._catching_up  # who ran may have freed what somebody waits for
+        return 0 if has_work else self._deadlines.wait_s()
 
     def _run(self, batch: list[DecodeRequest]) -> None:
         with self._turns.hold():
@@ -132,7 +155,7 @@ class DecodeEngine:
         if request.phase is Phase.CLOSING:
             self._end(request)
         elif isinstance(event, Completed):
-            self._begin(request, msgspec.msgpack.decode(event.payload, type=KvReady))
+            self._take_over(request, msgspec.msgpack.decode(event.payload, type=KvReady))
         else:
             why = event.reason if isinstance(event, Aborted) else "its lease ran out"
             self._fail(request, UnavailableError(f"the prompt's KV cache did not arrive: {why}"))
@@ -176,7 +199,35 @@ class DecodeEngine:
         granted = [block_id for table in request.prompt_blocks for block_id in table]
         generations = self._blocks.generations(granted)
         grant = self._mover.grant(request.lease_id, granted, generations, request.timeout_s, lengths)
+        grant = msgspec.structs.replace(grant, token_s=self._token_s)
         self._outbox.send(request.door, DecodeGranted(request.request_id, grant))
+
+    def _take_over(self, request: DecodeRequest, ready: KvReady) -> None:
+        """What travels of the KV is here."""
+        if ready.first_recomputed is None:
+            return self._begin(request, ready)
+        request.move(Phase.CATCHING_UP)
+        request.num_computed_tokens, request.ready = ready.first_recomputed, ready
+        self._catching_up.append(request)
+
+    def _catch_up(self, request: DecodeRequest) -> None:
+        """The next stretch of a prompt whose end did not travel."""
+        assert request.ready is not None and self._token_s is not None
+        prompt, start = request.request.prompt.token_ids, request.num_computed_tokens
+        count = max(self._blocks.block_size, int(STRETCH_S / self._token_s))
+        request.num_computed_tokens = min(start + count, len(prompt))
+        tokens = prompt[start : request.num_computed_tokens]
+        self._compute(tokens, start, request.ready.position_deltas[0], request.prompt_blocks[0])
+        if request.num_computed_tokens == len(prompt):
+            self._catching_up.popleft()
+            self._begin(request, request.ready)
+
+    def _compute(self, token_ids: Sequence[int], start: int, delta: int, table: Sequence[int]) -> None:
+        with self._turns.hold():
+            self._runner.compute(token_ids, start, delta, table)
+        newest = self._turns.ran_s / len(token_ids)
+        old = newest if self._token_s is None else self._token_s
+        self._token_s = max(MIN_TOKEN_S, old + NEW_SHARE * (newest - old))
 
     def _begin(self, request: DecodeRequest, ready: KvReady) -> None:
         """All KV is here. A choice that its first token ends, as prefill has told the door, needs no blocks."""
@@ -319,6 +370,8 @@ class DecodeEngine:
             return
         if request.phase is Phase.WAITING:
             self._waiting.remove(request.request_id)
+        if request.phase is Phase.CATCHING_UP:
+            self._catching_up.remove(request)
         if request.phase is Phase.RUNNING:
             self._running.remove(request)
         self._end(request)

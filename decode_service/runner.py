@@ -48,6 +48,16 @@ class DecodeRunner:
         )
         return [[self._accept(choice, drawn) for choice in request.live_choices] for request in batch]
 
+    @torch.inference_mode()
+    def compute(
+        self, token_ids: Sequence[int], start: int, position_delta: int, block_table: Sequence[int]
+    ) -> None:
+        """The KV of tokens `start`, … of a prompt. Blocks; synchronises the device."""
+        positions = torch.arange(start, start + len(token_ids)) + position_delta
+        chunk = SequenceChunk(token_ids, positions, start, block_table, wants_logits=False)
+        self._model.forward([chunk], self._kv)
+        self._kv.synchronize()
+
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._model.copy_blocks(sources, targets, self._kv)
 

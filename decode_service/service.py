@@ -67,6 +67,8 @@ class DecodeService:
             self._process.turns,
             self._model.sliding_window,
         )
+        if args.transfer.recompute == "auto":
+            self._engine.warm_up()
         self._process.attach(self._engine, self._on_message)
         self._runs: dict[str, asyncio.Future[None]] = {}
         self._started: set[str] = set()  # and not ended

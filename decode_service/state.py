@@ -1,7 +1,8 @@
 """One request's life in a decode worker.
 
     WAITING   wants blocks for its prompts                             → GRANTED, or ended
-    GRANTED   its prompt blocks are leased to the prefill worker       → RUNNING (KV complete), CLOSING
+    GRANTED   its prompt blocks are leased to the prefill worker       → RUNNING (KV complete), CATCHING_UP, CLOSING
+    CATCHING_UP  the end of its prompt did not travel and is computed  → RUNNING, or ended
     CLOSING   nobody wants it any more, but the writer may still write → ended (lease closed)
     RUNNING   every choice gets a token per step, or none does         → ended, also by preemption
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.types.messages import FinishReason
+from cluster.types.messages import FinishReason, KvReady
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from cluster.worker.outbox import DoorId
 
@@ -25,13 +26,15 @@ from cluster.worker.outbox import DoorId
 class Phase(Enum):
     WAITING = "waiting"
     GRANTED = "granted"
+    CATCHING_UP = "catching up"
     CLOSING = "closing"
     RUNNING = "running"
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.GRANTED}),
-    Phase.GRANTED: frozenset({Phase.RUNNING, Phase.CLOSING}),
+    Phase.GRANTED: frozenset({Phase.RUNNING, Phase.CATCHING_UP, Phase.CLOSING}),
+    Phase.CATCHING_UP: frozenset({Phase.RUNNING}),
     Phase.CLOSING: frozenset(),
     Phase.RUNNING: frozenset(),
 }
@@ -104,6 +107,8 @@ class DecodeRequest:
     copy_blocks: list[int] = field(
         default_factory=list
     )  # for the other choices' last prompt blocks, likewise
+    num_computed_tokens: int = 0  # of the prompt, while the request catches up
+    ready: KvReady | None = None  # what prefill said, likewise
     choices: list[Choice] = field(init=False)
 
     def __post_init__(self) -> None:

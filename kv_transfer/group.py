@@ -217,6 +217,10 @@ class GroupOutgoing:
     def blocks_together(self) -> int:
         return self._own.blocks_together
 
+    @property
+    def block_s(self) -> float | None:
+        return self._own.block_s
+
     def write(
         self,
         local_block_ids: Sequence[int],

@@ -81,6 +81,11 @@ class Outgoing:
         """Blocks of a prompt that should be written by one call, or they cannot travel coded."""
         return 1 if self._coding is None else self._coding.wire.blocks_per_group
 
+    @property
+    def block_s(self) -> float | None:
+        """Seconds in which a block has got to the owner of late; None: nothing has been measured."""
+        return self._sender.block_s(self._grant.agent_metadata, self._coding is not None)
+
     def finish(self, payload: bytes) -> None:
         """Tell the owner, with `payload`, once all writes are in its memory. Raises like `write`."""
         if self._payload is not None:

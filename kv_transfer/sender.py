@@ -98,6 +98,7 @@ class Sender:
             agent.register(wire.memory)
         self._contract = contract_of(memory, model, "raw" if wire is None else wire.codec.name)
         self._links: dict[str, LinkMeter] = {}  # by peer
+        self._peers: dict[bytes, str] = {}  # by what their grants say of their agents
         self._lock = threading.Lock()  # guards the two tables
         self._open: dict[str, Outgoing] = {}
         self._used: deque[tuple[float, str]] = deque()  # (when, lease) of closed leases, oldest first
@@ -115,6 +116,15 @@ class Sender:
         if self.wire is None:
             return totals
         return msgspec.structs.replace(totals, **vars(self.wire.counts))
+
+    def block_s(self, agent_metadata: bytes, is_coded: bool) -> float | None:
+        """Seconds that a block takes to this agent, as measured. Any thread."""
+        link = self._links.get(self._peers.get(agent_metadata, ""))
+        if link is None or link.bytes_per_s is None:
+            return None
+        wire = self.wire if is_coded else None
+        ratio = wire.ratio if wire is not None and wire.is_forced else 1.0
+        return self.memory.layout.block_bytes / ratio / link.bytes_per_s
 
     def open(self, grant: Grant) -> Outgoing:
         """Take a grant up; its time runs from here.
@@ -236,7 +246,8 @@ class Sender:
 
     def _connect(self, outgoing: Outgoing) -> str:
         if outgoing._peer is None:
-            outgoing._peer = self._agent.connect(outgoing._grant.agent_metadata)
+            metadata = outgoing._grant.agent_metadata
+            outgoing._peer = self._peers[metadata] = self._agent.connect(metadata)
         return outgoing._peer
 
     def _settle(self, outgoing: Outgoing) -> None:
@@ -277,6 +288,7 @@ class Sender:
                 outgoing._is_silent = True
                 self._release_all(outgoing)
         self._links.pop(peer, None)
+        self._peers = {metadata: name for metadata, name in self._peers.items() if name != peer}
         self._agent.disconnect(peer)
 
     def _abandon(self, outgoing: Outgoing) -> None:

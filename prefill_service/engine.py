@@ -34,7 +34,7 @@ from kv_transfer.sender import Finished, SendEvent
 from prefill_service.features import FeatureStore
 from prefill_service.runner import PrefillRunner, uncut_spans
 from prefill_service.state import Phase, PrefillRequest, PromptSequence
-from prefill_service.transfer import Ready, StepPush, send_computed
+from prefill_service.transfer import Ready, StepPush, plan_end, send_computed
 
 WARM_UP_TOKENS = 1024  # in one step, at most
 Work = tuple[PrefillRequest, PromptSequence]
@@ -133,6 +133,7 @@ class PrefillEngine:
             return
         request.outgoing = outgoing
         self._by_lease[grant.lease_id] = request
+        plan_end(request, grant.token_s, self._budget, self._model.kv_layout)
         self._send_computed(request)
 
     def cancel(self, request_id: str) -> None:
@@ -186,9 +187,6 @@ class PrefillEngine:
         is_text = not request.main.prompt.media
         return Ticket(name, request.arrived_at, num_tokens, is_text, request.request.priority)
 
-    def _num_blocks(self, sequence: PromptSequence) -> int:
-        return -(-sequence.num_tokens // self._blocks.block_size)
-
     def _admit(self) -> bool:
         """Blocks for whoever is next; whether anybody got some. A request that waits for embeddings holds its blocks, and
         stops nobody else."""
@@ -231,7 +229,7 @@ class PrefillEngine:
         usable = usable_prefix(len(cached) * block_size, sequence.num_tokens, block_size, spans)
         num_cached_blocks = usable // block_size
         self._blocks.free(cached[num_cached_blocks:])
-        fresh = self._blocks.try_allocate(self._num_blocks(sequence) - num_cached_blocks)
+        fresh = self._blocks.try_allocate(-(-sequence.num_tokens // block_size) - num_cached_blocks)
         if fresh is None:
             self._blocks.free(cached[:num_cached_blocks])
             return False

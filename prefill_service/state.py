@@ -53,6 +53,7 @@ class PromptSequence:
     num_computed_tokens: int = 0
     num_missing_at_start: int = 0  # tokens that were not cached when it got its blocks
     num_blocks_sent: int = 0  # prefix of the block table that has been posted
+    first_recomputed: int | None = None  # KV from this token on does not travel: decode computes it anew
     items_ready: set[int] = field(default_factory=set)  # media items whose embeddings are here
     last_logits: Tensor | None = None  # [1, vocab_size] once the prompt is computed
 

@@ -3,25 +3,65 @@
 Cached prefix blocks go at once, the blocks that a step fills layer by layer while it runs, the last, partly filled block with
 the end of its prompt. Where groups of blocks travel coded, a group goes when its last block is filled. A grant names the prompt's blocks, then the companion's. Posting returns immediately (the transfer
 thread copies); blocks stay referenced until the sender reports the end.
+
+Over a slow link the end of a prompt may be sooner at decode if decode computes it itself (`transfer.recompute`): `plan_end` weighs that
+when the grant comes, with the speeds that were measured on either side.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from cluster.kvcache.memory import MemoryLayout
+from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import KvReady
 from kv_transfer.agent import TransferError
 from kv_transfer.group import GroupOutgoing
+from kv_transfer.link import MIN_MEASURED_BYTES
 from kv_transfer.outgoing import Outgoing
 from prefill_service.state import PrefillRequest, PromptSequence
 
 # A write costs the transfer thread about as long as copying this much: smaller layers wait for the next ones.
 MIN_WRITE_BYTES = 256 << 10
 
+MIN_SENT_BYTES = MIN_MEASURED_BYTES  # of every prompt: they show how fast the link is now
 Ready = Callable[[], bool] | None  # whether the device has got so far; None: it has
+
+
+def plan_end(
+    request: PrefillRequest, token_s: float | None, budget: StepBudget, layout: MemoryLayout
+) -> None:
+    """Decides how much of the prompt travels, before any of it has. token_s: in which decode computes a token. Tokens up to the last
+    media item always travel, because decode has no embeddings."""
+    outgoing, prompt = request.outgoing, request.main.prompt
+    if outgoing is None or token_s is None or (block_s := outgoing.block_s) is None:
+        return
+    block_size = layout.segments[0].rows
+    media_end = max((span.end for span in prompt.media), default=0)
+    least = max(-(-media_end // block_size), -(-MIN_SENT_BYTES // layout.block_bytes))
+    unit, main = outgoing.blocks_together, request.main
+    missing = request.num_missing_tokens
+    prefill_s = budget.predicted_s(missing, main.num_computed_tokens + missing / 2)
+    num_blocks = num_blocks_to_send(main.num_tokens / block_size, block_s, token_s * block_size, prefill_s)
+    num_blocks = -(-max(num_blocks, least) // unit) * unit
+    if num_blocks * block_size < main.num_tokens:
+        main.first_recomputed = num_blocks * block_size
+
+
+def num_blocks_to_send(num_blocks: float, block_s: float, compute_s: float, prefill_s: float) -> int:
+    """The n <= num_blocks for which the KV of a prompt is at decode soonest. Blocks 0 … n - 1 travel, block_s each, while the prompt is
+    computed, which takes prefill_s; then decode computes the others, compute_s each, all seconds:
+
+        max(0, n * block_s - prefill_s) + (num_blocks - n) * compute_s
+
+    Falls while blocks hide behind prefill; after that it falls or rises as a block is sent or computed sooner."""
+    if block_s <= compute_s:
+        return math.ceil(num_blocks)
+    return min(math.ceil(num_blocks), int(prefill_s / block_s))
 
 
 def send_computed(request: PrefillRequest, block_size: int) -> None:
@@ -34,7 +74,8 @@ def send_computed(request: PrefillRequest, block_size: int) -> None:
             request.outgoing.write(*_places(request, sequence, new))
             sequence.num_blocks_sent = new.stop
     if request.first_tokens:
-        ready = KvReady(request.first_tokens, tuple(s.positions.delta for s in request.sequences))
+        deltas = tuple(s.positions.delta for s in request.sequences)
+        ready = KvReady(request.first_tokens, deltas, request.main.first_recomputed)
         request.outgoing.finish(msgspec.msgpack.encode(ready))
 
 
@@ -94,9 +135,10 @@ def _new_blocks(
 ) -> range:
     """Blocks that are final at so many tokens, can go, and are not posted yet."""
     together = 1 if request.outgoing is None else request.outgoing.blocks_together
-    num_ready = num_computed_tokens // block_size // together * together
-    if num_computed_tokens == sequence.num_tokens:
-        num_ready = len(sequence.block_table)
+    end = sequence.num_tokens if sequence.first_recomputed is None else sequence.first_recomputed
+    num_ready = min(num_computed_tokens, end) // block_size // together * together
+    if num_computed_tokens >= end:
+        num_ready = -(-end // block_size)
     return range(sequence.num_blocks_sent, max(num_ready, sequence.num_blocks_sent))
 
 

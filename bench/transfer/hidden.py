@@ -1,5 +1,5 @@
 """How much of the KV transfer hides behind the prefill: a prompt goes through prefill and decode over a link of a given speed, once
-layer by layer while prefill computes, once after it.
+layer by layer while prefill computes, once after it, once with what would not hide left to decode to compute.
 
 One process, real services and engines; the in-process agent with a link: bytes count as arrived when the link could have
 carried them. What shows of a transfer is the time from prefill's first token to the lease's completion at decode. Hidden
@@ -12,8 +12,8 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -103,8 +103,22 @@ def after_prefill() -> Iterator[None]:
     with (
         patch.object(prefill_engine, "StepPush", NoPush),
         patch.object(prefill_engine, "send_computed", send_late),
+        all_travels(),
     ):
         yield
+
+
+@contextmanager
+def all_travels() -> Iterator[None]:
+    with patch.object(prefill_engine, "plan_end", lambda *_: None):
+        yield
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "pipelined": all_travels,
+    "after prefill": after_prefill,
+    "recomputed": nullcontext,
+}
 
 
 @asynccontextmanager
@@ -173,13 +187,10 @@ async def measure(
             for repetition in range(repeats):
                 for speed in links:
                     link.bytes_per_s = speed * 1e9
-                    for mode in ("pipelined", "after prefill"):
+                    for mode, change in MODES.items():
                         link.num_bytes = 0
-                        if mode == "pipelined":
+                        with change():
                             await _ask(door, length, draw, times)
-                        else:
-                            with after_prefill():
-                                await _ask(door, length, draw, times)
                         records.append({
                             "type": "hidden", "mode": mode, "prompt_tokens": length, "link_gb_per_s": speed,
                             "repetition": repetition, "bytes": link.num_bytes,

@@ -86,6 +86,8 @@ class TransferArgs(_Args):
     # of the model allows it; auto: int8 over links so slow that it is sooner there
     codec: Literal["raw", "int8", "int4", "auto"] = "raw"
     wire_tokens: int = Field(16_384, ge=64)  # that may be on their way coded, of each worker; others go raw
+    # auto: over links so slow that it is sooner there, decode computes the end of a prompt anew
+    recompute: Literal["never", "auto"] = "never"
 
 
 class DoorArgs(_Args):

@@ -199,10 +199,11 @@ class Notice(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvReady(Notice, frozen=True):
-    """All KV of the prompt is written. Payload of prefill's last notification."""
+    """All KV that travels is written. Payload of prefill's last notification."""
 
     first_tokens: tuple[int, ...]  # per choice
     position_deltas: tuple[int, ...]  # per prompt; mRoPE: position = context length + delta; else 0
+    first_recomputed: int | None = None  # of the prompt: from this token on decode computes the KV anew
 
 
 class FeaturesReady(Notice, frozen=True):

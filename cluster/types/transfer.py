@@ -64,5 +64,8 @@ class Grant(msgspec.Struct, frozen=True):
     generations: tuple[int, ...]  # generation of each block when it was granted
     ttl_s: float
     coded: CodedPart | None = None
+    token_s: float | None = (
+        None  # in which the owner computes the KV of a prompt token itself; None: it does not
+    )
     # of an owner of several ranks: those of ranks 1, 2, … for the same blocks in their memories, for the writer's ranks
     shards: tuple[Grant, ...] = ()

@@ -6,11 +6,13 @@ reused too early is found.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -38,6 +40,7 @@ from encoder_service.cache import EmbeddingCache
 from encoder_service.engine import EncoderEngine
 from kv_transfer.in_process import InProcessNetwork
 from kv_transfer.mover import Mover, MoverFailed
+from prefill_service import engine as prefill_engine
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore
 from tests.fakes.clock import ManualClock
@@ -208,6 +211,7 @@ class Rig:
             propose=lambda batch: None,
             forget=lambda choice: None,
             copy_blocks=self._decode_kv.copy_blocks,
+            compute=self.compute,
             num_drafted=0,
             num_accepted=0,
         )
@@ -272,6 +276,20 @@ class Rig:
                 worker.step()
                 worker.mover.step()
 
+    @contextmanager
+    def cut_ends(self, num_blocks: int) -> Iterator[None]:
+        """At most `num_blocks` of a prompt travel, and those of its media; decode computes the others, one in a step."""
+        self.decode.engine._token_s = 1.0
+
+        def plan_end(request: Any, *_: Any) -> None:
+            media_end = max((span.end for span in request.main.prompt.media), default=0)
+            cut = max(num_blocks, -(-media_end // BLOCK_SIZE)) * BLOCK_SIZE
+            if cut < request.main.num_tokens:
+                request.main.first_recomputed = cut
+
+        with patch.object(prefill_engine, "plan_end", plan_end):
+            yield
+
     def audit(self) -> None:
         for worker in self.workers.values():
             worker.inbox.run()
@@ -311,6 +329,11 @@ class Rig:
                 _write(self._kv, sequence.block_table, position, kv_value(prompt, position))
         on_layer(0, None)
         return [torch.empty(0)] * len(batch)
+
+    def compute(self, token_ids: Sequence[int], start: int, _: int, block_table: Sequence[int]) -> None:
+        """Decode's, of a prompt's end."""
+        for position, token_id in enumerate(token_ids, start):
+            _write(self._decode_kv, block_table, position, token_id)
 
     def _run_decode(self, batch: Sequence[Any]) -> list[list[list[int]]]:
         """Checks every branch's prompt and answer, writes what a model would, says the next number."""

@@ -14,7 +14,9 @@ from cluster.config.settings import ClusterArgs, TransferArgs
 from cluster.errors import ConfigError
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, StopParams
+from decode_service.engine import DecodeEngine
 from decode_service.service import DecodeService
+from kv_transfer.outgoing import Outgoing
 from kv_transfer.wire import Wire
 from router.openai.app import build_api
 from router.openai.schema import ChatRequest
@@ -123,6 +125,25 @@ async def test_answers_over_coded_kv_are_nearly_always_the_same(expected, codec)
         assert sum(each.raw_bytes for each in sent) > 0
         assert all(wire.num_used == 0 for wire in wires(cluster))
     assert ("epdg_transfer_codec_error" in metrics) and ("epdg_transfer_coded_bytes_total" in metrics)
+
+
+async def test_prompts_whose_end_decode_computes_give_the_same_answers(expected, monkeypatch):
+    """All that follows the last media item, however fast the link is."""
+    recomputed: list[int] = []
+    take_over = DecodeEngine._take_over
+
+    def watch(engine, request, ready):
+        if ready.first_recomputed is not None:
+            recomputed.append(len(request.request.prompt.token_ids) - ready.first_recomputed)
+        take_over(engine, request, ready)
+
+    monkeypatch.setattr(DecodeEngine, "_take_over", watch)
+    monkeypatch.setattr(Outgoing, "block_s", 1e9)
+    monkeypatch.setattr("prefill_service.transfer.MIN_SENT_BYTES", 0)
+    args = cluster_args(48, "nixl").model_copy(update={"transfer": TransferArgs(recompute="auto")})
+    async with local_cluster(args, (1, 1, 2)) as cluster:
+        await check_all(cluster, expected, 16)
+    assert len(recomputed) >= 40 and max(recomputed) > 16
 
 
 def wires(cluster: LocalCluster) -> list[Wire]:

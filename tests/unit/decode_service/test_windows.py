@@ -43,6 +43,7 @@ class WindowRig(Rig):
             propose=self._propose,
             forget=lambda choice: None,
             copy_blocks=self._decode_kv.copy_blocks,
+            compute=self.compute,
             num_drafted=0,
             num_accepted=0,
         )

@@ -311,3 +311,24 @@ def test_a_step_that_raises_is_reported_once_and_leases_still_end():
     assert [type(e).__name__ for e in events] == ["MoverFailed"]
     pair.let_everything_end()
     pair.audit()
+
+
+def test_how_long_a_block_takes_to_a_peer_is_measured_and_forgotten_with_it(pair, monkeypatch):
+    monkeypatch.setattr("kv_transfer.link.MIN_MEASURED_BYTES", 1)
+    pair.network.faults.post_polls = 2
+    grant = pair.grant()
+    outgoing = pair.writer.open(grant)
+    assert outgoing.block_s is None
+    outgoing.write([7, 6, 5, 4], [0, 1, 2, 3])
+    outgoing.finish(b"")
+    pair.writer.step()
+    pair.clock.at += 2.0
+    pair.step(3)
+    assert outgoing.block_s == pytest.approx(0.5)
+    later = pair.writer.open(pair.grant("later", 1))
+    assert later.block_s == pytest.approx(0.5)  # before anything of this lease was posted
+    pair.network.kill("owner")
+    later.write([1], [0])
+    later.finish(b"")
+    pair.writer.step()
+    assert later.block_s is None

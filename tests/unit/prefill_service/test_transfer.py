@@ -2,11 +2,22 @@
 
 from types import SimpleNamespace
 
+import msgspec
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.kvcache.memory import MemoryLayout, SegmentSpec
+from cluster.types.messages import KvReady
 from kv_transfer.agent import LeaseExpiredError
-from prefill_service.transfer import MIN_WRITE_BYTES, StepPush, send_computed
+from prefill_service.transfer import (
+    MIN_SENT_BYTES,
+    MIN_WRITE_BYTES,
+    StepPush,
+    num_blocks_to_send,
+    plan_end,
+    send_computed,
+)
 
 BLOCK_SIZE, SEGMENTS_PER_LAYER = 4, 2
 
@@ -14,9 +25,9 @@ BLOCK_SIZE, SEGMENTS_PER_LAYER = 4, 2
 class Recorder:
     """An `Outgoing` that remembers what was written: {(grant index, segment): local block}."""
 
-    def __init__(self, error=None, blocks_together=1):
+    def __init__(self, error=None, blocks_together=1, block_s=None):
         self.written, self.num_writes, self.payload, self._error = {}, 0, None, error
-        self.blocks_together = blocks_together
+        self.blocks_together, self.block_s = blocks_together, block_s
 
     def write(self, local_ids, grant_indices, segment_ids=None, ready=None):
         if self._error is not None:
@@ -35,12 +46,15 @@ def sequence(num_tokens, num_computed=0, first_block=100):
     table = list(range(first_block, first_block + -(-num_tokens // BLOCK_SIZE)))
     return SimpleNamespace(
         num_tokens=num_tokens, num_computed_tokens=num_computed, block_table=table, num_blocks_sent=0,
-        positions=SimpleNamespace(delta=0),
+        positions=SimpleNamespace(delta=0), first_recomputed=None, prompt=SimpleNamespace(media=()),
     )  # fmt: skip
 
 
 def request(*sequences, outgoing=None):
-    return SimpleNamespace(sequences=list(sequences), outgoing=outgoing or Recorder(), first_tokens=())
+    return SimpleNamespace(
+        sequences=list(sequences), main=sequences[0], outgoing=outgoing or Recorder(), first_tokens=(),
+        num_missing_tokens=sum(s.num_tokens - s.num_computed_tokens for s in sequences),
+    )  # fmt: skip
 
 
 def run_step(batch, num_layers, block_bytes):
@@ -127,3 +141,62 @@ def test_blocks_that_travel_together_go_when_the_last_of_them_is_filled():
         list(run_step([(req, seq, count)], 1, 64))
         sent.append(len({index for index, _ in recorder.written}))
     assert sent == [0, 3, 6, 8]
+
+
+seconds = st.floats(1e-4, 1.0)
+
+
+@given(st.integers(1, 200), seconds, seconds, st.floats(0, 100))
+def test_as_many_blocks_travel_as_make_the_hand_over_shortest(num_blocks, block_s, compute_s, prefill_s):
+    def took(n):
+        return max(0.0, n * block_s - prefill_s) + (num_blocks - n) * compute_s
+
+    chosen = num_blocks_to_send(num_blocks, block_s, compute_s, prefill_s)
+    best = min(took(n) for n in range(num_blocks + 1))
+    assert 0 <= chosen <= num_blocks
+    assert took(chosen) <= best + min(block_s, compute_s) + 1e-9  # a block that hides in part travels or not
+
+
+WIDE = MemoryLayout(
+    (SegmentSpec(BLOCK_SIZE, (MIN_SENT_BYTES // BLOCK_SIZE,), torch.uint8),)
+)  # one block measures a link
+BUDGET = SimpleNamespace(predicted_s=lambda tokens, context: 0.1 * tokens)
+
+
+def cut(num_tokens, *, block_s=8.0, token_s=0.01, media_end=0, together=1, layout=WIDE, num_computed=0):
+    req = request(
+        sequence(num_tokens, num_computed), outgoing=Recorder(blocks_together=together, block_s=block_s)
+    )
+    if media_end:
+        req.main.prompt = SimpleNamespace(media=(SimpleNamespace(end=media_end),))
+    plan_end(req, token_s, BUDGET, layout)
+    return req.main.first_recomputed
+
+
+def test_the_end_is_left_to_decode_only_where_that_is_sooner():
+    assert cut(100) == 4  # ten seconds of prefill hide one block, nearly
+    assert cut(200) == 8
+    assert cut(200, num_computed=120) == 4
+    assert cut(100, block_s=0.01) is None  # the link is fast
+    assert cut(100, token_s=3.0) is None  # computing is slow
+    assert cut(100, block_s=None) is None and cut(100, token_s=None) is None  # nothing is known
+
+
+def test_media_the_first_bytes_and_whole_groups_always_travel():
+    assert cut(100, media_end=50) == 52
+    assert cut(100, media_end=99) is None
+    assert cut(100, together=4) == 16
+    narrow = MemoryLayout((SegmentSpec(BLOCK_SIZE, (MIN_SENT_BYTES // BLOCK_SIZE // 10,), torch.uint8),))
+    assert cut(100, layout=narrow) == 44
+
+
+def test_what_is_left_to_decode_is_not_sent_and_said():
+    req = request(sequence(22, 8))
+    req.main.first_recomputed = 12
+    send_computed(req, BLOCK_SIZE)
+    for _ in run_step([(req, req.main, 14)], 2, MIN_WRITE_BYTES):
+        pass
+    req.first_tokens = (5,)
+    send_computed(req, BLOCK_SIZE)
+    assert {index for index, _ in req.outgoing.written} == {0, 1, 2}
+    assert msgspec.msgpack.decode(req.outgoing.payload, type=KvReady).first_recomputed == 12
