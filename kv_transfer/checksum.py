@@ -1,6 +1,6 @@
-"""A checksum over bytes that lie scattered in memory, at about the speed of reading them.
+"""Checksums over bytes that lie scattered in memory, at about the speed of reading them: one for a CPU's memory, one for a GPU's.
 
-The bytes of all descriptors in their order make one stream of 64-bit little-endian words, the last filled up with zeros.
+`checksum`, on the CPU. The bytes of all descriptors in their order make one stream of 64-bit little-endian words, the last filled up with zeros.
 The words go round `STREAMS` streams, each with a state of its own:
 
     state[i] = halves swapped((state[i] xor word) * M)          i = word's number mod STREAMS
@@ -11,14 +11,21 @@ one in the state and in the word, so a single changed word, hence a single flipp
 2**-64. How the stream is cut into descriptors does not matter. Against accidents, not against adversaries.
 
 Native where there is a compiler, else numpy: the same value. Any thread; the native call releases the interpreter's lock.
+
+`tensor_checksum`, wherever torch computes, is made for many threads: every word is mixed with a weight of its place in the block, one to
+one, the mixtures of a block are added, and the blocks' sums mixed and added in the same way by the place of the block.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from cluster.model.cpu import library
 
@@ -73,3 +80,30 @@ def _folded(states: list[int], num_bytes: int) -> int:
         total = (product << 32 | product >> 32) & _WORD_MASK
     total = (total ^ total >> 32) * _STEP & _WORD_MASK
     return total ^ total >> 29
+
+
+@torch.inference_mode()
+def tensor_checksum(segments: Iterable[Tensor]) -> int:
+    """Segment by segment [n, bytes] uint8: the bytes of the n blocks in it; all on one device. 64 bits. Waits for the device."""
+    total: Tensor | int = 0
+    for number, blocks in enumerate(segments):
+        device = blocks.device
+        words = F.pad(blocks, (0, -blocks.shape[1] % 8)).view(torch.int64)
+        sums = _mixed(words, _weights(words.shape[1], device)).sum(1)
+        places = torch.arange(1, len(blocks) + 1, device=device) * _signed(_STEP) + 2 * number
+        total = total + _mixed(sums, places | 1).sum()
+    return int(total) & _WORD_MASK
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    return (torch.arange(1, count + 1, device=device) * _signed(_MULTIPLIER)) | 1
+
+
+def _mixed(words: Tensor, weights: Tensor) -> Tensor:
+    """One to one in each int64 word, for an odd weight."""
+    products = (words ^ weights) * weights
+    return (products ^ (products >> 32 & 0xFFFFFFFF)) * _signed(_MULTIPLIER)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

@@ -6,21 +6,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from enum import StrEnum
+from functools import cache
+from typing import Literal
 
 import msgspec
 import numpy as np
+import torch
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.transfer import Contract, Grant
-from kv_transfer.checksum import checksum
+from kv_transfer.checksum import checksum, tensor_checksum
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class NoticeKind(StrEnum):
     DONE = "done"  # all bytes are in place
     ABORT = "abort"  # the writer has stopped and will not write again
+
+
+class Checksum(msgspec.Struct, frozen=True, array_like=True):
+    kind: Literal["stream", "tensor"]  # `checksum`, `tensor_checksum`
+    value: int  # 64 bits
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -29,9 +38,9 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     kind: NoticeKind
     payload: bytes  # done: the caller's bytes; abort: the reason as UTF-8
     written: tuple[int, ...] = ()  # done: the grant's blocks that were written raw, by place, ascending
-    checksum: int | None = None  # … of that content, segment by segment; None: not in the writer's CPU memory
+    checksum: Checksum | None = None  # … of that content, segment by segment
     coded: tuple[int, ...] = ()  # done: the grant's groups that were written coded, by place, ascending
-    coded_checksum: int | None = None  # … of their wire blocks
+    coded_checksum: Checksum | None = None  # … of their wire blocks
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -63,8 +72,33 @@ def contract_of(memory: BlockMemory, model: str, codec: str = "raw") -> Contract
     return Contract(PROTOCOL, model, segments[0].rows, dtypes, codec, memory.layout.fingerprint)
 
 
-def checksum_blocks(memory: BlockMemory, block_ids: Sequence[int]) -> int | None:
-    """Of these blocks' bytes in all segments, in this order; None where the CPU cannot read them. Reads them once."""
-    if memory.buffer.device.type != "cpu":
-        return None
-    return checksum(memory.descriptors(block_ids))
+def checksum_blocks(memory: BlockMemory, block_ids: Sequence[int]) -> Checksum:
+    """Of these blocks' bytes in all segments, in this order. Reads them once; on a GPU beside what else it does."""
+    if memory.buffer.device.type == "cpu":
+        return Checksum("stream", checksum(memory.descriptors(block_ids)))
+    return _tensor_checksum(memory, block_ids)
+
+
+def has_checksum(memory: BlockMemory, block_ids: Sequence[int], expected: Checksum | None) -> bool:
+    """Whether the blocks hold what the writer sent. A GPU cannot tell what a CPU's memory sums up to: then they do."""
+    if expected is None or (expected.kind == "stream" and memory.buffer.device.type != "cpu"):
+        return True
+    if expected.kind == "tensor":
+        return _tensor_checksum(memory, block_ids) == expected
+    return checksum_blocks(memory, block_ids) == expected
+
+
+def _tensor_checksum(memory: BlockMemory, block_ids: Sequence[int]) -> Checksum:
+    if not block_ids:
+        return Checksum("tensor", 0)
+    device = memory.buffer.device
+    with torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else nullcontext():
+        ids = torch.tensor(block_ids, device=device)
+        blocks = (segment.flatten(1).view(torch.uint8).index_select(0, ids) for segment in memory.segments)
+        return Checksum("tensor", tensor_checksum(blocks))
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The transfer thread's: it does not wait for the model's steps. Untried on hardware."""
+    return torch.cuda.Stream(device)

@@ -38,7 +38,7 @@ from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.transfer import CodedPart, Grant
 from kv_transfer.agent import Agent, TransferError
-from kv_transfer.envelope import Envelope, NoticeKind, checksum_blocks, contract_of, decode, digest_grant
+from kv_transfer.envelope import Envelope, NoticeKind, contract_of, decode, digest_grant, has_checksum
 from kv_transfer.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -265,8 +265,7 @@ class Receiver:
         """Checks all the bytes and decodes what came coded. Nobody may have to wait for it: not under the lock."""
         if not _fit(envelope.written, len(grant.block_ids)):
             return False
-        found = checksum_blocks(self._memory, [grant.block_ids[i] for i in envelope.written])
-        if None not in (found, envelope.checksum) and found != envelope.checksum:
+        if not has_checksum(self._memory, [grant.block_ids[i] for i in envelope.written], envelope.checksum):
             return False
         if not envelope.coded:
             return True
@@ -274,8 +273,7 @@ class Receiver:
         if wire is None or part is None or not _fit(envelope.coded, len(part.block_ids)):
             return False
         wire_ids = [part.block_ids[i] for i in envelope.coded]
-        found = checksum_blocks(wire.memory, wire_ids)
-        if None not in (found, envelope.coded_checksum) and found != envelope.coded_checksum:
+        if not has_checksum(wire.memory, wire_ids, envelope.coded_checksum):
             return False
         firsts = (part.first_blocks[i] for i in envelope.coded)
         wire.decode(wire_ids, [grant.block_ids[first : first + wire.blocks_per_group] for first in firsts])

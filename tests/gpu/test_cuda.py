@@ -17,6 +17,7 @@ from cluster.model.cuda import decode_attention
 from cluster.model.cuda.graphs import GraphedModel, capture_cuda
 from cluster.model.kv_format import QuantizedRows
 from cluster.model.language import LanguageModel, SequenceChunk
+from kv_transfer.envelope import checksum_blocks, has_checksum
 from tests.gpu.cases import Heads, paged_case
 
 if not torch.cuda.is_available():
@@ -114,3 +115,14 @@ def test_recorded_decode_steps_equal_unrecorded_ones(kv_cache_dtype) -> None:
 def test_a_model_on_the_gpu_gets_the_cuda_backend() -> None:
     backend = make_cuda_backend(torch.device(DEVICE, 0), TorchAttention())
     assert isinstance(backend, FlashAttention)
+
+
+def test_a_gpu_and_a_cpu_find_the_same_checksum_for_the_same_bytes() -> None:
+    layout = MemoryLayout(kv_segments([(2, 64)] * 4, 16, torch.bfloat16))
+    here, there = BlockMemory(layout, 8), BlockMemory(layout, 8, DEVICE)
+    for segment in here.segments:
+        segment.normal_()
+    there.buffer.copy_(here.buffer)
+    sent = checksum_blocks(there, [3, 1, 6])
+    assert has_checksum(here, [3, 1, 6], sent) and has_checksum(there, [3, 1, 6], sent)
+    assert not has_checksum(there, [1, 3, 6], sent)

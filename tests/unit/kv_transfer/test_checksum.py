@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from cluster.model.cpu.library import load_variant, runnable_variants
-from kv_transfer.checksum import checksum, declared, native_checksum, numpy_checksum
+from kv_transfer.checksum import checksum, declared, native_checksum, numpy_checksum, tensor_checksum
+from kv_transfer.envelope import Checksum, checksum_blocks, has_checksum
 
 VARIANTS = {v.name: declared(k.cdll) for v in runnable_variants() if (k := load_variant(v))}
 sizes = st.one_of(st.integers(0, 40), st.integers(2000, 2100), st.integers(4000, 9000))
@@ -95,3 +100,46 @@ def test_zeros_of_every_length_differ() -> None:
 
 def test_the_value_is_part_of_the_protocol() -> None:
     assert sum_of(np.arange(5000, dtype=np.uint16)) == 13261138555906945432
+
+
+def blocks_of(*shapes: tuple[int, int], seed: int = 0) -> list[torch.Tensor]:
+    return [torch.from_numpy(data_of(n * size, seed + i)).view(n, size) for i, (n, size) in enumerate(shapes)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 70), st.integers(0, 99), st.data())
+def test_every_flipped_bit_changes_the_sum_that_gpus_make(count, size, seed, data):
+    blocks = blocks_of((count, size), (count, 24), seed=seed)
+    before = tensor_checksum(blocks)
+    segment = blocks[data.draw(st.integers(0, 1))].flatten()
+    segment[data.draw(st.integers(0, len(segment) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert 0 <= before < 2**64 and tensor_checksum(blocks) != before
+
+
+def test_exchanged_words_blocks_and_segments_change_the_sum_that_gpus_make():
+    blocks = blocks_of((3, 64), (3, 64))
+    sign = blocks[0].clone()
+    sign[0, 7] ^= 0x80  # the highest bit of a word: a difference that odd weights alone could not place
+    exchanged = {
+        "nothing": tensor_checksum(blocks),
+        "words": tensor_checksum(
+            [blocks[0].view(torch.int64).flip(1).contiguous().view(torch.uint8), blocks[1]]
+        ),
+        "blocks": tensor_checksum([blocks[0].flip(0), blocks[1]]),
+        "segments": tensor_checksum([blocks[1], blocks[0]]),
+        "a sign": tensor_checksum([sign, blocks[1]]),
+        "another sign": tensor_checksum([sign.view(torch.int64).roll(1, 1).view(torch.uint8), blocks[1]]),
+    }
+    assert len(set(exchanged.values())) == len(exchanged)
+
+
+def test_a_cpu_checks_what_a_gpu_sent_and_a_gpu_leaves_a_cpus_sum_alone():
+    memory = BlockMemory(MemoryLayout((SegmentSpec(4, (3,), torch.bfloat16),)), 4)
+    memory.segments[0].normal_()
+    sum_of_gpu = Checksum(
+        "tensor", tensor_checksum([memory.segments[0][[2, 1]].flatten(1).view(torch.uint8)])
+    )
+    assert has_checksum(memory, [2, 1], sum_of_gpu) and not has_checksum(memory, [1, 2], sum_of_gpu)
+    assert has_checksum(memory, [2, 1], checksum_blocks(memory, [2, 1])) and has_checksum(memory, [2], None)
+    on_device = SimpleNamespace(buffer=SimpleNamespace(device=torch.device("cuda")))
+    assert has_checksum(on_device, [2, 1], Checksum("stream", 1))
