@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers as hf
 
-from cluster.kvcache.memory import BlockMemory
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import LayerAttention
 from cluster.model.attention_flash import FlashAttention, make_cuda_backend
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda import decode_attention
 from cluster.model.cuda.graphs import GraphedModel, capture_cuda
-from cluster.model.kv_format import QuantizedRows
+from cluster.model.kv_format import QuantizedRows, kv_segments
 from cluster.model.language import LanguageModel, SequenceChunk
 from kv_transfer.envelope import checksum_blocks, has_checksum
 from tests.gpu.cases import Heads, paged_case
