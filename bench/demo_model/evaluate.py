@@ -160,6 +160,12 @@ TASKS: dict[str, Maker] = {
 YES_NO_TASKS = tuple(task for task in TASKS if task.startswith("yes or no"))
 
 
+def draw_samples(task: str, seed: int, words: WordBank, num_samples: int) -> list[Sample]:
+    """The first samples of a task; those of the other tasks do not matter."""
+    rng = random.Random(f"evaluate {seed} {task}")
+    return [TASKS[task](rng, words) for _ in range(num_samples)]
+
+
 @torch.no_grad()
 def answer(model: Model, processor: Processor, kwargs: dict, samples: list[Sample]) -> list[str]:
     """Greedy answers of one batch of samples of a kind."""
@@ -198,9 +204,7 @@ def evaluate_folder(
     words = test_words(seed, cache)
     accuracy, last_words, wrong = {}, {}, {}
     for task in tasks:
-        make = TASKS[task]
-        rng = random.Random(f"evaluate {seed} {task}")
-        samples = [make(rng, words) for _ in range(num_samples)]
+        samples = draw_samples(task, seed, words, num_samples)
         answers = []
         for first in range(0, num_samples, BATCH):
             answers += answer(model, processor, kwargs, samples[first : first + BATCH])

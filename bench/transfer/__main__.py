@@ -1,14 +1,16 @@
-"""The hand-over's speed, on this machine.
+"""The hand-over's speed on this machine, and what coded KV does to answers.
 
     python -m bench.transfer lanes  --out results.jsonl [--agents nixl,collective] [--codecs raw,int8,int4]
                                     [--blocks 16,64,256,1024] [--repeats 15]
     python -m bench.transfer hidden --out results.jsonl --model MODEL [--prompts 256,1024,4096,8192] [--links 1,10,50]
                                     [--repeats 3] [--codec raw]
+    python -m bench.transfer accuracy --out results.jsonl [--model deploy/demo_model] [--samples 100] [--seed 20261122]
+                                    [--codecs raw,int8,int4] [--prompts short,long] [--tasks TASK …]
     python -m bench.transfer table results.jsonl
     python -m bench.transfer plot  results.jsonl --out results.svg
 
 `lanes` measures what `bench/transfer/lanes.py` describes, `hidden` what `hidden.py` does, with a model such as text-0.5b of
-`python -m bench.engine models`. Both append to the file.
+`python -m bench.engine models`, `accuracy` what `accuracy.py` does. All append to the file.
 """
 
 from __future__ import annotations
@@ -17,11 +19,16 @@ import argparse
 import asyncio
 import json
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, resolve
+
+DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
+WORD_CACHE = Path(tempfile.gettempdir()) / "demo_model_cache"
 
 
 def main() -> None:
@@ -40,7 +47,15 @@ def main() -> None:
     hidden.add_argument("--links", default="1,10,50", help="GB/s")
     hidden.add_argument("--repeats", type=int, default=3)
     hidden.add_argument("--codec", default="raw")
-    for command in (lanes, hidden):
+    accuracy = commands.add_parser("accuracy")
+    accuracy.add_argument("--model", type=Path, default=DEMO_MODEL)
+    accuracy.add_argument("--samples", type=int, default=100, help="of each task")
+    accuracy.add_argument("--seed", type=int, default=20261122, help="of the evaluation set")
+    accuracy.add_argument("--codecs", default="raw,int8,int4")
+    accuracy.add_argument("--prompts", default="short,long")
+    accuracy.add_argument("--tasks", nargs="+", help="default: all")
+    accuracy.add_argument("--cache", type=Path, default=WORD_CACHE, help="spoken words")
+    for command in (lanes, hidden, accuracy):
         command.add_argument("--out", type=Path, required=True)
     table = commands.add_parser("table")
     plot = commands.add_parser("plot")
@@ -80,6 +95,24 @@ def _hidden(arguments: argparse.Namespace) -> None:
     _append(arguments.out, asyncio.run(measure(resolved, lengths, links, arguments.repeats)))
 
 
+def _accuracy(arguments: argparse.Namespace) -> None:
+    from bench.demo_model.evaluate import TASKS
+    from bench.demo_model.words import test_words
+    from bench.transfer.accuracy import Halves, measure
+    from kv_transfer.codecs import CODECS
+
+    records = measure(
+        Halves(arguments.model),
+        test_words(arguments.seed, arguments.cache),
+        arguments.seed,
+        arguments.samples,
+        _checked(arguments.codecs.split(","), ("raw", *CODECS)),
+        _checked(arguments.prompts.split(","), ("short", "long")),
+        _checked(arguments.tasks or list(TASKS), TASKS),
+    )
+    _append(arguments.out, records)
+
+
 def _append(path: Path, records: Iterable[dict[str, object]]) -> None:
     with path.open("a") as file:
         for record in records:
@@ -87,11 +120,12 @@ def _append(path: Path, records: Iterable[dict[str, object]]) -> None:
 
 
 def _table(arguments: argparse.Namespace) -> None:
-    from bench.transfer.report import hidden_table, lane_table
+    from bench.transfer.report import accuracy_table, hidden_table, lane_table
 
     records = _read(arguments.files)
-    print("\n".join(lane_table(r for r in records if r["type"] == "lane")), end="\n\n")
-    print("\n".join(hidden_table(r for r in records if r["type"] == "hidden")))
+    tables = {"lane": lane_table, "hidden": hidden_table, "accuracy": accuracy_table}
+    found = {kind: [record for record in records if record["type"] == kind] for kind in tables}
+    print("\n\n".join("\n".join(tables[kind](some)) for kind, some in found.items() if some))
 
 
 def _plot(arguments: argparse.Namespace) -> None:
@@ -104,11 +138,17 @@ def _read(files: Sequence[Path]) -> list[dict[str, object]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+def _checked(names: list[Any], known: Collection[str]) -> list[Any]:
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"{unknown[0]!r} is none of {', '.join(known)}")
+    return names
+
+
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-COMMANDS = {"lanes": _lanes, "hidden": _hidden, "table": _table, "plot": _plot}
+COMMANDS = {"lanes": _lanes, "hidden": _hidden, "accuracy": _accuracy, "table": _table, "plot": _plot}
 
 if __name__ == "__main__":
     main()

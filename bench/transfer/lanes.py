@@ -2,7 +2,8 @@
 and a plain TCP socket.
 
 Every lane has an owner, a process of its own, and blocks scattered over memories larger than the last cache. A shipment is timed
-from the writer's first call until the owner's event: connection known, checksum compared, coded blocks decoded. The lanes take
+from the writer's first call until the owner's event: connection known, checksum compared, coded blocks decoded; of `nixl-write` only
+the agent's write, until it is done. The lanes take
 turns, so that all of one size and repetition are milliseconds apart. perf_counter is the host's, so two processes' readings compare.
 """
 
@@ -25,8 +26,9 @@ import numpy as np
 import torch
 
 from cluster.clock import SystemClock
-from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.kvcache.memory import BlockMemory, MemoryLayout, block_descriptors
 from cluster.model.kv_format import kv_segments
+from kv_transfer.agent import TransferState
 from kv_transfer.agents import Transport, make_agent
 from kv_transfer.codecs import CodecName
 from kv_transfer.mover import Mover
@@ -149,6 +151,50 @@ def _wire(memory: BlockMemory, codec: str) -> Wire | None:
     return Wire(memory, names[codec], NUM_BLOCKS * BLOCK_SIZE) if codec in names else None
 
 
+class WriteLane:
+    """The agent's write and nothing around it: no lease, no checksum, no notification, no other thread."""
+
+    def __init__(self, transport: Transport, stack: ExitStack):
+        self.name, self.codec = f"{transport}-write", "raw"
+        self._pipe, child = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(
+            target=_own_memory, args=(child, transport), daemon=True
+        )
+        process.start()
+        stack.callback(process.join, 10.0)
+        stack.callback(self._pipe.send, None)
+        self._memory = _filled_memory()
+        self._agent = make_agent(transport, f"write-{time.time_ns()}", "127.0.0.1")
+        stack.callback(self._agent.close)
+        self._agent.register(self._memory)
+        metadata, self._base = MoverLane._received(self._pipe)
+        self._peer = self._agent.connect(metadata)
+
+    def ship(self, shipment: Shipment) -> tuple[float, int]:
+        local = self._memory.descriptors(shipment.local_ids)
+        remote = block_descriptors(LAYOUT, self._base, NUM_BLOCKS, shipment.remote_ids)
+        start = time.perf_counter()
+        handle = self._agent.post(self._peer, local, remote)
+        while (state := self._agent.poll(handle)) is TransferState.PENDING:
+            if time.perf_counter() - start > TIMEOUT_S:
+                raise TimeoutError("a write does not end")
+        took_s = time.perf_counter() - start
+        self._agent.release(handle)
+        if state is not TransferState.DONE:
+            raise RuntimeError(f"{self.name}: a write ended as {state}")
+        return took_s, shipment.raw_bytes
+
+
+def _own_memory(pipe: Connection, transport: Transport) -> None:
+    memory = BlockMemory(LAYOUT, NUM_BLOCKS)
+    agent = make_agent(transport, f"target-{time.time_ns()}", "127.0.0.1")
+    agent.register(memory)
+    pipe.send((agent.metadata(), memory.base_address))
+    while not pipe.poll(0.001):
+        agent.notifications()  # drives the transport
+    agent.close()
+
+
 # -------------------------------------------------------------------------------------------------------------- yardsticks
 
 
@@ -251,6 +297,7 @@ def lanes(transports: Sequence[Transport], codecs: Sequence[str]) -> Iterator[li
         yield [
             MemcpyLane(stack),
             SocketLane(stack),
+            *([WriteLane("nixl", stack)] if "nixl" in transports else []),
             *(MoverLane(transport, codec, stack) for transport in transports for codec in codecs),
         ]
 

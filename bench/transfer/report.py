@@ -1,8 +1,9 @@
-"""Tables and a plot from the records of `lanes` and `hidden`. Pure."""
+"""Tables and a plot from the records of `lanes`, `hidden` and `accuracy`. Pure."""
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
@@ -46,6 +47,53 @@ def hidden_table(records: Iterable[Record]) -> list[str]:
             f"{share:.0%} | {_pair(cell, late, 'ttft_s')} | {_pair(cell, late, 'second_token_s')} |"
         )
     return lines
+
+
+def accuracy_table(records: Iterable[Record]) -> list[str]:
+    """One row for each kind of prompts and task, and one for all tasks; figures of several codecs in the order of the headline."""
+    found = list(records)
+    codecs = list(dict.fromkeys(record["codec"] for record in found))
+    coded = [codec for codec in codecs if codec != "raw"]
+    lines = [
+        f"| prompts | task | prompt tokens | coded: prompts · tokens | right of all: {' · '.join(codecs)} | "
+        f"lost, won: {' · '.join(coded)} | positions | same token (others): {' · '.join(coded)} | same answer: {' · '.join(coded)} |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for prompts in dict.fromkeys(record["prompts"] for record in found):
+        chosen = [record for record in found if record["prompts"] == prompts]
+        tasks = list(dict.fromkeys(record["task"] for record in chosen))
+        for name, members in [*((task, [task]) for task in tasks), ("all", tasks)]:
+            sums = {
+                codec: _sums(r for r in chosen if r["codec"] == codec and r["task"] in members)
+                for codec in codecs
+            }
+            lines.append(f"| {prompts} | {name} | {_accuracy_cells(sums, coded)} |")
+    return lines
+
+
+def _accuracy_cells(sums: dict[str, Counter[str]], coded: Sequence[str]) -> str:
+    """`sums`: by codec; raw is among them."""
+    raw, others = sums["raw"], [sums[codec] for codec in coded]
+    most = max(others, key=lambda one: one["coded_tokens"], default=raw)
+    right = [str(one["right"]) for one in sums.values()]
+    return " | ".join([
+        f"{raw['prompt_tokens'] / raw['samples']:.0f}",
+        f"{most['coded_prompts'] / raw['samples']:.0%} · {most['coded_tokens'] / raw['prompt_tokens']:.0%}",
+        f"{' · '.join(right)} of {raw['samples']}",
+        " · ".join(f"{one['lost']}, {one['won']}" for one in others),
+        str(raw["positions"]),
+        " · ".join(
+            f"{one['same_top'] / raw['positions']:.2%} ({raw['positions'] - one['same_top']})" for one in others
+        ),
+        " · ".join(f"{one['same_answers'] / raw['samples']:.2%}" for one in others),
+    ])  # fmt: skip
+
+
+def _sums(records: Iterable[Record]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update({name: value for name, value in record.items() if isinstance(value, int)})
+    return total
 
 
 def plot(records: Iterable[Record]) -> str:

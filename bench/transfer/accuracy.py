@@ -1,0 +1,373 @@
+"""What coded KV does to a model's answers: the demo model's evaluation set, asked of two halves with a hand-over in between.
+
+Encoder half, prefill into one block memory, hand-over of the prompt's blocks to a second one through the sender and receiver that
+serve (whole groups of 64 tokens coded, the rest as it is), greedy decoding from the second. fp32 on the CPU, one process.
+
+The hand-over over `raw` is what the others are compared with:
+
+    right          whole answers equal to the one that counts, as `bench.demo_model.evaluate` judges
+    lost, won      answers that are right over raw and wrong over this codec, and the other way round
+    positions      tokens of the raw answer that are predicted over KV that travelled
+    same_top       those whose likeliest token is the raw answer's, with the raw answer as input
+    same_answers   whole greedy answers equal to the raw ones
+    divergence     nats, Kullback-Leibler, mean over positions
+
+Prompts: "short" is the evaluation set as it is; prefill draws the first token, which no codec can change, so it is no position.
+"long" is harsher than serving: a conversation about text stands before the question and its media, drawn so that hardly a
+token is left over behind the last whole group, and decode runs the prompt's last token again, so that the first token rests on
+KV that travelled as well. The model has not learnt media behind such turns: over raw, too, it is right less often.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from bench.demo_model import data
+from bench.demo_model.data import Turn
+from bench.demo_model.evaluate import MAX_NEW_TOKENS, Sample, draw_samples
+from bench.demo_model.speech import WordBank
+from cluster.clock import SystemClock
+from cluster.kvcache.memory import BlockMemory
+from cluster.media.decode import DecodedMedia
+from cluster.media.processor import MediaProcessor
+from cluster.model.encoder import EncoderModel
+from cluster.model.language import FeatureSlice, LanguageModel, PromptPositions, SequenceChunk
+from cluster.text.chat import ChatMessage, MediaPart, TextPart
+from cluster.text.tokenizer import TextProcessor
+from cluster.types.media import MediaProbe, Modality
+from cluster.types.request import Prompt
+from kv_transfer.codecs import GROUP_TOKENS, CodecName
+from kv_transfer.in_process import InProcessNetwork
+from kv_transfer.mover import Mover
+from kv_transfer.receiver import Completed
+from kv_transfer.wire import Wire
+
+Carrier = Literal["raw"] | CodecName
+Prompts = Literal["short", "long"]
+BATCH = 32
+MAX_TOKENS = 512  # of a prompt and its answer
+RUBBISH = 1e4  # in the second memory before anything arrives: what is read and did not travel must show
+EARLIER_TURNS = 3
+NUM_DRAWS = 64  # of earlier turns, of which those are taken that leave the fewest tokens over
+TTL_S = 60.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt that prefill can run, and the answer that counts."""
+
+    prompt: Prompt
+    positions: PromptPositions
+    features: tuple[FeatureSlice, ...]
+    answer: str
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.token_ids)
+
+
+@dataclass
+class Placed:
+    """A prompt whose KV lies in both memories."""
+
+    asked: Asked
+    source: list[int]  # blocks, of the prompt and the answer
+    target: list[int]
+    first_token: int = -1  # as prefill draws it
+    start: int = 0  # tokens whose KV is taken as it arrived; decode runs what follows
+
+    def given(self, answer: Sequence[int]) -> list[int]:
+        """What decode runs when the answer is known: every token but the last from `start` on."""
+        return [*self.asked.prompt.token_ids, *answer][self.start : -1]
+
+    def predicted(self, answer: Sequence[int]) -> list[int]:
+        """What should follow each token of `given`."""
+        return [*self.asked.prompt.token_ids, *answer][self.start + 1 :]
+
+    def is_over(self, line: Sequence[int], end_ids: Sequence[int]) -> bool:
+        """`line`: the prompt with what was generated."""
+        num_generated = len(line) - self.asked.num_tokens
+        return num_generated == MAX_NEW_TOKENS or (num_generated > 0 and line[-1] in end_ids)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one batch over one carrier."""
+
+    answers: list[list[int]]  # greedy, with the end token
+    is_right: list[bool]
+    logprobs: Tensor  # [positions, vocabulary] float64, with the raw answers as input
+
+
+@dataclass
+class Score:
+    samples: int = 0
+    right: int = 0
+    lost: int = 0
+    won: int = 0
+    positions: int = 0
+    same_top: int = 0
+    same_answers: int = 0
+    divergence: float = 0.0  # nats, summed over positions
+    prompt_tokens: int = 0
+    coded_tokens: int = 0
+    coded_prompts: int = 0  # with at least one coded group
+    raw_bytes: int = 0  # that travelled as they are
+    coded_bytes: int = 0
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+class Halves:
+    """The two halves of a model folder with the text and media processing that stand before them."""
+
+    def __init__(self, folder: Path):
+        self.text = TextProcessor.load(folder)
+        media = MediaProcessor.load(folder)
+        if media is None:
+            raise ValueError(f"{folder} has no media encoder")
+        self.media = media
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.encoder = EncoderModel.load(folder, dtype=torch.float32)
+        self.language = LanguageModel.load(folder, dtype=torch.float32)
+
+    def ask(self, sample: Sample, prompts: Prompts, rng: random.Random) -> Asked:
+        decoded = decoded_media(sample)
+        draws = [()] if prompts == "short" else [_earlier_turns(rng) for _ in range(NUM_DRAWS)]
+        drawn = (self.text.chat_prompt(conversation(sample, earlier)) for earlier in draws)
+        items = [
+            (item.modality, str(number), self.media.geometry(_probe(item)))
+            for number, item in enumerate(decoded)
+        ]
+        prompt = min(
+            (self.text.expand(token_ids, items) for token_ids in drawn),
+            key=lambda prompt: len(prompt.token_ids) % GROUP_TOKENS,
+        )
+        features = []
+        for span in prompt.media:
+            item = decoded[int(span.media_hash)]
+            (rows,) = self.encoder.encode(item.modality, [self.media.prepare(item.modality, item)])
+            features.append(FeatureSlice(span.offset, rows))
+        return Asked(prompt, self.language.positions(prompt), tuple(features), sample.turn.answer)
+
+    def said(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True).strip()
+
+
+def _earlier_turns(rng: random.Random) -> list[Turn]:
+    return [data.text_question(rng) for _ in range(EARLIER_TURNS)]
+
+
+def decoded_media(sample: Sample) -> list[DecodedMedia]:
+    """In the order of the message."""
+    return [
+        *(DecodedMedia(Modality.IMAGE, np.array(image)) for image in sample.images),
+        *(DecodedMedia(Modality.VIDEO, frames) for frames in sample.videos),
+        *(DecodedMedia(Modality.AUDIO, sound) for sound in sample.sounds),
+    ]
+
+
+def _probe(item: DecodedMedia) -> MediaProbe:
+    shape = item.array.shape
+    match item.modality:
+        case Modality.IMAGE:
+            return MediaProbe(item.modality, width=shape[1], height=shape[0])
+        case Modality.VIDEO:
+            return MediaProbe(item.modality, width=shape[2], height=shape[1], num_frames=shape[0])
+        case Modality.AUDIO:
+            return MediaProbe(item.modality, num_samples=shape[0])
+
+
+def conversation(sample: Sample, earlier: Sequence[Turn]) -> list[ChatMessage]:
+    """Earlier turns with their right answers, then the media and the question."""
+    media = tuple(MediaPart(item.modality) for item in decoded_media(sample))
+    messages = []
+    for turn in earlier:
+        messages += [ChatMessage("user", turn.question), ChatMessage("assistant", turn.answer)]
+    return [*messages, ChatMessage("user", (*media, TextPart(sample.turn.question)))]
+
+
+# --------------------------------------------------------------------------------------------------------- the hand-over
+
+
+class HandOver:
+    """Two movers of one process, one over the memory that prefill writes, one over that which decode reads."""
+
+    def __init__(self, carrier: Carrier, source: BlockMemory, target: BlockMemory):
+        """Before the memories hold anything: making a wire measures the codec in them."""
+        network, self._events = InProcessNetwork(), []
+        num_tokens = source.num_blocks * source.layout.segments[0].rows
+        wires = [None if carrier == "raw" else Wire(kv, carrier, num_tokens) for kv in (source, target)]
+        self._writer = Mover(
+            network.agent("prefill"), SystemClock(), lambda _: None, outgoing=source, outgoing_wire=wires[0]
+        )
+        self._owner = Mover(
+            network.agent("decode"),
+            SystemClock(),
+            self._events.append,
+            incoming=target,
+            incoming_wire=wires[1],
+        )
+
+    def carry(self, source: Sequence[int], target: Sequence[int], num_tokens: int, score: Score) -> None:
+        """The blocks of one prompt. RuntimeError if they do not arrive."""
+        before, number = self._writer.sent, len(self._events)
+        grant = self._owner.grant(f"lease-{number}", target, [0] * len(target), TTL_S, [num_tokens])
+        outgoing = self._writer.open(grant)
+        outgoing.write(source, range(len(source)))
+        outgoing.finish(b"")
+        while self._owner.num_open or self._writer.num_open:
+            self._writer.step()
+            self._owner.step()
+        if not isinstance(self._events[-1], Completed):
+            raise RuntimeError(f"a hand-over ended as {self._events[-1]}")
+        sent = self._writer.sent
+        coded_groups = sent.coded_groups - before.coded_groups
+        score.prompt_tokens += num_tokens
+        score.coded_tokens += coded_groups * GROUP_TOKENS
+        score.coded_prompts += coded_groups > 0
+        score.raw_bytes += sent.raw_bytes - before.raw_bytes
+        score.coded_bytes += sent.coded_bytes - before.coded_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------- measurement
+
+
+class Comparison:
+    """Both memories, and between them a hand-over for each carrier; `raw` is always among them, and first."""
+
+    def __init__(self, halves: Halves, carriers: Sequence[Carrier]):
+        language = halves.language
+        num_blocks = BATCH * MAX_TOKENS // language.block_size
+        self._halves, self._language = halves, language
+        self._source, self._target = (BlockMemory(language.kv_layout, num_blocks) for _ in range(2))
+        every: list[Carrier] = ["raw", *(carrier for carrier in carriers if carrier != "raw")]
+        self._hand_overs: dict[Carrier, HandOver] = {
+            carrier: HandOver(carrier, self._source, self._target) for carrier in every
+        }
+
+    @torch.inference_mode()
+    def compare(self, asked: Sequence[Asked], prompts: Prompts) -> dict[Carrier, Score]:
+        scores: dict[Carrier, Score] = {carrier: Score() for carrier in self._hand_overs}
+        for first in range(0, len(asked), BATCH):
+            placed = self._prefill(asked[first : first + BATCH], prompts)
+            raw: Outcome | None = None
+            for carrier, score in scores.items():
+                self._carry(carrier, placed, score)
+                answers = self._answers(placed)
+                is_right = [
+                    self._halves.said(answer) == each.asked.answer
+                    for each, answer in zip(placed, answers, strict=True)
+                ]
+                logprobs = self._logprobs(placed, answers if raw is None else raw.answers)
+                outcome = Outcome(answers, is_right, logprobs)
+                raw = raw or outcome
+                _count(score, placed, outcome, raw)
+        return scores
+
+    def _prefill(self, asked: Sequence[Asked], prompts: Prompts) -> list[Placed]:
+        placed, next_block = [], 0
+        for one in asked:
+            num_tokens = one.num_tokens + MAX_NEW_TOKENS
+            if num_tokens > MAX_TOKENS:
+                raise ValueError(f"a prompt of {one.num_tokens} tokens; there is room for {MAX_TOKENS}")
+            end = next_block + -(-num_tokens // self._language.block_size)
+            source = list(range(next_block, end))
+            target = [self._target.num_blocks - 1 - block for block in source]
+            start = one.num_tokens if prompts == "short" else one.num_tokens - 1
+            placed.append(Placed(one, source, target, start=start))
+            next_block = end
+        chunks = [
+            SequenceChunk(
+                each.asked.prompt.token_ids, each.asked.positions.position_ids, 0, each.source, each.asked.features
+            )
+            for each in placed
+        ]  # fmt: skip
+        logits = self._language.forward(chunks, self._source)
+        for each, token in zip(placed, logits.argmax(-1).tolist(), strict=True):
+            each.first_token = token
+        return placed
+
+    def _carry(self, carrier: Carrier, placed: Sequence[Placed], score: Score) -> None:
+        for segment in self._target.segments:
+            segment.fill_(RUBBISH)
+        for each in placed:
+            num_tokens = each.asked.num_tokens
+            count = -(-num_tokens // self._language.block_size)
+            self._hand_overs[carrier].carry(each.source[:count], each.target[:count], num_tokens, score)
+
+    def _logprobs(self, placed: Sequence[Placed], answers: Sequence[Sequence[int]]) -> Tensor:
+        """What decode predicts after each token that it runs when these are the answers."""
+        chunks = []
+        for each, answer in zip(placed, answers, strict=True):
+            given = each.given(answer)
+            position_ids = torch.arange(each.start, each.start + len(given)) + each.asked.positions.delta
+            if given:
+                chunks.append(SequenceChunk(given, position_ids, each.start, each.target))
+        return self._language.verify(chunks, self._target).double().log_softmax(-1)
+
+    def _answers(self, placed: Sequence[Placed]) -> list[list[int]]:
+        """Greedy, with the end token."""
+        lines = [[*each.asked.prompt.token_ids, each.first_token][: each.start + 1] for each in placed]
+        while running := [
+            (each, line)
+            for each, line in zip(placed, lines, strict=True)
+            if not each.is_over(line, self._language.eos_token_ids)
+        ]:
+            logits = self._language.decode(
+                [line[-1] for _, line in running],
+                [len(line) - 1 for _, line in running],
+                [each.asked.positions.delta for each, _ in running],
+                [each.target for each, _ in running],
+                self._target,
+            )
+            for (_, line), token in zip(running, logits.argmax(-1).tolist(), strict=True):
+                line.append(token)
+        return [line[each.asked.num_tokens :] for each, line in zip(placed, lines, strict=True)]
+
+
+def _count(score: Score, placed: Sequence[Placed], outcome: Outcome, raw: Outcome) -> None:
+    pairs = zip(placed, raw.answers, strict=True)
+    expected = torch.tensor([token for each, answer in pairs for token in each.predicted(answer)])
+    score.samples += len(placed)
+    score.right += sum(outcome.is_right)
+    changes = [now - before for before, now in zip(raw.is_right, outcome.is_right, strict=True)]
+    score.lost += changes.count(-1)
+    score.won += changes.count(1)
+    score.positions += len(expected)
+    score.same_top += int((outcome.logprobs.argmax(-1) == expected).sum())
+    score.same_answers += sum(a == b for a, b in zip(outcome.answers, raw.answers, strict=True))
+    score.divergence += float((raw.logprobs.exp() * (raw.logprobs - outcome.logprobs)).sum())
+
+
+def measure(
+    halves: Halves,
+    words: WordBank,
+    seed: int,
+    num_samples: int,
+    carriers: Sequence[Carrier],
+    prompts: Sequence[Prompts],
+    tasks: Sequence[str],
+) -> Iterator[dict[str, object]]:
+    """A record for each kind of prompts, task and carrier."""
+    comparison = Comparison(halves, carriers)
+    for kind in prompts:
+        for task in tasks:
+            rng = random.Random(f"earlier turns {seed} {task}")
+            samples = draw_samples(task, seed, words, num_samples)
+            asked = [halves.ask(sample, kind, rng) for sample in samples]
+            for carrier, score in comparison.compare(asked, kind).items():
+                counts = asdict(score) | {"divergence": score.divergence / max(1, score.positions)}
+                yield {
+                    "type": "accuracy", "prompts": kind, "task": task, "codec": carrier, "seed": seed, **counts
+                }  # fmt: skip
