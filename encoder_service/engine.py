@@ -90,10 +90,11 @@ class EncoderEngine:
         delivery.target = message.grant
         self._serve(delivery)
 
-    def cancel(self, request_id: str) -> None:
-        """Forget what a request wanted here; what is being encoded for it is finished and cached."""
+    def cancel(self, request_id: str, item_idx: int | None = None) -> None:
+        """Forget what a request wanted here, or one item of it; what is being encoded for it is finished and cached."""
         for delivery in [d for d in self._deliveries.values() if d.request_id == request_id]:
-            self._let_go(delivery, "cancelled")
+            if item_idx in (None, delivery.item_idx):
+                self._let_go(delivery, "cancelled")
 
     def drop_door(self, door: DoorId) -> None:
         for delivery in [d for d in self._deliveries.values() if d.door == door]:

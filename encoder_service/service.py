@@ -86,4 +86,4 @@ class EncoderService:
             case EncodeTarget():
                 self._process.loop.call(self._engine.set_target, message)
             case Cancel():
-                self._process.loop.call(self._engine.cancel, message.request_id)
+                self._process.loop.call(self._engine.cancel, message.request_id, message.item_idx)

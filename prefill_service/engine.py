@@ -108,6 +108,7 @@ class PrefillEngine:
             return self._outbox.send(door, Failed(request_id, to_info(error)))
         arrived_at = self._clock.now() - message.request.waited_s
         request = PrefillRequest(message.request, door, arrived_at, sequences)
+        request.main.items_ready = self._features.ready_items(request_id, len(message.request.prompt.media))
         self._requests[request_id] = request
         self._num_missing_tokens += request.num_missing_tokens
         if message.request.num_prompt_blocks(self._blocks.block_size) > self._blocks.num_blocks:
@@ -145,25 +146,25 @@ class PrefillEngine:
         self._let_go(request, "cancelled")
 
     def drop_door(self, door: DoorId) -> None:
-        for request in [r for r in self._requests.values() if r.door == door]:
-            self.cancel(request.request_id)
+        for request_id in [r.request_id for r in self._requests.values() if r.door == door][::-1]:
+            self.cancel(request_id)  # newest first: nobody's features are handed on to the next of them
 
     def on_transfer(self, event: LeaseEvent | SendEvent) -> None:
         """A lease on our features, or a transfer of ours, has closed. Exactly once each."""
         request = self._by_lease.pop(event.lease_id, None)
         if request is not None:
             return self._on_sent(request, event)
-        key = self._features.close_lease(event.lease_id, completed=isinstance(event, Completed))
-        request = self._requests.get(key[0]) if key is not None else None
-        if request is None or key is None:
-            return
-        if isinstance(event, Completed):
-            request.main.items_ready.add(key[1])
-            if request.main.sequence_id in self._chunks:
-                self._chunks.set_ready(request.main.sequence_id, request.main.num_ready_tokens)
-        else:
-            why = event.reason if isinstance(event, Aborted) else "their lease ran out"
-            self._fail(request, UnavailableError(f"embeddings of media item {key[1]} did not arrive: {why}"))
+        has_come = isinstance(event, Completed)
+        why = event.reason if isinstance(event, Aborted) else "their lease ran out"
+        for request_id, item_idx in self._features.close_lease(event.lease_id, completed=has_come):
+            request = self._requests.get(request_id)  # None: `start` will find it ready
+            if request is not None and has_come:
+                request.main.items_ready.add(item_idx)
+                if request.main.sequence_id in self._chunks:
+                    self._chunks.set_ready(request.main.sequence_id, request.main.num_ready_tokens)
+            elif request is not None:
+                error = f"embeddings of media item {item_idx} did not arrive: {why}"
+                self._fail(request, UnavailableError(error))
 
     def load(self) -> LoadReport:
         return LoadReport(
@@ -317,9 +318,9 @@ class PrefillEngine:
                 self._features.release((request.request_id, item_idx))
 
     def _release_features(self, request: GenerateRequest) -> None:
-        """All of them; those that are gone already are ignored."""
+        """The request is over. Items that are gone already are ignored."""
         for item_idx in range(len(request.prompt.media)):
-            self._features.release((request.request_id, item_idx))
+            self._features.release((request.request_id, item_idx), has_ended=True)
 
     def _tell_first_tokens(self, request: PrefillRequest, token_ids: tuple[int, ...]) -> None:
         """The prompts are computed. The tokens go out at once; KV follows, unless they already end every choice."""
@@ -354,8 +355,7 @@ class PrefillEngine:
         if request.phase is Phase.CLOSING or isinstance(event, Finished):
             self._end(request)
         else:
-            error = UnavailableError(f"the KV cache could not be sent to the decode worker: {event}")
-            self._fail(request, error)
+            self._fail(request, UnavailableError(f"the KV cache could not be sent to decode: {event}"))
 
     def _expire(self, request_id: str) -> None:
         request = self._requests.get(request_id)

@@ -1,20 +1,29 @@
-"""The arena that encoders write embeddings into, and who waits for room in it.
+"""The arena that encoders write embeddings into, who shares what is in it, and who waits for room.
+
+Each item has one copy for all requests that are in work and show it. The first of them is told where its embeddings go
+(`FeatureGranted`) and owns the lease; the others are told that nothing is needed from them (`FeatureShared`). A copy's life:
+
+    queued   wants room                          → leased, or forgotten when its last consumer releases it
+    leased   an encoder may write                → ready; leased anew for the next consumer when the lease ends without
+                                                   embeddings; freed at the lease's end when nobody is left
+    ready    rows can be read                    → freed when its last consumer releases it
+
+An owner that releases the copy early leaves its lease to the others. Has it failed or been cancelled, its encoder is about to
+stop: they go on in other room if there is some, and else take this room over at the lease's end.
 
 Room is given strictly in order of arrival: requests in order, items in prompt order. Prefill takes KV blocks in the same
-order, so the oldest request always gets what it needs and none can wait for a younger one.
+order, so the oldest request always gets what it needs and none can wait for a younger one. Hence nobody joins a copy behind
+which others wait already: they would wait for the newcomer. It makes a copy of its own, at the end of the queue.
 
 Called from two threads (the event loop reserves, so that an encoder never waits for a model step; the engine reads and
 releases), therefore under one lock; nothing inside waits.
-
-An item's life: queued → reserved (leased to an encoder) → ready → released. An item released before its embeddings came
-keeps its blocks until the lease closes, because the encoder may still write.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,22 +31,28 @@ import torch
 from cluster.ids import new_lease_id
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
-from cluster.types.messages import FeatureGranted
+from cluster.types.messages import FeatureGranted, FeatureShared
 from kv_transfer.mover import Mover
 
 ItemKey = tuple[str, int]  # request id, item index
+Tell = Callable[[FeatureGranted | FeatureShared], None]
+
+
+@dataclass(frozen=True)
+class _Consumer:
+    key: ItemKey
+    ttl_s: float
+    tell: Tell  # the door that asked
 
 
 @dataclass(eq=False)
-class _Item:
-    key: ItemKey
-    num_rows: int
-    ttl_s: float
-    send: Callable[[FeatureGranted], None]  # to the door that asked
+class _Copy:
+    name: tuple[str, int]  # media hash, number of rows
+    consumers: dict[ItemKey, _Consumer] = field(default_factory=dict)  # in order of arrival
     block_ids: list[int] = field(default_factory=list)
-    lease_id: str = ""
+    lease_id: str = ""  # while one is open
+    owner: ItemKey | None = None  # for whom the lease was granted; it may have left
     is_ready: bool = False
-    is_released: bool = False
 
 
 class FeatureStore:
@@ -46,9 +61,10 @@ class FeatureStore:
         self._blocks = blocks
         self._mover = mover
         self._lock = threading.Lock()
-        self._queued: deque[_Item] = deque()
-        self._items: dict[ItemKey, _Item] = {}
-        self._by_lease: dict[str, _Item] = {}
+        self._queued: deque[_Copy] = deque()
+        self._items: dict[ItemKey, _Copy] = {}
+        self._by_name: dict[tuple[str, int], list[_Copy]] = {}  # those that have consumers, oldest first
+        self._by_lease: dict[str, _Copy] = {}
 
     @property
     def max_rows(self) -> int:
@@ -63,65 +79,108 @@ class FeatureStore:
     def num_open_leases(self) -> int:
         return len(self._by_lease)
 
-    def reserve(
-        self, key: ItemKey, num_rows: int, ttl_s: float, send: Callable[[FeatureGranted], None]
-    ) -> None:
-        """Ask for room; `send` is called with the grant, at once or when room is there. Any thread."""
+    def reserve(self, key: ItemKey, media_hash: str, num_rows: int, ttl_s: float, tell: Tell) -> None:
+        """Ask for embeddings. `tell` is called with `FeatureShared` at once if they come without the caller's help, and with
+        `FeatureGranted` when it is its encoder that is to send them: at once, when room is there, or, though they were shared, when
+        those who were to send them have not. Any thread."""
         with self._lock:
-            item = _Item(key, num_rows, ttl_s, send)
-            self._items[key] = item
-            self._queued.append(item)
+            name = (media_hash, num_rows)
+            copies = self._by_name.setdefault(name, [])
+            is_shared = bool(copies) and (not self._queued or self._queued[-1] is copies[-1])
+            if not is_shared:
+                copies.append(_Copy(name))
+                self._queued.append(copies[-1])
+            copy = copies[-1]
+            copy.consumers[key] = _Consumer(key, ttl_s, tell)
+            self._items[key] = copy
+            if is_shared:
+                tell(FeatureShared(*key))
             self._grant_queued()
 
-    def close_lease(self, lease_id: str, *, completed: bool) -> ItemKey | None:
-        """The encoder is done or gone. Returns the item's key if somebody still waits for it. Engine thread."""
+    def close_lease(self, lease_id: str, *, completed: bool) -> list[ItemKey]:
+        """The encoder is done or gone. Returns whom that concerns: if the embeddings have come, everybody who waits for them; if not,
+        the one whose encoder it was, unless it has left. To that one the item is lost; the others get theirs from the next.
+        Engine thread."""
         with self._lock:
-            item = self._by_lease.pop(lease_id, None)
-            if item is None:
-                return None
-            if item.is_released:
-                self._free(item)
-                return None
-            item.is_ready = completed
-            return item.key
+            copy = self._by_lease.pop(lease_id, None)
+            if copy is None:
+                return []
+            copy.lease_id = ""
+            if completed and copy.consumers:
+                copy.is_ready = True
+                return list(copy.consumers)
+            lost = [copy.owner] if copy.owner in copy.consumers else []
+            for key in lost:
+                self._drop(self._items.pop(key), key)
+            self._blocks.free(copy.block_ids)
+            if copy.consumers:
+                self._grant(copy, self._blocks.allocate(len(copy.block_ids)))
+            self._grant_queued()
+            return lost
+
+    def ready_items(self, request_id: str, num_items: int) -> set[int]:
+        """Items whose rows were here before the request was, or that came before its engine knew it. Engine thread."""
+        copies = [self._items.get((request_id, item_idx)) for item_idx in range(num_items)]
+        return {item_idx for item_idx, copy in enumerate(copies) if copy is not None and copy.is_ready}
 
     def rows(self, key: ItemKey, start: int, end: int) -> torch.Tensor:
         """Rows [start, end) of a ready item: a copy [end - start, feature_width]."""
-        item = self._items[key]
+        copy = self._items[key]
         rows_per_block = self._blocks.block_size
         first, last = start // rows_per_block, -(-end // rows_per_block)
-        blocks = self._memory.segments[0][item.block_ids[first:last]]
+        blocks = self._memory.segments[0][copy.block_ids[first:last]]
         return blocks.flatten(0, 1)[start - first * rows_per_block : end - first * rows_per_block]
 
-    def release(self, key: ItemKey) -> None:
-        """Nobody wants the item any more. May be called for an item that was released before."""
+    def release(self, key: ItemKey, *, has_ended: bool = False) -> None:
+        """The request does not need the item any more; `has_ended`: because the request itself is over, and its encoder will be told
+        to stop. May be called for an item that was released before."""
         with self._lock:
-            item = self._items.pop(key, None)
-            if item is None:
+            copy = self._items.pop(key, None)
+            if copy is None:
                 return
-            item.is_released = True
-            if not item.block_ids:
-                self._queued.remove(item)
-            elif item.lease_id in self._by_lease:
-                self._mover.cancel(item.lease_id)
+            self._drop(copy, key)
+            if copy.consumers:
+                if has_ended and copy.lease_id and copy.owner == key:
+                    self._move_on(copy)
+                return
+            if not copy.block_ids:
+                self._queued.remove(copy)
+            elif copy.lease_id:
+                self._mover.cancel(copy.lease_id)
             else:
-                self._free(item)
+                self._blocks.free(copy.block_ids)
             self._grant_queued()
 
-    def _free(self, item: _Item) -> None:
-        self._blocks.free(item.block_ids)
-        self._grant_queued()
+    def _drop(self, copy: _Copy, key: ItemKey) -> None:
+        del copy.consumers[key]
+        if not copy.consumers:
+            copies = self._by_name[copy.name]
+            copies.remove(copy)
+            if not copies:
+                del self._by_name[copy.name]
+
+    def _move_on(self, copy: _Copy) -> None:
+        """Out of the room whose writer has been given up. Whoever waits for room is younger."""
+        block_ids = self._blocks.try_allocate(len(copy.block_ids))
+        if block_ids is not None:
+            self._by_lease[copy.lease_id] = _Copy(copy.name, {}, copy.block_ids, copy.lease_id)
+            self._mover.cancel(copy.lease_id)
+            self._grant(copy, block_ids)
 
     def _grant_queued(self) -> None:
         while self._queued:
-            item = self._queued[0]
-            block_ids = self._blocks.try_allocate(-(-item.num_rows // self._blocks.block_size))
+            _, num_rows = self._queued[0].name
+            block_ids = self._blocks.try_allocate(-(-num_rows // self._blocks.block_size))
             if block_ids is None:
                 return
-            self._queued.popleft()
-            item.block_ids = block_ids
-            item.lease_id = new_lease_id()
-            self._by_lease[item.lease_id] = item
-            generations = [self._blocks.generation(block_id) for block_id in block_ids]
-            grant = self._mover.grant(item.lease_id, block_ids, generations, item.ttl_s)
-            item.send(FeatureGranted(*item.key, grant))
+            self._grant(self._queued.popleft(), block_ids)
+
+    def _grant(self, copy: _Copy, block_ids: Sequence[int]) -> None:
+        """Let the first consumer's encoder write."""
+        owner = next(iter(copy.consumers.values()))
+        copy.owner, copy.block_ids, copy.lease_id = owner.key, list(block_ids), new_lease_id()
+        self._by_lease[copy.lease_id] = copy
+        generations = self._blocks.generations(block_ids)
+        owner.tell(
+            FeatureGranted(*owner.key, self._mover.grant(copy.lease_id, block_ids, generations, owner.ttl_s))
+        )

@@ -112,7 +112,6 @@ class PrefillService:
                 return self._process.shell.send(door, Failed(request.request_id, to_info(error)))
         send = functools.partial(self._process.shell.call_from_thread, self._process.shell.send, door)
         for item_idx, span in enumerate(request.prompt.media):
-            self._features.reserve(
-                (request.request_id, item_idx), span.geometry.num_tokens, message.timeout_s, send
-            )
+            key = (request.request_id, item_idx)
+            self._features.reserve(key, span.media_hash, span.geometry.num_tokens, message.timeout_s, send)
         self._process.loop.call(self._engine.start, door, message)

@@ -1,7 +1,8 @@
 """One request's way through encode, prefill and decode, as its door sees it.
 
     launch   place it; tell prefill and the encoders at the same time, decode as soon as prefill has the memory
-    pass on  decode's grant to prefill, prefill's grants to the encoders
+    pass on  decode's grant to prefill, prefill's grants to the encoders; an item that prefill has for another request is
+             called off, and asked for again should that one fall through
     yield    per choice: prefill's first token, then decode's tokens
     land     whatever happened, every stage that may still hold something is told to let go
 
@@ -30,6 +31,7 @@ from cluster.types.messages import (
     EncodeTarget,
     Failed,
     FeatureGranted,
+    FeatureShared,
     Preempted,
     ReturnGrant,
     StartDecode,
@@ -201,11 +203,12 @@ class Dispatcher:
         elif isinstance(message, DecodeGranted):
             flight.prefill.send(DecodeTarget(message.request_id, message.grant))
         elif isinstance(message, FeatureGranted):
-            target = EncodeTarget(message.request_id, message.item_idx, message.grant)
-            flight.encoders[message.item_idx].send(target)
+            self._set_target(flight, message)
+        elif isinstance(message, FeatureShared):
+            self._call_off(flight, message.item_idx)
         elif isinstance(message, Preempted):
             flight.on_preempted()
-        elif isinstance(message, Failed) and flight.needs(peer):
+        elif isinstance(message, Failed) and flight.needs(peer, message.item_idx):
             flight.fail(_named(flight, message))
         # Encoded needs no answer: prefill has been told by the encoder's own notification.
 
@@ -251,11 +254,28 @@ class Dispatcher:
             peer.num_flights += 1
         flight.charge(flight.decode, len(request.sampling) * len(request.prompts))
         flight.charge(flight.prefill, sum(len(prompt.token_ids) for prompt in request.prompts))
+        flight.prefill.send(StartPrefill(request, self._timeouts.first_token_timeout_s))
+        for item_idx in range(len(flight.items)):
+            self._start_encode(flight, item_idx)
+
+    def _start_encode(self, flight: Flight, item_idx: int) -> None:
+        encoder, item = flight.encoders[item_idx], flight.items[item_idx]
+        flight.charge(encoder, item.geometry.num_tokens)
         timeout_s = self._timeouts.first_token_timeout_s
-        flight.prefill.send(StartPrefill(request, timeout_s))
-        for item_idx, (peer, item) in enumerate(zip(flight.encoders, flight.items, strict=True)):
-            flight.charge(peer, item.geometry.num_tokens)
-            peer.send(StartEncode(request.request_id, item_idx, item, timeout_s))
+        encoder.send(StartEncode(flight.request.request_id, item_idx, item, timeout_s))
+
+    def _call_off(self, flight: Flight, item_idx: int) -> None:
+        encoder = flight.encoders[item_idx]
+        flight.shared_items.add(item_idx)
+        flight.refund(encoder, flight.items[item_idx].geometry.num_tokens)
+        encoder.send(Cancel(flight.request.request_id, item_idx=item_idx))
+
+    def _set_target(self, flight: Flight, granted: FeatureGranted) -> None:
+        if granted.item_idx in flight.shared_items:  # whoever was to bring it has failed or left
+            flight.shared_items.remove(granted.item_idx)
+            self._start_encode(flight, granted.item_idx)
+        target = EncodeTarget(granted.request_id, granted.item_idx, granted.grant)
+        flight.encoders[granted.item_idx].send(target)
 
     def _start_decode(self, flight: Flight) -> None:
         request = flight.request

@@ -57,6 +57,7 @@ class Flight:
         self.is_over_at_decode = False  # decode holds nothing for it any more, and so prefill does not either
         self.has_landed = False
         self.open_choices = set(range(len(request.sampling)))  # that somebody still reads
+        self.shared_items: set[int] = set()  # that prefill has, or gets, for another request
         self._lines = [_Line() for _ in request.sampling]
         self._charges: list[tuple[Peer, int]] = []  # predicted work not known to be done
 
@@ -71,19 +72,26 @@ class Flight:
     def is_finished(self, choice_idx: int) -> bool:
         return self._lines[choice_idx].is_finished
 
-    def needs(self, peer: Peer) -> bool:
-        """Whether the answer still depends on a worker: on encoders until the first token, on prefill until decode has
-        the KV. A worker that gives up or is lost later costs the client nothing."""
+    def needs(self, peer: Peer, item_idx: int | None = None) -> bool:
+        """Whether the answer still depends on a worker, or on what it does for one item: on encoders until the first token, on
+        prefill until decode has the KV. A worker that gives up or is lost later costs the client nothing. What an encoder says of a
+        shared item does not matter, but its loss does: it is the one to ask if the other request falls through."""
         if peer is self.decode:
             return not self.is_over_at_decode
         if peer is self.prefill:
             return not self.has_decode_spoken
-        return peer in self.encoders and not self.has_first_token
+        return peer in self.encoders and not self.has_first_token and item_idx not in self.shared_items
 
     def charge(self, peer: Peer, num_units: int) -> None:
         """Count work that is on its way to a worker, so that the next request sees it before the worker reports it."""
         peer.num_predicted_units += num_units
         self._charges.append((peer, num_units))
+
+    def refund(self, peer: Peer, num_units: int) -> None:
+        """A charge was made for work that the worker need not do after all."""
+        if (peer, num_units) in self._charges:
+            self._charges.remove((peer, num_units))
+            peer.num_predicted_units -= num_units
 
     def discharge(self, *, keep: Peer | None = None) -> None:
         """The work is done (except what `keep` still does)."""

@@ -2,11 +2,12 @@
 
 One request, in call order (D decode, P prefill, E encoder):
 
-    door → P  StartPrefill           P → door  FeatureGranted per item (at once, if there is room)
+    door → P  StartPrefill           P → door  FeatureGranted per item (at once, if there is room), or FeatureShared
     door → E  StartEncode per item   P → door  Admitted (it has the prompts' blocks)
     door → D  StartDecode            D → door  DecodeGranted
     door → P  DecodeTarget (D's grant, as soon as it is there)
     door → E  EncodeTarget per item (P's grant)
+    door → E  Cancel per shared item; should P grant it later after all, StartEncode and EncodeTarget follow
     E → door  Encoded (the embeddings are in P's memory)
     P → door  Tokens (the first token)
     D → door  Tokens (one frame per decode step, for all requests of this door)
@@ -33,7 +34,7 @@ from cluster.types.media import MediaItem
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, SentTotals
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class FinishReason(StrEnum):
@@ -84,6 +85,14 @@ class FeatureGranted(Message, frozen=True):
     request_id: str
     item_idx: int
     grant: Grant
+
+
+class FeatureShared(Message, frozen=True):
+    """The embeddings of `prompt.media[item_idx]` come, or came, for another request in work: they are not needed again. If they
+    fail to come, `FeatureGranted` follows."""
+
+    request_id: str
+    item_idx: int
 
 
 class DecodeTarget(Message, frozen=True):
@@ -186,11 +195,12 @@ class Preempted(Message, frozen=True):
 class Cancel(Message, frozen=True):
     request_id: str
     choice_idx: int | None = None  # decode: only this choice, if others of the request go on
+    item_idx: int | None = None  # encoder: only this item; the request goes on
 
 
 AnyMessage = (
-    Hello | StartDecode | DecodeGranted | StartPrefill | Admitted | FeatureGranted | DecodeTarget | StartEncode
-    | EncodeTarget | ReturnGrant | Encoded | Tokens | Failed | Preempted | Cancel
+    Hello | StartDecode | DecodeGranted | StartPrefill | Admitted | FeatureGranted | FeatureShared | DecodeTarget
+    | StartEncode | EncodeTarget | ReturnGrant | Encoded | Tokens | Failed | Preempted | Cancel
 )  # fmt: skip
 
 

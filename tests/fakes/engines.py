@@ -242,9 +242,8 @@ class Rig:
             case StartPrefill():
                 for item_idx, span in enumerate(message.request.prompt.media):
                     key = (message.request.request_id, item_idx)
-                    self.features.reserve(
-                        key, span.geometry.num_tokens, message.timeout_s, worker.said.append
-                    )
+                    num_rows, tell = span.geometry.num_tokens, worker.said.append
+                    self.features.reserve(key, span.media_hash, num_rows, message.timeout_s, tell)
                 worker.tell(engine.start, DOOR, message)
             case StartDecode() | StartEncode():
                 worker.tell(engine.start, DOOR, message)
@@ -253,8 +252,8 @@ class Rig:
             case EncodeTarget():
                 worker.tell(engine.set_target, message)
             case Cancel():
-                where = (message.choice_idx,) if name == "decode" else ()
-                worker.tell(engine.cancel, message.request_id, *where)
+                part = {"decode": (message.choice_idx,), "encoder": (message.item_idx,)}.get(name, ())
+                worker.tell(engine.cancel, message.request_id, *part)
             case ReturnGrant():
                 worker.mover.revoke(message.lease_id, "nobody was given it")
 

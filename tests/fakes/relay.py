@@ -16,10 +16,12 @@ from cluster.types.messages import (
     EncodeTarget,
     Failed,
     FeatureGranted,
+    FeatureShared,
     FinishReason,
     Preempted,
     ReturnGrant,
     StartDecode,
+    StartEncode,
     TokenEvent,
     Tokens,
 )  # fmt: skip
@@ -48,6 +50,7 @@ class Story:
     lines: list[Line]
     error: str | None = None
     is_open: bool = True
+    shared_items: set[int] = field(default_factory=set)  # that come for another request
     flown_on: set[int] = field(default_factory=set)  # choices that go on as requests of their own
 
     @property
@@ -120,14 +123,23 @@ class Relay:
             self.to_worker["decode"].append(StartDecode(story.request, TIMEOUT_S))
         elif isinstance(message, DecodeGranted):
             self.to_worker["prefill"].append(DecodeTarget(message.request_id, message.grant))
+        elif isinstance(message, FeatureShared) and story.is_open:
+            story.shared_items.add(message.item_idx)
+            self.to_worker["encoder"].append(Cancel(message.request_id, item_idx=message.item_idx))
         elif isinstance(message, FeatureGranted):
+            if message.item_idx in story.shared_items:
+                story.shared_items.remove(message.item_idx)
+                item = story.items[message.item_idx]
+                self.to_worker["encoder"].append(
+                    StartEncode(message.request_id, message.item_idx, item, TIMEOUT_S)
+                )
             target = EncodeTarget(message.request_id, message.item_idx, message.grant)
             self.to_worker["encoder"].append(target)
         elif isinstance(message, Preempted) and story.is_open:
             for idx, line in enumerate(story.lines):
                 line.is_preempted = line.finish_reason is None
                 self._resume_if_known(story, idx)
-        elif isinstance(message, Failed) and story.is_open:
+        elif isinstance(message, Failed) and story.is_open and message.item_idx not in story.shared_items:
             story.error = message.error.message
             self.land(message.request_id)
 

@@ -31,7 +31,7 @@ def target(rig, request_id="r", item=ITEM, item_idx=0) -> None:
     def pass_on(granted: FeatureGranted) -> None:
         rig.receive("encoder", EncodeTarget(request_id, item_idx, granted.grant))
 
-    rig.features.reserve(key, item.geometry.num_tokens, TIMEOUT_S, pass_on)
+    rig.features.reserve(key, request_id, item.geometry.num_tokens, TIMEOUT_S, pass_on)
 
 
 def said(rig, kind):
@@ -126,6 +126,33 @@ def test_leaving_at_any_moment_leaves_nothing_behind(rig, num_turns, how):
         rig.encoder.tell(rig.encoder.engine.drop_door, DOOR)
     rig.turn(10)
     assert rig.encoder.engine.load().num_waiting == 0
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_one_delivery_of_a_request_can_be_called_off_and_asked_for_again(rig, num_turns):
+    other = make_item("b", 3)
+    start(rig)
+    start(rig, item=other, item_idx=1)
+    start(rig, "s")
+    target(rig, "r", other, item_idx=1)
+    rig.turn(num_turns)
+    rig.receive("encoder", Cancel("r", item_idx=0))
+    target(rig, "s")
+    rig.turn(8)
+    assert sorted((m.request_id, m.item_idx) for m in said(rig, Encoded)) == [("r", 1), ("s", 0)]
+    assert rig.encoder.engine.load().num_waiting == 0 and not said(rig, Failed)
+    start(rig)
+    target(rig)
+    rig.turn(5)
+    assert said(rig, Encoded)[-1] == Encoded("r", 0, cached=True)
+
+
+def test_an_item_that_nobody_else_wants_is_not_encoded_when_it_is_called_off(rig):
+    start(rig)
+    rig.encoder.step()
+    rig.receive("encoder", Cancel("r", item_idx=0))
+    rig.turn(5)
+    assert rig.encoder.engine.load().is_idle and "a" not in rig.cache
 
 
 def test_a_target_for_a_request_that_has_ended_is_given_back(rig):

@@ -8,8 +8,18 @@ import msgspec
 import pytest
 
 from cluster.scheduling.budget import StepBudget
-from cluster.types.messages import Failed, FinishReason, Tokens
-from tests.fakes.engines import MARGIN_S, TIMEOUT_S, UNPLACEABLE_TOKEN, Rig, make_item, make_request
+from cluster.types.messages import Failed, FeatureGranted, FinishReason, Tokens
+from tests.fakes.engines import (
+    DOOR,
+    FEATURE_LAYOUT,
+    MARGIN_S,
+    TIMEOUT_S,
+    UNPLACEABLE_TOKEN,
+    Rig,
+    item_value,
+    make_item,
+    make_request,
+)
 from tests.fakes.relay import Relay
 
 
@@ -133,6 +143,56 @@ def test_a_returned_grant_frees_its_room_at_once(rig, relay):
     relay.land("r")
     relay.play(5)
     assert rig.features.num_used_blocks == 0 and rig.features.num_open_leases == 0
+
+
+def share(rig, relay, *names):
+    """One item in prompts that have no prefix in common; their starts have come to prefill."""
+    item = make_item("a", 5)
+    for number, name in enumerate(names):
+        relay.start(make_request(name, 3 + number, [item]), [item])
+    only_to(relay, "prefill")
+
+
+def test_requests_that_show_one_item_share_its_embeddings(rig, relay):
+    share(rig, relay, "r", "s")
+    assert rig.features.num_used_blocks == 2 and rig.features.num_open_leases == 1
+    relay.play()
+    assert rig.encoder.mover.sent.raw_bytes == 2 * FEATURE_LAYOUT.block_bytes
+    assert [relay.stories[name].tokens for name in "rs"] == [[50, 51, 52, 53]] * 2
+
+
+def test_an_item_that_came_for_another_request_is_ready_when_a_request_starts(rig, relay):
+    rig.features.reserve(("keeper", 0), "a", 5, TIMEOUT_S, lambda told: None)
+    ((lease_id, copy),) = rig.features._by_lease.items()
+    rig.features._memory.segments[0][copy.block_ids] = item_value("a")
+    rig.features.close_lease(lease_id, completed=True)
+    rig.prefill.mover.revoke(lease_id, "the test has brought them itself")
+    share(rig, relay, "r")
+    rig.prefill.step()
+    assert rig.prefill.engine._requests["r"].main.items_ready == {0}
+    relay.play()
+    assert relay.stories["r"].finish_reason is FinishReason.LENGTH
+    rig.features.release(("keeper", 0))
+
+
+def test_a_lease_that_fails_costs_one_request_and_the_next_brings_the_item(rig, relay):
+    share(rig, relay, "r", "s", "t")
+    relay.play(1)
+    (lease_id,) = rig.features._by_lease
+    rig.prefill.mover.revoke(lease_id, "the writer is dead")
+    relay.play()
+    assert "did not arrive: the writer is dead" in relay.stories["r"].error
+    assert [relay.stories[name].finish_reason for name in "st"] == [FinishReason.LENGTH] * 2
+
+
+def test_a_door_that_goes_away_takes_its_requests_along_without_a_lease_for_each(rig, relay):
+    share(rig, relay, "r", "s", "t")
+    rig.prefill.step()
+    granted = [m for m in rig.prefill.said if isinstance(m, FeatureGranted)]
+    rig.prefill.tell(rig.prefill.engine.drop_door, DOOR)
+    rig.prefill.step()
+    assert [m for m in rig.prefill.said if isinstance(m, FeatureGranted)] == granted
+    assert not rig.features._items
 
 
 def test_the_companion_is_computed_while_embeddings_are_missing(rig, relay):

@@ -1,10 +1,19 @@
+"""The feature store alone: a mover that takes notes, doors that are lists."""
+
+from collections import defaultdict
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
+from cluster.types.messages import FeatureGranted, FeatureShared
 from cluster.types.transfer import Grant
 from prefill_service.features import FeatureStore
+
+NUM_BLOCKS = 4
 
 
 class FakeMover:
@@ -16,7 +25,7 @@ class FakeMover:
 
     def grant(self, lease_id, block_ids, generations, ttl_s):
         self.granted.append(lease_id)
-        return Grant(lease_id, b"", 0, 4, "", tuple(block_ids), tuple(generations), ttl_s)
+        return Grant(lease_id, b"", 0, NUM_BLOCKS, "", tuple(block_ids), tuple(generations), ttl_s)
 
     def cancel(self, lease_id):
         self.cancelled.append(lease_id)
@@ -24,34 +33,49 @@ class FakeMover:
 
 class Parts:
     def __init__(self):
-        self.memory = BlockMemory(feature_layout(1, 4, torch.int64), 4)
-        self.pool = BlockPool(4, 4)
+        self.memory = BlockMemory(feature_layout(1, 4, torch.int64), NUM_BLOCKS)
+        self.pool = BlockPool(NUM_BLOCKS, 4)
         self.mover = FakeMover()
         self.store = FeatureStore(self.memory, self.pool, self.mover)
+        self.told: dict[tuple[str, int], list[str]] = defaultdict(list)  # kinds of message, per item
         self.grants: dict[tuple[str, int], Grant] = {}
+        self.blocks_of: dict[str, list[int]] = {}  # per lease
 
-    def reserve(self, request_id, num_rows, item_idx=0):
-        def send(granted):
-            self.grants[granted.request_id, granted.item_idx] = granted.grant
+    def reserve(self, request_id, num_rows, item_idx=0, media_hash=""):
+        """An item of its own, unless it is named."""
+        key = (request_id, item_idx)
 
-        self.store.reserve((request_id, item_idx), num_rows, 10.0, send)
+        def tell(message):
+            assert (message.request_id, message.item_idx) == key
+            self.told[key].append(type(message).__name__)
+            if isinstance(message, FeatureGranted):
+                self.grants[key] = message.grant
+                self.blocks_of[message.grant.lease_id] = list(message.grant.block_ids)
+
+        self.store.reserve(key, media_hash or f"{key}", num_rows, 10.0, tell)
 
     def close(self, request_id, completed=True):
         return self.store.close_lease(self.grants[request_id, 0].lease_id, completed=completed)
+
+    def let_go(self):
+        """Everybody leaves, every lease ends; nothing may be left."""
+        for key in list(self.store._items):
+            self.store.release(key, has_ended=True)
+        for lease_id in list(self.store._by_lease):
+            assert self.store.close_lease(lease_id, completed=False) == []
+        assert self.store.num_open_leases == 0 and self.store.num_used_blocks == 0
+        assert not self.store._by_name and not self.store._queued
+        self.pool.check_integrity()
 
 
 @pytest.fixture
 def parts():
     parts = Parts()
     yield parts
-    for key in list(parts.store._items):
-        parts.store.release(key)
-    for grant in list(parts.grants.values()):
-        parts.store.close_lease(grant.lease_id, completed=False)
-    for key in list(parts.store._items):
-        parts.store.release(key)
-    assert parts.store.num_open_leases == 0 and parts.store.num_used_blocks == 0
-    parts.pool.check_integrity()
+    parts.let_go()
+
+
+GRANTED, SHARED = FeatureGranted.__name__, FeatureShared.__name__
 
 
 def test_room_is_given_in_order_of_arrival_and_nobody_overtakes(parts):
@@ -59,7 +83,7 @@ def test_room_is_given_in_order_of_arrival_and_nobody_overtakes(parts):
     parts.reserve("large", 16)
     parts.reserve("small", 4)
     assert list(parts.grants) == [("first", 0)]
-    assert parts.close("first") == ("first", 0)
+    assert parts.close("first") == [("first", 0)]
     assert list(parts.grants) == [("first", 0)], "ready rows are still needed"
     parts.store.release(("first", 0))
     assert list(parts.grants) == [("first", 0), ("large", 0)]
@@ -81,7 +105,7 @@ def test_an_item_released_before_its_embeddings_came_keeps_its_blocks_until_the_
     parts.store.release(("r", 0))
     assert parts.mover.cancelled == [parts.grants["r", 0].lease_id]
     assert ("next", 0) not in parts.grants
-    assert parts.close("r") is None
+    assert parts.close("r") == []
     assert ("next", 0) in parts.grants
 
 
@@ -96,6 +120,226 @@ def test_an_item_released_while_queued_is_never_granted_and_lets_others_pass(par
 
 def test_a_writer_that_gave_up_is_told_apart_from_one_that_nobody_waited_for(parts):
     parts.reserve("r", 4)
-    assert parts.close("r", completed=False) == ("r", 0)
-    assert parts.close("r") is None
-    assert parts.store.num_used_blocks == 1
+    assert parts.close("r", completed=False) == [("r", 0)]
+    assert parts.close("r") == []
+    assert parts.store.num_used_blocks == 0
+
+
+def share(parts, *request_ids, num_rows=4):
+    for request_id in request_ids:
+        parts.reserve(request_id, num_rows, media_hash="same")
+
+
+def test_requests_with_one_item_share_one_reservation_and_one_transfer(parts):
+    share(parts, "a", "b", "c", num_rows=8)
+    assert parts.told == {("a", 0): [GRANTED], ("b", 0): [SHARED], ("c", 0): [SHARED]}
+    assert parts.store.num_used_blocks == 2 and len(parts.mover.granted) == 1
+    assert parts.store.ready_items("b", 1) == set()
+    assert parts.close("a") == [("a", 0), ("b", 0), ("c", 0)]
+    assert parts.store.ready_items("b", 1) == {0}
+
+
+def test_an_item_that_is_here_already_is_ready_at_once(parts):
+    share(parts, "a")
+    parts.memory.segments[0][list(parts.grants["a", 0].block_ids)] = 7
+    parts.close("a")
+    share(parts, "late")
+    parts.store.release(("a", 0))
+    assert parts.told["late", 0] == [SHARED] and parts.store.ready_items("late", 1) == {0}
+    assert parts.store.rows(("late", 0), 0, 4).flatten().tolist() == [7] * 4
+
+
+def test_one_item_twice_in_a_prompt_has_one_copy(parts):
+    parts.reserve("r", 4, 0, "same")
+    parts.reserve("r", 4, 1, "same")
+    assert parts.told["r", 1] == [SHARED]
+    assert parts.close("r") == [("r", 0), ("r", 1)]
+    parts.store.release(("r", 0))
+    assert parts.store.ready_items("r", 2) == {1}
+
+
+@pytest.mark.parametrize("order", ["abc", "cba", "bac"])
+def test_the_copy_lives_as_long_as_anybody_wants_it(parts, order):
+    share(parts, *"abc")
+    parts.close("a")
+    for name in order:
+        assert parts.store.num_used_blocks == 1
+        parts.store.release((name, 0))
+        parts.store.release((name, 0))
+    assert parts.store.num_used_blocks == 0
+
+
+def test_a_copy_that_nobody_wants_any_more_is_not_shared(parts):
+    share(parts, "a")
+    parts.store.release(("a", 0))
+    share(parts, "b")
+    assert parts.told["b", 0] == [GRANTED]
+    parts.close("a")
+    assert parts.close("b") == [("b", 0)]
+
+
+def test_other_rows_or_other_content_are_other_items(parts):
+    share(parts, "a", num_rows=4)
+    share(parts, "b", num_rows=5)
+    parts.reserve("c", 4, media_hash="other")
+    assert list(parts.told.values()) == [[GRANTED]] * 3
+
+
+def test_a_lease_that_fails_costs_its_owner_and_is_given_to_the_next(parts):
+    share(parts, *"abc", num_rows=16)
+    first = parts.grants["a", 0]
+    assert parts.close("a", completed=False) == [("a", 0)]
+    assert parts.told["b", 0] == [SHARED, GRANTED] and parts.told["c", 0] == [SHARED]
+    assert set(parts.grants["b", 0].generations).isdisjoint(first.generations), "the blocks are others now"
+    assert parts.close("b") == [("b", 0), ("c", 0)]
+
+
+def test_an_owner_that_needs_no_embeddings_leaves_its_lease_to_the_others(parts):
+    share(parts, "a", "b")
+    parts.store.release(("a", 0))
+    assert parts.mover.cancelled == [] and parts.told["b", 0] == [SHARED]
+    assert parts.close("a") == [("b", 0)]
+
+
+def test_when_the_lease_of_an_owner_that_left_fails_nobody_is_hurt(parts):
+    share(parts, "a", "b", num_rows=16)
+    parts.store.release(("a", 0), has_ended=True)
+    assert parts.mover.cancelled == [], "there is no room to move to"
+    assert parts.close("a", completed=False) == []
+    assert parts.told["b", 0] == [SHARED, GRANTED]
+    assert parts.close("b") == [("b", 0)]
+
+
+def test_the_others_do_not_wait_for_the_encoder_of_a_cancelled_owner_if_there_is_room(parts):
+    share(parts, "a", "b", num_rows=8)
+    parts.store.release(("a", 0), has_ended=True)
+    assert parts.mover.cancelled == [parts.grants["a", 0].lease_id]
+    assert parts.told["b", 0] == [SHARED, GRANTED] and parts.store.num_used_blocks == 4
+    assert parts.close("b") == [("b", 0)]
+    assert parts.close("a") == [] and parts.store.num_used_blocks == 2
+
+
+def test_nobody_joins_a_copy_for_which_older_ones_would_wait(parts):
+    share(parts, "a", num_rows=12)
+    parts.reserve("waits", 8)
+    share(parts, "b", num_rows=12)
+    assert parts.told["b", 0] == [] and parts.told["waits", 0] == []
+    share(parts, "c", num_rows=12)
+    assert parts.told["c", 0] == [SHARED], "the last one that waits can be joined"
+    parts.close("a")
+    parts.store.release(("a", 0))
+    assert parts.told["waits", 0] == [GRANTED] and parts.told["b", 0] == []
+
+
+def test_an_owner_that_leaves_while_it_waits_for_room_is_succeeded(parts):
+    parts.reserve("all", 16)
+    share(parts, "a", "b")
+    parts.store.release(("a", 0), has_ended=True)
+    parts.close("all", completed=False)
+    assert parts.told["a", 0] == [] and parts.told["b", 0] == [SHARED, GRANTED]
+
+
+def test_when_the_newest_copy_goes_an_older_one_is_found_again(parts):
+    share(parts, "a", num_rows=8)
+    parts.reserve("waits", 16)
+    share(parts, "b", num_rows=8)
+    assert parts.told["b", 0] == []
+    parts.store.release(("b", 0))
+    parts.store.release(("waits", 0))
+    share(parts, "c", num_rows=8)
+    assert parts.told["c", 0] == [SHARED]
+    assert parts.close("a") == [("a", 0), ("c", 0)]
+
+
+class Model(Parts):
+    """Takes note of who waits for what, and asks after each event for what must always hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_reserved = 0
+        self.waiting: set[tuple[str, int]] = set()  # reserved, neither ready nor lost nor released
+        self.ready: set[tuple[str, int]] = set()
+
+    def arrive(self, name: str) -> None:
+        request_id = str(self.num_reserved)
+        key = (request_id, 0)
+        self.num_reserved += 1
+        can_share = not self.store._queued and any(
+            copy.name[0] == name for copy in self.store._items.values()
+        )
+        self.reserve(request_id, len(name) * 4, media_hash=name)
+        assert self.told[key][:1] == [SHARED] or not can_share
+        (self.ready if self.store.ready_items(request_id, 1) else self.waiting).add(key)
+
+    def end_lease(self, nth: int, completed: bool) -> None:
+        """A writer that stops early leaves rubbish."""
+        leases = list(self.store._by_lease)
+        if leases:
+            lease_id = leases[nth % len(leases)]
+            num_blocks = len(self.blocks_of[lease_id])  # tells the items of this test apart
+            self.memory.segments[0][self.blocks_of[lease_id]] = num_blocks if completed else -1
+            told = self.store.close_lease(lease_id, completed=completed)
+            assert len(told) == len(set(told)) and set(told) <= self.waiting, "told twice, or unasked"
+            assert completed or len(told) <= 1
+            self.waiting -= set(told)
+            self.ready |= set(told) if completed else set()
+
+    def leave(self, nth: int, has_ended: bool) -> None:
+        keys = sorted(self.waiting | self.ready)
+        if keys:
+            key = keys[nth % len(keys)]
+            self.store.release(key, has_ended=has_ended)
+            self.waiting.discard(key)
+            self.ready.discard(key)
+
+    def owner_leaves(self, nth: int, has_ended: bool) -> None:
+        owners = [copy.owner for copy in self.store._by_lease.values() if copy.owner in copy.consumers]
+        if owners:
+            self.leave(sorted(self.waiting | self.ready).index(owners[nth % len(owners)]), has_ended)
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        items, store = self.store._items, self.store
+        assert set(items) == self.waiting | self.ready
+        assert all(items[key].is_ready == (key in self.ready) for key in items)
+        assert all(kinds in ([], [SHARED], [GRANTED], [SHARED, GRANTED]) for kinds in self.told.values())
+        held = {id(copy): copy for copy in (*items.values(), *store._by_lease.values())}
+        assert sum(len(copy.block_ids) for copy in held.values()) == store.num_used_blocks
+        for key in self.ready:
+            num_blocks = len(items[key].block_ids)
+            assert self.store.rows(key, 0, 4 * num_blocks).flatten().tolist() == [num_blocks] * 4 * num_blocks
+        for key in self.waiting:
+            copy = items[key]
+            assert (copy in store._queued) != (store._by_lease.get(copy.lease_id) is copy)
+        queued = [int(name) for copy in store._queued for name, _ in copy.consumers]
+        holding = [int(key[0]) for key, copy in items.items() if copy.block_ids]
+        assert max(holding, default=-1) < min(queued, default=1 << 30), "somebody waits for a younger one"
+
+    def end_well(self) -> None:
+        """Encoders do their work and requests end in any order: everybody gets embeddings."""
+        for _ in range(2 * self.num_reserved):
+            self.end_lease(0, True)
+            while self.ready:
+                self.store.release(self.ready.pop())
+            self.check()
+        assert not self.waiting
+
+
+arrivals = st.tuples(st.just("arrive"), st.sampled_from(["a", "bb", "ccc"]))
+events = st.one_of(
+    arrivals,
+    arrivals,
+    st.tuples(st.just("end_lease"), st.integers(0, 9), st.booleans()),
+    st.tuples(st.sampled_from(["leave", "owner_leaves"]), st.integers(0, 9), st.booleans()),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(arrivals, min_size=2, max_size=6), st.lists(events, max_size=60))
+def test_whatever_the_order_of_events_nothing_leaks_and_nobody_is_forgotten(first, happened):
+    model = Model()
+    for name, *values in (*first, *happened):
+        getattr(model, name)(*values)
+        model.check()
+    model.end_well()
+    model.let_go()

@@ -20,6 +20,7 @@ from cluster.types.messages import (
     EncodeTarget,
     Failed,
     FeatureGranted,
+    FeatureShared,
     FinishReason,
     LoadReport,
     Preempted,
@@ -224,6 +225,45 @@ async def test_grants_for_a_landed_flight_go_back_to_their_owner(door):
     door.tell(Role.DECODE, DecodeGranted("r", grant("d")))
     door.tell(Role.PREFILL, FeatureGranted("r", 0, grant("p")))
     assert door.members.connections[Role.DECODE].sent[-1] == ReturnGrant("d")
+    assert door.members.connections[Role.PREFILL].sent[-1] == ReturnGrant("p")
+
+
+async def test_an_item_that_prefill_has_for_another_request_is_called_off(door):
+    task, got = await door.start()
+    door.tell(Role.PREFILL, FeatureShared("r", 0))
+    encoder = door.members.connections[Role.ENCODE]
+    assert encoder.sent[-1] == Cancel("r", item_idx=0)
+    assert door.members.peers[Role.ENCODE].num_predicted_units == 0
+    door.fail(Role.ENCODE, item_idx=0)  # said before it was called off
+    door.token(Role.PREFILL, 5)
+    door.token(Role.DECODE, 6, reason=FinishReason.STOP)
+    assert await task is FinishReason.STOP and got == [5, 6]
+    assert encoder.sent[-1] == Cancel("r") and len(encoder.sent) == 3
+    encoder.sent.clear()
+
+
+async def test_a_shared_item_that_falls_through_is_encoded_after_all(door):
+    task, _ = await door.start()
+    encoder, peer = door.members.connections[Role.ENCODE], door.members.peers[Role.ENCODE]
+    (first,) = encoder.sent
+    door.tell(Role.PREFILL, FeatureShared("r", 0))
+    door.tell(Role.PREFILL, FeatureGranted("r", 0, grant("p")))
+    assert encoder.sent[2:] == [first, EncodeTarget("r", 0, grant("p"))]
+    assert peer.num_predicted_units == 3
+    door.fail(Role.ENCODE, item_idx=0)
+    with pytest.raises(UnavailableError, match="encode gave up"):
+        await task
+    encoder.sent.clear()
+
+
+async def test_a_flight_that_landed_is_not_told_of_sharing_but_gives_the_grant_back(door):
+    task, _ = await door.start()
+    task.cancel()
+    await asyncio.wait([task])
+    num_sent = len(door.sent(Role.ENCODE))
+    door.tell(Role.PREFILL, FeatureShared("r", 0))
+    door.tell(Role.PREFILL, FeatureGranted("r", 0, grant("p")))
+    assert len(door.sent(Role.ENCODE)) == num_sent
     assert door.members.connections[Role.PREFILL].sent[-1] == ReturnGrant("p")
 
 

@@ -1,0 +1,198 @@
+"""Requests that show one image at the same time share its embeddings in prefill, whatever becomes of the one that brought them.
+
+Encoders are held at the door of their thread pool, so that all requests are in work before the first embedding is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from bench.workload import Answer, Case, Reference, data_uri, make_case
+from cluster.config.settings import ClusterArgs, DoorArgs
+from cluster.errors import MediaError, UnavailableError
+from cluster.text.defaults import GenerationDefaults
+from encoder_service.service import NUM_PREPARE_THREADS
+from kv_transfer.agents import _LOCAL_NETWORK as network
+from kv_transfer.in_process import FaultScript
+from router.flight import Flight
+from router.members import Peer
+from router.openai.schema import ChatRequest
+from router.openai.translate import chat_call
+from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.flow.test_law import cluster_args
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
+MAX_TOKENS = 12
+OPENINGS = ("Look.", "What is this?", "Tell me:", "Here is a picture.", "Now answer", "Describe it.")
+Expected = tuple[Case, Answer]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Expected]:
+    """One image behind different openings: no prompt is the prefix of another."""
+    case = make_case(random.Random(31), "image")
+    (message,) = case.messages
+    reference = Reference(MODEL)
+    pairs = []
+    for opening in OPENINGS:
+        content = [{"type": "text", "text": opening}, *message["content"]]
+        asked = replace(case, messages=[{"role": "user", "content": content}])
+        pairs.append((asked, reference.answer(asked, MAX_TOKENS)))
+    return pairs
+
+
+@contextmanager
+def held(cluster: LocalCluster) -> Iterator[threading.Event]:
+    """Nothing is decoded, and so nothing encoded, until the event is set."""
+    is_free = threading.Event()
+    for encoder in cluster.encoders:
+        for _ in range(NUM_PREPARE_THREADS):
+            encoder._executor.submit(is_free.wait)
+    try:
+        yield is_free
+    finally:
+        is_free.set()
+
+
+@asynccontextmanager
+async def asked(
+    cluster: LocalCluster, pairs: list[Expected]
+) -> AsyncIterator[list[asyncio.Task[tuple[str, int]]]]:
+    """All of them at once, the first one first; entered when everybody knows who shares. With two encoders, the first is thought
+    to be so busy that the others go to the second."""
+    tasks: list[asyncio.Task[tuple[str, int]]] = []
+    busy: list[Peer] = []
+    for case, _ in pairs:
+        tasks.append(asyncio.ensure_future(answer(cluster, case)))
+        async with asyncio.timeout(5):
+            while len(cluster.prefills[0]._features._items) < len(tasks):
+                await asyncio.sleep(0.002)
+        if not busy:
+            busy = [flight.encoders[0] for flight in flights(cluster)]
+            busy[0].num_predicted_units += 1000
+    busy[0].num_predicted_units -= 1000
+    async with asyncio.timeout(5):
+        while sum(len(encoder._engine._deliveries) for encoder in cluster.encoders) > 1:
+            await asyncio.sleep(0.002)
+    try:
+        yield tasks
+    finally:
+        await asyncio.wait(tasks, timeout=20)
+
+
+async def answer(cluster: LocalCluster, case: Case) -> tuple[str, int]:
+    body: dict[str, Any] = {
+        "model": "demo", "messages": case.messages, "max_tokens": MAX_TOKENS, "temperature": 0
+    }  # fmt: skip
+    call = chat_call(ChatRequest.model_validate(body), "demo", GenerationDefaults.load(MODEL))
+    (choice,) = await cluster.door.chat(call)
+    try:
+        text = "".join([delta.text async for delta in choice])
+        return text, choice.usage.completion_tokens
+    finally:
+        await choice.aclose()
+
+
+def right(pairs: list[Expected]) -> list[tuple[str, int]]:
+    return [(answer.text, len(answer.token_ids)) for _, answer in pairs]
+
+
+def flights(cluster: LocalCluster) -> list[Flight]:
+    return list(cluster.door._dispatcher._flights.values())
+
+
+def num_bytes(cluster: LocalCluster, num_blocks: int) -> int:
+    return num_blocks * cluster.encoders[0]._layout.block_bytes
+
+
+def sent_bytes(cluster: LocalCluster) -> int:
+    return sum(encoder._process.mover.sent.raw_bytes for encoder in cluster.encoders)
+
+
+@pytest.mark.parametrize(("transport", "num_encoders"), [("in_process", 1), ("nixl", 2)])
+async def test_one_image_of_many_requests_is_encoded_kept_and_sent_once(expected, transport, num_encoders):
+    async with local_cluster(cluster_args(64, transport), (num_encoders, 1, 1)) as cluster:
+        features = cluster.prefills[0]._features
+        with held(cluster) as is_free:
+            async with asked(cluster, expected) as tasks:
+                assert features.num_open_leases == 1
+                num_blocks = features.num_used_blocks
+                is_free.set()
+        assert [task.result() for task in tasks] == right(expected)
+        assert sent_bytes(cluster) == num_bytes(cluster, num_blocks)
+        await cluster.audit()
+        assert sum(encoder._engine.load().num_cached_blocks for encoder in cluster.encoders) == num_blocks
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("when", ["while it is decoded", "while it is encoded or sent"])
+async def test_the_others_are_answered_when_the_one_that_brings_the_image_is_cancelled(
+    expected, when, has_room
+):
+    """Whether or not there is room for another copy while the first is given up."""
+    async with local_cluster(cluster_args(64)) as cluster:
+        features = cluster.prefills[0]._features
+        with held(cluster) as is_free:
+            async with asked(cluster, expected) as tasks:
+                taken = features._blocks.allocate(0 if has_room else features._blocks.num_free)
+                if when != "while it is decoded":
+                    is_free.set()
+                    await asyncio.sleep(0.003)
+                tasks[0].cancel()
+                await asyncio.sleep(0.02)
+                features._blocks.free(taken)
+                is_free.set()
+        assert [task.result() for task in tasks[1:]] == right(expected)[1:]
+
+
+async def test_a_transfer_that_fails_costs_one_request_and_the_next_brings_the_image(expected):
+    async with local_cluster(cluster_args(64)) as cluster:
+        with held(cluster) as is_free:
+            async with asked(cluster, expected) as tasks:
+                network.faults = FaultScript()
+                network.faults.fail("post", 1)
+                is_free.set()
+        network.faults = FaultScript()
+        assert isinstance(tasks[0].exception(), UnavailableError)
+        assert [task.result() for task in tasks[1:]] == right(expected)[1:]
+
+
+async def test_a_bad_image_of_many_requests_is_named_to_each_of_them(expected):
+    good, _ = expected[0]
+    opening, _, question = good.messages[0]["content"]
+    file = io.BytesIO()
+    Image.effect_noise((64, 64), 50).convert("RGB").save(file, "JPEG")
+    url = data_uri("image/jpeg", file.getvalue()[:-200])  # the header is whole, the door is content
+    truncated = {"type": "image_url", "image_url": {"url": url}}
+    bad = replace(good, messages=[{"role": "user", "content": [opening, truncated, question]}])
+    async with local_cluster(cluster_args(64)) as cluster:
+        with held(cluster) as is_free:
+            async with asked(cluster, [(bad, expected[0][1])] * 4) as tasks:
+                is_free.set()
+    for task in tasks:
+        assert isinstance(task.exception(), MediaError) and "item 0" in str(task.exception())
+
+
+async def test_a_lost_encoder_costs_only_the_requests_that_were_sent_to_it(expected):
+    door = DoorArgs(first_token_timeout_s=2.0, request_timeout_s=4.0)
+    args: ClusterArgs = cluster_args(64).model_copy(update={"door": door})
+    async with local_cluster(args, (2, 1, 1), lease_margin_s=0.1) as cluster:
+        with held(cluster) as is_free:
+            async with asked(cluster, expected) as tasks:
+                owner = max(cluster.encoders, key=lambda encoder: len(encoder._engine._deliveries))
+                assert len({flight.encoders[0].member.replica_id for flight in flights(cluster)}) == 2
+                await owner.stop()
+                is_free.set()
+        assert isinstance(tasks[0].exception(), UnavailableError)
+        assert [task.result() for task in tasks[1:]] == right(expected)[1:]
