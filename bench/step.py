@@ -21,10 +21,8 @@ too is timed in every round. Linears are `nn.Linear` modules: the experts of a m
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cluster.kvcache.memory import BlockMemory
+from cluster.kvcache.memory import BlockMemory, on_huge_pages
 from cluster.model.attention import LayerAttention, PagedBatch, make_backend
 from cluster.model.cpu.library import Kernels, load
 from cluster.model.cpu.modules import PackedWeights
@@ -233,11 +231,7 @@ def random_kv(model: LanguageModel, steps: Sequence[Step]) -> BlockMemory:
 
 def bandwidth_work(num_bytes: int) -> Work:
     """Reads that many bytes."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a system, a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    numbers = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
-    return numbers.sum
+    return on_huge_pages(num_bytes).view(torch.float32).fill_(1).sum
 
 
 def in_turns(works: Sequence[Work], seconds: float) -> list[list[float]]:

@@ -11,7 +11,9 @@ Owns the bytes only. Who may use which block is `BlockPool`'s business.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +68,11 @@ class BlockMemory:
     def __init__(self, layout: MemoryLayout, num_blocks: int, device: torch.device | str = "cpu"):
         self.layout = layout
         self.num_blocks = num_blocks
-        self.buffer = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, device=device)
+        num_bytes = num_blocks * layout.block_bytes
+        if torch.device(device).type == "cpu":
+            self.buffer = on_huge_pages(num_bytes).zero_()  # touched: from here on the memory is there
+        else:
+            self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.segments: list[torch.Tensor] = []
         start = 0
         for spec in layout.segments:
@@ -104,6 +110,16 @@ class BlockMemory:
     def descriptors(self, block_ids: Sequence[int], segment_ids: Sequence[int] | None = None) -> np.ndarray:
         """Address and length of each block in each segment: [len(segments) * len(block_ids), 2] uint64, segment-major."""
         return block_descriptors(self.layout, self.base_address, self.num_blocks, block_ids, segment_ids)
+
+
+def on_huge_pages(num_bytes: int) -> torch.Tensor:
+    """[num_bytes] uint8 zeros on the CPU, where the kernel has huge pages on those: what streams through them misses the TLB less,
+    and the kernel's copies between processes, which look every page up, take two thirds of the time."""
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory gets none
+    memory = mmap.mmap(-1, num_bytes + mmap.PAGESIZE, flags=kind)  # a page behind keeps neighbours apart
+    with contextlib.suppress(AttributeError, OSError):  # a system, a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
 def block_descriptors(

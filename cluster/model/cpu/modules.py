@@ -10,10 +10,8 @@ A module runs on its caller's thread and on as many OpenMP threads as torch woul
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import mmap
 from collections.abc import Callable, Iterator
 from typing import Literal, cast
 
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from cluster.errors import InternalError
+from cluster.kvcache.memory import on_huge_pages
 from cluster.model.cpu.library import Kernels, Layer, load
 
 logger = logging.getLogger(__name__)
@@ -270,12 +269,7 @@ class _Arena:
         """[count] uint8; the first byte begins a cache line."""
         padded = -(-count // _ALIGNMENT) * _ALIGNMENT
         if padded > self._room.numel():
-            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory gets no huge pages
-            memory = mmap.mmap(-1, max(padded, _ARENA_BYTES), flags=kind)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without them
-                    memory.madvise(mmap.MADV_HUGEPAGE)
-            self._room = torch.frombuffer(memory, dtype=torch.uint8)
+            self._room = on_huge_pages(max(padded, _ARENA_BYTES))
         taken, self._room = self._room[:count], self._room[padded:]
         return taken
 
