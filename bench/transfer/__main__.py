@@ -87,7 +87,7 @@ def _hidden(arguments: argparse.Namespace) -> None:
             "prefill": {"kv_blocks": num_blocks, "feature_bytes": 0},
             "decode": {"kv_blocks": num_blocks},
             "door": {"first_token_timeout_s": 300.0},
-            "transfer": {"codec": arguments.codec, "wire_tokens": max(lengths)},
+            "transfer": {"codec": arguments.codec, "wire_tokens": max(lengths), "recompute": "auto"},
         }
     )
     links = [float(link) for link in arguments.links.split(",")]
