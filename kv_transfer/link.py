@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 MIN_MEASURED_BYTES = 256 << 10  # the duration of smaller writes says little about a link
-NEW_SHARE = 0.25  # of the newest measurement in a link's speed
+NEW_SHARE = 0.25  # of the newest measurement
 
 
 class LinkMeter:
-    """How fast a link is: bytes over the time in which any were on their way, newer times weighing more."""
+    """How fast a link is: bytes over the time in which any were on their way, newer times weighing more. Times for a byte are averaged,
+    not speeds: a link that has become slow is found out at once."""
 
     def __init__(self) -> None:
         self.bytes_per_s: float | None = None
@@ -32,6 +33,6 @@ class LinkMeter:
         took_s = at - self._since
         if self._num_in_flight or self._num_bytes < MIN_MEASURED_BYTES or took_s <= 0:
             return
-        measured = self._num_bytes / took_s
-        old = measured if self.bytes_per_s is None else self.bytes_per_s
-        self.bytes_per_s = old + NEW_SHARE * (measured - old)
+        newest = took_s / self._num_bytes
+        old = newest if self.bytes_per_s is None else 1 / self.bytes_per_s
+        self.bytes_per_s = 1 / (old + NEW_SHARE * (newest - old))

@@ -34,7 +34,7 @@ from kv_transfer.sender import Finished, SendEvent
 from prefill_service.features import FeatureStore
 from prefill_service.runner import PrefillRunner, uncut_spans
 from prefill_service.state import Phase, PrefillRequest, PromptSequence
-from prefill_service.transfer import Ready, StepPush, plan_end, send_computed
+from prefill_service.transfer import Ready, StepPush, StepWork, Targets, send_computed
 
 WARM_UP_TOKENS = 1024  # in one step, at most
 Work = tuple[PrefillRequest, PromptSequence]
@@ -68,7 +68,7 @@ class PrefillEngine:
         self._admission = PromptAdmission(policy, blocks.num_blocks)
         self._chunks = ChunkScheduler(policy)
         self._sequences: dict[str, Work] = {}  # what the chunk scheduler chooses from, by sequence id
-        self._by_lease: dict[str, PrefillRequest] = {}  # outgoing transfers
+        self._targets = Targets(mover, budget, model.kv_layout)
         self._running: set[str] = set()
         self._num_missing_tokens = 0  # of all requests
         self._long_step_s = 0.0  # that a step of long prompts may last
@@ -120,22 +120,17 @@ class PrefillEngine:
         self._deadlines.add(request_id, message.timeout_s)
         self._admission.push(self._ticket(request, request_id, request.num_prompt_tokens))
 
-    def set_target(self, request_id: str, grant: Grant) -> None:
-        """Decode's grant has come. For a request that has ended, the right is given back at once."""
-        request = self._requests.get(request_id)
-        try:
-            outgoing = self._mover.open(grant)
-        except TransferError as error:
-            if request is not None:
+    def offer_target(self, request_id: str, grant: Grant) -> None:
+        """Decode's grant has come. Any thread; `take_targets` must follow. A step that computes this very prompt takes it up at its
+        next layer."""
+        self._targets.offer(request_id, grant)
+
+    def take_targets(self) -> None:
+        for request, error in self._targets.take(self._requests):
+            if error is None:
+                self._send_computed(request)
+            else:
                 self._fail(request, UnavailableError(f"cannot write to the decode worker: {error}"))
-            return
-        if request is None or request.phase is Phase.CLOSING:
-            outgoing.abort("the request has ended")
-            return
-        request.outgoing = outgoing
-        self._by_lease[grant.lease_id] = request
-        plan_end(request, grant.token_s, self._budget, self._model.kv_layout)
-        self._send_computed(request)
 
     def cancel(self, request_id: str) -> None:
         """Free a request in whatever state it is. Unknown and ended requests are ignored."""
@@ -151,7 +146,7 @@ class PrefillEngine:
 
     def on_transfer(self, event: LeaseEvent | SendEvent) -> None:
         """A lease on our features, or a transfer of ours, has closed. Exactly once each."""
-        request = self._by_lease.pop(event.lease_id, None)
+        request = self._targets.by_lease.pop(event.lease_id, None)
         if request is not None:
             return self._on_sent(request, event)
         has_come = isinstance(event, Completed)
@@ -172,7 +167,7 @@ class PrefillEngine:
             num_waiting=len(self._requests) - len(self._running),
             num_queued_units=self._num_missing_tokens,
             num_used_blocks=self._blocks.num_blocks - self._blocks.num_free + self._features.num_used_blocks,
-            num_open_leases=len(self._by_lease) + self._features.num_open_leases,
+            num_open_leases=len(self._targets.by_lease) + self._features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,
             sent=self._mover.sent,
         )
@@ -276,13 +271,13 @@ class PrefillEngine:
         most_s = 0.0 if is_first else self._long_step_s
         return self._chunks.schedule(self._budget.max_tokens(self._context, most_s)), True
 
-    def _run(self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]]) -> list[Tensor | None]:
+    def _run(self, batch: Sequence[StepWork]) -> list[Tensor | None]:
         """The forward; meanwhile its KV goes out and others get their turns, layer by layer."""
-        layout, num_layers = self._model.kv_layout, self._model.num_layers
-        segments_per_layer = len(layout.segments) // num_layers
-        push = StepPush(batch, self._blocks.block_size, layout.block_bytes, num_layers, segments_per_layer)
+        push = StepPush(batch, self._model.kv_layout, self._model.num_layers)
+        in_step = {request.request_id: request for request, _, _ in batch}
 
         def on_layer(layer_idx: int, ready: Ready) -> None:
+            self._targets.take_early(in_step)
             push.on_layer(layer_idx, ready)
             self._turns.offer()
 
@@ -376,7 +371,7 @@ class PrefillEngine:
         """Nobody wants the request any more. Blocks that a posted write still reads wait for its end."""
         self._release_features(request.request)
         self._leave(request)
-        if request.outgoing is not None and request.outgoing.lease_id in self._by_lease:
+        if request.outgoing is not None and request.outgoing.lease_id in self._targets.by_lease:
             request.move(Phase.CLOSING)
             request.outgoing.abort(reason)
         else:

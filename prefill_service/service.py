@@ -95,7 +95,8 @@ class PrefillService:
             case StartPrefill():
                 self._start(door, message)
             case DecodeTarget():
-                self._process.loop.call(self._engine.set_target, message.request_id, message.grant)
+                self._engine.offer_target(message.request_id, message.grant)
+                self._process.loop.call(self._engine.take_targets)
             case Cancel():
                 self._process.loop.call(self._engine.cancel, message.request_id)
             case ReturnGrant():

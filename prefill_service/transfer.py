@@ -11,7 +11,9 @@ when the grant comes, with the speeds that were measured on either side.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -19,17 +21,71 @@ import msgspec
 from cluster.kvcache.memory import MemoryLayout
 from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import KvReady
+from cluster.types.transfer import Grant
 from kv_transfer.agent import TransferError
-from kv_transfer.group import GroupOutgoing
+from kv_transfer.group import GroupMover, GroupOutgoing
 from kv_transfer.link import MIN_MEASURED_BYTES
+from kv_transfer.mover import Mover
 from kv_transfer.outgoing import Outgoing
-from prefill_service.state import PrefillRequest, PromptSequence
+from prefill_service.state import Phase, PrefillRequest, PromptSequence
 
 # A write costs the transfer thread about as long as copying this much: smaller layers wait for the next ones.
 MIN_WRITE_BYTES = 256 << 10
 
 MIN_SENT_BYTES = MIN_MEASURED_BYTES  # of every prompt: they show how fast the link is now
 Ready = Callable[[], bool] | None  # whether the device has got so far; None: it has
+StepWork = tuple[PrefillRequest, PromptSequence, int]  # … of which so many further tokens are computed
+
+
+class Targets:
+    """Decode's grants, on their way from the event loop to the requests they are for. `offer` is any thread's, the rest the engine's."""
+
+    def __init__(self, mover: Mover | GroupMover, budget: StepBudget, layout: MemoryLayout):
+        self._mover = mover
+        self._budget = budget
+        self._layout = layout
+        self._offered: deque[tuple[str, Grant]] = deque()
+        self.by_lease: dict[str, PrefillRequest] = {}  # whose transfer has not ended
+
+    def offer(self, request_id: str, grant: Grant) -> None:
+        self._offered.append((request_id, grant))
+
+    def take(
+        self, requests: Mapping[str, PrefillRequest]
+    ) -> Iterator[tuple[PrefillRequest, TransferError | None]]:
+        """Whose grants have come, with what is wrong with them. Where the request has ended, the right is given back at once."""
+        while self._offered:
+            request_id, grant = self._offered.popleft()
+            request = requests.get(request_id)
+            try:
+                outgoing = self._mover.open(grant)
+            except TransferError as error:
+                if request is not None:
+                    yield request, error
+                continue
+            if request is None or request.phase is Phase.CLOSING:
+                outgoing.abort("the request has ended")
+            else:
+                self._take_up(request, outgoing, grant)
+                yield request, None
+
+    def take_early(self, in_step: Mapping[str, PrefillRequest]) -> None:
+        """The same between two layers of a step, for requests in it. Nothing may end there: what goes wrong waits for `take`."""
+        for _ in range(len(self._offered)):
+            request_id, grant = self._offered.popleft()
+            try:
+                request = in_step[request_id]
+                self._take_up(request, self._mover.open(grant), grant)
+            except (KeyError, TransferError):
+                self._offered.append((request_id, grant))
+                continue
+            with suppress(TransferError):  # its time is over, as its event will say
+                send_computed(request, self._layout.segments[0].rows)
+
+    def _take_up(self, request: PrefillRequest, outgoing: Outgoing | GroupOutgoing, grant: Grant) -> None:
+        request.outgoing = outgoing
+        self.by_lease[grant.lease_id] = request
+        plan_end(request, grant.token_s, self._budget, self._layout)
 
 
 def plan_end(
@@ -94,26 +150,19 @@ class _Push:
 
 class StepPush:
     """The blocks that a step completes, on their way while it runs. Made before the forward; `on_layer` after each layer, in
-    order; `close` behind it. What cannot be written any more ends with the sender's event, like any failed write."""
+    order; `close` behind it. Requests whose grant comes meanwhile join, with the layers that are done. What cannot be written any more
+    ends with the sender's event, like any failed write."""
 
-    def __init__(
-        self, batch: Sequence[tuple[PrefillRequest, PromptSequence, int]], block_size: int,
-        block_bytes: int, num_layers: int, segments_per_layer: int,
-    ):  # fmt: skip
-        """`block_bytes`: of one block, all layers."""
+    def __init__(self, batch: Sequence[StepWork], layout: MemoryLayout, num_layers: int):
+        self._layout = layout
         self._num_layers = num_layers
-        self._segments_per_layer = segments_per_layer
+        self._segments_per_layer = len(layout.segments) // num_layers
         self._pushes: list[_Push] = []
-        for request, sequence, count in batch:
-            new = _new_blocks(request, sequence, sequence.num_computed_tokens + count, block_size)
-            if request.outgoing is None or not new:
-                continue
-            layers = -(-MIN_WRITE_BYTES * num_layers // (len(new) * block_bytes))
-            places = _places(request, sequence, new)
-            self._pushes.append(_Push(sequence, request.outgoing, new.stop, *places, min(layers, num_layers)))
+        self._waiting = list(batch)  # for their grants
 
     def on_layer(self, layer_idx: int, ready: Ready) -> None:
         """Layer `layer_idx` of all these blocks is final, once `ready` says so."""
+        self._join()
         for push in self._pushes:
             num_done = layer_idx + 1
             if num_done - push.first_layer < push.layers_per_write and num_done < self._num_layers:
@@ -128,6 +177,19 @@ class StepPush:
     def close(self) -> None:
         for push in self._pushes:
             push.sequence.num_blocks_sent = push.num_blocks_after
+
+    def _join(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for request, sequence, count in waiting:
+            if request.outgoing is None:
+                self._waiting.append((request, sequence, count))
+                continue
+            end, block_size = sequence.num_computed_tokens + count, self._layout.segments[0].rows
+            if new := _new_blocks(request, sequence, end, block_size):
+                layers = -(-MIN_WRITE_BYTES * self._num_layers // (len(new) * self._layout.block_bytes))
+                places = _places(request, sequence, new)
+                layers = min(layers, self._num_layers)
+                self._pushes.append(_Push(sequence, request.outgoing, new.stop, *places, layers))
 
 
 def _new_blocks(

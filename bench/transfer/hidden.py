@@ -9,6 +9,7 @@ share: 1 - (what shows, pipelined) / (what shows when nothing is sent before the
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import secrets
 import time
@@ -29,6 +30,7 @@ from kv_transfer.agent import TransferState
 from kv_transfer.in_process import InProcessNetwork
 from kv_transfer.receiver import Completed
 from prefill_service import engine as prefill_engine
+from prefill_service import transfer as prefill_transfer
 from prefill_service.service import PrefillService
 from prefill_service.transfer import send_computed
 from router.door import Door
@@ -110,7 +112,7 @@ def after_prefill() -> Iterator[None]:
 
 @contextmanager
 def all_travels() -> Iterator[None]:
-    with patch.object(prefill_engine, "plan_end", lambda *_: None):
+    with patch.object(prefill_transfer, "plan_end", lambda *_: None):
         yield
 
 
@@ -178,24 +180,24 @@ async def _ask(door: Door, num_tokens: int, draw: random.Random, times: Times) -
 async def measure(
     args: ClusterArgs, lengths: Sequence[int], links: Sequence[float], repeats: int
 ) -> list[dict[str, object]]:
-    """`links`: GB/s. Each length is computed once before the clock starts; modes and links take turns."""
+    """`links`: GB/s. Each length is computed once over each link before the clock starts, so that its speed is known; modes take
+    turns."""
     records: list[dict[str, object]] = []
     times, link, draw = Times(), Link(1e12), random.Random(0)
     async with cluster(args, link, times) as door:
-        for length in lengths:
-            await _ask(door, length, draw, times)
-            for repetition in range(repeats):
-                for speed in links:
-                    link.bytes_per_s = speed * 1e9
-                    for mode, change in MODES.items():
-                        link.num_bytes = 0
-                        with change():
-                            await _ask(door, length, draw, times)
-                        records.append({
-                            "type": "hidden", "mode": mode, "prompt_tokens": length, "link_gb_per_s": speed,
-                            "repetition": repetition, "bytes": link.num_bytes,
-                            "shows_s": times.complete_at - times.prefilled_at,
-                            "ttft_s": times.tokens_at[0] - times.started_at,
-                            "second_token_s": times.tokens_at[1] - times.started_at,
-                        })  # fmt: skip
+        for length, speed in itertools.product(lengths, links):
+            link.bytes_per_s = speed * 1e9
+            with all_travels():
+                await _ask(door, length, draw, times)
+            for repetition, (mode, change) in itertools.product(range(repeats), MODES.items()):
+                link.num_bytes = 0
+                with change():
+                    await _ask(door, length, draw, times)
+                records.append({
+                    "type": "hidden", "mode": mode, "prompt_tokens": length, "link_gb_per_s": speed,
+                    "repetition": repetition, "bytes": link.num_bytes,
+                    "shows_s": times.complete_at - times.prefilled_at,
+                    "ttft_s": times.tokens_at[0] - times.started_at,
+                    "second_token_s": times.tokens_at[1] - times.started_at,
+                })  # fmt: skip
     return records

@@ -40,7 +40,7 @@ from encoder_service.cache import EmbeddingCache
 from encoder_service.engine import EncoderEngine
 from kv_transfer.in_process import InProcessNetwork
 from kv_transfer.mover import Mover, MoverFailed
-from prefill_service import engine as prefill_engine
+from prefill_service import transfer as prefill_transfer
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore
 from tests.fakes.clock import ManualClock
@@ -169,6 +169,7 @@ class Rig:
         self.clock = ManualClock()
         self.network = InProcessNetwork()
         self.executor = ManualExecutor()
+        self.mid_step: Callable[[], Any] = lambda: None  # what happens while prefill computes
         self.bad_items: set[str] = set()  # names of items that cannot be encoded
         self.ended: list[str] = []  # request ids that left decode
         self._kv, self._decode_kv = BlockMemory(KV_LAYOUT, kv_blocks), BlockMemory(KV_LAYOUT, decode_blocks)
@@ -248,7 +249,8 @@ class Rig:
             case StartDecode() | StartEncode():
                 worker.tell(engine.start, DOOR, message)
             case DecodeTarget():
-                worker.tell(engine.set_target, message.request_id, message.grant)
+                engine.offer_target(message.request_id, message.grant)
+                worker.tell(engine.take_targets)
             case EncodeTarget():
                 worker.tell(engine.set_target, message)
             case Cancel():
@@ -286,7 +288,7 @@ class Rig:
             if cut < request.main.num_tokens:
                 request.main.first_recomputed = cut
 
-        with patch.object(prefill_engine, "plan_end", plan_end):
+        with patch.object(prefill_transfer, "plan_end", plan_end):
             yield
 
     def audit(self) -> None:
@@ -326,6 +328,7 @@ class Rig:
             _check(self._kv, sequence.block_table, prompt, start)
             for position in range(start, end):
                 _write(self._kv, sequence.block_table, position, kv_value(prompt, position))
+        self.mid_step()
         on_layer(0, None)
         return [torch.empty(0)] * len(batch)
 

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from cluster.kvcache.memory import MemoryLayout, SegmentSpec
 from cluster.types.messages import KvReady
-from kv_transfer.agent import LeaseExpiredError
+from kv_transfer.agent import LeaseExpiredError, TransferError
+from prefill_service.state import Phase
 from prefill_service.transfer import (
     MIN_SENT_BYTES,
     MIN_WRITE_BYTES,
     StepPush,
+    Targets,
     num_blocks_to_send,
     plan_end,
     send_computed,
@@ -41,6 +43,9 @@ class Recorder:
     def finish(self, payload):
         self.payload = payload
 
+    def abort(self, reason):
+        self.aborted = reason
+
 
 def sequence(num_tokens, num_computed=0, first_block=100):
     table = list(range(first_block, first_block + -(-num_tokens // BLOCK_SIZE)))
@@ -59,7 +64,11 @@ def request(*sequences, outgoing=None):
 
 def run_step(batch, num_layers, block_bytes):
     """A forward; yields the layers as they come."""
-    push = StepPush(batch, BLOCK_SIZE, block_bytes, num_layers, SEGMENTS_PER_LAYER)
+    spec = SegmentSpec(
+        BLOCK_SIZE, (block_bytes // num_layers // SEGMENTS_PER_LAYER // BLOCK_SIZE,), torch.uint8
+    )
+    layout = MemoryLayout((spec,) * (num_layers * SEGMENTS_PER_LAYER))
+    push = StepPush(batch, layout, num_layers)
     for layer in range(num_layers):
         push.on_layer(layer, None)
         yield layer
@@ -200,3 +209,52 @@ def test_what_is_left_to_decode_is_not_sent_and_said():
     send_computed(req, BLOCK_SIZE)
     assert {index for index, _ in req.outgoing.written} == {0, 1, 2}
     assert msgspec.msgpack.decode(req.outgoing.payload, type=KvReady).first_recomputed == 12
+
+
+@given(joins=st.integers(0, 4), num_layers=st.integers(1, 4), computed=st.integers(0, 3))
+def test_a_request_whose_grant_comes_while_its_step_runs_joins_with_the_layers_that_are_done(
+    joins, num_layers, computed
+):
+    req = request(sequence(24, computed * BLOCK_SIZE))
+    outgoing, req.outgoing = req.outgoing, None
+    for layer in run_step(
+        [(req, req.main, 24 - req.main.num_computed_tokens)], num_layers, 64 * MIN_WRITE_BYTES
+    ):
+        if layer == joins:
+            req.outgoing = outgoing
+            send_computed(req, BLOCK_SIZE)  # what was there before the step
+    if req.outgoing is None:
+        req.outgoing = outgoing
+    send_computed(req, BLOCK_SIZE)
+    segments = range(num_layers * SEGMENTS_PER_LAYER)
+    sent = {(i, s) for i, segment in outgoing.written for s in (segments if segment == "all" else [segment])}
+    assert sent == {(i, s) for i in range(6) for s in segments}
+    assert (joins < num_layers - 1) == any(segment != "all" for _, segment in outgoing.written)
+
+
+class Opener:
+    """A mover whose leases of some names cannot be opened."""
+
+    def __init__(self, *bad):
+        self.bad = bad
+
+    def open(self, grant):
+        if grant.lease_id in self.bad:
+            raise TransferError("not that one")
+        return Recorder()
+
+
+def test_between_layers_only_good_grants_of_prompts_in_the_step_are_taken_up():
+    running, other, failing = (request(sequence(8, 8)) for _ in range(3))
+    requests = {"running": running, "other": other, "failing": failing}
+    for each in requests.values():
+        each.outgoing, each.phase = None, Phase.RUNNING
+    targets = Targets(Opener("failing"), BUDGET, WIDE)
+    for name in (*requests, "gone"):
+        targets.offer(name, SimpleNamespace(lease_id=name, token_s=None))
+    targets.take_early({"running": running, "failing": failing})
+    assert set(targets.by_lease) == {"running"}
+    assert {index for index, _ in running.outgoing.written} == {0, 1} and other.outgoing is None
+    taken = {id(req): error for req, error in targets.take(requests)}
+    assert taken[id(other)] is None and "not that one" in str(taken[id(failing)]) and len(taken) == 2
+    assert set(targets.by_lease) == {"running", "other"}
