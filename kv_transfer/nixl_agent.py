@@ -10,7 +10,8 @@ only, and NIXL wants to know for each whether it is DRAM or VRAM and of which de
 
 Which lane UCX took is not to be asked, but it shows: only the copy between processes of one host (CMA) is over when
 the call returns. A peer's first writes tell, and the log says so once; on one host any other lane is a warning,
-because it is several times slower (containers and hardened kernels forbid that copy).
+because it is several times slower (containers and hardened kernels forbid that copy). A write behind a notification tells nothing:
+it is over when the peer has taken the notification in.
 
 An agent belongs to one thread at a time; it may be made and registered on one and handed over to another.
 """
@@ -62,6 +63,7 @@ class _Peer:
     is_on_this_host: bool
     num_late_writes: int = -1  # that were not over in the call; -1 until the connection is wired up
     is_lane_known: bool = False
+    has_notified: bool = False  # since a write was last over
 
 
 @dataclass
@@ -166,7 +168,7 @@ class NixlAgent:
             except BaseException:
                 self._forget(transfer)
                 raise
-        if not known.is_lane_known:
+        if not known.is_lane_known and (state is TransferState.DONE or not known.has_notified):
             self._watch_lane(peer, known, state)
         handle = _Handle(transfer, peer, state)
         self._handles[id(handle)] = handle
@@ -183,11 +185,14 @@ class NixlAgent:
             known = self._peers.get(handle.peer)
             if handle.state is TransferState.DONE and known is not None:
                 known.num_late_writes = max(known.num_late_writes, 0)
+                known.has_notified = False
         return handle.state
 
     def notify(self, peer: str, payload: bytes) -> None:
-        if peer not in self._peers:
+        known = self._peers.get(peer)
+        if known is None:
             raise PeerLostError(f"peer {peer} is not connected")
+        known.has_notified = True
         with self._mapped():
             self._agent.send_notif(peer, payload)
 
