@@ -23,7 +23,7 @@ from cluster.worker.language import LanguageSizes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
-from cluster.worker.setup import set_up
+from cluster.worker.setup import check_device_lane, set_up
 from decode_service.engine import DecodeEngine
 from decode_service.runner import DecodeRunner
 from decode_service.speculation import DraftModelProposer, NgramProposer, Speculator
@@ -36,6 +36,7 @@ class DecodeService:
     def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
         """Loads the language half of the model. Blocks for as long as that takes; raises ConfigError."""
         setup = set_up(args, replica_id)
+        check_device_lane(args, setup)
         self.replica_id = replica_id
         self._num_blocks = args.decode.kv_blocks
         sizes = LanguageSizes(

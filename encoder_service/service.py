@@ -16,7 +16,7 @@ from cluster.types.messages import AnyMessage, Cancel, EncodeTarget, StartEncode
 from cluster.worker.memory_plan import MemoryPlan, available_bytes, encoder_step_bytes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import WorkerProcess
-from cluster.worker.setup import set_up
+from cluster.worker.setup import check_device_lane, set_up
 from encoder_service.cache import EmbeddingCache
 from encoder_service.engine import EncoderEngine
 from encoder_service.runner import EncoderRunner
@@ -31,6 +31,7 @@ class EncoderService:
     def __init__(self, args: ClusterArgs, replica_id: str):
         """Loads the encoder half of the model. Blocks for as long as that takes; raises ConfigError."""
         setup = set_up(args, replica_id)
+        check_device_lane(args, setup)
         self.replica_id = replica_id
         processor = MediaProcessor.load(args.model)
         if processor is None:

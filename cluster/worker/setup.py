@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,11 @@ from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.rpc import new_address
+from kv_transfer.lane_check import check_lane
+
+logger = logging.getLogger(__name__)
+
+SLOW_LANE = 20e9  # bytes per second; through the host's memory it is less, over CUDA IPC ten times as much
 
 
 @dataclass(frozen=True)
@@ -48,3 +54,19 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
         environment.socket_dir,
         turns_folder,
     )
+
+
+def check_device_lane(args: ClusterArgs, setup: WorkerSetup) -> None:
+    """On a GPU, before it is filled: whether NIXL reaches its memory from other processes. Raises ConfigError when it does not."""
+    if setup.device.type != "cuda" or args.transport != "nixl":
+        return
+    speed = check_lane(setup.device)
+    if speed < SLOW_LANE:
+        logger.warning(
+            "%s: NIXL moves this GPU's memory between processes at %.1f GB/s only: that is no CUDA IPC (containers need a common "
+            "IPC namespace and all GPUs visible)",
+            setup.replica_id,
+            speed / 1e9,
+        )
+    else:
+        logger.info("%s: NIXL moves this GPU's memory at %.1f GB/s", setup.replica_id, speed / 1e9)

@@ -1,0 +1,50 @@
+"""The check of NIXL's lane at start, over a CPU's memory: between two real processes."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cluster.errors import ConfigError
+from cluster.worker import setup as worker_setup
+from kv_transfer import lane_check
+from kv_transfer.nixl_agent import NixlAgent
+
+
+def test_bytes_arrive_and_the_lane_has_a_speed():
+    assert 1e7 < lane_check.check_lane(torch.device("cpu")) < 1e12
+
+
+def test_other_bytes_than_were_sent_are_noticed(monkeypatch):
+    post = NixlAgent.post
+    monkeypatch.setattr(
+        NixlAgent, "post", lambda self, peer, local, remote: post(self, peer, local[:-1], remote[:-1])
+    )
+    with pytest.raises(ConfigError, match="other bytes arrived than were sent"):
+        lane_check.check_lane(torch.device("cpu"))
+
+
+def test_a_process_that_cannot_take_part_is_an_error_in_time(monkeypatch):
+    monkeypatch.setattr(lane_check.sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match="NIXL does not move memory of cpu"):
+        lane_check.check_lane(torch.device("cpu"), timeout_s=5.0)
+
+
+@pytest.mark.parametrize(("speed", "level"), [(3e9, logging.WARNING), (200e9, logging.INFO)])
+def test_a_slow_lane_is_a_warning(monkeypatch, caplog, speed, level):
+    monkeypatch.setattr(worker_setup, "check_lane", lambda device: speed)
+    setup = SimpleNamespace(device=torch.device("cuda"), replica_id="p")
+    with caplog.at_level(logging.INFO):
+        worker_setup.check_device_lane(SimpleNamespace(transport="nixl"), setup)
+    (record,) = caplog.records
+    assert record.levelno == level and f"{speed / 1e9:.1f} GB/s" in record.getMessage()
+
+
+def test_a_cpu_and_other_transports_are_not_checked(monkeypatch):
+    monkeypatch.setattr(worker_setup, "check_lane", lambda device: pytest.fail("checked"))
+    for device, transport in (("cpu", "nixl"), ("cuda", "collective")):
+        setup = SimpleNamespace(device=torch.device(device), replica_id="p")
+        assert worker_setup.check_device_lane(SimpleNamespace(transport=transport), setup) is None
