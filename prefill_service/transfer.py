@@ -1,8 +1,9 @@
 """Prefill's half of the hand-over to decode: which blocks can go, and when the transfer is complete.
 
 Cached prefix blocks go at once, the blocks that a step fills layer by layer while it runs, the last, partly filled block with
-the end of its prompt. Where groups of blocks travel coded, a group goes when its last block is filled. A grant names the prompt's blocks, then the companion's. Posting returns immediately (the transfer
-thread copies); blocks stay referenced until the sender reports the end.
+the end of its prompt. Where groups of blocks travel coded, a group goes when its last block is filled. A grant names the
+prompt's blocks, then the companion's. Posting returns immediately (the transfer thread copies); blocks stay referenced until
+the sender reports the end.
 
 Over a slow link the end of a prompt may be sooner at decode if decode computes it itself (`transfer.recompute`): `plan_end` weighs that
 when the grant comes, with the speeds that were measured on either side.
@@ -93,13 +94,12 @@ def plan_end(
 ) -> None:
     """Decides how much of the prompt travels, before any of it has. token_s: in which decode computes a token. Tokens up to the last
     media item always travel, because decode has no embeddings."""
-    outgoing, prompt = request.outgoing, request.main.prompt
+    outgoing, main = request.outgoing, request.main
     if outgoing is None or token_s is None or (block_s := outgoing.block_s) is None:
         return
-    block_size = layout.segments[0].rows
-    media_end = max((span.end for span in prompt.media), default=0)
+    block_size, unit = layout.segments[0].rows, outgoing.blocks_together
+    media_end = max((span.end for span in main.prompt.media), default=0)
     least = max(-(-media_end // block_size), -(-MIN_SENT_BYTES // layout.block_bytes))
-    unit, main = outgoing.blocks_together, request.main
     missing = request.num_missing_tokens
     prefill_s = budget.predicted_s(missing, main.num_computed_tokens + missing / 2)
     num_blocks = num_blocks_to_send(main.num_tokens / block_size, block_s, token_s * block_size, prefill_s)
