@@ -120,7 +120,10 @@ class DecodeService:
             case Cancel():
                 self._process.loop.call(self._engine.cancel, message.request_id, message.choice_idx)
             case ReturnGrant():
-                self._process.kv_mover.revoke(message.lease_id, "no writer was given the grant")
+                revoke = (
+                    self._process.kv_mover.revoke
+                )  # tells other ranks, if there are any: not on the event loop
+                self._process.loop.call(revoke, message.lease_id, "no writer was given the grant")
 
     def _on_ended(self, request_id: str) -> None:
         self._process.shell.call_from_thread(self._finish_run, request_id)

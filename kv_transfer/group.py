@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.types.transfer import Grant, SentTotals
+from cluster.types.transfer import Grant, Mark, SentTotals
 from kv_transfer.agent import LayoutMismatchError, TransferError
 from kv_transfer.mover import Mover, MoverEvent, MoverFailed
 from kv_transfer.outgoing import Outgoing
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0  # normally a fraction of a millisecond
 
-Mark = tuple[int, int]  # a moment of the model's forwards, the same on all ranks
 _ENDED = object()
 
 
@@ -71,11 +70,12 @@ class RankLink:
 
     def listen(self, on_event: Callable[[MoverEvent], None]) -> None:
         """Blocks until the pipe ends; for a thread of its own."""
-        with suppress(EOFError, OSError):
-            while True:
-                self.take(self._connection.recv(), on_event)
-        self._answers.put(_ENDED)
-        self._connection.close()
+        try:
+            while (message := _received(self._connection)) is not None:
+                self.take(message, on_event)
+        finally:
+            self._answers.put(_ENDED)
+            self._connection.close()
 
     def take(self, message: tuple[Any, ...], on_event: Callable[[MoverEvent], None]) -> None:
         """What that rank has sent."""
@@ -85,6 +85,14 @@ class RankLink:
                 on_event(event)
             case (_, answer):
                 self._answers.put(answer)
+
+
+def _received(connection: Connection) -> tuple[Any, ...] | None:
+    """The next message; None: the pipe has ended."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        return None
 
 
 @dataclass
@@ -255,7 +263,6 @@ class RankMover:
         self._connection = connection
         self._has = has
         self._lock = threading.Lock()  # its thread and the mover's send, and look leases up
-        self._mover: Mover | None = None
         self._open: dict[str, Outgoing] = {}
 
     def attach(self, mover: Mover) -> None:
@@ -264,7 +271,6 @@ class RankMover:
 
     def on_event(self, event: MoverEvent) -> None:
         """Of the mover, on its thread."""
-        assert self._mover is not None
         if not isinstance(event, MoverFailed):  # which is in the log
             with self._lock:
                 self._open.pop(event.lease_id, None)
@@ -276,14 +282,12 @@ class RankMover:
 
     def run(self) -> None:
         """Blocks until the pipe ends; for a thread of its own."""
-        with suppress(EOFError, OSError):
-            while True:
-                self.do(self._connection.recv())
+        while (order := _received(self._connection)) is not None:
+            self.do(order)
 
     def do(self, order: tuple[Any, ...]) -> None:
         """What rank 0 has told."""
         mover = self._mover
-        assert mover is not None
         match order:
             case ("grant", *arguments):
                 self.send("granted", mover.grant(*arguments))

@@ -28,10 +28,9 @@ from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import FeatureSlice, SequenceChunk
 from cluster.model.step_model import StepModel
+from cluster.types.transfer import Mark
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # one rank may read its share of the weights so much faster
-
-Mark = tuple[int, int]  # a moment of a forward: its number, and how many of its layers are written
 
 
 @dataclass(frozen=True)
@@ -110,23 +109,28 @@ class LeadingModel:
     """Rank 0's model: every call is told to the others, then made. One thread."""
 
     def __init__(
-        self, model: StepModel, others: Sequence[Connection], dtype: torch.dtype, device: torch.device
+        self,
+        model: StepModel,
+        others: Sequence[Connection],
+        progress: Progress,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         """dtype, device: of the model, in and on which embeddings travel."""
         self._model = model
         self._others = others
         self._dtype = dtype
         self._device = device
-        self.progress = Progress()
+        self._progress = progress
 
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
         self._tell_chunks(_Forward, chunks)
-        self.progress.begin()
+        self._progress.begin()
 
         def on_written(layer_idx: int) -> None:
-            self.progress.layer(None)
+            self._progress.layer(None)
             if on_layer is not None:
                 on_layer(layer_idx)
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import msgspec
 
+Mark = tuple[
+    int, int
+]  # a moment of a model's forwards, the same on all ranks: which forward, and how many of its layers are written
+
 
 class Contract(msgspec.Struct, frozen=True):
     """What writer and owner must have in common, or bytes mean different things to them."""

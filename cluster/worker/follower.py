@@ -61,7 +61,7 @@ def main(calls_fd: int, moves_fd: int) -> None:
 def _follow_transfers(rank_mover: RankMover) -> None:
     try:
         rank_mover.run()
-    except Exception:
+    except Exception:  # the process's edge: the log says what, rank 0 says who
         logger.exception("a transfer order could not be followed")
     os._exit(1)  # rank 0 is gone, or will be; the main thread may be inside a collective that never ends
 

@@ -35,8 +35,12 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def on_failure(self, function: Callable[[], None]) -> None:
-        """`function` is called, once, on the thread that finds the engine dead. Set it before `start`."""
-        self._on_failure = function
+        """`function` is called, once, on the thread that finds the engine dead; at once, if it is dead already. Set it before `start`."""
+        with self._wake:
+            self._on_failure = function
+            has_failed = self._failure is not None
+        if has_failed:
+            function()
 
     def start(self) -> None:
         self._thread.start()
@@ -55,8 +59,9 @@ class StepLoop:
             self._failure = error
             self._stopping = True
             self._wake.notify()
-        if self._on_failure is not None:
-            self._on_failure()
+            on_failure = self._on_failure
+        if on_failure is not None:
+            on_failure()
 
     def stop(self, timeout_s: float) -> None:
         """Finish the current step and end the thread. Blocks up to `timeout_s`."""

@@ -71,9 +71,10 @@ class WorkerProcess:
         )
         self._setup = setup
         self._ranks = ranks
-        self._group = (
-            None if ranks is None else GroupMover(self.mover, ranks.links, self._on_transfer, ranks.now)
-        )
+        self._group = None
+        if ranks is not None:
+            progress = ranks.progress
+            self._group = GroupMover(self.mover, ranks.links, self._on_transfer, lambda: progress.now)
         num_threads = torch.get_num_threads() * (1 if ranks is None else ranks.size)
         folder = setup.turns_folder
         self.turns = no_turns(self.clock) if folder is None else cpu_turns(self.clock, folder, num_threads)

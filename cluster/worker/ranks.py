@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -30,13 +29,13 @@ import torch
 from cluster.config.environment import child_environment
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
-from cluster.model.parallel import LeadingModel, join_group, leave_group
+from cluster.model.parallel import LeadingModel, Progress, join_group, leave_group
 from cluster.rpc.address import make_private
 from cluster.types.members import Role
 from cluster.worker.language import Language, LanguageSizes, load_language
 from cluster.worker.setup import WorkerSetup
 from kv_transfer.agent import TransferError
-from kv_transfer.group import Mark, RankLink
+from kv_transfer.group import RankLink
 from kv_transfer.mover import MoverEvent
 
 logger = logging.getLogger(__name__)
@@ -82,9 +81,8 @@ class Ranks:
         self._lock = threading.Lock()
         self._is_stopping = False
         self._lost: int | None = None  # the first one that ended unasked
-        self._on_event: Callable[[int, MoverEvent], None] | None = None
         self._on_lost: Callable[[int], None] | None = None
-        self._leading: LeadingModel | None = None
+        self.progress = Progress()  # of rank 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._calls: list[Connection] = []
         self.links: list[RankLink] = []
@@ -112,8 +110,9 @@ class Ranks:
                 link.answer(START_TIMEOUT_S)
         except TransferError as error:
             raise ConfigError(str(error), param="tensor_parallel_size") from error
-        self._leading = LeadingModel(language.steps, self._calls, language.model.dtype, group.device)
-        return dataclasses.replace(language, steps=self._leading)
+        dtype = language.model.dtype
+        leading = LeadingModel(language.steps, self._calls, self.progress, dtype, group.device)
+        return dataclasses.replace(language, steps=leading)
 
     def attach(self, on_event: Callable[[int, MoverEvent], None], on_lost: Callable[[int], None]) -> None:
         """Once, before the first transfer. `on_event(rank, event)`: of that rank's transfers. `on_lost(rank)`: it has ended unasked,
@@ -123,11 +122,6 @@ class Ranks:
             lost = self._lost
         if lost is not None:
             on_lost(lost)
-
-    def now(self) -> Mark:
-        """Where rank 0's forward is."""
-        assert self._leading is not None
-        return self._leading.progress.now
 
     def stop(self) -> None:
         """Lets them end their transfers, then ends them. Blocks up to `STOP_TIMEOUT_S`. May be repeated."""
@@ -147,7 +141,12 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _listen(self, rank: int) -> None:
-        self.links[rank - 1].listen(partial(self._hear, rank))
+        try:
+            self.links[rank - 1].listen(lambda event: self._on_event(rank, event))
+        finally:  # also when nobody listens any more because of a bug: a rank that is not heard is lost
+            self._lose(rank)
+
+    def _lose(self, rank: int) -> None:
         with self._lock:
             if self._is_stopping or self._lost is not None:
                 return
@@ -155,10 +154,6 @@ class Ranks:
         logger.error("rank %d of this worker has ended", rank)
         if on_lost is not None:
             on_lost(rank)
-
-    def _hear(self, rank: int, event: MoverEvent) -> None:
-        assert self._on_event is not None
-        self._on_event(rank, event)
 
     def _spawn(self) -> tuple[Connection, Connection]:
         """Rank 0's ends of the two pipes."""

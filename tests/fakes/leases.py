@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from kv_transfer.in_process import InProcessNetwork
@@ -12,7 +14,26 @@ from tests.fakes.clock import ManualClock
 TTL_S, MARGIN_S = 10.0, 2.0
 
 
-class LeasePair:
+class SteppedPair:
+    """Somebody who writes and somebody who owns, moved by hand; a base for pairs that have `writer`, `owner` and `clock`."""
+
+    writer: Any
+    owner: Any
+    clock: ManualClock
+
+    def step(self, rounds=1):
+        for _ in range(rounds):
+            self.writer.step()
+            self.owner.step()
+
+    def let_everything_end(self):
+        self.step(20)
+        for _ in range(3):
+            self.clock.at += TTL_S
+            self.step(2)
+
+
+class LeasePair(SteppedPair):
     """The owner frees a lease's blocks with its event, as engines do."""
 
     def __init__(
@@ -52,17 +73,6 @@ class LeasePair:
     def take(self, lease_id, num_blocks):
         self.held[lease_id] = blocks = self.pool.allocate(num_blocks)
         return blocks, self.pool.generations(blocks)
-
-    def step(self, rounds=1):
-        for _ in range(rounds):
-            self.writer.step()
-            self.owner.step()
-
-    def let_everything_end(self):
-        self.step(20)
-        for _ in range(3):
-            self.clock.at += TTL_S
-            self.step(2)
 
     def audit(self):
         assert self.writer.num_open == 0 and self.owner.num_open == 0

@@ -76,10 +76,10 @@ def run_rank(
             follow(model, kv, group, calls[name], progress, torch.float32, model.feature_width)
             assert progress.has((2, model.num_layers))
             continue
-        leading = LeadingModel(model, [calls[name]], torch.float32, group.device)
+        leading = LeadingModel(model, [calls[name]], progress, torch.float32, group.device)
         found = answers(leading, kv, model.feature_width)
         calls[name].close()
-        results.send((name, (*found, leading.progress.now, model.weight_bytes, model.kv_layout.block_bytes)))
+        results.send((name, (*found, progress.now, model.weight_bytes, model.kv_layout.block_bytes)))
     results.send(None)
     leave_group()
 

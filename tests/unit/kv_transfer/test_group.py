@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kv_transfer.mover import Mover
 from kv_transfer.receiver import Aborted, Completed
 from kv_transfer.sender import Finished, SendAborted, SendFailed
 from tests.fakes.clock import ManualClock
-from tests.fakes.leases import MARGIN_S, TTL_S
+from tests.fakes.leases import MARGIN_S, TTL_S, SteppedPair
 
 LAYOUT = MemoryLayout((SegmentSpec(4, (2,), torch.float32), SegmentSpec(4, (3,), torch.float32)))
 NUM_RANKS = 2
@@ -63,7 +64,7 @@ class Worker:
             mover.step()
 
 
-class Pair:
+class Pair(SteppedPair):
     def __init__(self):
         self.clock, self.network = ManualClock(), InProcessNetwork()
         self.writer = Worker(self.network, self.clock, "writer", True)
@@ -83,17 +84,6 @@ class Pair:
         outgoing.write([6], [1])
         outgoing.finish(b"payload")
         return outgoing
-
-    def step(self, rounds=1):
-        for _ in range(rounds):
-            self.writer.step()
-            self.owner.step()
-
-    def let_everything_end(self):
-        self.step(20)
-        for _ in range(3):
-            self.clock.at += TTL_S
-            self.step(2)
 
     def check_bytes(self):
         for source, target in zip(self.writer.memories, self.owner.memories, strict=True):
@@ -209,6 +199,21 @@ def test_a_rank_that_ends_is_known_at_once():
     listening.join(5)
     assert not listening.is_alive()
     link.tell("cancel", "lease")  # nobody hears it, nobody minds
+
+
+def test_a_link_whose_listener_fails_is_given_up_by_name():
+    ours, theirs = Pipe()
+    link, mover = RankLink(ours), RankMover(theirs, lambda mark: True)
+    mover.attach(SimpleNamespace(sent=None))  # type: ignore[arg-type]
+    mover.on_event(SendFailed("lease", TransferError("because")))
+
+    def broken(event):
+        raise OSError("the owner's, not the pipe's")
+
+    with pytest.raises(OSError, match="the owner's"):
+        link.listen(broken)
+    with pytest.raises(TransferError, match="has ended"):
+        link.answer(5)
 
 
 def test_orders_and_events_survive_a_real_pipe():

@@ -90,5 +90,7 @@ def test_an_engine_that_hangs_can_be_given_up_from_outside():
     with pytest.raises(RuntimeError, match="the engine stopped") as raised:
         loop.check_health()
     assert "a rank has ended" in str(raised.value.__cause__)
+    loop.on_failure(lambda: failures.append("told late"))
+    assert failures[1:] == ["told late"], "who asks after the death hears of it, too"
     hanging.set()
     loop.stop(5)
