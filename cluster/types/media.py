@@ -13,6 +13,28 @@ class Modality(StrEnum):
     AUDIO = "audio"
 
 
+class FrameStrategy(StrEnum):
+    """Which frames of a video are looked at."""
+
+    UNIFORM = "uniform"  # at equal distances over the whole clip
+    KEYFRAMES = "keyframes"  # those that the encoder of the file stored whole
+    SCENES = "scenes"  # the first frame after each cut, then at equal distances
+
+
+class MediaOptions(msgspec.Struct, frozen=True):
+    """How a client wants one item to be looked at. The defaults leave everything to the model's own processor."""
+
+    min_pixels: int | None = None  # of an image, or of each frame of a video, after resizing
+    max_pixels: int | None = None
+    strategy: FrameStrategy = FrameStrategy.UNIFORM
+    fps: float | None = None  # frames to take of each second
+    min_frames: int | None = None
+    max_frames: int | None = None
+    audio_in_video: bool = False  # the clip's sound track is heard, too
+    temporal_pooling: int = 1  # so many neighbouring patches in time become one embedding row, their mean
+    spatial_pooling: int = 1  # so many times so many neighbouring patches become one embedding row, their mean
+
+
 class MediaProbe(msgspec.Struct, frozen=True):
     """What a header says, before anything is decoded."""
 
@@ -22,6 +44,9 @@ class MediaProbe(msgspec.Struct, frozen=True):
     num_frames: int = 0  # frames that will be sampled from a video (its `fps` belongs to these frames)
     fps: float = 0.0  # frames per second of the sampled frames
     num_samples: int = 0  # audio samples at the model's sampling rate
+    frame_idx: tuple[int, ...] = ()  # of the sampled frames, among all frames of the video
+    source_fps: float = 0.0  # frames per second of the video itself
+    num_source_frames: int = 0
 
 
 class MediaGeometry(msgspec.Struct, frozen=True):
@@ -38,8 +63,9 @@ class MediaItem(msgspec.Struct, frozen=True):
 
     modality: Modality
     data: bytes  # the original file's bytes, already checked against the size cap
-    media_hash: str  # content hash of bytes and processor settings
+    media_hash: str  # content hash of bytes, processor settings, options and tenant
     geometry: MediaGeometry
+    options: MediaOptions = MediaOptions()
 
 
 class MediaSpan(msgspec.Struct, frozen=True):
