@@ -29,7 +29,7 @@ from cluster.worker.turns import Turns
 from kv_transfer.agent import TransferError
 from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover
-from kv_transfer.receiver import Aborted, Completed, LeaseEvent
+from kv_transfer.receiver import Completed, LeaseEvent
 from kv_transfer.sender import Finished, SendEvent
 from prefill_service.features import FeatureStore
 from prefill_service.runner import PrefillRunner, uncut_spans
@@ -150,16 +150,12 @@ class PrefillEngine:
         if request is not None:
             return self._on_sent(request, event)
         has_come = isinstance(event, Completed)
-        why = event.reason if isinstance(event, Aborted) else "their lease ran out"
         for request_id, item_idx in self._features.close_lease(event.lease_id, completed=has_come):
             request = self._requests.get(request_id)  # None: `start` will find it ready
-            if request is not None and has_come:
+            if request is not None:
                 request.main.items_ready.add(item_idx)
                 if request.main.sequence_id in self._chunks:
                     self._chunks.set_ready(request.main.sequence_id, request.main.num_ready_tokens)
-            elif request is not None:
-                error = f"embeddings of media item {item_idx} did not arrive: {why}"
-                self._fail(request, UnavailableError(error))
 
     def load(self) -> LoadReport:
         return LoadReport(

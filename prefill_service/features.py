@@ -4,12 +4,13 @@ Each item has one copy for all requests that are in work and show it. The first 
 (`FeatureGranted`) and owns the lease; the others are told that nothing is needed from them (`FeatureShared`). A copy's life:
 
     queued   wants room                          → leased, or forgotten when its last consumer releases it
-    leased   an encoder may write                → ready; leased anew for the next consumer when the lease ends without
-                                                   embeddings; freed at the lease's end when nobody is left
+    leased   an encoder may write                → ready; leased anew when the lease ends without embeddings, for its door
+                                                   asks another encoder; freed at the lease's end when nobody is left
     ready    rows can be read                    → freed when its last consumer releases it
 
 An owner that releases the copy early leaves its lease to the others. Has it failed or been cancelled, its encoder is about to
-stop: they go on in other room if there is some, and else take this room over at the lease's end.
+stop: they go on in other room if there is some, and else take this room over at the lease's end. So does the owner itself when
+its encoder is lost (`renew`).
 
 Room is given strictly in order of arrival: requests in order, items in prompt order. Prefill takes KV blocks in the same
 order, so the oldest request always gets what it needs and none can wait for a younger one. Hence nobody joins a copy behind
@@ -98,9 +99,8 @@ class FeatureStore:
             self._grant_queued()
 
     def close_lease(self, lease_id: str, *, completed: bool) -> list[ItemKey]:
-        """The encoder is done or gone. Returns whom that concerns: if the embeddings have come, everybody who waits for them; if not,
-        the one whose encoder it was, unless it has left. To that one the item is lost; the others get theirs from the next.
-        Engine thread."""
+        """The encoder is done or gone. Returns everybody whose embeddings have come. If they have not, the first of those who wait is
+        granted the room anew. Engine thread."""
         with self._lock:
             copy = self._by_lease.pop(lease_id, None)
             if copy is None:
@@ -109,14 +109,18 @@ class FeatureStore:
             if completed and copy.consumers:
                 copy.is_ready = True
                 return list(copy.consumers)
-            lost = [copy.owner] if copy.owner in copy.consumers else []
-            for key in lost:
-                self._drop(self._items.pop(key), key)
             self._blocks.free(copy.block_ids)
             if copy.consumers:
                 self._grant(copy, self._blocks.allocate(len(copy.block_ids)))
             self._grant_queued()
-            return lost
+            return []
+
+    def renew(self, key: ItemKey) -> None:
+        """The encoder that was given the item's grant is lost. Any thread."""
+        with self._lock:
+            copy = self._items.get(key)
+            if copy is not None and copy.lease_id and copy.owner == key:
+                self._move_on(copy)
 
     def ready_items(self, request_id: str, num_items: int) -> set[int]:
         """Items whose rows were here before the request was, or that came before its engine knew it. Engine thread."""

@@ -15,7 +15,15 @@ from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.members import Member, Role
-from cluster.types.messages import AnyMessage, Cancel, DecodeTarget, Failed, ReturnGrant, StartPrefill
+from cluster.types.messages import (
+    AnyMessage,
+    Cancel,
+    DecodeTarget,
+    EncoderLost,
+    Failed,
+    ReturnGrant,
+    StartPrefill,
+)
 from cluster.worker.language import LanguageSizes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
@@ -100,6 +108,8 @@ class PrefillService:
                 self._process.loop.call(self._engine.take_targets)
             case Cancel():
                 self._process.loop.call(self._engine.cancel, message.request_id)
+            case EncoderLost():
+                self._features.renew((message.request_id, message.item_idx))
             case ReturnGrant():
                 self._process.mover.revoke(message.lease_id, "no writer was given the grant")
 

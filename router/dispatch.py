@@ -1,8 +1,7 @@
 """One request's way through encode, prefill and decode, as its door sees it.
 
     launch   place it; tell prefill and the encoders at the same time, decode as soon as prefill has the memory
-    pass on  decode's grant to prefill, prefill's grants to the encoders; an item that prefill has for another request is
-             called off, and asked for again should that one fall through
+    pass on  decode's grant to prefill, prefill's grants to the encoders (`router.encoding`)
     yield    per choice: prefill's first token, then decode's tokens
     land     whatever happened, every stage that may still hold something is told to let go
 
@@ -16,10 +15,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from cluster.config.settings import DoorArgs
-from cluster.errors import ClusterError, MediaError, RequestError, UnavailableError, from_info
+from cluster.errors import ClusterError, RequestError, UnavailableError, from_info
 from cluster.ids import new_request_id
 from cluster.kvcache.hashing import block_hashes
-from cluster.media.settings import item_name
 from cluster.types.media import MediaItem
 from cluster.types.members import Role
 from cluster.types.messages import (
@@ -28,19 +26,18 @@ from cluster.types.messages import (
     Cancel,
     DecodeGranted,
     DecodeTarget,
-    EncodeTarget,
     Failed,
     FeatureGranted,
     FeatureShared,
     Preempted,
     ReturnGrant,
     StartDecode,
-    StartEncode,
     StartPrefill,
     TokenEvent,
     Tokens,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
+from router.encoding import EncodeStage
 from router.flight import Flight
 from router.members import MemberTable, Peer
 from router.policy import LeastWorkPolicy, RequestView, WorkerView
@@ -148,6 +145,7 @@ class Dispatcher:
         self._call_decode = call_decode
         self._timeouts = timeouts
         self.block_size = block_size
+        self._encode = EncodeStage(self._next_encoder, timeouts.first_token_timeout_s)
         self._flights: dict[str, Flight] = {}
         self._calls: set[asyncio.Future[None]] = set()
         self.members: MemberTable | None = None  # set once by the door, which builds both
@@ -203,19 +201,23 @@ class Dispatcher:
         elif isinstance(message, DecodeGranted):
             flight.prefill.send(DecodeTarget(message.request_id, message.grant))
         elif isinstance(message, FeatureGranted):
-            self._set_target(flight, message)
+            self._encode.on_granted(flight, message)
         elif isinstance(message, FeatureShared):
-            self._call_off(flight, message.item_idx)
+            self._encode.on_shared(flight, message.item_idx)
         elif isinstance(message, Preempted):
             flight.on_preempted()
-        elif isinstance(message, Failed) and flight.needs(peer, message.item_idx):
-            flight.fail(_named(flight, message))
+        elif isinstance(message, Failed) and peer.member.role is Role.ENCODE:
+            self._encode.on_failed(flight, peer, message)
+        elif isinstance(message, Failed) and flight.needs(peer):
+            flight.fail(from_info(message.error))
         # Encoded needs no answer: prefill has been told by the encoder's own notification.
 
     def on_lost(self, peer: Peer) -> None:
         self._policy.forget(peer.member.replica_id)
         for flight in list(self._flights.values()):
-            if flight.needs(peer):
+            if peer.member.role is Role.ENCODE:
+                self._encode.on_lost(flight, peer)
+            elif flight.needs(peer):
                 flight.fail(UnavailableError(f"the {peer.member.role} worker was lost", retry_after_s=1.0))
 
     def _place(self, request: GenerateRequest, items: Sequence[MediaItem], hashes: Sequence[bytes]) -> Flight:
@@ -255,27 +257,15 @@ class Dispatcher:
         flight.charge(flight.decode, len(request.sampling) * len(request.prompts))
         flight.charge(flight.prefill, sum(len(prompt.token_ids) for prompt in request.prompts))
         flight.prefill.send(StartPrefill(request, self._timeouts.first_token_timeout_s))
-        for item_idx in range(len(flight.items)):
-            self._start_encode(flight, item_idx)
+        self._encode.start(flight)
 
-    def _start_encode(self, flight: Flight, item_idx: int) -> None:
-        encoder, item = flight.encoders[item_idx], flight.items[item_idx]
-        flight.charge(encoder, item.geometry.num_tokens)
-        timeout_s = self._timeouts.first_token_timeout_s
-        encoder.send(StartEncode(flight.request.request_id, item_idx, item, timeout_s))
-
-    def _call_off(self, flight: Flight, item_idx: int) -> None:
-        encoder = flight.encoders[item_idx]
-        flight.shared_items.add(item_idx)
-        flight.refund(encoder, flight.items[item_idx].geometry.num_tokens)
-        encoder.send(Cancel(flight.request.request_id, item_idx=item_idx))
-
-    def _set_target(self, flight: Flight, granted: FeatureGranted) -> None:
-        if granted.item_idx in flight.shared_items:  # whoever was to bring it has failed or left
-            flight.shared_items.remove(granted.item_idx)
-            self._start_encode(flight, granted.item_idx)
-        target = EncodeTarget(granted.request_id, granted.item_idx, granted.grant)
-        flight.encoders[granted.item_idx].send(target)
+    def _next_encoder(self, flight: Flight, item_idx: int, last: Peer) -> Peer:
+        """Who encodes an item after `last` has not: the best of the others."""
+        assert self.members is not None
+        others = [peer for peer in self.members.candidates(Role.ENCODE) if peer is not last]
+        item = flight.items[item_idx]
+        views = [_view(peer) for peer in others]
+        return self.members.peer(self._policy.place_item(item.media_hash, item.geometry.num_tokens, views))
 
     def _start_decode(self, flight: Flight) -> None:
         request = flight.request
@@ -310,11 +300,3 @@ class Dispatcher:
 
 def _view(peer: Peer) -> WorkerView:
     return WorkerView(peer.member.replica_id, peer.num_queued_units)
-
-
-def _named(flight: Flight, message: Failed) -> ClusterError:
-    error = from_info(message.error)
-    if isinstance(error, MediaError) and message.item_idx is not None:
-        name = item_name(flight.request.prompt.media[message.item_idx].modality, message.item_idx)
-        return MediaError(f"{name}: {error.message}", param="messages")
-    return error

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.errors import ClusterError, UnavailableError
 from cluster.types.media import MediaItem
 from cluster.types.messages import FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
 from router.members import Peer
+
+
+@dataclass(eq=False)
+class Errand:
+    """One media item on its way into prefill's memory."""
+
+    encoder: Peer  # who is asked for it
+    has_target: bool = False  # that encoder has been told where the embeddings go
+    is_shared: bool = False  # prefill has them, or gets them, for another request
+    num_attempts: int = 1
 
 
 class Resume:
@@ -50,20 +61,17 @@ class Flight:
     ):
         self.request = request
         self.items = items
-        self.encoders = encoders  # per media item
+        self.errands = [Errand(encoder) for encoder in encoders]  # per media item
         self.prefill = prefill
         self.decode = decode
         self.has_decode_spoken = False
         self.is_over_at_decode = False  # decode holds nothing for it any more, and so prefill does not either
         self.has_landed = False
         self.open_choices = set(range(len(request.sampling)))  # that somebody still reads
-        self.shared_items: set[int] = set()  # that prefill has, or gets, for another request
+        self.has_failed = False
+        self.peers = [*dict.fromkeys([decode, prefill, *encoders])]  # that may hold something for it
         self._lines = [_Line() for _ in request.sampling]
         self._charges: list[tuple[Peer, int]] = []  # predicted work not known to be done
-
-    @property
-    def peers(self) -> list[Peer]:
-        return [*dict.fromkeys([self.decode, self.prefill, *self.encoders])]
 
     @property
     def has_first_token(self) -> bool:
@@ -72,15 +80,19 @@ class Flight:
     def is_finished(self, choice_idx: int) -> bool:
         return self._lines[choice_idx].is_finished
 
-    def needs(self, peer: Peer, item_idx: int | None = None) -> bool:
-        """Whether the answer still depends on a worker, or on what it does for one item: on encoders until the first token, on
-        prefill until decode has the KV. A worker that gives up or is lost later costs the client nothing. What an encoder says of a
-        shared item does not matter, but its loss does: it is the one to ask if the other request falls through."""
+    def needs(self, peer: Peer) -> bool:
+        """Whether the answer still depends on a language worker: on prefill until decode has the KV. One that gives up or is lost later
+        costs the client nothing. Encoders are replaceable: see `router.encoding`."""
         if peer is self.decode:
             return not self.is_over_at_decode
-        if peer is self.prefill:
-            return not self.has_decode_spoken
-        return peer in self.encoders and not self.has_first_token and item_idx not in self.shared_items
+        return peer is self.prefill and not self.has_decode_spoken
+
+    def move_item(self, item_idx: int, encoder: Peer) -> None:
+        """From now on this encoder is asked for the item."""
+        self.errands[item_idx].encoder = encoder
+        if encoder not in self.peers:
+            self.peers.append(encoder)
+            encoder.num_flights += 1
 
     def charge(self, peer: Peer, num_units: int) -> None:
         """Count work that is on its way to a worker, so that the next request sees it before the worker reports it."""
@@ -123,6 +135,7 @@ class Flight:
                 line.next(Resume())
 
     def fail(self, error: ClusterError) -> None:
+        self.has_failed = True
         for line in self._lines:
             line.queue.put_nowait(error)
 

@@ -77,7 +77,7 @@ class LeastWorkPolicy:
             if not workers and (pool != "encode" or request.media):
                 raise UnavailableError(f"no {pool} worker is ready", retry_after_s=1.0)
         return Placement(
-            encoders=self._place_items(request, encoders),
+            encoders=self._place_items(request.media, encoders),
             prefill=self._place_prefill(request, prefills),
             decode=min(decodes, key=lambda worker: (worker.num_queued_units, worker.replica_id)).replica_id,
         )
@@ -86,10 +86,18 @@ class LeastWorkPolicy:
         """The worker is gone, and its caches with it."""
         self._remembered.pop(replica_id, None)
 
-    def _place_items(self, request: RequestView, encoders: Sequence[WorkerView]) -> tuple[str, ...]:
+    def place_item(self, media_hash: str, num_rows: int, encoders: Sequence[WorkerView]) -> str:
+        """The encoder for one item of a request. Raises UnavailableError when there is none."""
+        if not encoders:
+            raise UnavailableError("no encode worker is ready", retry_after_s=1.0)
+        return self._place_items([(media_hash, num_rows)], encoders)[0]
+
+    def _place_items(
+        self, media: Sequence[tuple[str, int]], encoders: Sequence[WorkerView]
+    ) -> tuple[str, ...]:
         queued = {worker.replica_id: worker.num_queued_units for worker in encoders}
         chosen: list[str] = []
-        for media_hash, num_rows in request.media:
+        for media_hash, num_rows in media:
 
             def cost(replica_id: str, key: str = media_hash, rows: int = num_rows) -> tuple[int, bytes]:
                 added = 0 if key in self._memory(replica_id) else rows

@@ -32,7 +32,9 @@ class MediaOptions(msgspec.Struct, frozen=True):
     max_frames: int | None = None
     audio_in_video: bool = False  # the clip's sound track is heard, too
     temporal_pooling: int = 1  # so many neighbouring patches in time become one embedding row, their mean
-    spatial_pooling: int = 1  # so many times so many neighbouring patches become one embedding row, their mean
+    spatial_pooling: int = (
+        1  # so many times so many neighbouring patches become one embedding row, their mean
+    )
 
 
 class MediaProbe(msgspec.Struct, frozen=True):

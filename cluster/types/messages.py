@@ -9,6 +9,8 @@ One request, in call order (D decode, P prefill, E encoder):
     door → E  EncodeTarget per item (P's grant)
     door → E  Cancel per shared item; should P grant it later after all, StartEncode and EncodeTarget follow
     E → door  Encoded (the embeddings are in P's memory)
+    E → door  Failed for an item, or the encoder is lost: the door asks another one, and if the lost one had P's grant tells P so
+              (EncoderLost); whenever a lease ends without embeddings, P grants anew
     P → door  Tokens (the first token)
     D → door  Tokens (one frame per decode step, for all requests of this door)
     D → door  Preempted; ends the request at that worker: the door starts what is left of it anew
@@ -34,7 +36,7 @@ from cluster.types.media import MediaItem
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, SentTotals
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class FinishReason(StrEnum):
@@ -119,6 +121,13 @@ class EncodeTarget(Message, frozen=True):
     grant: Grant
 
 
+class EncoderLost(Message, frozen=True):
+    """To prefill: the encoder that was given the grant of one item is gone. Another grant follows."""
+
+    request_id: str
+    item_idx: int
+
+
 class ReturnGrant(Message, frozen=True):
     """To the owner of a grant that came after its request had landed: no writer was ever given it, so its blocks can be
     reused at once. Sound because the door is the only one who passes grants on."""
@@ -200,7 +209,7 @@ class Cancel(Message, frozen=True):
 
 AnyMessage = (
     Hello | StartDecode | DecodeGranted | StartPrefill | Admitted | FeatureGranted | FeatureShared | DecodeTarget
-    | StartEncode | EncodeTarget | ReturnGrant | Encoded | Tokens | Failed | Preempted | Cancel
+    | StartEncode | EncodeTarget | EncoderLost | ReturnGrant | Encoded | Tokens | Failed | Preempted | Cancel
 )  # fmt: skip
 
 

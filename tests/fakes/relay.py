@@ -51,6 +51,7 @@ class Story:
     error: str | None = None
     is_open: bool = True
     shared_items: set[int] = field(default_factory=set)  # that come for another request
+    targets: set[int] = field(default_factory=set)  # items whose encoder was told where to write
     flown_on: set[int] = field(default_factory=set)  # choices that go on as requests of their own
 
     @property
@@ -127,12 +128,13 @@ class Relay:
             story.shared_items.add(message.item_idx)
             self.to_worker["encoder"].append(Cancel(message.request_id, item_idx=message.item_idx))
         elif isinstance(message, FeatureGranted):
-            if message.item_idx in story.shared_items:
-                story.shared_items.remove(message.item_idx)
+            if message.item_idx in story.shared_items | story.targets:  # it did not come
+                story.shared_items.discard(message.item_idx)
                 item = story.items[message.item_idx]
                 self.to_worker["encoder"].append(
                     StartEncode(message.request_id, message.item_idx, item, TIMEOUT_S)
                 )
+            story.targets.add(message.item_idx)
             target = EncodeTarget(message.request_id, message.item_idx, message.grant)
             self.to_worker["encoder"].append(target)
         elif isinstance(message, Preempted) and story.is_open:

@@ -157,6 +157,7 @@ def test_an_item_that_nobody_else_wants_is_not_encoded_when_it_is_called_off(rig
 
 def test_a_target_for_a_request_that_has_ended_is_given_back(rig):
     target(rig)
+    rig.features.release(("r", 0))
     rig.turn(3)
     assert rig.features.num_open_leases == 0
 
