@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from cluster.clock import Clock
 from cluster.errors import ClusterError
@@ -11,7 +11,7 @@ from cluster.text.stop import StopStrings
 from cluster.types.messages import FinishReason, TokenEvent
 from router.dispatch import TokenStream
 from router.metrics import DoorMetrics
-from router.openai.protocol import TextDelta, Usage
+from router.openai.protocol import MediaNote, TextDelta, Usage
 from router.prompts import PreparedPrompt
 
 
@@ -48,6 +48,10 @@ class Choice:
             cached_tokens=self._num_cached_tokens,
             audio_tokens=self._prompt.num_audio_tokens,
         )
+
+    @property
+    def media_notes(self) -> Sequence[MediaNote]:
+        return self._prompt.media_notes
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         try:

@@ -14,6 +14,7 @@ from cluster.media.sources import MediaSource, read_source
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.types.request import Guidance, Prompt
+from router.openai.protocol import MediaNote
 from router.openai.translate import ChatCall, GuidanceRules
 
 
@@ -25,6 +26,7 @@ class PreparedPrompt:
     items: tuple[MediaItem, ...]
     block_hashes: Sequence[bytes]
     guidance: Guidance | None = None
+    media_notes: Sequence[MediaNote] = ()  # what was done to items that the client did not ask for
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.errors import MediaError, UnsupportedError
 from cluster.media.settings import item_name
-from cluster.types.media import Modality
+from cluster.types.media import MediaOptions, Modality
 
 
 class MediaSource(msgspec.Struct, frozen=True):
@@ -18,6 +18,7 @@ class MediaSource(msgspec.Struct, frozen=True):
     modality: Modality
     url: str
     param: str = "messages"  # the request field it stood in
+    options: MediaOptions = MediaOptions()  # how it is to be looked at
 
 
 def read_source(source: MediaSource, max_bytes: int, item_idx: int = 0) -> tuple[bytes, str]:

@@ -7,7 +7,7 @@ While `chat` or `complete` is still waiting, a client that leaves cancels the aw
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -33,8 +33,25 @@ class Usage(msgspec.Struct, frozen=True):
     audio_tokens: int = 0  # of the prompt
 
 
+class MediaNote(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was done to one media item that the client did not ask for. It is told so, in `media` of the answer."""
+
+    item: int  # its place among the request's items
+    modality: str
+    reason: str  # "budget" or "load": it was reduced; "error": it was left out
+    num_tokens: int = 0  # that it has now
+    num_frames: int | None = None
+    max_pixels: int | None = None  # of the image, or of each frame
+    error: str | None = None
+
+
 class Generation(Protocol):
     """One choice."""
+
+    @property
+    def media_notes(self) -> Sequence[MediaNote]:
+        """The same for all choices of a prompt."""
+        ...
 
     @property
     def usage(self) -> Usage:

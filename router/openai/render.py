@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cluster.errors import ClusterError, InternalError
-from router.openai.protocol import Usage
+from router.openai.protocol import MediaNote, Usage
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -59,7 +59,13 @@ class ChatFormat:
         self._head = {"id": response_id, "created": created, "model": model}
         self._prefix, self._suffix = _frame(self._head, "chat.completion.chunk", include_usage)
 
-    def body(self, texts: Sequence[str], finish_reasons: Sequence[str], usage: dict[str, Any]) -> bytes:
+    def body(
+        self,
+        texts: Sequence[str],
+        finish_reasons: Sequence[str],
+        usage: dict[str, Any],
+        notes: Sequence[MediaNote] = (),
+    ) -> bytes:
         choices = [
             {
                 "index": idx,
@@ -69,13 +75,17 @@ class ChatFormat:
             }
             for idx, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
         ]
-        return _encode({**self._head, "object": "chat.completion", "choices": choices, "usage": usage})
+        media = {"media": notes} if notes else {}
+        return _encode(
+            {**self._head, "object": "chat.completion", "choices": choices, "usage": usage, **media}
+        )
 
-    def first(self, index: int) -> bytes:
+    def first(self, index: int, notes: Sequence[MediaNote] = ()) -> bytes:
         delta = (
             b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}]'
         )
-        return b'%b[{"index":%d,%b%b' % (self._prefix, index, delta, self._suffix)
+        suffix = b',"media":%b%b' % (_encode(notes), self._suffix) if notes else self._suffix
+        return b'%b[{"index":%d,%b%b' % (self._prefix, index, delta, suffix)
 
     def text(self, index: int, text: str) -> bytes:
         return b'%b[{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
@@ -98,14 +108,21 @@ class CompletionFormat:
         self._head = {"id": response_id, "created": created, "model": model}
         self._prefix, self._suffix = _frame(self._head, "text_completion", include_usage)
 
-    def body(self, texts: Sequence[str], finish_reasons: Sequence[str], usage: dict[str, Any]) -> bytes:
+    def body(
+        self,
+        texts: Sequence[str],
+        finish_reasons: Sequence[str],
+        usage: dict[str, Any],
+        notes: Sequence[MediaNote] = (),
+    ) -> bytes:
+        """There are no notes: a completion has no media."""
         choices = [
             {"index": idx, "text": text, "logprobs": None, "finish_reason": reason}
             for idx, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
         ]
         return _encode({**self._head, "object": "text_completion", "choices": choices, "usage": usage})
 
-    def first(self, index: int) -> bytes:
+    def first(self, index: int, notes: Sequence[MediaNote] = ()) -> bytes:
         return b""
 
     def text(self, index: int, text: str) -> bytes:

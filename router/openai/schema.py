@@ -61,8 +61,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
     "documents": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -72,7 +70,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
-    "cache_salt": (),
 }
 HARMLESS = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -154,6 +151,37 @@ class StreamOptions(_Strict):
     continuous_usage_stats: Literal[False] | None = None
 
 
+PositiveInt = Annotated[int, Field(ge=1)]
+FramesPerSecond = Annotated[float, Field(gt=0, le=240, allow_inf_nan=False)]
+
+
+class ProcessorOptions(_Strict):
+    """`mm_processor_kwargs`: how the model's processor looks at all images and clips of the request."""
+
+    min_pixels: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None
+    fps: FramesPerSecond | None = None
+    use_audio_in_video: bool | None = None
+    temporal_pooling: Annotated[int, Field(ge=1, le=8)] | None = None
+    spatial_pooling: Annotated[int, Field(ge=1, le=8)] | None = None
+
+
+class VideoLoading(_Strict):
+    fps: FramesPerSecond | None = None
+    num_frames: PositiveInt | None = None
+    min_frames: PositiveInt | None = None
+    max_frames: PositiveInt | None = None
+    strategy: Literal["uniform", "keyframes", "scenes"] | None = None
+
+
+class MediaLoading(_Strict):
+    """`media_io_kwargs`: which part of a file is looked at, per modality."""
+
+    video: VideoLoading | None = None
+    image: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    audio: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+
+
 class _Request(_Strict):
     """Fields that both endpoints have."""
 
@@ -172,6 +200,9 @@ class _Request(_Strict):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs sooner
     guidance_scale: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     negative_prompt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = (
+        None  # nobody else's cache is used
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -179,6 +210,13 @@ class _Request(_Strict):
 class ChatRequest(_Request):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None
+    media_io_kwargs: MediaLoading | None = None
+    max_media_tokens: PositiveInt | None = None  # of all items together; more is reduced
+    exact_media: bool | None = None  # refuse what would have to be reduced
+    on_media_error: Literal["refuse", "omit"] | None = (
+        None  # omit: answer without an item that cannot be used
+    )
 
 
 class CompletionRequest(_Request):

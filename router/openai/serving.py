@@ -57,7 +57,7 @@ async def whole(
         await close_all(generations)
     texts, reasons = zip(*(task.result() for task in tasks), strict=True)
     usage = render.usage_fields([generation.usage for generation in generations], num_choices)
-    return answer.body(texts, reasons, usage)
+    return answer.body(texts, reasons, usage, generations[0].media_notes)
 
 
 async def stream(
@@ -72,7 +72,8 @@ async def stream(
     try:
         async with contextlib.aclosing(_merged(generations)) as deltas:
             async for index, delta in deltas:
-                events = b"" if index in started else answer.first(index)
+                notes = () if started else generations[index].media_notes
+                events = b"" if index in started else answer.first(index, notes)
                 started.add(index)
                 if delta.text:
                     events += answer.text(index, delta.text)

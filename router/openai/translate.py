@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -11,7 +11,7 @@ from cluster.errors import ModelNotFoundError, RequestError
 from cluster.media.sources import MediaSource
 from cluster.text.chat import ChatMessage, MediaPart, TextPart
 from cluster.text.defaults import GenerationDefaults
-from cluster.types.media import Modality
+from cluster.types.media import FrameStrategy, MediaOptions, Modality
 from cluster.types.request import SamplingParams
 from router.openai import schema
 from router.openai.schema import ChatRequest, CompletionRequest
@@ -37,6 +37,14 @@ class GuidanceRules(msgspec.Struct, frozen=True):
     negative: tuple[ChatMessage, ...] | str | None
 
 
+class MediaRules(msgspec.Struct, frozen=True):
+    """What may be done about media that cost too much or cannot be used."""
+
+    max_tokens: int | None = None  # of all items together
+    is_exact: bool = False  # nothing may be reduced
+    omits_bad: bool = False  # the answer is wanted without an item that cannot be used
+
+
 class ChatCall(msgspec.Struct, frozen=True):
     messages: tuple[ChatMessage, ...]
     media: tuple[MediaSource, ...]  # in the order of the messages' media parts; not yet looked at
@@ -46,6 +54,9 @@ class ChatCall(msgspec.Struct, frozen=True):
     priority: int = 0
     stream: bool = False
     include_usage: bool = False  # streams only: a last chunk with the usage
+    media_rules: MediaRules = MediaRules()
+    tenant: str = ""  # whose media: what one tenant has sent or fetched is never found by another
+    cache_salt: str = ""  # … and whose KV
 
 
 class CompletionCall(msgspec.Struct, frozen=True):
@@ -56,15 +67,20 @@ class CompletionCall(msgspec.Struct, frozen=True):
     priority: int = 0
     stream: bool = False
     include_usage: bool = False
+    cache_salt: str = ""
 
 
-def chat_call(request: ChatRequest, model_id: str, defaults: GenerationDefaults) -> ChatCall:
+def chat_call(
+    request: ChatRequest, model_id: str, defaults: GenerationDefaults, tenant: str = ""
+) -> ChatCall:
+    """`tenant`: of the client, as its credentials say."""
     _check(request, model_id)
     max_tokens = request.max_completion_tokens or request.max_tokens
     if request.max_tokens not in (None, max_tokens):
         raise RequestError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
     media: list[MediaSource] = []
-    messages = tuple(_message(message, idx, media) for idx, message in enumerate(request.messages))
+    options = _media_options(request)
+    messages = tuple(_message(message, idx, options, media) for idx, message in enumerate(request.messages))
     return ChatCall(
         messages=messages,
         media=tuple(media),
@@ -74,6 +90,11 @@ def chat_call(request: ChatRequest, model_id: str, defaults: GenerationDefaults)
         priority=request.priority or 0,
         stream=bool(request.stream),
         include_usage=_wants_usage(request),
+        media_rules=MediaRules(
+            request.max_media_tokens, bool(request.exact_media), request.on_media_error == "omit"
+        ),
+        tenant=tenant,
+        cache_salt=request.cache_salt or "",
     )
 
 
@@ -89,6 +110,7 @@ def completion_call(
         priority=request.priority or 0,
         stream=bool(request.stream),
         include_usage=_wants_usage(request),
+        cache_salt=request.cache_salt or "",
     )
 
 
@@ -99,7 +121,38 @@ def _check(request: ChatRequest | CompletionRequest, model_id: str) -> None:
         raise RequestError("stream_options needs stream: true", param="stream_options")
 
 
-def _message(message: schema.Message, idx: int, media: list[MediaSource]) -> ChatMessage:
+def _media_options(request: ChatRequest) -> dict[Modality, MediaOptions]:
+    """How items of each modality are to be looked at."""
+    asked = request.mm_processor_kwargs or schema.ProcessorOptions()
+    video = (request.media_io_kwargs or schema.MediaLoading()).video or schema.VideoLoading()
+    if asked.fps is not None and video.fps not in (None, asked.fps):
+        raise RequestError("two different fps for videos; send one", param="media_io_kwargs.video.fps")
+    if video.num_frames is not None and (video.min_frames or video.max_frames) is not None:
+        raise RequestError(
+            "num_frames says min_frames and max_frames already", param="media_io_kwargs.video.num_frames"
+        )
+    if (video.min_frames or 0) > (video.max_frames or video.min_frames or 0):
+        raise RequestError("min_frames is larger than max_frames", param="media_io_kwargs.video.min_frames")
+    if (asked.min_pixels or 0) > (asked.max_pixels or asked.min_pixels or 0):
+        raise RequestError("min_pixels is larger than max_pixels", param="mm_processor_kwargs.min_pixels")
+    image = MediaOptions(
+        min_pixels=asked.min_pixels, max_pixels=asked.max_pixels, spatial_pooling=asked.spatial_pooling or 1
+    )
+    clip = msgspec.structs.replace(
+        image,
+        strategy=FrameStrategy(video.strategy or "uniform"),
+        fps=video.fps or asked.fps,
+        min_frames=video.num_frames or video.min_frames,
+        max_frames=video.num_frames or video.max_frames,
+        audio_in_video=bool(asked.use_audio_in_video),
+        temporal_pooling=asked.temporal_pooling or 1,
+    )
+    return {Modality.IMAGE: image, Modality.VIDEO: clip, Modality.AUDIO: MediaOptions()}
+
+
+def _message(
+    message: schema.Message, idx: int, options: Mapping[Modality, MediaOptions], media: list[MediaSource]
+) -> ChatMessage:
     role = "system" if message.role == "developer" else message.role
     if isinstance(message.content, str):
         return ChatMessage(role, message.content)
@@ -108,25 +161,28 @@ def _message(message: schema.Message, idx: int, media: list[MediaSource]) -> Cha
         if isinstance(part, schema.TextPart):
             parts.append(TextPart(part.text))
             continue
-        source = _source(part, f"messages[{idx}].content[{part_idx}]")
+        source = _source(part, f"messages[{idx}].content[{part_idx}]", options)
         media.append(source)
         parts.append(MediaPart(source.modality))
     return ChatMessage(role, tuple(parts))
 
 
 def _source(
-    part: schema.ImagePart | schema.VideoPart | schema.AudioUrlPart | schema.InputAudioPart, param: str
+    part: schema.ImagePart | schema.VideoPart | schema.AudioUrlPart | schema.InputAudioPart,
+    param: str,
+    options: Mapping[Modality, MediaOptions],
 ) -> MediaSource:
     match part:
         case schema.ImagePart():
-            return MediaSource(Modality.IMAGE, part.image_url.url, param)
+            modality, url = Modality.IMAGE, part.image_url.url
         case schema.VideoPart():
-            return MediaSource(Modality.VIDEO, part.video_url.url, param)
+            modality, url = Modality.VIDEO, part.video_url.url
         case schema.AudioUrlPart():
-            return MediaSource(Modality.AUDIO, part.audio_url.url, param)
+            modality, url = Modality.AUDIO, part.audio_url.url
         case schema.InputAudioPart():
+            modality = Modality.AUDIO
             url = f"data:audio/{part.input_audio.format};base64,{part.input_audio.data}"
-            return MediaSource(Modality.AUDIO, url, param)
+    return MediaSource(modality, url, param, options[modality])
 
 
 def _sampling(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from cluster.text.defaults import GenerationDefaults
-from router.openai.protocol import TextDelta, Usage
+from router.openai.protocol import MediaNote, TextDelta, Usage
 from router.openai.translate import ChatCall, CompletionCall
 
 
@@ -14,6 +14,7 @@ class FakeGeneration:
     def __init__(self, door: FakeDoor, words: Sequence[str]):
         self._door, self._words = door, words
         self.usage = Usage(prompt_tokens=7, completion_tokens=0, cached_tokens=4)
+        self.media_notes = door.media_notes
         self.num_closed = 0
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
@@ -39,6 +40,7 @@ class FakeDoor:
         self.words = words
         self.pause_s = 0.0
         self.start_pause_s = 0.0
+        self.media_notes: tuple[MediaNote, ...] = ()
         self.error: Exception | None = None
         self.fail_at = -1  # word at which `error` is raised; None: at the call itself
         self.calls: list[ChatCall | CompletionCall] = []
