@@ -4,8 +4,10 @@ Predicted work decides: a worker's queue plus what this request would add there,
 prompt tokens, sequences). What is cached adds nothing, so affinity is not a separate rule. Ties go to rendezvous hashing
 (Thaler and Ravishankar 1998) of the content, so that doors which share no state come to the same choice.
 
-The policy remembers what it has sent where (bounded, least recently used first out). That memory is a guess: a worker may
-have evicted; then the work is done again and only time is lost.
+An item that some encoder has, or is about to have, goes there whatever its queue: nothing is encoded twice, and rows that are
+cached need no device. Encoders say what they take on and what they evict, so this is knowledge. Of prompts the policy remembers
+what it has sent where (bounded, least recently used first out). That is a guess: a worker may have evicted; then the work is
+done again and only time is lost.
 """
 
 from __future__ import annotations
@@ -60,6 +62,9 @@ class _Remembered:
         if len(self._keys) > MAX_REMEMBERED:
             self._keys.popitem(last=False)
 
+    def discard(self, key: bytes | str) -> None:
+        self._keys.pop(key, None)
+
 
 class LeastWorkPolicy:
     def __init__(self) -> None:
@@ -86,6 +91,14 @@ class LeastWorkPolicy:
         """The worker is gone, and its caches with it."""
         self._remembered.pop(replica_id, None)
 
+    def media_changed(self, encoder: str, added: Sequence[str], gone: Sequence[str]) -> None:
+        """What an encoder has taken on, for whichever door, and what it does not have any more."""
+        memory = self._memory(encoder)
+        for media_hash in gone:
+            memory.discard(media_hash)
+        for media_hash in added:
+            memory.add(media_hash)
+
     def place_item(self, media_hash: str, num_rows: int, encoders: Sequence[WorkerView]) -> str:
         """The encoder for one item of a request. Raises UnavailableError when there is none."""
         if not encoders:
@@ -98,14 +111,15 @@ class LeastWorkPolicy:
         queued = {worker.replica_id: worker.num_queued_units for worker in encoders}
         chosen: list[str] = []
         for media_hash, num_rows in media:
+            holders = [replica_id for replica_id in queued if media_hash in self._memory(replica_id)]
 
-            def cost(replica_id: str, key: str = media_hash, rows: int = num_rows) -> tuple[int, bytes]:
-                added = 0 if key in self._memory(replica_id) else rows
-                return queued[replica_id] + added, _rendezvous(key.encode(), replica_id)
+            def cost(replica_id: str, key: str = media_hash) -> tuple[int, bytes]:
+                return queued[replica_id], _rendezvous(key.encode(), replica_id)
 
-            best = min(queued, key=cost)
-            queued[best] = cost(best)[0]
-            self._memory(best).add(media_hash)
+            best = min(holders or queued, key=cost)
+            if not holders:
+                queued[best] += num_rows
+                self._memory(best).add(media_hash)
             chosen.append(best)
         return tuple(chosen)
 

@@ -34,8 +34,18 @@ def test_an_encoded_item_goes_back_to_where_it_is_cached():
     request = RequestView(64, 16, (), (("hash", 16),))
     first = policy.place(request, workers(e1=0, e2=0), workers(p=0), workers(d=0)).encoders[0]
     other = {"e1": "e2", "e2": "e1"}[first]
-    again = policy.place(request, workers(**{first: 15, other: 0}), workers(p=0), workers(d=0))
-    assert again.encoders == (first,)
+    again = policy.place(request, workers(**{first: 1500, other: 0}), workers(p=0), workers(d=0))
+    assert again.encoders == (first,), "what is cached needs no device"
+
+
+def test_what_encoders_say_of_their_caches_is_known_from_then_on():
+    policy = LeastWorkPolicy()
+    request = RequestView(64, 16, (), (("hash", 16),))
+    pools = workers(p=0), workers(d=0)
+    policy.media_changed("e2", ["hash"], [])
+    assert policy.place(request, workers(e1=0, e2=100), *pools).encoders == ("e2",)
+    policy.media_changed("e2", [], ["hash"])
+    assert policy.place(request, workers(e1=0, e2=100), *pools).encoders == ("e1",)
 
 
 def test_items_of_one_request_are_spread_over_encoders():
