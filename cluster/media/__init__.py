@@ -1,7 +1,8 @@
-"""Images, videos and sounds: from what a client sent to what an encoder takes. CPU only; every call may block.
+"""Images, videos and sounds: from what a client sent to what an encoder takes. CPU only.
 
-`sources`: a data URI to bytes. `hashing`: the name of an item. `probe`: size and length of an item. `processor`: exact
-placeholder counts from a probe (door), model inputs from decoded media (encoder). `decode`: bytes to arrays.
+`sources`: a data URI to bytes. `fetch`: any item's bytes, remote ones too (async; all else here may block). `hashing`: the
+name of an item. `probe`: size and length of an item. `processor`: exact placeholder counts from a probe (door), model inputs
+from decoded media (encoder). `decode`: bytes to arrays.
 `container`: the one place that opens a container with FFmpeg. Whatever a client sends, these raise MediaError or
 UnsupportedError and nothing else.
 """

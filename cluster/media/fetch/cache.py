@@ -1,0 +1,113 @@
+"""What URLs gave: contents by digest, bounded by their bytes, and which URL gave which, for as long as its host allows.
+
+An answer belongs to the tenant that asked for it; equal contents are stored once. A stale answer is kept, too: with its
+validators the host can say that nothing has changed. Belongs to one event loop; nothing blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+
+import msgspec
+
+from cluster.clock import Clock
+
+MAX_FRESH_S = 3600.0
+MAX_ANSWERS = 4096
+_SECONDS = re.compile(r'"?([0-9]{1,9})"?')
+
+Key = tuple[str, str]  # tenant, URL
+
+
+class Freshness(msgspec.Struct, frozen=True):
+    """What a host allows to be done with its answer. Without a word from it: kept, but asked for again each time."""
+
+    may_store: bool
+    fresh_s: float
+
+    def and_(self, other: Freshness) -> Freshness:
+        return Freshness(self.may_store and other.may_store, min(self.fresh_s, other.fresh_s))
+
+
+FOREVER = Freshness(True, MAX_FRESH_S)
+
+
+def freshness(cache_control: str, age: str | None = None) -> Freshness:
+    """From the header fields of one answer (several Cache-Control lines joined by commas). What is unreadable is not fresh."""
+    directives: dict[str, str] = {}
+    for directive in cache_control.lower().split(","):
+        name, _, value = directive.strip().partition("=")
+        directives.setdefault(name.strip(), value.strip())
+    max_age, passed = _seconds(directives.get("max-age")), 0.0 if age is None else _seconds(age.strip())
+    fresh_s = 0.0
+    if max_age is not None and passed is not None and "no-cache" not in directives:
+        fresh_s = min(max(max_age - passed, 0.0), MAX_FRESH_S)
+    return Freshness("no-store" not in directives, fresh_s)
+
+
+def _seconds(text: str | None) -> float | None:
+    match = None if text is None else _SECONDS.fullmatch(text)
+    return None if match is None else float(match[1])
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a URL gave last time."""
+
+    digest: bytes
+    fresh_until: float  # on the cache's clock
+    url: str  # after redirects: the one that the validators belong to
+    validators: tuple[tuple[str, str], ...]  # header fields of a conditional request
+
+
+Known = tuple[Answer, bytes]  # with its content
+
+
+class ContentCache:
+    def __init__(self, max_bytes: int, clock: Clock):
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._contents: OrderedDict[bytes, bytes] = OrderedDict()  # by digest, least recently used first
+        self._answers: OrderedDict[Key, Answer] = OrderedDict()
+
+    def get(self, key: Key) -> Known | None:
+        """The last answer and its content, fresh or not; None if either is gone."""
+        answer = self._answers.get(key)
+        if answer is None:
+            return None
+        data = self._contents.get(answer.digest)
+        if data is None:
+            del self._answers[key]
+            return None
+        self._answers.move_to_end(key)
+        self._contents.move_to_end(answer.digest)
+        return answer, data
+
+    def is_fresh(self, answer: Answer) -> bool:
+        return self._clock.now() < answer.fresh_until
+
+    def put(
+        self,
+        key: Key,
+        digest: bytes,
+        data: bytes,
+        allowed: Freshness,
+        url: str,
+        validators: tuple[tuple[str, str], ...],
+    ) -> bytes:
+        """The content that stands for these bytes from now on: what is stored already, if it is equal."""
+        self._answers.pop(key, None)
+        data = self._contents.get(digest, data)
+        if not allowed.may_store or not (allowed.fresh_s or validators) or len(data) > self._max_bytes:
+            return data
+        self._answers[key] = Answer(digest, self._clock.now() + allowed.fresh_s, url, validators)
+        if digest not in self._contents:
+            self._contents[digest] = data
+            self.num_bytes += len(data)
+        self._contents.move_to_end(digest)
+        while self.num_bytes > self._max_bytes:
+            self.num_bytes -= len(self._contents.popitem(last=False)[1])
+        while len(self._answers) > MAX_ANSWERS:
+            self._answers.popitem(last=False)
+        return data

@@ -1,0 +1,426 @@
+"""What a client may not reach through the fetcher: a host on loopback counts who comes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import ConfigError, MediaError
+from cluster.media.fetch import Fetcher, FetchPolicy
+from cluster.media.fetch.addresses import is_global
+from cluster.media.fetch.dial import open_session, was_refused
+from cluster.media.sources import MediaSource
+from cluster.types.media import Modality
+from tests.contract.fetch_host import MediaHost, answer, redirect
+from tests.fakes.clock import ManualClock
+
+# Every way to write an address of this machine or of a private network that we know of. Each stands behind https:// and
+# http://, with and without the listener's port.
+HOSTS = [
+    # spelled out
+    "127.0.0.1", "127.0.0.2", "127.255.255.254", "0.0.0.0", "10.0.0.1", "172.16.0.1", "172.31.255.255", "192.168.0.1",
+    "169.254.169.254", "169.254.170.2", "100.64.0.1", "100.100.100.200", "192.0.0.192", "198.18.0.1", "224.0.0.1",
+    "239.255.255.250", "240.0.0.1", "255.255.255.255", "168.63.129.16", "192.0.2.1", "203.0.113.1",
+    # numbers, octal, hexadecimal, parts left out
+    "2130706433", "0x7f000001", "0x7f.1", "0x7f.0.0.1", "0X7F.0.0.1", "0177.0.0.1", "0177.1", "127.1", "127.0.1", "0", "0x0",
+    "00000177.0.0.1", "127.000.000.001", "127.0.0.01", "127.0.0.0x1", "017700000001", "2852039166", "0xa9fea9fe",
+    "0251.0376.0251.0376", "127.0.0.1.", "127.0.0.1..", "127..0.0.1", "127.0.0", "4294967297", "6425673729", "1.0x7f000001",
+    # other alphabets
+    "１２７.０.０.１", "127。0。0。1", "127．0．0．1", "127｡0｡0｡1", "①②⑦.⓪.⓪.①", "ⓛocalhost", "ｌｏｃａｌｈｏｓｔ", "١٢٧.٠.٠.١",
+    "127.0.0.1\u200b", "localhost\u00ad", "xn--localhost", "loc%61lhost", "%31%32%37.0.0.1", "127%2e0%2e0%2e1", "127.0.0.1%00.example.com",
+    # names of this machine and its network
+    "localhost", "LOCALHOST", "localhost.", "localhost.localdomain", "metadata", "metadata.google.internal", "kubernetes",
+    "kubernetes.default.svc", "redis", "ip6-localhost", "127.0.0.1.nip.test",
+    # IPv6
+    "[::1]", "[::]", "[0:0:0:0:0:0:0:1]", "[0000::0001]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::127.0.0.1]", "[::7f00:1]",
+    "[::ffff:0:127.0.0.1]", "[::ffff:169.254.169.254]", "[::ffff:a9fe:a9fe]", "[64:ff9b::127.0.0.1]", "[64:ff9b::a9fe:a9fe]",
+    "[64:ff9b::10.0.0.1]", "[64:ff9b:1::7f00:1]", "[2002:7f00:1::]", "[2002:a9fe:a9fe::]", "[2002:c0a8:1::1]",
+    "[2001:0:7f00:1::]", "[2001:0:4136:e378:8000:63bf:80ff:fffe]", "[fe80::1]", "[fe80::1%25lo]", "[fe80::1%lo]", "[::1%25lo]",
+    "[fc00::1]", "[fd00:ec2::254]", "[fec0::1]", "[ff02::1]", "[100::1]", "[2001:db8::1]", "[5f00::1]", "[3fff::1]",
+    "[::1", "::1", "::1]", "[::1]x", "[127.0.0.1]", "[v1.127.0.0.1]", "[localhost]", "[]", "[[::1]]",
+    # two hosts in one
+    "example.com@127.0.0.1", "127.0.0.1@example.test", "user:password@127.0.0.1", "@127.0.0.1", ":@127.0.0.1", "%40127.0.0.1",
+    "example.test#@127.0.0.1", "example.test?@127.0.0.1", "127.0.0.1#@example.test", "127.0.0.1\\@example.test",
+    "example.test\\@127.0.0.1", "example.test\\.127.0.0.1", "127.0.0.1,example.test", "127.0.0.1;example.test",
+    "127.0.0.1 example.test", "example.test 127.0.0.1", "127.0.0.1\t", "127.0.0.1\r\nHost:x", "127.0.0.1\n", "127.0.0.1\0",
+    "\t127.0.0.1", "1\t27.0.0.1", "127.0.0.1\x7f", "127.0.0.1\u2028", "127.0.0.1\ud800", "127.0.0.1／", "127.0.0.1？", "127.0.0.1＃",
+    "", ".", "..", "-", "_", "*", "$(id)", "`id`", "a" * 64 + ".test", "a." * 130 + "test",
+]  # fmt: skip
+WHOLE_URLS = [
+    "", "/", "//127.0.0.1:{port}/", "///127.0.0.1:{port}/", "/etc/passwd", "etc/passwd", "~/x", "C:\\x", "\\\\127.0.0.1\\x",
+    "file:///etc/passwd", "file://127.0.0.1/etc/passwd", "FILE:///etc/passwd", "ftp://127.0.0.1:{port}/", "gopher://127.0.0.1:{port}/_x",
+    "dict://127.0.0.1:{port}/", "ldap://127.0.0.1:{port}/", "tftp://127.0.0.1:{port}/", "ws://127.0.0.1:{port}/", "wss://127.0.0.1:{port}/",
+    "s3://bucket/key", "unix:///var/run/docker.sock", "http+unix://%2Fvar%2Frun%2Fdocker.sock/", "jar:http://127.0.0.1:{port}!/",
+    "javascript:1", "blob:https://127.0.0.1:{port}/", "view-source:http://127.0.0.1:{port}/", "netdoc:///etc/passwd", "about:blank",
+    "http:127.0.0.1:{port}", "https:127.0.0.1:{port}", "http:/127.0.0.1:{port}/", "http:///127.0.0.1:{port}/", "http:\\\\127.0.0.1:{port}\\",
+    "http:/\\127.0.0.1:{port}/", "http://", "https://", "https:///", "https://?", "https://#", "https://:{port}/", " http://127.0.0.1:{port}/",
+    "\nhttps://127.0.0.1:{port}/", "ht\ntps://127.0.0.1:{port}/", "url:http://127.0.0.1:{port}/", "http://http://127.0.0.1:{port}/",
+    "https://127.0.0.1:0/", "https://127.0.0.1:-1/", "https://127.0.0.1:99999/", "https://127.0.0.1:{port}:443/", "https://127.0.0.1:443:{port}/",
+    "https://127.0.0.1:４４３/", "https://127.0.0.1:{port}x/", "https://example.test:22/", "https://example.test:8080/",
+    "https://127.0.0.1:{port}/" + "a" * 9000,
+]  # fmt: skip
+
+
+def corpus(port: int) -> list[str]:
+    urls = [
+        f"{scheme}://{host}{at}/x?q#f"
+        for scheme in ("https", "http")
+        for host in HOSTS
+        for at in ("", f":{port}")
+    ]
+    return urls + [url.replace("{port}", str(port)) for url in WHOLE_URLS]
+
+
+@pytest.fixture
+async def host():
+    async with MediaHost({"/x?q": answer(b"secret")}) as host:
+        yield host
+
+
+@pytest.fixture
+async def host_v6(host: MediaHost):
+    """The same port on ::1, where there is IPv6."""
+    v6 = MediaHost({"/x?q": answer(b"secret")}, address="::1")
+    v6.port = host.port
+    try:
+        await v6.start()
+    except OSError:
+        yield None
+        return
+    yield v6
+    await v6.__aexit__()
+
+
+async def to_loopback(name: str) -> Sequence[str]:
+    return ["127.0.0.1"]
+
+
+async def read(fetcher: Fetcher, url: str) -> bytes:
+    source = MediaSource(Modality.IMAGE, url)
+    return (await fetcher.read(source, 2**20, item_idx=2)).data
+
+
+async def refusal(fetcher: Fetcher, url: str) -> str:
+    with pytest.raises(MediaError, match=r"^item 2 \(image\): ") as caught:
+        await read(fetcher, url)
+    return caught.value.message
+
+
+def any_port(port: int, **policy) -> FetchPolicy:
+    """The listener's port is opened for everybody: only the address is left to refuse."""
+    return FetchPolicy(allowed_hosts=("*", f"*:{port}"), **policy)
+
+
+@pytest.mark.parametrize("lookup", [None, to_loopback], ids=["system lookup", "all names lead here"])
+async def test_no_url_of_the_corpus_reaches_a_listener(host, host_v6, lookup):
+    urls = corpus(host.port)
+    assert len(urls) >= 600
+    for policy in (FetchPolicy(), any_port(host.port)):
+        fetcher = Fetcher(policy, ManualClock(), lookup=lookup)
+        for url in urls:
+            if lookup is None and (
+                "test" in url or "internal" in url or "svc" in url or "localdomain" in url
+            ):
+                continue  # would ask a real name server
+            message = await refusal(fetcher, url)
+            assert "127.0.0.1" not in message and "secret" not in message
+        await fetcher.aclose()
+    assert host.num_connections == 0
+    assert host_v6 is None or host_v6.num_connections == 0
+
+
+async def test_no_redirect_to_the_corpus_reaches_a_listener(host, host_v6):
+    async with MediaHost() as trusted:
+        fetcher = Fetcher(
+            any_port(host.port, internal_hosts=(trusted.at,)), ManualClock(), lookup=to_loopback
+        )
+        locations = [url for url in corpus(host.port) if url.isascii() and url.isprintable() and "://" in url]
+        assert len(locations) > 400
+        for idx, location in enumerate(locations):
+            trusted.handlers[f"/{idx}"] = redirect(location)
+            with pytest.raises(MediaError, match=r"item 2 \(image\)"):
+                await read(fetcher, trusted.url(f"/{idx}"))
+        assert len({request.path for request in trusted.requests}) >= len(locations)
+        await fetcher.aclose()
+    assert host.num_connections == 0
+    assert host_v6 is None or host_v6.num_connections == 0
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["file:///etc/passwd", "data:image/png;base64,AAAA", "ftp://example.com/", "//127.0.0.1/", "https://127.0.0.1/x",
+     "http://example.com/", "javascript:1", "https://user:password@example.com/", "https://example.com:22/"],
+)  # fmt: skip
+async def test_a_redirect_is_checked_like_a_clients_own_url(location):
+    async with MediaHost({"/a": redirect(location)}) as trusted:
+        fetcher = Fetcher(FetchPolicy(internal_hosts=(trusted.at,)), ManualClock())
+        await refusal(fetcher, trusted.url("/a"))
+        assert len(trusted.requests) == 1
+        await fetcher.aclose()
+
+
+@pytest.mark.parametrize("location", ["", "\xff\xfe"])
+async def test_a_redirect_to_nowhere_is_refused(location):
+    async with MediaHost({"/a": redirect(location)}) as trusted:
+        fetcher = Fetcher(FetchPolicy(internal_hosts=(trusted.at,)), ManualClock())
+        await refusal(fetcher, trusted.url("/a"))
+        assert len(trusted.requests) == 1
+        await fetcher.aclose()
+
+
+PRIVATE = [
+    "127.0.0.1", "10.1.2.3", "172.20.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "255.255.255.255",
+    "224.0.0.1", "::1", "::", "fe80::1%lo", "fd00::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::",
+    "not an address", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("private", PRIVATE)
+@pytest.mark.parametrize("public", [(), ("93.184.216.34",), ("93.184.216.34", "2606:4700::1111")])
+async def test_a_name_with_one_address_that_is_not_public_is_refused_whole(host, private, public):
+    async def lookup(name: str) -> Sequence[str]:
+        return [*public, private]
+
+    fetcher = Fetcher(any_port(host.port), ManualClock(), lookup=lookup)
+    message = await refusal(fetcher, host.url("/x?q", scheme="https", host="media.test"))
+    assert message == "item 2 (image): the address of this host is not public"
+    assert host.num_connections == 0
+    await fetcher.aclose()
+
+
+# Beyond the checks of a URL: "public" is 127.0.0.1 here, everything else is not
+
+
+def only(address: str):
+    return lambda dialled: dialled == address
+
+
+def self_signed(folder: Path, name: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """TLS for a server of that name, and for a client that trusts its certificate alone."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path = folder / "host.pem"
+    path.write_bytes(private + pem)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(path)
+    return server, ssl.create_default_context(cadata=pem.decode())
+
+
+@pytest.fixture
+async def secure(tmp_path):
+    """An https host "media.test" on 127.0.0.1, and the client's context that trusts it."""
+    server_tls, client_tls = self_signed(tmp_path, "media.test")
+    host = await MediaHost({"/a": answer(b"pixels")}).start(server_tls)
+    yield host, client_tls
+    await host.__aexit__()
+
+
+async def test_https_on_a_public_address_is_read(secure):
+    host, tls = secure
+    fetcher = Fetcher(
+        any_port(host.port), ManualClock(), lookup=to_loopback, is_public=only("127.0.0.1"), tls=tls
+    )
+    assert await read(fetcher, host.url("/a", scheme="https", host="media.test")) == b"pixels"
+    assert await read(fetcher, host.url("/a", scheme="HTTPS", host="MEDIA.test")) == b"pixels"
+    assert host.requests[0].headers["host"] == f"media.test:{host.port}"
+    await fetcher.aclose()
+
+
+@pytest.mark.parametrize("name, trusts", [("other.test", True), ("media.test", False)])
+async def test_a_certificate_of_another_name_or_issuer_is_refused(secure, name, trusts):
+    host, tls = secure
+    fetcher = Fetcher(
+        any_port(host.port), lookup=to_loopback, is_public=only("127.0.0.1"), tls=tls if trusts else None
+    )
+    message = await refusal(fetcher, host.url("/a", scheme="https", host=name))
+    assert message == "item 2 (image): the host's certificate cannot be verified"
+    assert not host.requests
+    await fetcher.aclose()
+
+
+async def test_a_name_that_turns_to_another_address_is_not_followed_there(secure):
+    host, tls = secure
+    answers = iter(["127.0.0.1", "127.0.0.2", "127.0.0.2"])
+
+    async def lookup(name: str) -> Sequence[str]:
+        return [next(answers)]
+
+    trap = MediaHost(address="127.0.0.2")
+    trap.port = host.port
+    async with trap:
+        host.handlers["/a"] = answer(b"pixels", connection="close")
+        fetcher = Fetcher(any_port(host.port), lookup=lookup, is_public=only("127.0.0.1"), tls=tls)
+        url = host.url("/a", scheme="https", host="media.test")
+        assert await read(fetcher, url) == b"pixels"
+        await host.until_closed()
+        assert "not public" in await refusal(fetcher, url)
+        host.handlers["/a"] = redirect("/a")
+        assert "not public" in await refusal(fetcher, url)
+        assert trap.num_connections == 0
+        assert next(answers, None) is None
+        await fetcher.aclose()
+
+
+async def test_a_name_is_resolved_once_for_its_check_and_its_connection(host):
+    num_lookups = 0
+
+    async def lookup(name: str) -> Sequence[str]:
+        nonlocal num_lookups
+        num_lookups += 1
+        return ["127.0.0.2" if num_lookups == 1 else "127.0.0.1"]
+
+    fetcher = Fetcher(any_port(host.port), lookup=lookup, is_public=only("127.0.0.2"))
+    await refusal(fetcher, host.url("/a", scheme="https", host="media.test"))  # nobody listens there
+    assert (num_lookups, host.num_connections) == (1, 0)
+    await fetcher.aclose()
+
+
+async def test_an_address_literal_is_checked_when_its_socket_is_made(host):
+    """What aiohttp would dial without asking a resolver."""
+    async with open_session(is_global, to_loopback, 1.0, None) as session:
+        with pytest.raises(OSError) as caught:
+            await session.get(host.url("/x?q"))
+    assert was_refused(caught.value)
+    assert host.num_connections == 0
+
+
+async def test_nothing_is_sent_to_a_peer_that_is_not_the_one_that_was_checked(host):
+    """As if the connected socket led elsewhere than the address it was made for."""
+    checks = iter([True, False])  # the socket, then its peer
+    async with open_session(lambda address: next(checks), to_loopback, 1.0, None) as session:
+        with pytest.raises(OSError) as caught:
+            await session.get(host.url("/x?q"))
+    assert was_refused(caught.value)
+    await host.until_closed()
+    assert host.num_connections == 1
+    assert not host.requests
+
+
+async def test_with_many_addresses_each_socket_is_checked(host):
+    async def lookup(name: str) -> Sequence[str]:
+        return ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+
+    num_checks = 0
+
+    def may_dial(address: str) -> bool:
+        nonlocal num_checks
+        num_checks += 1
+        return num_checks <= 3  # as names they pass
+
+    async with open_session(may_dial, lookup, 1.0, None) as session:
+        with pytest.raises(OSError) as caught:
+            await session.get(host.url("/x?q", host="media.test"))
+    assert was_refused(caught.value)
+    assert host.num_connections == 0
+
+
+async def test_https_does_not_fall_back_to_http(secure):
+    host, tls = secure
+    async with MediaHost({"/a": answer(b"pixels")}) as plain:
+        fetcher = Fetcher(
+            any_port(host.port, internal_hosts=(plain.at,)),
+            lookup=to_loopback,
+            is_public=only("127.0.0.1"),
+            tls=tls,
+        )
+        host.handlers["/a"] = redirect(plain.url("/a"))
+        message = await refusal(fetcher, host.url("/a", scheme="https", host="media.test"))
+        assert message == "item 2 (image): a redirect from https to http is not followed"
+        assert plain.num_connections == 0
+        await fetcher.aclose()
+
+
+async def test_proxies_and_passwords_of_the_environment_are_not_used(host, monkeypatch, tmp_path):
+    async with MediaHost({"/a": answer(b"pixels")}) as trusted:
+        (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password secret\n")
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, host.url())
+        fetcher = Fetcher(FetchPolicy(internal_hosts=(trusted.at,)))
+        assert await read(fetcher, trusted.url("/a")) == b"pixels"
+        assert "authorization" not in trusted.requests[0].headers
+        assert host.num_connections == 0
+        await fetcher.aclose()
+
+
+async def test_a_denied_host_is_refused_even_if_it_is_internal(host):
+    fetcher = Fetcher(FetchPolicy(internal_hosts=(host.at,), denied_hosts=("127.0.0.1",)))
+    assert "not allowed" in await refusal(fetcher, host.url("/x?q"))
+    assert host.num_connections == 0
+    await fetcher.aclose()
+
+
+async def test_an_internal_host_is_trusted_on_its_named_port_alone(host):
+    async with MediaHost({"/a": answer(b"pixels")}) as trusted:
+        fetcher = Fetcher(FetchPolicy(internal_hosts=(trusted.at,)))
+        assert await read(fetcher, trusted.url("/a")) == b"pixels"
+        await refusal(fetcher, host.url("/x?q"))
+        assert host.num_connections == 0
+        await fetcher.aclose()
+
+
+async def test_no_local_file_is_read(tmp_path):
+    path = tmp_path / "secret.png"
+    path.write_bytes(b"secret")
+    fetcher = Fetcher(FetchPolicy())
+    for url in (
+        str(path),
+        f"file://{path}",
+        f"file://localhost{path}",
+        f"data:{path}",
+        f"data:image/png;file,{path}",
+    ):
+        assert "secret" not in (await refusal(fetcher, url)).replace(url, "")
+    await fetcher.aclose()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"allowed_hosts": ("a b",)}, {"denied_hosts": ("http://x",)}, {"internal_hosts": ("x:0",)}, {"internal_hosts": ("x:65536",)},
+     {"allowed_hosts": ("*x.com",)}, {"allowed_hosts": ("",)}, {"denied_hosts": ("::1",)}, {"total_timeout_s": 0.0},
+     {"max_concurrent": 0}, {"cache_bytes": -1}],
+)  # fmt: skip
+def test_a_policy_that_means_nothing_is_refused_at_start(policy):
+    with pytest.raises(ConfigError):
+        FetchPolicy(**policy)
+
+
+async def test_the_systems_resolver_answers_off_the_event_loop(monkeypatch):
+    def slow(*_: object, **__: object) -> list:
+        time.sleep(0.2)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    fetcher = Fetcher(FetchPolicy())
+    task = asyncio.create_task(refusal(fetcher, "https://media.test/"))
+    num_turns = 0
+    while not task.done():
+        await asyncio.sleep(0.01)
+        num_turns += 1
+    assert num_turns > 5
+    assert "not public" in await task
+    await fetcher.aclose()
