@@ -90,9 +90,34 @@ class TransferArgs(_Args):
     recompute: Literal["never", "auto"] = "never"
 
 
+class FetchArgs(_Args):
+    """Which URLs the door reads media from; see cluster/media/fetch/policy.py for how hosts are written."""
+
+    allowed_hosts: tuple[str, ...] = ()  # empty: any public one
+    denied_hosts: tuple[str, ...] = ()
+    internal_hosts: tuple[
+        str, ...
+    ] = ()  # trusted: may speak http and have any address; every client may read all of them
+    total_timeout_s: float = Field(30.0, gt=0)  # of one item
+    cache_bytes: int = Field(256 * MIB, ge=0)  # of fetched files, while their hosts allow it
+    max_concurrent: int = Field(32, ge=1)  # downloads at once
+
+
+class MediaArgs(_Args):
+    fetch: FetchArgs = FetchArgs()
+    max_items: int = Field(64, ge=1)  # of one request
+    max_tokens: int = Field(
+        0, ge=0
+    )  # of all items of a request; 0: as many as the model's context has room for
+    # From so many embedding rows in the shortest queue of an encoder on, new media is looked at less closely: the longer the queue
+    # the less, down to a quarter of its tokens. Clients are told. 0: never
+    reduce_from_queued_rows: int = Field(0, ge=0)
+
+
 class DoorArgs(_Args):
     request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
     first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token
+    media: MediaArgs = MediaArgs()
 
 
 class ClusterArgs(_Args):
