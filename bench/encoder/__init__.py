@@ -1,0 +1,1 @@
+"""What the encoder pool does for speed, memory and crowds, measured; see README.md."""

@@ -1,0 +1,116 @@
+"""Two hundred clients at the same moment.
+
+single   all ask the same about one video that the cluster has never seen: how often is it encoded?
+flood    each shows another image: everybody is answered or told to come again later, and the encoder's memory stays within
+         what its plan allows
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import torch
+
+from bench.encoder.clients import at_once, request, required, tally, text_part
+from bench.encoder.records import Record
+from bench.encoder.serving import ENCODER_ITEMS, endpoint, grown, read_metrics, replicas
+from bench.engine.client import Endpoint, Request
+from bench.engine.prompts import Prompts
+from cluster.worker.memory_plan import encoder_step_bytes
+from encoder_service.service import MAX_BATCH_ROWS
+
+NUM_TOKENS = 8  # of an answer
+SETTLE_S = 1.0  # a door learns a worker's counters by its next report
+QUESTION = "What do you see?"
+
+
+def single(
+    url: str, num_requests: int, num_frames: int, side: int, repeats: int, seed: int
+) -> Iterator[Record]:
+    """Blocks. The cluster's processes must run on this machine."""
+    prompts, server, doors = Prompts(seed), endpoint(url), replicas(url)["door"]
+    _warm_up(server, prompts)
+    for repetition in range(repeats):
+        clip = prompts.video(num_frames, side, 2, "single", repetition)
+        requests = [request("video", NUM_TOKENS, clip, text_part(QUESTION))] * num_requests
+        before, cpu_before_s = read_metrics(url), cpu_s(doors)
+        outcome = _timed(server, requests)
+        time.sleep(SETTLE_S)
+        after = read_metrics(url)
+        yield {
+            "type": "single",
+            "model": server.model_id,
+            "repetition": repetition,
+            "door_cpu_s": [end - start for start, end in zip(cpu_before_s, cpu_s(doors), strict=True)],
+            "items_encoded": grown(before, after, ENCODER_ITEMS, result="encoded"),
+            "items_cached": grown(before, after, ENCODER_ITEMS, result="cached"),
+            **outcome,
+        }
+
+
+def flood(
+    url: str, model: str, dtype: torch.dtype, num_requests: int, side: int, repeats: int, seed: int
+) -> Iterator[Record]:
+    """`model`, `dtype`: what the cluster was started with. Blocks. It must run on this machine and have one encoder."""
+    prompts, server = Prompts(seed), endpoint(url)
+    encoder, *others = replicas(url)["encode"]
+    if others:
+        raise RuntimeError("one encoder is measured; this cluster has several")
+    _warm_up(server, prompts)
+    for repetition in range(repeats):
+        images = (prompts.image(side, "flood", repetition, idx) for idx in range(num_requests))
+        requests = [request("image", NUM_TOKENS, image, text_part(QUESTION)) for image in images]
+        resident_bytes = psutil.Process(encoder).memory_info().rss
+        forget_peak(encoder)
+        outcome = _timed(server, requests)
+        yield {
+            "type": "flood",
+            "model": server.model_id,
+            "repetition": repetition,
+            "resident_bytes": resident_bytes,
+            "peak_bytes": peak_bytes(encoder),
+            "budget_bytes": step_budget(model, dtype),
+            **outcome,
+        }
+
+
+def step_budget(model: str, dtype: torch.dtype) -> int:
+    """What an encoder's memory plan allows it beside weights and cache, which it holds from its start."""
+    from transformers import AutoConfig
+
+    return encoder_step_bytes(MAX_BATCH_ROWS, AutoConfig.from_pretrained(model), dtype.itemsize)
+
+
+def forget_peak(pid: int) -> None:
+    """From here on the kernel looks for the peak anew."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_bytes(pid: int) -> int:
+    """The most resident memory since `forget_peak`."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def cpu_s(pids: Sequence[int]) -> list[float]:
+    times = (psutil.Process(pid).cpu_times() for pid in pids)
+    return [each.user + each.system for each in times]
+
+
+def _warm_up(server: Endpoint, prompts: Prompts) -> None:
+    image = prompts.image(224, "warm-up")
+    required(at_once(server, [request("warm-up", NUM_TOKENS, image, text_part(QUESTION))]))
+
+
+def _timed(server: Endpoint, requests: Sequence[Request]) -> Record:
+    started_at = time.perf_counter()
+    records = at_once(server, requests)
+    return {
+        "requests": len(requests),
+        "seconds": time.perf_counter() - started_at,
+        **asdict(tally(records)),
+    }

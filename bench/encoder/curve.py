@@ -1,0 +1,103 @@
+"""What an encoder call costs by the number of items in it: the engine alone, no server.
+
+`EncoderModel.encode` on the tensors that `MediaProcessor` makes of different files of one size. Batches take turns within a
+repetition. Utilisation: CPU time of this process / (wall time × threads).
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.encoder.records import Record
+from bench.engine.prompts import Prompts
+from bench.workload import SAMPLING_RATE, wav_bytes
+from cluster.errors import ConfigError
+from cluster.media.decode import decode
+from cluster.media.processor import MediaProcessor
+from cluster.model.encoder import EncoderModel
+from cluster.types.media import Modality
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of every item."""
+
+    side: int  # pixels of square images and frames
+    num_frames: int  # two a second
+    sound_s: float
+
+
+def make_file(modality: Modality, sizes: Sizes, idx: int) -> bytes:
+    """A JPEG, an mp4 or a wav of noise; `idx` says which."""
+    prompts = Prompts(0)
+    match modality:
+        case Modality.IMAGE:
+            url = prompts.image(sizes.side, idx)["image_url"]["url"]
+        case Modality.VIDEO:
+            url = prompts.video(sizes.num_frames, sizes.side, 2, idx)["video_url"]["url"]
+        case Modality.AUDIO:
+            noise = np.random.default_rng(idx).standard_normal(round(sizes.sound_s * SAMPLING_RATE))
+            return wav_bytes(0.1 * noise)
+    return base64.b64decode(url.partition(",")[2])
+
+
+def make_items(
+    processor: MediaProcessor, modality: Modality, sizes: Sizes, count: int
+) -> list[Mapping[str, Tensor]]:
+    files = (make_file(modality, sizes, idx) for idx in range(count))
+    return [
+        processor.prepare(modality, decode(modality, file, processor.settings, item_idx=idx), item_idx=idx)
+        for idx, file in enumerate(files)
+    ]
+
+
+def measure(
+    path: Path,
+    dtype: torch.dtype,
+    sizes: Sizes,
+    modalities: Sequence[Modality],
+    batches: Sequence[int],
+    repeats: int,
+    num_threads: int,
+) -> Iterator[Record]:
+    """Modalities that the model does not take are left out. Changes torch's number of threads."""
+    torch.set_num_threads(num_threads)
+    encoder, processor = EncoderModel.load(path, dtype=dtype), MediaProcessor.load(path)
+    if processor is None:
+        raise ConfigError(f"{path} has no media encoder")
+    items = {
+        modality: make_items(processor, modality, sizes, max(batches))
+        for modality in modalities
+        if modality in processor.modalities
+    }
+    for modality in items:
+        encoder.encode(modality, items[modality][:1])  # what is done once, is done
+    for repetition, modality, batch in itertools.product(range(repeats), items, batches):
+        yield {
+            "type": "curve",
+            "model": path.name,
+            "million_parameters": round(encoder.weight_bytes / dtype.itemsize / 1e6, 1),
+            "dtype": str(dtype).removeprefix("torch."),
+            "modality": modality.value,
+            "batch": batch,
+            "repetition": repetition,
+            "threads": num_threads,
+            **timed(encoder, modality, items[modality][:batch]),
+        }
+
+
+def timed(encoder: EncoderModel, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> Record:
+    """One call."""
+    started_at, cpu_before_s = time.perf_counter(), time.process_time()
+    outputs = encoder.encode(modality, items)
+    seconds, cpu_s = time.perf_counter() - started_at, time.process_time() - cpu_before_s
+    return {"seconds": seconds, "cpu_s": cpu_s, "rows": sum(len(rows) for rows in outputs)}

@@ -1,0 +1,123 @@
+"""Time to first token when one of 32 requests shows a video: our cluster beside a server that encodes before it admits.
+
+Per repetition four bursts, the systems in turn: the text requests alone, and with the video among them at a place that changes with
+the repetition. Both systems get the same bytes; nothing of a burst was sent before. Everybody asks at once, for one token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.encoder.clients import at_once, request, required, text_part
+from bench.encoder.records import REPOSITORY, Record
+from bench.encoder.serving import endpoint
+from bench.engine.client import Request
+from bench.engine.prompts import Prompts
+from bench.engine.servers import is_healthy
+from cluster.serving.launch import free_port
+
+OURS, BASELINE = "cluster", "synchronous"
+READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Load:
+    num_text: int
+    text_words: int  # of each text request
+    num_frames: int
+    side: int  # of a frame, pixels
+
+    def __str__(self) -> str:
+        return f"{self.num_text} texts of {self.text_words} words, {self.num_frames} frames of {self.side}²"
+
+    def texts(self, prompts: Prompts, *key: object) -> list[Request]:
+        return [
+            request("text", 1, text_part(prompts.text(self.text_words, *key, idx)))
+            for idx in range(self.num_text)
+        ]
+
+    def with_video(self, prompts: Prompts, place: int, *key: object) -> list[Request]:
+        """The video stands at `place` of the text requests, its own text first, so that no prefix is known."""
+        texts = self.texts(prompts, *key)
+        clip = prompts.video(self.num_frames, self.side, 2, *key)
+        before, after = (text_part(prompts.text(16, *key, part)) for part in ("before", "after"))
+        return [*texts[:place], request("video", 1, before, clip, after), *texts[place:]]
+
+
+def place_of(repetition: int, repeats: int, num_text: int) -> int:
+    """Spread evenly over the burst: early, in the middle and late."""
+    return (2 * repetition + 1) * (num_text + 1) // (2 * repeats)
+
+
+def order_of(repetition: int, bursts: list[str], systems: list[str]) -> list[tuple[str, str]]:
+    """Every pair of them; who begins changes with each repetition, which burst is first with every second."""
+    systems = systems if repetition % 2 == 0 else systems[::-1]
+    bursts = bursts if repetition // 2 % 2 == 0 else bursts[::-1]
+    return list(itertools.product(bursts, systems))
+
+
+def measure(
+    url: str, model: str, dtype: str, load: Load, repeats: int, seed: int, num_threads: int
+) -> Iterator[Record]:
+    """`url`: of a cluster that serves `model` in `dtype`. Raises RuntimeError when a request fails."""
+    prompts = Prompts(seed)
+    with baseline(model, dtype, num_threads) as baseline_url:
+        systems = {OURS: endpoint(url), BASELINE: endpoint(baseline_url)}
+        for name, each in systems.items():
+            required(at_once(each, load.with_video(prompts, 0, "warm-up", name)))
+        for repetition in range(repeats):
+            place = place_of(repetition, repeats, load.num_text)
+            bursts = {
+                "text": load.texts(prompts, repetition, "alone"),
+                "video": load.with_video(prompts, place, repetition),
+            }
+            for burst, name in order_of(repetition, list(bursts), list(systems)):
+                records = required(at_once(systems[name], bursts[burst]))
+                yield {
+                    "type": "mixed",
+                    "system": name,
+                    "model": Path(model).name,
+                    "dtype": dtype,
+                    "load": str(load),
+                    "burst": burst,
+                    "repetition": repetition,
+                    "place": place,
+                    "prompt_tokens": [record.num_prompt_tokens for record in records],
+                    "kinds": [record.kind for record in records],
+                    "answers": [record.text for record in records],
+                    "ttfts_s": [record.ttft_s for record in records],
+                }
+
+
+@contextmanager
+def baseline(model: str, dtype: str, num_threads: int) -> Iterator[str]:
+    """The synchronous server in a process of its own, ready; its URL. Ends with the block."""
+    port = free_port()
+    command = [sys.executable, "-m", "bench.encoder", "synchronous", "--model", model, "--dtype", dtype]
+    command += ["--port", str(port), "--threads", str(num_threads)]
+    waits = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **waits})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not is_healthy(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("the synchronous server did not start")
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,166 @@
+"""What hides behind an encoder that takes 200 ms: time to first token beside the longest of its parts and their sum.
+
+One process: encoder, prefill, decode and door as they are, the in-process agent, HTTP. The encoder's call takes `ENCODE_S`
+longer than it would and needs no turn at the CPU: it stands for an encoder on a device of its own.
+
+    text     n tokens of text alone                              how long prefill takes
+    image    a short text, an image                              how long encoding takes
+    one      n tokens of text, an image                          at best as long as the longer of the two
+    two      n / 2 tokens, an image, n / 2 tokens, an image      one image in an encoder call, so the second is encoded while prefill
+                                                                 goes on behind the first
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+import uvicorn
+
+from bench.encoder.clients import request, required, text_part
+from bench.encoder.records import Record
+from bench.encoder.serving import NO_END
+from bench.engine.client import Endpoint, Request, ask, open_session
+from bench.engine.prompts import WORDS, Part, Prompts
+from cluster.clock import SystemClock
+from cluster.config.environment import read_environment
+from cluster.config.settings import ClusterArgs, resolve
+from cluster.serving.launch import free_port
+from cluster.text.tokenizer import TextProcessor
+from cluster.types.media import MediaItem, Modality
+from cluster.types.members import Role
+from cluster.worker.turns import no_turns
+from decode_service.service import DecodeService
+from encoder_service.runner import EncoderRunner
+from encoder_service.service import EncoderService
+from prefill_service.service import PrefillService
+from router.door import Door
+from router.openai.app import build_api
+
+ENCODE_S = 0.2
+IMAGE_SIDE = 64
+SHORT_WORDS = 4
+START_TIMEOUT_S = 10.0
+SAMPLE_WORDS = 1000  # whose tokens are counted
+CASES = ("text", "image", "one", "two")
+
+
+class SlowRunner:
+    """An encoder's runner whose calls take longer."""
+
+    def __init__(self, runner: EncoderRunner, delay_s: float):
+        self._runner = runner
+        self._delay_s = delay_s
+
+    def prepare(self, item: MediaItem) -> Mapping[str, torch.Tensor]:
+        return self._runner.prepare(item)
+
+    def encode(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        time.sleep(self._delay_s)
+        return self._runner.encode(modality, items)
+
+
+class Texts:
+    """Texts of about so many tokens of one tokenizer, each other than the others."""
+
+    def __init__(self, model: str, seed: int):
+        self._rng = random.Random(seed)
+        sample = TextProcessor.load(model).text_prompt(self.words(SAMPLE_WORDS))
+        self._words_per_token = SAMPLE_WORDS / len(sample)
+
+    def words(self, count: int) -> str:
+        return " ".join(self._rng.choices(WORDS, k=count))
+
+    def part(self, num_tokens: int) -> Part:
+        return text_part(self.words(round(num_tokens * self._words_per_token)))
+
+
+def make_request(case: str, texts: Texts, num_tokens: int, images: Sequence[Part]) -> Request:
+    half = num_tokens // 2
+    parts = {
+        "text": lambda: [texts.part(num_tokens)],
+        "image": lambda: [text_part(texts.words(SHORT_WORDS)), images[0]],
+        "one": lambda: [texts.part(num_tokens), images[0]],
+        "two": lambda: [texts.part(half), images[0], texts.part(half), images[1]],
+    }[case]()
+    return request(case, 1, *parts)
+
+
+async def measure(model: str, lengths: Sequence[int], repeats: int, seed: int) -> list[Record]:
+    """Raises RuntimeError when a request fails."""
+    args = cluster_args(model, max(lengths))
+    prompts, texts = Prompts(seed), Texts(args.model, seed)
+    records: list[Record] = []
+    async with cluster(args) as url, open_session() as session:
+        server = Endpoint(url, args.model_id, NO_END)
+        for repetition, length, case in itertools.product(range(-1, repeats), lengths, CASES):
+            images = [prompts.image(IMAGE_SIDE, repetition, length, case, idx) for idx in range(2)]
+            asked = make_request(case, texts, length, images)
+            (answer,) = required([await ask(session, server, asked)])
+            if repetition >= 0:  # the one before is to warm up
+                records.append({
+                    "type": "overlap", "model": args.model_id, "case": case, "text_tokens": length,
+                    "repetition": repetition, "prompt_tokens": answer.num_prompt_tokens, "encode_s": ENCODE_S,
+                    "ttft_s": answer.ttft_s,
+                })  # fmt: skip
+    return records
+
+
+def cluster_args(model: str, num_tokens: int) -> ClusterArgs:
+    num_blocks = 2 * num_tokens // 16 + 256
+    args: dict[str, Any] = {
+        "model": model,
+        "transport": "in_process",
+        "encode": {"max_batch_items": 1, "cache_bytes": 8 << 20},
+        "prefill": {"kv_blocks": num_blocks, "feature_bytes": 8 << 20},
+        "decode": {"kv_blocks": num_blocks},
+    }
+    return resolve(ClusterArgs.model_validate(args), read_environment(), num_cores=torch.get_num_threads())
+
+
+@asynccontextmanager
+async def cluster(args: ClusterArgs) -> AsyncIterator[str]:
+    """All four phases in this process behind HTTP, the encoder slowed down; where they answer."""
+    unique = secrets.token_hex(4)
+    encoder, prefill = EncoderService(args, f"e-{unique}"), PrefillService(args, f"p-{unique}")
+    decode = DecodeService(args, f"d-{unique}")
+    encoder._engine._runner = SlowRunner(encoder._engine._runner, ENCODE_S)
+    encoder._engine._turns = no_turns(SystemClock())
+    door = Door(args, lambda replica_id, request_id: decode.run(request_id))
+    services = (encoder, prefill, decode)
+    members = [await service.start() for service in services]
+    for role in Role:
+        door.update_members(role, [member for member in members if member.role is role])
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not door.is_ready():
+                await asyncio.sleep(0.005)
+        async with api(door) as url:
+            yield url
+    finally:
+        await door.aclose()
+        for service in services:
+            await service.stop()
+
+
+@asynccontextmanager
+async def api(door: Door) -> AsyncIterator[str]:
+    port = free_port()
+    config = uvicorn.Config(build_api(door), host="127.0.0.1", port=port, log_level="warning", lifespan="off")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not server.started:
+                await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await task

@@ -1,0 +1,292 @@
+"""Tables and a plot from the records of all commands. Pure. Ratios are taken within a repetition; figures are medians."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from xml.sax.saxutils import escape
+
+from bench.encoder.records import Record
+from bench.engine.measure import percentile
+
+COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#eeb878")
+WIDTH, LEFT, BAR, VALUES = 760, 210, 13, 130
+SYSTEMS = ("cluster", "synchronous")
+TIMES = ("video", "all", "text", "alone")  # means of a pair of bursts
+MIB = 1 << 20
+Cells = dict[tuple[Any, ...], list[Record]]
+
+
+def tables(records: Sequence[Record]) -> list[str]:
+    """Lines of Markdown: a table for every kind of record there is, and where they were measured."""
+    lines = []
+    for kind, make in TABLES.items():
+        found = [record for record in records if record["type"] == kind]
+        if found:
+            lines += [f"**{kind}** ({_origins(found)})", "", *make(found), ""]
+    return lines
+
+
+def curve_table(records: Iterable[Record]) -> list[str]:
+    cells = _cells(records, "model", "million_parameters", "dtype", "threads", "modality", "batch")
+    lines = _head(
+        "model", "M parameters", "dtype, threads", "modality", "items", "ms a batch", "ms an item", "÷ alone",
+        "rows/s", "utilisation",
+    )  # fmt: skip
+    for key, cell in cells.items():
+        model, size, dtype, threads, modality, batch = key
+        alone = cells.get((*key[:-1], 1), cell)
+        ratio = _ratio(cell, alone, lambda record: record["seconds"] / record["batch"])
+        seconds = _median(cell, "seconds")
+        busy = statistics.median(record["cpu_s"] / record["seconds"] / threads for record in cell)
+        lines.append(
+            f"| {model} | {size:.0f} | {dtype}, {threads} | {modality} | {batch} | {1e3 * seconds:.1f} | "
+            f"{1e3 * seconds / batch:.1f} | {ratio:.2f} | {cell[0]['rows'] / seconds:.0f} | {busy:.0%} |"
+        )
+    return lines
+
+
+def merge_table(records: Iterable[Record]) -> list[str]:
+    cells = _cells(records, "rows", "hidden_size", "dtype", "threads", "way")
+    lines = _head("rows", "hidden size", "dtype, threads", "MB", "way", "ms", "÷ copy", "page faults")
+    for (*rest, way), cell in cells.items():
+        rows, hidden_size, dtype, threads = rest
+        ratio = _ratio(cell, cells[(*rest, "copy")], lambda record: record["seconds"])
+        lines.append(
+            f"| {rows} | {hidden_size} | {dtype}, {threads} | {cell[0]['bytes'] / 1e6:.1f} | {way} | "
+            f"{1e3 * _median(cell, 'seconds'):.3f} | {ratio:.1f} | {_median(cell, 'page_faults'):.0f} |"
+        )
+    return lines
+
+
+def mixed_table(records: Iterable[Record]) -> list[str]:
+    """For each load one row a system, then the cluster divided by the other."""
+    lines = _head(
+        "load", "system", "TTFT ms: video", "mean of all", "text with it", "text without", "with ÷ without",
+        "p99, text with it", "alike",
+    )  # fmt: skip
+    for (model, dtype, load), cell in _cells(records, "model", "dtype", "load").items():
+        by_system = {system: [r for r in cell if r["system"] == system] for system in SYSTEMS}
+        means = {system: _repetitions(found) for system, found in by_system.items()}
+        label = f"{model} in {dtype}, {load}"
+        for system, each in means.items():
+            video, *others = (f"{1e3 * _middle(each.values(), name):.0f}" for name in (*TIMES, "p99"))
+            slowdown = f"{_middle(each.values(), 'slowdown'):.2f}"
+            lines.append(
+                f"| {label} | {system} | {video} | {' | '.join([*others[:3], slowdown, others[3]])} | |"
+            )
+        ours, theirs = (means[system] for system in SYSTEMS)
+        both = [
+            {name: ours[idx][name] / theirs[idx][name] for name in TIMES} for idx in ours if idx in theirs
+        ]
+        ratios = " | ".join(f"{_middle(both, name):.2f}" for name in TIMES)
+        lines.append(f"| {label} | ratio | {ratios} | | | {_num_alike(*by_system.values())} |")
+    return lines
+
+
+def _num_alike(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
+    """Answers that both systems gave."""
+    others = {(record["burst"], record["repetition"]): record["answers"] for record in theirs}
+    pairs = [
+        pair
+        for record in ours
+        for pair in zip(
+            record["answers"], others.get((record["burst"], record["repetition"]), ()), strict=False
+        )
+    ]
+    return f"{sum(mine == its for mine, its in pairs)} of {len(pairs)}"
+
+
+def _middle(found: Iterable[dict[str, float]], name: str) -> float:
+    return statistics.median(each[name] for each in found)
+
+
+def _repetitions(records: Sequence[Record]) -> dict[int, dict[str, float]]:
+    """Of one system: means of each pair of bursts."""
+    pairs: dict[int, dict[str, Record]] = {}
+    for record in records:
+        pairs.setdefault(record["repetition"], {})[record["burst"]] = record
+    found = {}
+    for repetition, pair in pairs.items():
+        if len(pair) == 2:
+            with_it, alone = _ttfts(pair["video"]), _ttfts(pair["text"])["text"]
+            text, mean_alone = statistics.mean(with_it["text"]), statistics.mean(alone)
+            found[repetition] = {
+                "video": with_it["video"][0],
+                "all": statistics.mean(pair["video"]["ttfts_s"]),
+                "text": text,
+                "alone": mean_alone,
+                "slowdown": text / mean_alone,
+                "p99": percentile(with_it["text"], 0.99),
+            }
+    return found
+
+
+def _ttfts(record: Record) -> dict[str, list[float]]:
+    """By kind of request."""
+    found: dict[str, list[float]] = {}
+    for kind, ttft_s in zip(record["kinds"], record["ttfts_s"], strict=True):
+        found.setdefault(kind, []).append(ttft_s)
+    return found
+
+
+def reuse_table(records: Iterable[Record]) -> list[str]:
+    cells = _cells(records, "model", "media", "turn")
+    lines = _head("model", "media", "turn", "prompt", "from prefix cache", "encoded", "TTFT ms", "cold ÷ it")
+    for (model, media, turn), cell in cells.items():
+        faster = _ratio(cells[model, media, "cold"], cell, lambda record: record["ttft_s"])
+        lines.append(
+            f"| {model} | {media} | {turn} | {_median(cell, 'prompt_tokens'):.0f} | {_count(cell, 'prefix_tokens')} | "
+            f"{_count(cell, 'items_encoded')} | {1e3 * _median(cell, 'ttft_s'):.0f} | {faster:.2f} |"
+        )
+    return lines
+
+
+def single_table(records: Iterable[Record]) -> list[str]:
+    lines = _head(
+        "requests", "CPU s of each door", "encoded", "answered", "429", "failed", "different answers", "s"
+    )
+    for record in records:
+        doors = " · ".join(f"{each:.1f}" for each in record["door_cpu_s"])
+        lines.append(
+            f"| {record['requests']} | {doors} | {_count([record], 'items_encoded')} | {_outcome(record)} | "
+            f"{record['num_different']} | {record['seconds']:.1f} |"
+        )
+    return lines
+
+
+def flood_table(records: Iterable[Record]) -> list[str]:
+    lines = _head(
+        "requests", "answered", "429", "failed", "encoder MiB: idle", "peak", "grown", "budget", "within", "s"
+    )
+    for record in records:
+        grown = record["peak_bytes"] - record["resident_bytes"]
+        sizes = (record["resident_bytes"], record["peak_bytes"], grown, record["budget_bytes"])
+        lines.append(
+            f"| {record['requests']} | {_outcome(record)} | {' | '.join(f'{size / MIB:.0f}' for size in sizes)} | "
+            f"{'yes' if grown <= record['budget_bytes'] else 'no'} | {record['seconds']:.1f} |"
+        )
+    return lines
+
+
+def overlap_table(records: Iterable[Record]) -> list[str]:
+    """`best` and `sum` are computed from the times of text and image alone in the same repetition."""
+    cells = _cells(records, "model", "text_tokens", "case")
+    lines = _head(
+        "model",
+        "text tokens",
+        "case",
+        "TTFT ms",
+        "best",
+        "sum",
+        "÷ best",
+        "÷ sum",
+        "text alone",
+        "image alone",
+    )
+    for model, length in dict.fromkeys(key[:2] for key in cells):
+        text, image = (cells[model, length, case] for case in ("text", "image"))
+        for case in ("one", "two"):
+            cell = cells[model, length, case]
+            bounds = [hidden_bounds(case, a["ttft_s"], b["ttft_s"]) for a, b in zip(text, image, strict=True)]
+            ratios = (
+                statistics.median(r["ttft_s"] / bound[i] for r, bound in zip(cell, bounds, strict=True))
+                for i in range(2)
+            )
+            times = [
+                _median(cell, "ttft_s"),
+                *(statistics.median(bound[i] for bound in bounds) for i in range(2)),
+            ]
+            alone = (_median(text, "ttft_s"), _median(image, "ttft_s"))
+            lines.append(
+                f"| {model} | {length} | {case} | {' | '.join(f'{1e3 * each:.0f}' for each in times)} | "
+                f"{' | '.join(f'{each:.2f}' for each in ratios)} | {' | '.join(f'{1e3 * each:.0f}' for each in alone)} |"
+            )
+    return lines
+
+
+def hidden_bounds(case: str, text_s: float, image_s: float) -> tuple[float, float]:
+    """Best and worst time to first token: everything overlaps that can, and nothing does. `text_s`: of all the text alone."""
+    if case == "one":
+        return max(text_s, image_s), text_s + image_s
+    first = max(text_s / 2, image_s)  # half the text and the first image are merged
+    return max(first + text_s / 2, 2 * image_s), text_s + 2 * image_s
+
+
+def plot(records: Iterable[Record]) -> str:
+    """Milliseconds an item by the number of items in a call, a group for each model and modality, each to its own scale."""
+    cells = _cells(
+        (r for r in records if r["type"] == "curve"), "model", "dtype", "threads", "modality", "batch"
+    )
+    per_item = {key: 1e3 * _median(cell, "seconds") / key[-1] for key, cell in cells.items()}
+    y, body = 26.0, [_text(8, 16, "ms an item, by items in an encoder call")]
+    for number, group in enumerate(dict.fromkeys(key[:-1] for key in per_item)):
+        model, dtype, threads, modality = group
+        values = {key[-1]: value for key, value in per_item.items() if key[:-1] == group}
+        body.append(_text(8, y + BAR, f"{model}, {modality}"))
+        body.append(_text(8, y + 2 * BAR, f"{dtype}, {threads} threads"))
+        for batch, value in values.items():
+            width = (WIDTH - LEFT - VALUES) * value / max(values.values())
+            colour = COLOURS[number % len(COLOURS)]
+            body.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 2}" fill="{colour}"/>')
+            body.append(_text(LEFT + width + 5, y + BAR - 3, f"{value:.1f} · {batch} items"))
+            y += BAR
+        y += BAR
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y:.0f}" font-family="sans-serif" '
+        f'font-size="11" fill="#333">\n<rect width="{WIDTH}" height="{y:.0f}" fill="white"/>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
+    )
+
+
+def _origins(records: Sequence[Record]) -> str:
+    return "; ".join(dict.fromkeys(f"{r['machine']}, commit {r['commit']}, {r['date']}" for r in records))
+
+
+def _outcome(record: Record) -> str:
+    return " | ".join(str(record[name]) for name in ("num_answered", "num_refused", "num_failed"))
+
+
+def _count(cell: Sequence[Record], name: str) -> str:
+    """Median; a dash where the cluster did not say."""
+    values = [record[name] for record in cell if record[name] is not None]
+    return f"{statistics.median(values):.0f}" if values else "–"
+
+
+def _cells(records: Iterable[Record], *names: str) -> Cells:
+    cells: Cells = {}
+    for record in records:
+        cells.setdefault(tuple(record[name] for name in names), []).append(record)
+    return cells
+
+
+def _median(cell: Sequence[Record], name: str) -> float:
+    return statistics.median(record[name] for record in cell)
+
+
+def _ratio(cell: Sequence[Record], other: Sequence[Record], value: Callable[[Record], float]) -> float:
+    """Median of cell / other over the repetitions that both have: what drifts over minutes drops out."""
+    others = {record["repetition"]: value(record) for record in other}
+    pairs = [(value(r), others[r["repetition"]]) for r in cell if r["repetition"] in others]
+    return statistics.median(mine / its for mine, its in pairs)
+
+
+def _head(*columns: str) -> list[str]:
+    return [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
+
+
+def _text(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+
+
+TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {
+    "curve": curve_table,
+    "merge": merge_table,
+    "mixed": mixed_table,
+    "reuse": reuse_table,
+    "single": single_table,
+    "flood": flood_table,
+    "overlap": overlap_table,
+}

@@ -1,0 +1,68 @@
+"""The same media asked about again: time to first token of the first turn and of later ones.
+
+cold           the media were never sent
+encoder cache  another beginning of the prompt, another question: no prefix is known, the embeddings are
+prefix cache   the beginning of the turn before, another question: the media's KV is known, too
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from bench.encoder.clients import at_once, request, required, text_part
+from bench.encoder.records import Record
+from bench.encoder.serving import CACHED_TOKENS, ENCODER_ITEMS, endpoint, grown, read_metrics
+from bench.engine.client import Request
+from bench.engine.prompts import Part, Prompts
+
+TURNS = {"cold": "first", "encoder cache": "second", "prefix cache": "second"}  # which beginning a turn has
+WORDS = 16  # before the media, and of a question
+
+
+@dataclass(frozen=True)
+class Media:
+    """What a conversation shows."""
+
+    num_frames: int
+    frame_side: int
+    num_images: int
+    image_side: int
+
+    def parts(self, prompts: Prompts, *key: object) -> Mapping[str, list[Part]]:
+        images = [prompts.image(self.image_side, *key, idx) for idx in range(self.num_images)]
+        return {
+            "video": [prompts.video(self.num_frames, self.frame_side, 2, *key)],
+            f"{self.num_images} images": images,
+        }
+
+
+def turn(prompts: Prompts, name: str, media: list[Part], *key: object) -> Request:
+    beginning = text_part(prompts.text(WORDS, *key, TURNS[name]))
+    question = text_part(prompts.text(WORDS, *key, "question", name))
+    return request(name, 1, beginning, *media, question)
+
+
+def measure(url: str, media: Media, repeats: int, seed: int) -> Iterator[Record]:
+    """One request at a time. Raises RuntimeError when one fails."""
+    prompts, server = Prompts(seed), endpoint(url)
+    for parts in media.parts(prompts, "warm-up").values():
+        required(at_once(server, [request("warm-up", 1, *parts)]))
+    for repetition, kind in itertools.product(range(repeats), media.parts(prompts, "names")):
+        parts = media.parts(prompts, repetition)[kind]
+        for name in TURNS:
+            before = read_metrics(url)
+            (record,) = required(at_once(server, [turn(prompts, name, parts, repetition, kind)]))
+            after = read_metrics(url)
+            yield {
+                "type": "reuse",
+                "model": server.model_id,
+                "media": kind,
+                "turn": name,
+                "repetition": repetition,
+                "ttft_s": record.ttft_s,
+                "prompt_tokens": record.num_prompt_tokens,
+                "prefix_tokens": grown(before, after, CACHED_TOKENS),
+                "items_encoded": grown(before, after, ENCODER_ITEMS, result="encoded"),
+            }
