@@ -1,34 +1,51 @@
 """Where embeddings live: in registered memory, so that they are sent from where they are kept.
 
-Keyed by media hash, bounded by the memory's size, least recently used first out. An entry in use (pinned) is never
-evicted. Owned by the engine's thread.
+Keyed by media hash, bounded by the memory's size. First out is what is not expected to be used again, then what was least recently
+used: an item that passes through once pushes nothing out that comes back. An entry gets its room before its rows are
+computed (`try_reserve`), is filled piece by piece (`write`) and can be found once it is complete. What is being filled, or
+sent (pinned), is never evicted. Owned by the engine's thread.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
+from cluster.types.messages import CacheChanged
+from encoder_service.state import ItemPhase, next_phase
 
 
 @dataclass(eq=False)
 class _Entry:
+    media_hash: str
     block_ids: list[int]
+    phase: ItemPhase = ItemPhase.ENCODING
     num_pins: int = 0
+    is_kept: bool = True  # another use is expected
+
+    def move(self, phase: ItemPhase) -> None:
+        self.phase = next_phase(self.media_hash, self.phase, phase)
 
 
 class EmbeddingCache:
     def __init__(self, memory: BlockMemory, blocks: BlockPool):
         self._memory = memory
         self._blocks = blocks
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._num_pinned_blocks = 0
+        self._rows = memory.segments[0].flatten(0, 1)  # [num_blocks * block_size, feature_width], a view
+        self._entries: OrderedDict[str, _Entry] = (
+            OrderedDict()
+        )  # complete ones, the first to be evicted first
+        self._filling: dict[str, _Entry] = {}
+        self._num_held_blocks = 0  # of pinned entries and of those being filled
+        self._changed: set[str] = set()
 
     def __contains__(self, media_hash: str) -> bool:
+        """Whether it is complete."""
         return media_hash in self._entries
 
     @property
@@ -36,50 +53,110 @@ class EmbeddingCache:
         return self._blocks.num_blocks * self._blocks.block_size
 
     @property
-    def num_pinned_blocks(self) -> int:
-        return self._num_pinned_blocks
+    def num_held_blocks(self) -> int:
+        return self._num_held_blocks
 
     @property
     def num_cached_blocks(self) -> int:
-        return self._blocks.num_blocks - self._blocks.num_free - self._num_pinned_blocks
+        return self._blocks.num_blocks - self._blocks.num_free - self._num_held_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Once everything that may be is evicted."""
+        return self._blocks.num_blocks - self._num_held_blocks
+
+    def num_blocks(self, num_rows: int) -> int:
+        return -(-num_rows // self._blocks.block_size)
+
+    def num_bytes(self, media_hash: str) -> int:
+        """Of an entry's blocks. KeyError when not cached."""
+        return len(self._entries[media_hash].block_ids) * self._memory.layout.block_bytes
+
+    def content(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    def note(self, media_hash: str) -> None:
+        """An item is about to come, or will not come after all."""
+        self._changed.add(media_hash)
+
+    def take_changes(self, coming: Container[str] = ()) -> CacheChanged | None:
+        """What has come and gone since the last call, `coming` being as good as here; None: nothing."""
+        if not self._changed:
+            return None
+        changed, self._changed = sorted(self._changed), set()
+        here = {name for name in changed if name in self._entries or name in coming}
+        return CacheChanged(
+            tuple(name for name in changed if name in here),
+            tuple(name for name in changed if name not in here),
+        )
 
     def pin(self, media_hash: str) -> list[int]:
         """The entry's blocks, which stay until `unpin`. Once per user; KeyError when not cached."""
         entry = self._entries[media_hash]
-        self._entries.move_to_end(media_hash)
+        if entry.is_kept:
+            self._entries.move_to_end(media_hash)
         entry.num_pins += 1
         if entry.num_pins == 1:
-            self._num_pinned_blocks += len(entry.block_ids)
+            entry.move(ItemPhase.SENDING)
+            self._num_held_blocks += len(entry.block_ids)
         return entry.block_ids
 
     def unpin(self, media_hash: str) -> None:
         entry = self._entries[media_hash]
         entry.num_pins -= 1
         if entry.num_pins == 0:
-            self._num_pinned_blocks -= len(entry.block_ids)
+            entry.move(ItemPhase.CACHED)
+            self._num_held_blocks -= len(entry.block_ids)
 
-    def has_room(self, num_rows: int) -> bool:
-        """Whether `num_rows` more rows fit once everything unpinned is evicted."""
-        return self._num_blocks(num_rows) <= self._blocks.num_blocks - self._num_pinned_blocks
+    def keep(self, media_hash: str) -> None:
+        """Another use of the entry is expected. One that is not cached is ignored."""
+        if media_hash in self._entries:
+            self._entries[media_hash].is_kept = True
+            self._entries.move_to_end(media_hash)
 
-    def try_insert(self, media_hash: str, rows: torch.Tensor) -> bool:
-        """Copy `rows` [num_rows, feature_width] in, evicting as needed. False when pinned entries leave no room."""
-        num_blocks = self._num_blocks(len(rows))
-        if not self.has_room(len(rows)):
+    def try_reserve(self, media_hash: str, num_rows: int) -> bool:
+        """Room for rows that are about to be computed, evicting as needed. False when too much of the memory is held."""
+        num_blocks = self.num_blocks(num_rows)
+        if num_blocks > self.num_free_blocks:
             return False
         while (block_ids := self._blocks.try_allocate(num_blocks)) is None:
-            self._evict_one()
-        blocks = self._memory.segments[0]
-        padded = rows.new_zeros(num_blocks * self._blocks.block_size, rows.shape[1])
-        padded[: len(rows)] = rows
-        blocks[block_ids] = padded.view(num_blocks, self._blocks.block_size, -1).to(blocks.dtype)
-        self._memory.synchronize()
-        self._entries[media_hash] = _Entry(block_ids)
+            self._evict(next(entry for entry in self._entries.values() if entry.num_pins == 0))
+        self._filling[media_hash] = _Entry(media_hash, block_ids)
+        self._num_held_blocks += num_blocks
         return True
 
-    def _num_blocks(self, num_rows: int) -> int:
-        return -(-num_rows // self._blocks.block_size)
+    def write(self, media_hash: str, start: int, rows: torch.Tensor) -> None:
+        """Rows [start, start + len(rows)) of an entry that has been reserved. rows: [num_rows, feature_width]."""
+        block_ids = torch.tensor(self._filling[media_hash].block_ids, device=rows.device)
+        positions = torch.arange(start, start + len(rows), device=rows.device)
+        size = self._blocks.block_size
+        self._rows.index_copy_(
+            0, block_ids[positions // size] * size + positions % size, rows.to(self._rows.dtype)
+        )
 
-    def _evict_one(self) -> None:
-        media_hash = next(key for key, entry in self._entries.items() if entry.num_pins == 0)
-        self._blocks.free(self._entries.pop(media_hash).block_ids)
+    def complete(self, media_hash: str, num_rows: int, *, keep: bool = True) -> None:
+        """All of its rows are written. What is left of the last block becomes zeros. Synchronises the device."""
+        entry = self._filling.pop(media_hash)
+        size = self._blocks.block_size
+        self._memory.segments[0][entry.block_ids[-1], (num_rows - 1) % size + 1 :] = 0
+        self._memory.synchronize()
+        entry.is_kept = keep
+        entry.move(ItemPhase.CACHED)
+        self._num_held_blocks -= len(entry.block_ids)
+        self._entries[media_hash] = entry
+        self._entries.move_to_end(media_hash, last=keep)
+        self._changed.add(media_hash)
+
+    def abandon(self, media_hash: str) -> None:
+        """Give the room of an entry back that will not be completed. One that has none is ignored."""
+        entry = self._filling.pop(media_hash, None)
+        if entry is not None:
+            entry.move(ItemPhase.DISCARDED)
+            self._num_held_blocks -= len(entry.block_ids)
+            self._blocks.free(entry.block_ids)
+
+    def _evict(self, entry: _Entry) -> None:
+        entry.move(ItemPhase.DISCARDED)
+        del self._entries[entry.media_hash]
+        self._blocks.free(entry.block_ids)
+        self._changed.add(entry.media_hash)

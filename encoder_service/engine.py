@@ -1,37 +1,65 @@
-"""The encoder engine: owns every media item in work, the embedding cache, and what is being sent.
+"""The encoder engine: owns every media item in work; `preparation` has those whose tensors are being made, `deliveries` those who
+want them, `cache` the rows.
 
-A step: run one batch of whatever is ready, put the rows into the cache, send to whoever has named a target, tell the
-doors. Preparing (decoding the file, preprocessing) runs in a thread pool and overlaps the device's work.
+A step: one encoder call with the most urgent of what is ready, rows into the cache, sent to whoever has named a target, doors
+told. Preparing runs in a thread pool and overlaps the device's work. A long item takes several steps.
+
+A call that fails harms nobody for good: one that ran out of memory leaves a smaller budget to the next step, which tries less at once;
+after any other error the items of the call run alone, and who fails alone has failed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from cluster.clock import Clock
-from cluster.errors import ClusterError, InternalError, MediaError, UnavailableError, to_info
-from cluster.types.messages import Encoded, EncodeTarget, Failed, FeaturesReady, LoadReport, StartEncode
-from cluster.types.transfer import Grant
-from cluster.worker.deadlines import Deadlines
+from cluster.errors import ClusterError, InternalError, MediaError, OverloadedError, UnavailableError, to_info
+from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
+from cluster.types.messages import CacheChanged, EncodeTarget, Failed, LoadReport, StartEncode
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.turns import Turns
+from encoder_service.budget import CallBudget, is_out_of_memory
 from encoder_service.cache import EmbeddingCache
-from encoder_service.runner import EncoderRunner, check_rows
-from encoder_service.scheduler import Candidate, select_batch
-from encoder_service.state import Delivery, EncodeItem, ItemPhase, delivery_key
-from kv_transfer.agent import TransferError
+from encoder_service.deliveries import Deliveries
+from encoder_service.ledger import Ledger
+from encoder_service.preparation import Preparation, PreparationLimits
+from encoder_service.runner import EncoderRunner, Piece, Prepared
+from encoder_service.scheduler import CallLimits, Candidate, select_batch, units_per_call
+from encoder_service.state import Delivery, EncodeItem, ItemPhase, delivery_key, num_call_rows
 from kv_transfer.mover import Mover
-from kv_transfer.sender import Finished, SendEvent
+from kv_transfer.sender import SendEvent
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 0.25  # an image or two are done by then; a long video gives way between blocks
+MAX_RETRY_AFTER_S = 60.0
+
+
+@dataclass(frozen=True)
+class EncoderLimits:
+    max_batch_items: int  # media items in one call
+    max_batch_rows: int  # embedding rows in one call, before pooling
+    max_piece_rows: int  # items of more rows are encoded piece by piece, where their family allows it
+    max_call_bytes: int  # that a call may be estimated to need
+    row_bytes: int  # that a call is estimated to need for one row, beside its input
+    max_prepared_bytes: int  # preprocessed media ahead of the device
+    max_queued_rows: int  # not yet encoded; new items are refused beyond
+    num_prepare_threads: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An item's part in the next encoder call."""
+
+    item: EncodeItem
+    piece: Piece
+    candidate: Candidate
 
 
 class EncoderEngine:
@@ -43,209 +71,283 @@ class EncoderEngine:
         outbox: Outbox,
         clock: Clock,
         executor: Executor,
-        max_batch_rows: int,
-        max_batch_items: int,
+        limits: EncoderLimits,
+        policy: SchedulingPolicy,
         turns: Turns,
     ):
         self._runner = runner
         self._cache = cache
         self._mover = mover
         self._outbox = outbox
-        self._deadlines = Deadlines(clock)
-        self._executor = executor
-        self._max_batch_rows = max_batch_rows
-        self._max_batch_items = max_batch_items
+        self._clock = clock
+        self._limits = limits
+        self._policy = policy
         self._turns = turns
         self._loop: StepLoop | None = None
-        self._items: dict[str, EncodeItem] = {}  # by media hash, in order of arrival
-        self._deliveries: dict[str, Delivery] = {}
-        self._sending: dict[str, Delivery] = {}  # by lease id; pins its cache entry
+        self._items: dict[str, EncodeItem] = {}  # by media hash
+        self._queued_rows = Ledger()  # that these have still to be given, before pooling
+        self._deliveries = Deliveries(cache, mover, outbox, clock)
+        self._budget = CallBudget(limits.max_call_bytes, clock)
+        ahead = PreparationLimits(
+            limits.num_prepare_threads, limits.max_prepared_bytes, limits.max_piece_rows
+        )
+        self._preparation = Preparation(runner.prepare, executor, ahead, policy, self._on_prepared)
+        outbox.greet_with(lambda: CacheChanged((*cache.content(), *self._items), ()))
 
     def attach(self, loop: StepLoop) -> None:
         """Where results of the thread pool come back; set once, before the first call."""
         self._loop = loop
 
     def step(self) -> float | None:
-        for key in self._deadlines.expired():
-            self._expire(key)
+        for delivery in self._deliveries.expired():
+            self._fail(delivery, UnavailableError("encoding waited too long"))
         batch = self._select()
         if batch:
+            self._tell_doors()  # what has been taken on: nobody else need encode it
             self._encode(batch)
-        self._outbox.flush(self.load())
-        return 0 if batch else self._deadlines.wait_s()
+        self._tell_doors()
+        return 0 if batch else self._deliveries.wait_s()
 
     def start(self, door: DoorId, message: StartEncode) -> None:
-        delivery = Delivery(door, message.request_id, message.item_idx, message.item)
-        delivery.from_cache = delivery.media_hash in self._cache
-        self._deliveries[delivery.key] = delivery
-        self._deadlines.add(delivery.key, message.timeout_s)
+        item = message.item
+        error = self._refusal(message)
+        if error is not None:
+            self._outbox.send(door, Failed(message.request_id, to_info(error), message.item_idx))
+            return
+        arrived_at = self._clock.now() - message.waited_s
+        ticket = Ticket(item.media_hash, arrived_at, num_call_rows(item), priority=message.priority)
+        delivery = Delivery(door, message.request_id, message.item_idx, item, ticket, message.keep)
+        delivery.from_cache = item.media_hash in self._cache
+        self._deliveries.add(delivery, message.timeout_s)
         self._serve(delivery)
 
     def set_target(self, message: EncodeTarget) -> None:
         """Prefill has made room. For a delivery that has ended, the right is given back at once."""
         delivery = self._deliveries.get(delivery_key(message.request_id, message.item_idx))
         if delivery is None:
-            self._give_back(message.grant, "the request has ended")
+            self._deliveries.give_back(message.grant, "the request has ended")
             return
         delivery.target = message.grant
         self._serve(delivery)
 
     def cancel(self, request_id: str, item_idx: int | None = None) -> None:
-        """Forget what a request wanted here, or one item of it; what is being encoded for it is finished and cached."""
-        for delivery in [d for d in self._deliveries.values() if d.request_id == request_id]:
+        """Forget what a request wanted here, or one item of it. An item that nobody wants any more is not encoded further."""
+        for delivery in self._deliveries.of_request(request_id):
             if item_idx in (None, delivery.item_idx):
                 self._let_go(delivery, "cancelled")
 
     def drop_door(self, door: DoorId) -> None:
-        for delivery in [d for d in self._deliveries.values() if d.door == door]:
+        for delivery in self._deliveries.of_door(door):
             self._let_go(delivery, "the door is gone")
 
     def on_transfer(self, event: SendEvent) -> None:
         """A push has ended. Exactly once each."""
-        delivery = self._sending.pop(event.lease_id, None)
-        if delivery is None:
-            return  # a right that was given back unused
-        self._cache.unpin(delivery.media_hash)
-        if self._deliveries.get(delivery.key) is not delivery:
-            return
-        if isinstance(event, Finished):
-            encoded = Encoded(delivery.request_id, delivery.item_idx, delivery.from_cache)
-            self._outbox.send(delivery.door, encoded)
-            del self._deliveries[delivery.key]
-        else:
-            self._fail(delivery, UnavailableError(f"embeddings could not be sent to prefill: {event}"))
+        self._deliveries.on_transfer(event)
 
     def load(self) -> LoadReport:
         return LoadReport(
             num_running=len(self._items),
             num_waiting=len(self._deliveries),
-            num_queued_units=sum(item.num_rows for item in self._items.values()),
-            num_used_blocks=self._cache.num_pinned_blocks,
-            num_open_leases=len(self._sending),
+            num_queued_units=self._queued_rows.total,
+            num_used_blocks=self._cache.num_held_blocks,
+            num_open_leases=self._deliveries.num_sending,
             num_cached_blocks=self._cache.num_cached_blocks,
             sent=self._mover.sent,
+            held_bytes=self._deliveries.file_bytes + self._preparation.held_bytes,
+            sending_bytes=self._deliveries.sending_bytes,
         )
+
+    def _refusal(self, message: StartEncode) -> ClusterError | None:
+        """Why an item is not taken in; None: it is."""
+        item = message.item
+        if item.geometry.num_tokens > self._cache.max_rows:
+            return MediaError("the item is larger than the encoder's memory")
+        is_new = item.media_hash not in self._cache and item.media_hash not in self._items
+        num_rows = self._queued_rows.total + num_call_rows(item)
+        if is_new and self._items and num_rows > self._limits.max_queued_rows:
+            wait_s = min(self._queued_rows.total / self._policy.tokens_per_s, MAX_RETRY_AFTER_S)
+            return OverloadedError("too many media items wait for the encoder", retry_after_s=wait_s)
+        return None
 
     def _serve(self, delivery: Delivery) -> None:
         """Bring one delivery as far as it can go: send it, or see to it that its item is being encoded."""
         if delivery.media_hash in self._cache:
             if delivery.target is not None:
-                self._send(delivery)
+                self._deliveries.send(delivery)
             return
         delivery.from_cache = False  # it may have been evicted since
         item = self._items.get(delivery.media_hash)
         if item is None:
-            item = self._items[delivery.media_hash] = EncodeItem(delivery.item)
-            self._prepare(item)
+            item = EncodeItem(delivery.item, delivery.ticket)
+            self._items[delivery.media_hash] = item
+            self._cache.note(item.media_hash)
+            self._queued_rows.hold(item.media_hash, item.num_call_rows)
+            self._preparation.put(item.ticket, item.item)
+        item.keep |= delivery.keep
         if delivery not in item.deliveries:
             item.deliveries.append(delivery)
-        if item.num_rows > self._cache.max_rows:
-            self._fail_item(item, MediaError("the item is larger than the encoder's memory"))
+            self._reorder(item)
 
-    def _prepare(self, item: EncodeItem) -> None:
-        def done(future: Future[Mapping[str, torch.Tensor]]) -> None:
-            assert self._loop is not None
-            self._loop.call(self._prepared, item, future)
+    def _reorder(self, item: EncodeItem) -> None:
+        """An item is as urgent as the most urgent who wants it."""
+        ticket = min((d.ticket for d in item.deliveries), key=lambda t: order_key(t, self._policy))
+        if ticket != item.ticket:
+            item.ticket = ticket
+            self._preparation.reorder(ticket)
 
-        self._executor.submit(self._runner.prepare, item.item).add_done_callback(done)
+    def _on_prepared(self, media_hash: str, result: Prepared | BaseException) -> None:
+        """On a thread of the pool."""
+        assert self._loop is not None
+        self._loop.call(self._prepared, media_hash, result)
 
-    def _prepared(self, item: EncodeItem, future: Future[Mapping[str, torch.Tensor]]) -> None:
-        if self._items.get(item.item.media_hash) is not item:
-            return  # refused while it was being prepared
-        error = future.exception()
-        if error is not None:
-            self._fail_item(item, _named(error))
+    def _prepared(self, media_hash: str, result: Prepared | BaseException) -> None:
+        item = self._items[media_hash]  # it is not forgotten while a thread has it
+        if isinstance(result, BaseException):
+            self._fail_item(item, _named(result))
         elif not item.deliveries:
-            del self._items[item.item.media_hash]
+            self._remove(item, ItemPhase.DISCARDED)
         else:
-            item.tensors = future.result()
+            item.prepared = result
             item.move(ItemPhase.READY)
 
-    def _select(self) -> list[EncodeItem]:
-        ready = (
-            Candidate(media_hash, item.item.modality, item.num_rows)
+    def _select(self) -> list[_Call]:
+        """The next encoder call; its items have room in the cache then."""
+        calls = {
+            media_hash: self._next_call(item, item.prepared)
             for media_hash, item in self._items.items()
-            if item.phase is ItemPhase.READY and self._cache.has_room(item.num_rows)
+            if item.prepared is not None
+        }
+        limits = CallLimits(self._limits.max_batch_items, self._limits.max_batch_rows, self._budget.max_bytes)
+        chosen = select_batch(
+            (call.candidate for call in calls.values()), limits, self._cache.num_free_blocks
         )
-        batch = select_batch(ready, self._max_batch_rows, self._max_batch_items)
-        return [self._items[candidate.media_hash] for candidate in batch]
+        batch = [calls[candidate.media_hash] for candidate in chosen]
+        for call in batch:
+            if call.item.phase is ItemPhase.READY:
+                has_room = self._cache.try_reserve(call.item.media_hash, call.item.num_rows)
+                assert has_room, "the scheduler gave room that is not there"
+                call.item.move(ItemPhase.ENCODING)
+        return batch
 
-    def _encode(self, batch: list[EncodeItem]) -> None:
-        """One encoder call. If it fails, each item is tried alone, so that a bad one harms no neighbour."""
+    def _next_call(self, item: EncodeItem, prepared: Prepared) -> _Call:
+        """As much of the item as one call may compute."""
+        num_rows, num_units = item.num_call_rows, prepared.num_units
+        num_bytes = num_rows * self._limits.row_bytes + prepared.num_bytes
+        options = item.item.options
+        units = units_per_call(
+            num_units,
+            num_rows,
+            num_bytes,
+            self._limits.max_piece_rows,
+            self._budget.max_bytes,
+            options.temporal_pooling,
+        )
+        start, end = item.num_units_done, min(item.num_units_done + units, num_units)
+        piece = Piece(prepared, options, start, end)
+        share = (end - start) / num_units
+        candidate = Candidate(
+            item.media_hash,
+            order_key(item.ticket, self._policy),
+            item.item.modality,
+            num_rows=int(num_rows * share),
+            num_bytes=int(num_bytes * share),
+            num_blocks=self._cache.num_blocks(item.num_rows) if item.phase is ItemPhase.READY else 0,
+            runs_alone=item.is_suspect or not piece.is_whole,
+        )
+        return _Call(item, piece, candidate)
+
+    def _encode(self, batch: Sequence[_Call]) -> None:
+        """One encoder call."""
+        patience_s = PATIENCE_S if batch[0].piece.start == 0 else 0.0  # a video has it once
         try:
-            with self._turns.hold(PATIENCE_S):
-                outputs = self._runner.encode(batch[0].item.modality, [item.tensors for item in batch])
+            with self._turns.hold(patience_s):
+                modality = batch[0].item.item.modality
+                outputs = self._runner.encode(modality, [call.piece for call in batch])
         except Exception as error:  # the model's code may raise anything on odd input
-            if len(batch) > 1:
-                for item in batch:
-                    self._encode([item])
-            else:
-                self._fail_item(batch[0], _named(error))
+            self._on_failed_call(batch, error)
             return
-        for item, rows in zip(batch, outputs, strict=True):
-            self._store(item, rows)
+        for call, rows in zip(batch, outputs, strict=True):
+            self._store(call, rows)
 
-    def _store(self, item: EncodeItem, rows: torch.Tensor) -> None:
-        try:
-            check_rows(item.item, rows)
-        except MediaError as error:
+    def _on_failed_call(self, batch: Sequence[_Call], error: Exception) -> None:
+        """The items stay, and the next step tries less at once; one that cannot be tried with less fails."""
+        ran_out = is_out_of_memory(error)
+        if ran_out:
+            num_bytes = sum(call.candidate.num_bytes for call in batch)
+            logger.warning("an encoder call of an estimated %d bytes ran out of memory", num_bytes)
+            self._budget.lower(num_bytes)
+        if len(batch) > 1:
+            for call in batch if not ran_out else ():
+                call.item.is_suspect = True
+            return
+        item, piece = batch[0].item, batch[0].piece
+        if not ran_out or piece.end - piece.start <= item.item.options.temporal_pooling:
+            self._fail_item(item, _named(error))
+
+    def _store(self, call: _Call, rows: torch.Tensor) -> None:
+        """Rows of one piece, into the item's room."""
+        item, start = call.item, call.item.num_rows_done
+        end = start + len(rows)
+        if end > item.num_rows or (call.piece.is_last and end < item.num_rows):
+            # the door has promised prefill this many rows; anything else must not be sent
+            error = MediaError(f"it has {end} embedding rows or more; its header promised {item.num_rows}")
             return self._fail_item(item, error)
-        if not self._cache.try_insert(item.item.media_hash, rows):
-            return  # stays READY: runs again when a push has ended
-        item.tensors = {}
-        item.move(ItemPhase.ENCODED)
-        del self._items[item.item.media_hash]
-        for delivery in item.deliveries:
-            if delivery.target is not None:
-                self._send(delivery)
+        self._cache.write(item.media_hash, start, rows)
+        item.num_rows_done, item.num_units_done = end, call.piece.end
+        share_left = 1 - call.piece.end / call.piece.prepared.num_units
+        self._queued_rows.hold(item.media_hash, int(item.num_call_rows * share_left))
+        if call.piece.is_last:
+            self._cache.complete(item.media_hash, item.num_rows, keep=item.keep)
+            self._remove(item, ItemPhase.CACHED)
+            for delivery in item.deliveries:
+                if delivery.target is not None:
+                    self._deliveries.send(delivery)
 
-    def _send(self, delivery: Delivery) -> None:
-        assert delivery.target is not None
-        try:
-            delivery.outgoing = self._mover.open(delivery.target)
-            block_ids = self._cache.pin(delivery.media_hash)
-            self._sending[delivery.target.lease_id] = delivery
-            delivery.outgoing.write(block_ids, range(len(block_ids)))
-            delivery.outgoing.finish(msgspec.msgpack.encode(FeaturesReady(delivery.media_hash)))
-        except TransferError as error:
-            self._fail(delivery, UnavailableError(f"cannot write to the prefill worker: {error}"))
-
-    def _expire(self, key: str) -> None:
-        delivery = self._deliveries.get(key)
-        if delivery is not None:
-            self._fail(delivery, UnavailableError("encoding waited too long"))
+    def _tell_doors(self) -> None:
+        changes = self._cache.take_changes(self._items)
+        if changes is not None:
+            self._outbox.broadcast(changes)
+        self._outbox.flush(self.load())
 
     def _fail_item(self, item: EncodeItem, error: ClusterError) -> None:
-        del self._items[item.item.media_hash]
-        for delivery in list(item.deliveries):
-            self._fail(delivery, error)
+        self._remove(item, ItemPhase.DISCARDED)
+        for delivery in item.deliveries:
+            self._deliveries.fail(delivery, error)
 
     def _fail(self, delivery: Delivery, error: ClusterError) -> None:
-        self._outbox.send(delivery.door, Failed(delivery.request_id, to_info(error), delivery.item_idx))
-        self._let_go(delivery, error.message)
+        self._deliveries.fail(delivery, error)
+        self._detach(delivery)
 
     def _let_go(self, delivery: Delivery, reason: str) -> None:
-        if self._deliveries.get(delivery.key) is delivery:
-            del self._deliveries[delivery.key]
-        item = self._items.get(delivery.media_hash)
-        if item is not None and delivery in item.deliveries:
-            item.deliveries.remove(delivery)
-            if not item.deliveries and item.phase is ItemPhase.READY:
-                del self._items[delivery.media_hash]
-        if delivery.outgoing is not None:
-            delivery.outgoing.abort(reason)
-        elif delivery.target is not None:
-            self._give_back(delivery.target, reason)
+        self._deliveries.end(delivery, reason)
+        self._detach(delivery)
 
-    def _give_back(self, grant: Grant, reason: str) -> None:
-        try:
-            self._mover.open(grant).abort(reason)
-        except TransferError:
-            logger.info("lease %s is left to expire", grant.lease_id)
+    def _detach(self, delivery: Delivery) -> None:
+        """From its item, which leaves with the last who wanted it, unless a thread is busy with it."""
+        item = self._items.get(delivery.media_hash)
+        if item is None or delivery not in item.deliveries:
+            return
+        item.deliveries.remove(delivery)
+        if item.deliveries:
+            self._reorder(item)
+        elif item.phase is not ItemPhase.PREPARING or self._preparation.withdraw(item.media_hash):
+            self._remove(item, ItemPhase.DISCARDED)
+
+    def _remove(self, item: EncodeItem, phase: ItemPhase) -> None:
+        """Out of work, with its tensors and, unless it is complete, its room."""
+        item.move(phase)
+        item.prepared = None
+        del self._items[item.media_hash]
+        self._queued_rows.release(item.media_hash)
+        self._preparation.release(item.media_hash)
+        self._cache.abandon(item.media_hash)
+        self._cache.note(item.media_hash)
 
 
 def _named(error: BaseException) -> ClusterError:
     if isinstance(error, ClusterError):
         return error
+    if is_out_of_memory(error):
+        return OverloadedError("the encoder ran out of memory", retry_after_s=1.0)
     logger.error("encoding failed", exc_info=error)
     return InternalError("the item could not be encoded; see the encoder's log")

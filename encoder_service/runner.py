@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from cluster.errors import MediaError
+from cluster.errors import InternalError
 from cluster.media.decode import decode
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
-from cluster.types.media import MediaItem, Modality
+from cluster.types.media import MediaItem, MediaOptions, Modality
+from encoder_service.pooling import pool_rows
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What an encoder call needs of one item."""
+
+    tensors: Mapping[str, torch.Tensor]  # the processor's, where the model reads them
+    num_units: int  # equal parts that may be encoded apart, in order; 1: the item is encoded whole
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Units [start, end) of one item."""
+
+    prepared: Prepared
+    options: MediaOptions
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.prepared.num_units
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.is_last
 
 
 class EncoderRunner:
@@ -18,21 +51,47 @@ class EncoderRunner:
         self._model = model
         self._processor = processor
 
-    def prepare(self, item: MediaItem) -> Mapping[str, torch.Tensor]:
-        """The processor's tensors for one item. Thread-safe; raises MediaError for bytes that cannot be used.
+    def prepare(self, item: MediaItem) -> Prepared:
+        """Thread-safe; blocks. Raises MediaError for bytes that cannot be used.
 
         The error does not number the item: requests that share it know it by different numbers, and their doors do.
         """
         decoded = decode(item.modality, item.data, self._processor.settings, item_idx=None)
-        return self._processor.prepare(item.modality, decoded, item_idx=None)
+        tensors = self._processor.prepare(item.modality, decoded, item_idx=None)
+        cut = self._model.cut(item.modality)
+        num_units = 1 if cut is None else cut.num_units(tensors)
+        return Prepared(self._model.upload(tensors), num_units)
 
     @torch.inference_mode()
-    def encode(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """[num_tokens, feature_width] for each item. Blocks; synchronises the device."""
-        return self._model.encode(modality, items)
+    def encode(self, modality: Modality, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """[num_rows, feature_width] for each piece, pooled as its item's options say. Pieces of one item, one after the other, give the
+        rows of the whole, if each but the last holds a multiple of the temporal pooling. Blocks; synchronises the device."""
+        items = [self._tensors(modality, piece) for piece in pieces]
+        outputs = self._model.encode(modality, items)
+        return [self._finish(modality, *each) for each in zip(pieces, items, outputs, strict=True)]
+
+    def _tensors(self, modality: Modality, piece: Piece) -> Mapping[str, torch.Tensor]:
+        cut = self._model.cut(modality)
+        if cut is None or piece.is_whole:
+            return piece.prepared.tensors
+        return cut.piece(piece.prepared.tensors, piece.start, piece.end)
+
+    def _finish(
+        self, modality: Modality, piece: Piece, item: Mapping[str, torch.Tensor], rows: torch.Tensor
+    ) -> torch.Tensor:
+        cut = self._model.cut(modality)
+        if cut is not None and not piece.is_last:
+            rows = rows[: len(rows) - cut.num_end_rows]
+        return pooled(rows, item, piece.options)
 
 
-def check_rows(item: MediaItem, rows: torch.Tensor) -> None:
-    """The door has promised prefill this many rows; anything else must not be sent."""
-    if len(rows) != item.geometry.num_tokens:
-        raise MediaError(f"it has {len(rows)} embedding rows; its header promised {item.geometry.num_tokens}")
+def pooled(rows: torch.Tensor, item: Mapping[str, torch.Tensor], options: MediaOptions) -> torch.Tensor:
+    """`rows` as the options want them pooled; items without a grid of patches are left as they are."""
+    grid = next((value for key, value in item.items() if key.endswith("grid_thw")), None)
+    if grid is None or (options.temporal_pooling == 1 and options.spatial_pooling == 1):
+        return rows
+    t, h, w = (int(size) for size in grid[0])
+    merge = math.isqrt(t * h * w // len(rows))  # patches are merged in squares
+    if t * (h // merge) * (w // merge) != len(rows):
+        raise InternalError(f"{len(rows)} embedding rows do not fit a grid of {t} x {h} x {w} patches")
+    return pool_rows(rows, (t, h // merge, w // merge), options.temporal_pooling, options.spatial_pooling)

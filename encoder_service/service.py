@@ -11,6 +11,7 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
+from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, Cancel, EncodeTarget, StartEncode
 from cluster.worker.memory_plan import MemoryPlan, available_bytes, encoder_step_bytes
@@ -18,12 +19,15 @@ from cluster.worker.outbox import DoorId
 from cluster.worker.process import WorkerProcess
 from cluster.worker.setup import check_device_lane, set_up
 from encoder_service.cache import EmbeddingCache
-from encoder_service.engine import EncoderEngine
+from encoder_service.engine import EncoderEngine, EncoderLimits
 from encoder_service.runner import EncoderRunner
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH_ROWS = 16_384  # embedding rows in one encoder call; bounds its activation memory
+MAX_PIECE_ROWS = (
+    1024  # of a long item in one call: enough to keep a device busy, and a short wait for who comes meanwhile
+)
 NUM_PREPARE_THREADS = 2  # decoding and preprocessing beside the encoder itself
 
 
@@ -39,10 +43,12 @@ class EncoderService:
         self._model = EncoderModel.load(args.model, dtype=setup.dtype, device=setup.device)
         self._layout = feature_layout(self._model.feature_width, args.block_size, setup.dtype)
         self._num_blocks = max(1, args.encode.cache_bytes // self._layout.block_bytes)
+        row_bytes = encoder_step_bytes(1, self._model.config, setup.dtype.itemsize)
         plan = MemoryPlan(
             weights=self._model.weight_bytes,
-            step=encoder_step_bytes(MAX_BATCH_ROWS, self._model.config, setup.dtype.itemsize),
+            step=MAX_PIECE_ROWS * row_bytes,
             features=self._num_blocks * self._layout.block_bytes,
+            inputs=args.encode.max_prepared_bytes,
         )
         available = available_bytes(setup.device)
         plan.check(available)
@@ -57,8 +63,17 @@ class EncoderService:
             self._process.outbox,
             self._process.clock,
             self._executor,
-            MAX_BATCH_ROWS,
-            args.encode.max_batch_items,
+            EncoderLimits(
+                max_batch_items=args.encode.max_batch_items,
+                max_batch_rows=MAX_BATCH_ROWS,
+                max_piece_rows=MAX_PIECE_ROWS,
+                max_call_bytes=min(MAX_BATCH_ROWS * row_bytes, available - plan.wanted + plan.step),
+                row_bytes=row_bytes,
+                max_prepared_bytes=args.encode.max_prepared_bytes,
+                max_queued_rows=args.encode.max_queued_rows,
+                num_prepare_threads=NUM_PREPARE_THREADS,
+            ),
+            SchedulingPolicy(**args.scheduling.model_dump()),
             self._process.turns,
         )
         self._process.attach(self._engine, self._on_message)

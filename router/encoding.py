@@ -99,7 +99,9 @@ class EncodeStage:
     def _start(self, flight: Flight, item_idx: int) -> None:
         encoder, item = flight.errands[item_idx].encoder, flight.items[item_idx]
         flight.charge(encoder, item.geometry.num_tokens)
-        encoder.send(StartEncode(flight.request.request_id, item_idx, item, self._timeout_s))
+        request = flight.request
+        order = (request.priority, request.waited_s)
+        encoder.send(StartEncode(request.request_id, item_idx, item, self._timeout_s, *order))
 
     def _go_elsewhere(self, flight: Flight, item_idx: int, error: ClusterError) -> None:
         """To another encoder; fails the flight with `error` when there is none."""

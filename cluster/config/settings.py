@@ -45,6 +45,11 @@ class _PoolArgs(_Args):
 class EncodeArgs(_PoolArgs):
     max_batch_items: int = Field(8, ge=1)  # media items in one encoder step
     cache_bytes: int = Field(256 * MIB, ge=0)  # embeddings kept for media seen before
+    # preprocessed media that wait for the encoder: a long video (19 KiB a row in Qwen2.5-VL, 16,384 rows) and images beside it
+    max_prepared_bytes: int = Field(512 * MIB, ge=1)
+    # embedding rows not yet encoded, beyond which new items are refused (429). A GPU that makes 10,000 in a second is busy with so many
+    # for about as long as a request waits for its first token: what came later would only run into that deadline
+    max_queued_rows: int = Field(1 << 20, ge=1)
 
 
 class SchedulingArgs(_Args):

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from cluster.errors import ConfigError
 from cluster.model.cpu.modules import optimise_modules
+from cluster.model.cuda.uploads import Uploads
 from cluster.model.families import family_of, num_deepstack_layers
 from cluster.model.loading import Half, fingerprint, load_half
+from cluster.model.media_calls import Cut
 from cluster.types.media import Modality
 
 
@@ -39,6 +41,7 @@ class EncoderModel:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.device: torch.device = next(model.parameters()).device
         self.fingerprint: str = fingerprint(config, self.dtype)
+        self._uploads = Uploads(self.device, self.dtype) if self.device.type == "cuda" else None
         self.weight_bytes: int = sum(p.numel() * p.element_size() for p in model.parameters())
 
     @classmethod
@@ -62,6 +65,15 @@ class EncoderModel:
             if isinstance(module, nn.ModuleList):
                 for block in module:
                     block.register_forward_hook(lambda *_: function())
+
+    def cut(self, modality: Modality) -> Cut | None:
+        """How items of this modality are cut into pieces, each an item of its own for `encode`; None: they are not."""
+        return self._calls[modality].cut
+
+    def upload(self, item: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The item where `encode` reads it: on a GPU its copy there. Any thread but the engine's: blocks until the copy is done,
+        and the device goes on computing. On the CPU the item itself."""
+        return item if self._uploads is None else self._uploads.copy(item)
 
     @torch.inference_mode()
     def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

@@ -3,12 +3,15 @@
 
 An item is the HF processor's tensors for one media item, batch dimension included. `base` is `model.model` of the
 transformers class. Calls that cannot be batched without padding take equal shapes together and the rest one by one.
+
+A call says whether an item can be cut (`Cut`): then its pieces, encoded one by one, give the rows of the whole, in order. So it is
+where no part of the item sees another: Qwen's vision attends inside one temporal patch, others inside one frame, tile or window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,58 @@ from transformers.masking_utils import create_bidirectional_mask
 from cluster.types.media import Modality
 
 Item = Mapping[str, Tensor]
-EncodeCall = Callable[[nn.Module, Sequence[Item]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an item is cut into pieces of whole units: temporal patches, frames, tiles or windows of equal cost."""
+
+    num_units: Callable[[Item], int]
+    piece: Callable[[Item, int, int], Item]  # units [start, end); views, nothing is copied
+    num_end_rows: int = 0  # rows that every call appends behind the last unit; only the last piece's count
+
+
+@dataclass(frozen=True)
+class EncodeCall:
+    run: Callable[[nn.Module, Sequence[Item]], list[Tensor]]
+    cut: Cut | None = None  # None: an item is encoded whole
+
+    def __call__(self, base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+        return self.run(base, items)
+
+
+def _along(axis: int, *keys: str, num_end_rows: int = 0) -> Cut:
+    """A unit is one index of `axis` in each of those `keys` that an item has; all have the same number of them."""
+
+    def num_units(item: Item) -> int:
+        return item[keys[0]].shape[axis]
+
+    def piece(item: Item, start: int, end: int) -> Item:
+        return {
+            key: value.narrow(axis, start, end - start) if key in keys else value
+            for key, value in item.items()
+        }
+
+    return Cut(num_units, piece, num_end_rows)
+
+
+def _along_grid(pixels_key: str, grid_key: str) -> Cut:
+    """A unit is a temporal patch: h * w rows of the pixels, by the item's grid [1, 3] of (t, h, w)."""
+
+    def num_units(item: Item) -> int:
+        return int(item[grid_key][0, 0])
+
+    def piece(item: Item, start: int, end: int) -> Item:
+        grid = item[grid_key].clone()
+        num_patches = int(grid[0, 1] * grid[0, 2])
+        grid[0, 0] = end - start
+        return {pixels_key: item[pixels_key][start * num_patches : end * num_patches], grid_key: grid}
+
+    return Cut(num_units, piece)
+
+
+def _encoded(cut: Cut | None = None) -> Callable[..., EncodeCall]:
+    return lambda run: EncodeCall(run, cut)
 
 
 def packed_patches(modality: Modality) -> EncodeCall:
@@ -27,6 +81,7 @@ def packed_patches(modality: Modality) -> EncodeCall:
         ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
     )
 
+    @_encoded(_along_grid(pixels_key, grid_key))
     def encode(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
         method = base.get_video_features if video else base.get_image_features
         output = method(_joined(items, pixels_key), _joined(items, grid_key), return_dict=True)
@@ -36,6 +91,7 @@ def packed_patches(modality: Modality) -> EncodeCall:
     return encode
 
 
+@_encoded(_along(0, "pixel_values"))
 def tiled_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     """LLaVA, InternVL, Gemma3: [tiles, 3, h, w] per item, the same number of rows from every tile."""
 
@@ -47,8 +103,10 @@ def tiled_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     return _by_shape(items, ("pixel_values",), encode)
 
 
+@_encoded()
 def sized_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Mistral3, LLaVA-NeXT and -OneVision: pixels padded to a common size plus the true `image_sizes`."""
+    """Mistral3, LLaVA-NeXT and -OneVision: pixels padded to a common size plus the true `image_sizes`. The rows of LLaVA's tiles
+    are woven into lines of the whole image, so an image is not cut."""
 
     def encode(group: Sequence[Item]) -> list[Tensor]:
         output = base.get_image_features(
@@ -59,17 +117,18 @@ def sized_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     return _by_shape(items, ("pixel_values",), encode)
 
 
+@_encoded(_along(1, "pixel_values_videos", num_end_rows=1))
 def stacked_videos(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """LLaVA-OneVision: [1, frames, 3, h, w] per item; the newline embedding ends each clip, as in its own forward."""
+    """LLaVA-OneVision: [1, frames, 3, h, w] per item; the newline embedding ends each clip."""
 
     def encode(group: Sequence[Item]) -> list[Tensor]:
-        clips = base.get_video_features(_joined(group, "pixel_values_videos"), return_dict=True).pooler_output
-        newline = cast(Tensor, base.image_newline)[None]
-        return [torch.cat([clip.flatten(0, -2), newline.to(clip.dtype)]) for clip in clips]
+        output = base.get_video_features(_joined(group, "pixel_values_videos"), return_dict=True)
+        return list(output.pooler_output)
 
     return _by_shape(items, ("pixel_values_videos",), encode)
 
 
+@_encoded(_along(1, "pixel_values", "pixel_attention_mask"))
 def masked_tiles(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     """Idefics3, SmolVLM: [1, tiles, 3, h, w] and optionally `pixel_attention_mask` [1, tiles, h, w]."""
 
@@ -86,6 +145,7 @@ def windowed_mels(mask_key: str | None) -> EncodeCall:
     """Voxtral, AudioFlamingo3, GLM-ASR: [windows, mels, frames] per item, flat rows out. Items run one by one: only
     then the rows of an item are known without repeating the family's length formula."""
 
+    @_encoded(_along(0, "input_features", *([] if mask_key is None else [mask_key])))
     def encode(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
         side = [{} if mask_key is None else {mask_key: item[mask_key]} for item in items]
         outputs = [
@@ -97,6 +157,7 @@ def windowed_mels(mask_key: str | None) -> EncodeCall:
     return encode
 
 
+@_encoded()
 def qwen2_5_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     """Mels are padded to the longest item; the encoder drops the padding by the mask before it looks at them."""
     features = _padded([item["input_features"][0] for item in items])
@@ -106,6 +167,7 @@ def qwen2_5_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     return list(flat.split(rows.tolist()))
 
 
+@_encoded()
 def qwen3_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     """One by one: transformers pads the chunks of a call to the longest, and its convolutions then leak bias from the
     padding into the last rows of shorter ones (0.03 on a random model), so a batch would change the numbers."""
@@ -117,6 +179,7 @@ def qwen3_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     ]
 
 
+@_encoded()
 def qwen2_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     """Fixed 30 s windows and a mask. transformers 5.23 has no get_audio_features here; this repeats its forward."""
     tower = base.audio_tower

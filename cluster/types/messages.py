@@ -11,6 +11,7 @@ One request, in call order (D decode, P prefill, E encoder):
     E → door  Encoded (the embeddings are in P's memory)
     E → door  Failed for an item, or the encoder is lost: the door asks another one, and if the lost one had P's grant tells P so
               (EncoderLost); whenever a lease ends without embeddings, P grants anew
+    E → all doors  CacheChanged: what it has taken on, and what it does not have any more
     P → door  Tokens (the first token)
     D → door  Tokens (one frame per decode step, for all requests of this door)
     D → door  Preempted; ends the request at that worker: the door starts what is left of it anew
@@ -111,6 +112,9 @@ class StartEncode(Message, frozen=True):
     item_idx: int  # position in the prompt's media
     item: MediaItem
     timeout_s: float
+    priority: int = 0  # class of the request; lower goes sooner
+    waited_s: float = 0.0  # since the client asked, when the door sent this
+    keep: bool = True  # another use is expected; else the embeddings are the first to make room for others
 
 
 class EncodeTarget(Message, frozen=True):
@@ -139,6 +143,14 @@ class Encoded(Message, frozen=True):
     request_id: str
     item_idx: int
     cached: bool  # the embeddings were in the encoder cache
+
+
+class CacheChanged(Message, frozen=True):
+    """Encoder → every door, once per step in which it holds: items (by media hash) that it has, or has taken on, since, and those that
+    it does not have any more. A door that connects is told everything first. One hash is never in both."""
+
+    added: tuple[str, ...]
+    evicted: tuple[str, ...]
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -171,6 +183,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     num_cached_blocks: int = 0  # blocks kept for reuse
     totals: DecodeTotals = DecodeTotals()
     sent: SentTotals = SentTotals()
+    held_bytes: int = 0  # encoder: files, and tensors made of them, of items in work
+    sending_bytes: int = 0  # encoder: embeddings that are being written to prefill workers
 
     @property
     def is_idle(self) -> bool:
@@ -209,7 +223,7 @@ class Cancel(Message, frozen=True):
 
 AnyMessage = (
     Hello | StartDecode | DecodeGranted | StartPrefill | Admitted | FeatureGranted | FeatureShared | DecodeTarget
-    | StartEncode | EncodeTarget | EncoderLost | ReturnGrant | Encoded | Tokens | Failed | Preempted | Cancel
+    | StartEncode | EncodeTarget | EncoderLost | ReturnGrant | Encoded | CacheChanged | Tokens | Failed | Preempted | Cancel
 )  # fmt: skip
 
 

@@ -30,11 +30,12 @@ class MemoryPlan:
     kv_per_token: int = 0
     num_kv_tokens: int = 0  # 0 in encoders
     wire: int = 0  # KV that is on its way coded
+    inputs: int = 0  # preprocessed media that wait for an encoder's next calls
 
     @property
     def wanted(self) -> int:
         """Beside the weights."""
-        return self.kv_per_token * self.num_kv_tokens + self.features + self.step + self.wire
+        return self.kv_per_token * self.num_kv_tokens + self.features + self.step + self.wire + self.inputs
 
     def check(self, available: int) -> None:
         """Raises ConfigError, with the arithmetic, if less than what is wanted is available."""
@@ -51,6 +52,7 @@ class MemoryPlan:
         lines += [
             f"  embeddings         {_mib(self.features)}",
             *([f"  coded KV           {_mib(self.wire)}"] if self.wire else []),
+            *([f"  media, prepared    {_mib(self.inputs)}"] if self.inputs else []),
             f"  one step           {_mib(self.step)}  (estimate)",
             f"  wanted             {_mib(self.wanted)}  beside the weights",
             f"  available          {_mib(available)}",

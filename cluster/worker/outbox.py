@@ -24,9 +24,16 @@ class Outbox:
         self._events: dict[DoorId, list[TokenEvent]] = defaultdict(list)
         self._doors: set[DoorId] = set()
         self._last_load: LoadReport | None = None
+        self._greeting: Callable[[], Message] | None = None
+
+    def greet_with(self, greeting: Callable[[], Message]) -> None:
+        """What a door is told when it connects, made at that moment."""
+        self._greeting = greeting
 
     def add_door(self, door: DoorId) -> None:
         self._doors.add(door)
+        if self._greeting is not None:
+            self._messages.append((door, self._greeting()))
         self._last_load = None  # the newcomer is told the load at the next flush
 
     def remove_door(self, door: DoorId) -> None:
@@ -34,6 +41,10 @@ class Outbox:
 
     def send(self, door: DoorId, message: Message) -> None:
         self._messages.append((door, message))
+
+    def broadcast(self, message: Message) -> None:
+        """To every door that is connected now."""
+        self._messages += [(door, message) for door in self._doors]
 
     def token(self, door: DoorId, event: TokenEvent) -> None:
         self._events[door].append(event)

@@ -37,7 +37,8 @@ from cluster.worker.outbox import Outbox
 from cluster.worker.turns import no_turns
 from decode_service.engine import DecodeEngine
 from encoder_service.cache import EmbeddingCache
-from encoder_service.engine import EncoderEngine
+from encoder_service.engine import EncoderEngine, EncoderLimits
+from encoder_service.runner import Piece, Prepared
 from kv_transfer.in_process import InProcessNetwork
 from kv_transfer.mover import Mover, MoverFailed
 from prefill_service import transfer as prefill_transfer
@@ -56,8 +57,26 @@ UNPLACEABLE_TOKEN = 7
 LAST_PROMPT_TOKEN = 40
 
 
+ENCODER_LIMITS = EncoderLimits(
+    max_batch_items=4,
+    max_batch_rows=16,
+    max_piece_rows=8,
+    max_call_bytes=1 << 20,
+    row_bytes=100,
+    max_prepared_bytes=1 << 20,
+    max_queued_rows=1000,
+    num_prepare_threads=2,
+)
+
+
 def make_item(name: str, num_rows: int) -> MediaItem:
     return MediaItem(Modality.IMAGE, name.encode(), name, MediaGeometry(num_rows))
+
+
+def make_video(name: str, num_frames: int, rows_per_frame: int = 2) -> MediaItem:
+    """Can be cut between its frames."""
+    geometry = MediaGeometry(num_frames * rows_per_frame, (num_frames, 2, 2 * rows_per_frame))
+    return MediaItem(Modality.VIDEO, name.encode(), name, geometry)
 
 
 def make_request(
@@ -164,13 +183,22 @@ class Worker:
 
 class Rig:
     def __init__(
-        self, kv_blocks: int = 24, decode_blocks: int = 24, feature_blocks: int = 6, cache_blocks: int = 6
+        self,
+        kv_blocks: int = 24,
+        decode_blocks: int = 24,
+        feature_blocks: int = 6,
+        cache_blocks: int = 6,
+        encoder_limits: EncoderLimits = ENCODER_LIMITS,
+        encoder_policy: SchedulingPolicy = POLICY,
     ):
         self.clock = ManualClock()
         self.network = InProcessNetwork()
         self.executor = ManualExecutor()
         self.mid_step: Callable[[], Any] = lambda: None  # what happens while prefill computes
-        self.bad_items: set[str] = set()  # names of items that cannot be encoded
+        self.bad_items: set[str] = set()  # names of items that cannot be decoded
+        self.poison: set[str] = set()  # names of items that make every encoder call with them fail
+        self.max_call_rows = 1 << 30  # an encoder call with more runs out of memory
+        self.encoder_calls: list[list[tuple[str, int, int]]] = []  # (name, first unit, end) of each piece
         self.ended: list[str] = []  # request ids that left decode
         self._kv, self._decode_kv = BlockMemory(KV_LAYOUT, kv_blocks), BlockMemory(KV_LAYOUT, decode_blocks)
         features, rows = (
@@ -186,7 +214,8 @@ class Rig:
         self.cache = EmbeddingCache(rows, self.pools["encoder"])
         runner = SimpleNamespace(prepare=self._prepare, encode=self._encode)
         self.encoder = self._worker("encoder", lambda mover, outbox: EncoderEngine(
-            runner, self.cache, mover, outbox, self.clock, self.executor, 16, 4, no_turns(self.clock)), outgoing=rows)  # fmt: skip
+            runner, self.cache, mover, outbox, self.clock, self.executor, encoder_limits, encoder_policy,
+            no_turns(self.clock)), outgoing=rows)  # fmt: skip
         self.encoder.engine.attach(self.encoder.inbox)
 
         def prefill(mover: Mover, outbox: Outbox) -> PrefillEngine:
@@ -302,16 +331,30 @@ class Rig:
             pool.check_integrity()
             if name != "encoder":  # its cache holds references while it keeps rows
                 assert pool.num_referenced == 0, name
-        assert self.cache.num_pinned_blocks == 0
+        assert self.cache.num_held_blocks == 0
         assert self.cache.num_cached_blocks == self.pools["encoder"].num_referenced
 
-    def _prepare(self, item: MediaItem) -> dict[str, torch.Tensor]:
+    def _prepare(self, item: MediaItem) -> Prepared:
         if item.media_hash in self.bad_items:
             raise ValueError("this item cannot be decoded")
-        return {"value": torch.tensor([item_value(item.media_hash), item.geometry.num_tokens])}
+        grid = item.geometry.grid_thw
+        rows = torch.full((item.geometry.num_tokens, 1), item_value(item.media_hash))
+        return Prepared({item.media_hash: rows}, 1 if grid is None else grid[0])
 
-    def _encode(self, _: Modality, items: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-        return [torch.full((int(t["value"][1]), 1), int(t["value"][0])) for t in items]
+    def _encode(self, _: Modality, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        names = [next(iter(piece.prepared.tensors)) for piece in pieces]
+        self.encoder_calls.append(
+            [(name, piece.start, piece.end) for name, piece in zip(names, pieces, strict=True)]
+        )
+        outputs = []
+        for name, piece in zip(names, pieces, strict=True):
+            rows, num_units = piece.prepared.tensors[name], piece.prepared.num_units
+            outputs.append(rows[piece.start * len(rows) // num_units : piece.end * len(rows) // num_units])
+        if sum(map(len, outputs)) > self.max_call_rows:
+            raise torch.OutOfMemoryError("out of memory")
+        if self.poison.intersection(names):
+            raise RuntimeError("the encoder stumbles")
+        return outputs
 
     def _run_prefill(
         self, batch: Sequence[tuple[Any, Any, int]], on_layer: Callable[[int, Any], None]

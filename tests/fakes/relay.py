@@ -10,6 +10,7 @@ from cluster.types.media import MediaItem
 from cluster.types.messages import (
     Admitted,
     AnyMessage,
+    CacheChanged,
     Cancel,
     DecodeGranted,
     DecodeTarget,
@@ -116,6 +117,8 @@ class Relay:
         if isinstance(message, Tokens):
             for event in message.events:
                 self._token(name, event)
+            return
+        if isinstance(message, CacheChanged):
             return
         story = self.stories[message.request_id]
         if isinstance(message, DecodeGranted | FeatureGranted) and not story.is_open:

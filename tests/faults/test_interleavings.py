@@ -7,11 +7,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig, make_item, make_request
+from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig, make_item, make_request, make_video
 from tests.fakes.relay import Relay
 
 NAMES = ("encoder", "prefill", "decode")
 ITEMS = {name: make_item(name, num_rows) for name, num_rows in (("a", 3), ("b", 4), ("c", 9), ("bad", 5))}
+ITEMS["long"] = make_video("long", 6)  # in two pieces
 
 starts = st.tuples(
     st.just("start"),

@@ -2,93 +2,71 @@
 
 import pytest
 
-from cluster.types.messages import Cancel, Encoded, EncodeTarget, Failed, FeatureGranted, StartEncode
-from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig, make_item
+from cluster.types.messages import CacheChanged, Cancel, Encoded, Failed
+from tests.fakes.encoder import EncoderRig
+from tests.fakes.engines import DOOR, TIMEOUT_S, make_item
 
 ITEM, LARGE = make_item("a", 5), make_item("large", 20)
 
 
 @pytest.fixture
 def rig():
-    rig = Rig(cache_blocks=5, feature_blocks=8)
+    rig = EncoderRig(cache_blocks=5, feature_blocks=8)
     yield rig
-    rig.turn(20)
-    rig.clock.at += 2 * (TIMEOUT_S + MARGIN_S)
-    rig.turn(5)
-    for key in list(rig.features._items):
-        rig.features.release(key)
-    rig.audit()
-
-
-def start(rig, request_id="r", item=ITEM, item_idx=0):
-    rig.receive("encoder", StartEncode(request_id, item_idx, item, TIMEOUT_S))
-
-
-def target(rig, request_id="r", item=ITEM, item_idx=0) -> None:
-    """Prefill makes room, the door passes the grant on."""
-    key = (request_id, item_idx)
-
-    def pass_on(granted: FeatureGranted) -> None:
-        rig.receive("encoder", EncodeTarget(request_id, item_idx, granted.grant))
-
-    rig.features.reserve(key, request_id, item.geometry.num_tokens, TIMEOUT_S, pass_on)
-
-
-def said(rig, kind):
-    return [message for message in rig.encoder.said if isinstance(message, kind)]
+    rig.finish()
 
 
 @pytest.mark.parametrize("target_first", [True, False])
 def test_embeddings_arrive_whether_the_target_comes_before_or_after(rig, target_first):
-    start(rig)
+    rig.start(ITEM)
     if not target_first:
         rig.turn(5)
         assert "a" in rig.cache
-    target(rig)
+    rig.target(ITEM)
     rig.turn(5)
-    assert said(rig, Encoded) == [Encoded("r", 0, cached=False)]
+    assert rig.said(Encoded) == [Encoded("r", 0, cached=False)]
     assert rig.features.rows(("r", 0), 0, 5).flatten().tolist() == [1000 + ord("a")] * 5
 
 
 def test_one_item_of_many_requests_is_encoded_once(rig):
     for i in range(3):
-        start(rig, f"r{i}")
+        rig.start(ITEM, f"r{i}")
     assert len(rig.executor.jobs) == 0
     rig.encoder.step()
     assert len(rig.executor.jobs) == 1
     for i in range(3):
-        target(rig, f"r{i}")
+        rig.target(ITEM, f"r{i}")
     rig.turn(8)
-    assert [message.cached for message in said(rig, Encoded)] == [False] * 3
+    assert [message.cached for message in rig.said(Encoded)] == [False] * 3
 
 
 def test_an_item_seen_before_is_sent_from_the_cache(rig):
     for request_id in ("r", "s"):
-        start(rig, request_id)
-        target(rig, request_id)
+        rig.start(ITEM, request_id)
+        rig.target(ITEM, request_id)
         rig.turn(5)
-    assert [message.cached for message in said(rig, Encoded)] == [False, True]
+    assert [message.cached for message in rig.said(Encoded)] == [False, True]
 
 
 def test_rows_evicted_before_their_target_came_are_encoded_again(rig):
-    start(rig)
+    rig.start(ITEM)
     rig.turn(5)
-    start(rig, "s")
-    start(rig, "t", LARGE)
+    rig.start(ITEM, "s")
+    rig.start(LARGE, "t")
     rig.turn(5)
     assert "a" not in rig.cache and "large" in rig.cache
-    target(rig)
-    target(rig, "s")
+    rig.target(ITEM)
+    rig.target(ITEM, "s")
     rig.turn(8)
-    assert said(rig, Encoded) == [Encoded("r", 0, cached=False), Encoded("s", 0, cached=False)]
+    assert rig.said(Encoded) == [Encoded("r", 0, cached=False), Encoded("s", 0, cached=False)]
 
 
 def test_an_item_waits_while_others_are_pinned_by_their_transfer(rig):
     rig.network.faults.post_polls = 5
-    start(rig)
-    target(rig)
+    rig.start(ITEM)
+    rig.target(ITEM)
     rig.turn(2)
-    start(rig, "t", LARGE)
+    rig.start(LARGE, "t")
     rig.turn(2)
     assert "large" not in rig.cache
     rig.turn(12)
@@ -96,29 +74,29 @@ def test_an_item_waits_while_others_are_pinned_by_their_transfer(rig):
 
 
 def test_an_item_larger_than_the_memory_is_refused(rig):
-    start(rig, item=make_item("huge", 21))
+    rig.start(make_item("huge", 21))
     rig.turn(3)
-    (failed,) = said(rig, Failed)
+    (failed,) = rig.said(Failed)
     assert failed.item_idx == 0 and "larger" in failed.error.message
 
 
 def test_a_bad_item_fails_all_who_want_it_and_nobody_else(rig):
     rig.bad_items.add("bad")
-    start(rig, "r", make_item("bad", 3))
-    start(rig, "s", make_item("bad", 3), item_idx=1)
-    start(rig, "t")
-    target(rig, "t")
+    rig.start(make_item("bad", 3), "r")
+    rig.start(make_item("bad", 3), "s", item_idx=1)
+    rig.start(ITEM, "t")
+    rig.target(ITEM, "t")
     rig.turn(6)
-    assert [(m.request_id, m.item_idx) for m in said(rig, Failed)] == [("r", 0), ("s", 1)]
-    assert [m.request_id for m in said(rig, Encoded)] == ["t"]
+    assert [(m.request_id, m.item_idx) for m in rig.said(Failed)] == [("r", 0), ("s", 1)]
+    assert [m.request_id for m in rig.said(Encoded)] == ["t"]
 
 
 @pytest.mark.parametrize("num_turns", range(6))
 @pytest.mark.parametrize("how", ["cancel", "drop"])
 def test_leaving_at_any_moment_leaves_nothing_behind(rig, num_turns, how):
     rig.network.faults.post_polls = 2
-    start(rig)
-    target(rig)
+    rig.start(ITEM)
+    rig.target(ITEM)
     rig.turn(num_turns)
     if how == "cancel":
         rig.receive("encoder", Cancel("r"))
@@ -131,24 +109,24 @@ def test_leaving_at_any_moment_leaves_nothing_behind(rig, num_turns, how):
 @pytest.mark.parametrize("num_turns", range(4))
 def test_one_delivery_of_a_request_can_be_called_off_and_asked_for_again(rig, num_turns):
     other = make_item("b", 3)
-    start(rig)
-    start(rig, item=other, item_idx=1)
-    start(rig, "s")
-    target(rig, "r", other, item_idx=1)
+    rig.start(ITEM)
+    rig.start(other, item_idx=1)
+    rig.start(ITEM, "s")
+    rig.target(other, item_idx=1)
     rig.turn(num_turns)
     rig.receive("encoder", Cancel("r", item_idx=0))
-    target(rig, "s")
+    rig.target(ITEM, "s")
     rig.turn(8)
-    assert sorted((m.request_id, m.item_idx) for m in said(rig, Encoded)) == [("r", 1), ("s", 0)]
-    assert rig.encoder.engine.load().num_waiting == 0 and not said(rig, Failed)
-    start(rig)
-    target(rig)
+    assert sorted((m.request_id, m.item_idx) for m in rig.said(Encoded)) == [("r", 1), ("s", 0)]
+    assert rig.encoder.engine.load().num_waiting == 0 and not rig.said(Failed)
+    rig.start(ITEM)
+    rig.target(ITEM)
     rig.turn(5)
-    assert said(rig, Encoded)[-1] == Encoded("r", 0, cached=True)
+    assert rig.said(Encoded)[-1] == Encoded("r", 0, cached=True)
 
 
 def test_an_item_that_nobody_else_wants_is_not_encoded_when_it_is_called_off(rig):
-    start(rig)
+    rig.start(ITEM)
     rig.encoder.step()
     rig.receive("encoder", Cancel("r", item_idx=0))
     rig.turn(5)
@@ -156,16 +134,56 @@ def test_an_item_that_nobody_else_wants_is_not_encoded_when_it_is_called_off(rig
 
 
 def test_a_target_for_a_request_that_has_ended_is_given_back(rig):
-    target(rig)
+    rig.target(ITEM)
     rig.features.release(("r", 0))
     rig.turn(3)
     assert rig.features.num_open_leases == 0
 
 
 def test_a_delivery_without_a_target_ends_with_its_deadline(rig):
-    start(rig)
+    rig.start(ITEM)
     rig.turn(3)
     rig.clock.at += TIMEOUT_S
     rig.turn()
-    (failed,) = said(rig, Failed)
+    (failed,) = rig.said(Failed)
     assert "waited too long" in failed.error.message
+
+
+def test_what_is_taken_on_and_what_leaves_is_told_to_all_doors_and_first_of_all_to_a_new_one(rig):
+    rig.start(ITEM)
+    rig.turn(1)
+    assert rig.said(CacheChanged) == [CacheChanged(("a",), ())], "it is not encoded yet"
+    rig.turn(2)
+    rig.start(LARGE, "s")
+    rig.turn(3)
+    known: set[str] = set()
+    for message in rig.said(CacheChanged):
+        known = (known | set(message.added)) - set(message.evicted)
+    assert known == {"large"}
+
+
+def test_a_broken_item_is_not_expected_any_more(rig):
+    rig.bad_items.add("bad")
+    rig.start(make_item("bad", 3))
+    rig.encoder.step()
+    rig.turn(3)
+    assert rig.said(CacheChanged)[-1] == CacheChanged((), ("bad",))
+
+
+def test_a_door_that_comes_later_is_told_everything_first(rig):
+    rig.start(LARGE, "s")
+    rig.turn(3)
+    rig.encoder.said.clear()
+    rig.encoder.tell(rig.encoder.outbox.add_door, DOOR + 1)
+    rig.turn(2)
+    assert rig.encoder.said[0] == CacheChanged(("large",), ())
+
+
+def test_requests_that_share_an_item_hold_one_copy_of_its_file(rig):
+    for request_id in ("r", "s", "t"):
+        rig.start(make_item("a", 5), request_id)
+    rig.encoder.inbox.run()
+    assert rig.encoder.engine._deliveries.file_bytes == len(ITEM.data)
+    rig.encoder.tell(rig.encoder.engine.cancel, "r")
+    rig.turn(5)
+    assert rig.encoder.engine.load().held_bytes == len(ITEM.data)

@@ -1,26 +1,93 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
 from cluster.types.media import Modality
-from encoder_service.scheduler import Candidate, select_batch
+from encoder_service.scheduler import CallLimits, Candidate, select_batch, units_per_call
+
+IMAGE, VIDEO = Modality.IMAGE, Modality.VIDEO
+PLENTY = 10_000
 
 
-def candidates(*rows: tuple[str, Modality, int]) -> list[Candidate]:
-    return [Candidate(*row) for row in rows]
+def candidate(name: str, rows: int, modality: Modality = IMAGE, order: float = 0.0, **more) -> Candidate:
+    return Candidate(name, (order, 0.0), modality, rows, 10 * rows, **more)
 
 
-def test_the_oldest_item_chooses_the_modality():
-    ready = candidates(("v", Modality.VIDEO, 64), ("i", Modality.IMAGE, 16), ("w", Modality.VIDEO, 64))
-    assert [c.media_hash for c in select_batch(ready, 1000, 8)] == ["v", "w"]
+def names(ready, max_items=8, max_rows=1000, max_bytes=PLENTY, room=PLENTY) -> list[str]:
+    chosen = select_batch(ready, CallLimits(max_items, max_rows, max_bytes), room)
+    return [c.media_hash for c in chosen]
 
 
-def test_rows_and_items_bound_a_batch():
-    ready = candidates(*((str(i), Modality.IMAGE, 16) for i in range(10)))
-    assert len(select_batch(ready, 50, 8)) == 3
-    assert len(select_batch(ready, 1000, 8)) == 8
+def test_the_most_urgent_item_chooses_the_modality():
+    ready = [candidate("w", 64, VIDEO, 2), candidate("i", 16, IMAGE, 1), candidate("v", 64, VIDEO, 0)]
+    assert names(ready) == ["v", "w"]
 
 
-def test_an_item_larger_than_the_budget_runs_alone():
-    ready = candidates(("big", Modality.VIDEO, 5000), ("next", Modality.VIDEO, 10))
-    assert [c.media_hash for c in select_batch(ready, 1000, 8)] == ["big"]
+def test_rows_items_and_bytes_bound_a_batch():
+    ready = [candidate(str(i), 16) for i in range(10)]
+    assert len(names(ready, max_rows=50)) == 3
+    assert len(names(ready)) == 8
+    assert len(names(ready, max_bytes=330)) == 2
+
+
+def test_an_item_larger_than_the_budgets_runs_alone():
+    ready = [candidate("big", 5000), candidate("next", 10, order=1)]
+    assert names(ready) == ["big"] == names(ready, max_rows=PLENTY, max_bytes=1)
+
+
+def test_who_has_to_run_alone_neither_joins_a_batch_nor_takes_anybody_along():
+    alone = candidate("alone", 1, order=1, runs_alone=True)
+    first, last = candidate("first", 1), candidate("last", 1, order=2)
+    assert names([first, alone, last]) == ["first"]
+    assert names([alone, last]) == ["alone"]
+
+
+def test_who_gets_no_room_lets_nobody_behind_take_any_and_those_who_have_room_run():
+    ready = [
+        candidate("large", 4, num_blocks=5),
+        candidate("small", 4, order=1, num_blocks=1),
+        candidate("begun", 4, order=2),
+    ]
+    assert names(ready, room=4) == ["begun"]
+    assert names(ready, room=5) == ["large", "begun"]
 
 
 def test_nothing_ready_is_an_empty_batch():
-    assert select_batch([], 1000, 8) == []
+    assert names([]) == []
+
+
+sizes = st.integers(1, 500)
+
+
+@given(
+    st.lists(
+        st.tuples(sizes, st.integers(0, 5), st.booleans(), st.sampled_from([IMAGE, VIDEO])), max_size=12
+    ),
+    sizes,
+)
+def test_every_batch_keeps_its_limits_and_takes_the_most_urgent_who_has_room(items, room):
+    ready = [
+        Candidate(str(i), (order, i), modality, rows, rows, rows % 7, alone)
+        for i, (rows, order, alone, modality) in enumerate(items)
+    ]
+    batch = select_batch(ready, CallLimits(4, 600, 700), room)
+    assert len({c.modality for c in batch}) <= 1 and len(batch) <= 4
+    assert sum(c.num_blocks for c in batch) <= room
+    if len(batch) > 1:
+        assert sum(c.num_rows for c in batch) <= 600 and not any(c.runs_alone for c in batch)
+    runnable = [c for c in ready if c.num_blocks <= room]
+    first = min(ready, key=lambda c: c.order, default=None)
+    assert bool(batch) or not any(c.num_blocks == 0 for c in runnable)
+    if first in runnable:
+        assert batch[0] is first
+
+
+def test_an_item_within_the_limits_is_one_call():
+    assert units_per_call(8, 64, 640, max_rows=64, max_bytes=640) == 8
+
+
+def test_pieces_are_as_large_as_the_tighter_limit_allows_and_never_cut_a_pooled_group():
+    assert units_per_call(8, 64, 640, max_rows=30, max_bytes=PLENTY) == 3
+    assert units_per_call(8, 64, 640, max_rows=PLENTY, max_bytes=170) == 2
+    assert units_per_call(8, 64, 640, max_rows=30, max_bytes=PLENTY, multiple=2) == 2
+    assert units_per_call(8, 64, 640, max_rows=1, max_bytes=PLENTY, multiple=3) == 3
+    assert units_per_call(1, 64, 640, max_rows=1, max_bytes=1) == 1

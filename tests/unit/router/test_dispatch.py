@@ -380,3 +380,11 @@ async def test_a_request_that_no_worker_has_memory_for_is_refused_before_anythin
     with pytest.raises(RequestError, match="144 tokens of KV cache; a decode worker holds 128"):
         await anext(stream)
     assert not any(door.sent(role) for role in Role)
+
+
+async def test_an_encoder_is_told_the_class_of_a_request_and_how_long_it_has_waited(door):
+    request = msgspec.structs.replace(REQUEST, priority=3, waited_s=1.5)
+    flight = door.dispatcher.launch(request, [ITEM], [b"block"])
+    (start,) = door.members.connections[Role.ENCODE].sent
+    assert (start.priority, start.waited_s) == (3, 1.5)
+    door.dispatcher.close(flight, 0)

@@ -1,4 +1,4 @@
-from cluster.types.messages import LoadReport, TokenEvent, Tokens
+from cluster.types.messages import CacheChanged, LoadReport, TokenEvent, Tokens
 from cluster.worker.outbox import Outbox
 
 
@@ -35,3 +35,29 @@ def test_a_door_that_is_gone_is_told_nothing():
     outbox.remove_door(1)
     outbox.flush(LoadReport())
     assert delivered == []
+
+
+def test_a_broadcast_reaches_every_door_that_is_connected():
+    outbox, delivered = make()
+    for door in (1, 2):
+        outbox.add_door(door)
+    outbox.flush(LoadReport())
+    outbox.broadcast(CacheChanged(("a",), ()))
+    outbox.add_door(3)
+    outbox.flush(LoadReport())
+    told = [door for door, message in delivered[-1] if isinstance(message, CacheChanged)]
+    assert sorted(told) == [1, 2]
+
+
+def test_a_new_door_is_greeted_first_with_what_is_true_then():
+    outbox, delivered = make()
+    content = ["a"]
+    outbox.greet_with(lambda: CacheChanged(tuple(content), ()))
+    content.append("b")
+    outbox.add_door(1)
+    content.append("c")
+    outbox.broadcast(CacheChanged(("c",), ()))
+    outbox.flush(LoadReport())
+    assert [message for _, message in delivered[0]][:2] == [
+        CacheChanged(("a", "b"), ()), CacheChanged(("c",), ())
+    ]  # fmt: skip

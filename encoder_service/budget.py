@@ -1,0 +1,46 @@
+"""How many bytes an encoder call may be estimated to need: what was free at start, until a call runs out of memory.
+
+The estimate of a call is `cluster.worker.memory_plan.encoder_step_bytes` and its input tensors. After a call that ran out of
+memory the budget is half of that call's estimate; after every `RECOVERY_S` without another it doubles, up to where it was.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cluster.clock import Clock
+
+RECOVERY_S = (
+    60.0  # whoever took the memory (another process, a fragmented allocator) is given time to return it
+)
+
+
+class CallBudget:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, most_bytes: int, clock: Clock):
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._max_bytes = most_bytes
+        self._changed_at = clock.now()
+
+    @property
+    def max_bytes(self) -> int:
+        now = self._clock.now()
+        while self._max_bytes < self._most_bytes and now - self._changed_at >= RECOVERY_S:
+            self._max_bytes = min(2 * self._max_bytes, self._most_bytes)
+            self._changed_at += RECOVERY_S
+        return self._max_bytes
+
+    def lower(self, tried_bytes: int) -> None:
+        """A call of this estimate has run out of memory."""
+        self._max_bytes = max(1, min(self.max_bytes, tried_bytes // 2))
+        self._changed_at = self._clock.now()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also what torch's CPU allocator raises, which has no class of its own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)

@@ -1,0 +1,164 @@
+"""Files become the encoder's input on CPU threads, while the device works on what came before.
+
+The most urgent first (`cluster.scheduling.keys`), a bounded number of bytes ahead of the device: what is being prepared (estimated)
+and what waits for its call (counted) never exceed `max_bytes`, unless one item alone does. Nobody overtakes an item that
+has to wait for these bytes, so a large one gets its turn. One thread is kept free of long items, so that small ones pass them.
+
+Frames that are being decoded are not in the sum: the media limits bound them for each item, the number of threads bounds the items.
+
+    put → a thread prepares → `on_done` → release, when the tensors are gone
+    put → withdraw
+
+Every method may be called by any thread, for a free thread takes the next item without waiting for the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
+from cluster.scheduling.queue import WaitingQueue
+from cluster.types.media import MediaItem, Modality
+from encoder_service.ledger import Ledger
+from encoder_service.runner import Prepared
+from encoder_service.state import num_call_rows
+
+FIRST_GUESS = 32 << 10  # bytes a row; 18,816 in Qwen2.5-VL
+
+OnDone = Callable[[str, Prepared | BaseException], None]
+
+
+@dataclass
+class _Seen:
+    """What items of one modality needed so far; their mean estimates the next."""
+
+    num_rows: int = 1
+    num_bytes: int = FIRST_GUESS
+
+    def estimate(self, num_rows: int) -> int:
+        return num_rows * self.num_bytes // self.num_rows
+
+
+@dataclass(frozen=True)
+class PreparationLimits:
+    num_threads: int
+    max_bytes: int  # of tensors ahead of the device
+    long_rows: int  # items of more rows than this are long
+
+
+@dataclass
+class _Lane:
+    queue: WaitingQueue
+    max_running: int
+    running: set[str] = field(default_factory=set)
+
+
+class Preparation:
+    def __init__(
+        self,
+        prepare: Callable[[MediaItem], Prepared],
+        executor: Executor,
+        limits: PreparationLimits,
+        policy: SchedulingPolicy,
+        on_done: OnDone,
+    ):
+        """`on_done(media_hash, tensors or what went wrong)` is called once for each item that was not withdrawn, on a thread of the
+        executor, and must not block."""
+        self._prepare = prepare
+        self._executor = executor
+        self._limits = limits
+        self._policy = policy
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._waiting: dict[str, MediaItem] = {}
+        self._short = _Lane(WaitingQueue(policy), limits.num_threads)
+        self._long = _Lane(WaitingQueue(policy), max(1, limits.num_threads - 1))
+        self._held = Ledger()
+        self._seen: dict[Modality, _Seen] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held.total
+
+    def put(self, ticket: Ticket, item: MediaItem) -> None:
+        """Prepare the item when its turn comes; `ticket.request_id` is its hash."""
+        with self._lock:
+            self._waiting[ticket.request_id] = item
+            self._lane(item).queue.push(ticket)
+            self._start()
+
+    def reorder(self, ticket: Ticket) -> None:
+        """The item's place has changed. One that does not wait any more is ignored."""
+        with self._lock:
+            item = self._waiting.get(ticket.request_id)
+            if item is not None:
+                queue = self._lane(item).queue
+                queue.remove(ticket.request_id)
+                queue.push(ticket)
+
+    def withdraw(self, media_hash: str) -> bool:
+        """Forget an item that waits. False: a thread has it, or had."""
+        with self._lock:
+            item = self._waiting.pop(media_hash, None)
+            if item is None:
+                return False
+            self._lane(item).queue.remove(media_hash)
+            self._start()
+            return True
+
+    def release(self, media_hash: str) -> None:
+        """The item's tensors are gone."""
+        with self._lock:
+            self._held.release(media_hash)
+            self._start()
+
+    def _lane(self, item: MediaItem) -> _Lane:
+        return self._long if num_call_rows(item) > self._limits.long_rows else self._short
+
+    def _start(self) -> None:
+        """Everything that may begin now. Under the lock."""
+        while (lane := self._next_lane()) is not None:
+            media_hash = lane.queue.peek().request_id
+            item = self._waiting[media_hash]
+            num_bytes = self._estimate(item)
+            if self._held.total and self._held.total + num_bytes > self._limits.max_bytes:
+                return
+            lane.queue.pop()
+            del self._waiting[media_hash]
+            lane.running.add(media_hash)
+            self._held.hold(media_hash, num_bytes)
+            self._executor.submit(self._run, media_hash, item, lane)
+
+    def _next_lane(self) -> _Lane | None:
+        """The lane whose first item goes next; None: no thread is free, or nobody waits for one."""
+        if len(self._short.running) + len(self._long.running) >= self._limits.num_threads:
+            return None
+        open_lanes = [
+            lane for lane in (self._short, self._long) if lane.queue and len(lane.running) < lane.max_running
+        ]
+        return min(open_lanes, key=lambda lane: order_key(lane.queue.peek(), self._policy), default=None)
+
+    def _run(self, media_hash: str, item: MediaItem, lane: _Lane) -> None:
+        """On a thread of the executor."""
+        result: Prepared | BaseException
+        try:
+            result = self._prepare(item)
+        except BaseException as error:  # whatever a codec raises belongs to the item
+            result = error
+        with self._lock:
+            lane.running.remove(media_hash)
+            if isinstance(result, Prepared):
+                self._held.hold(media_hash, result.num_bytes)
+                seen = self._seen.setdefault(item.modality, _Seen(0, 0))
+                seen.num_rows += num_call_rows(item)
+                seen.num_bytes += result.num_bytes
+            else:
+                self._held.release(media_hash)
+            self._start()
+        self._on_done(media_hash, result)
+
+    def _estimate(self, item: MediaItem) -> int:
+        return self._seen.get(item.modality, _Seen()).estimate(num_call_rows(item))
