@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from cluster.types.messages import Cancel, Encoded, Failed
+from cluster.types.messages import Encoded, Failed
 from encoder_service.budget import RECOVERY_S, CallBudget, is_out_of_memory
 from tests.fakes.clock import ManualClock
 from tests.fakes.encoder import EncoderRig
