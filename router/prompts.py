@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from cluster.media.probe import probe
 from cluster.media.processor import MediaProcessor
 from cluster.media.sources import MediaSource, read_source
 from cluster.text.tokenizer import TextProcessor
-from cluster.types.media import MediaItem, Modality
+from cluster.types.media import MediaItem, MediaOptions, Modality
 from cluster.types.request import Guidance, Prompt
 from router.openai.protocol import MediaNote
 from router.openai.translate import ChatCall, GuidanceRules
@@ -97,6 +98,6 @@ class PromptBuilder:
         geometry = self._media.geometry(
             probe(source.modality, data, settings, item_idx=item_idx), item_idx=item_idx
         )
-        return MediaItem(
-            source.modality, data, media_hash(source.modality, data, self._media.fingerprint), geometry
-        )
+        digest = hashlib.sha256(data).digest()
+        name = media_hash(source.modality, digest, self._media.fingerprint, MediaOptions(), tenant="")
+        return MediaItem(source.modality, data, name, geometry)

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import msgspec
 
 from cluster.errors import ClusterError, MediaError
-from cluster.types.media import Modality
+from cluster.types.media import MediaOptions, Modality
+
+DEFAULT_OPTIONS = MediaOptions()
 
 
 class MediaLimits(msgspec.Struct, frozen=True):
@@ -19,10 +21,15 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_video_pixels: int = 512 * 10**6  # of all sampled frames together; decoding holds 3 bytes for each
     max_video_s: float = 600.0
     max_audio_s: float = 600.0
+    max_decode_s: float = (
+        60.0  # wall time of one `probe` or `decode`; checked wherever the file is read, and between frames
+    )
+    max_packets: int = 300_000  # of the stream that is decoded, and declared by a file's index
+    max_streams: int = 32  # in one container
 
 
 class VideoSampling(msgspec.Struct, frozen=True):
-    """Uniform sampling: about `fps` frames a second, between min_frames and max_frames, a multiple of `multiple`."""
+    """About `fps` frames a second, between min_frames and max_frames, a multiple of `multiple`."""
 
     fps: float = 2.0
     min_frames: int = 4

@@ -1,0 +1,236 @@
+"""Two kinds of files with moving pictures behind one protocol: containers (FFmpeg) and animated images (Pillow).
+
+A `Clip` tells when its frames are shown without decoding (`timeline`) and decodes them in order (`pictures`). FFmpeg here
+reads no animated WebP and of an AVIF sequence only its cover, hence Pillow; GIF and APNG go through FFmpeg.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any, Protocol
+
+import av
+import msgspec
+import numpy as np
+from PIL import Image
+
+from cluster.errors import MediaError
+from cluster.media.boxes import frame_times
+from cluster.media.budget import DecodeBudget
+from cluster.media.container import first_stream, open_container
+from cluster.media.images import image_format, open_image
+
+LUMA_SIDE = 64  # about so many samples of each row and column are looked at for cuts
+DEFAULT_FRAME_MS = 100  # of an animation's frame that says 0, as browsers have it
+_PLANAR_LUMA = frozenset(
+    ("gray", "nv12", "yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p", "yuvj444p")
+)  # pixel formats whose first plane is 8-bit luma
+
+
+class Timeline(msgspec.Struct, frozen=True):
+    """When frames are shown, in the order in which they are."""
+
+    times: tuple[int, ...] | None  # in units of unit_s; None: the file says nothing
+    unit_s: Fraction
+    key_idx: tuple[int, ...]  # frames stored whole
+    num_frames: int
+    source_fps: float
+
+    def shown_at_s(self, idx: int) -> float:
+        """Seconds from the first frame to this one."""
+        if self.times is None:
+            return idx / self.source_fps
+        return float((self.times[idx] - self.times[0]) * self.unit_s)
+
+    def idx_at(self, time: int | None, position: int) -> int:
+        """The frame shown at this time; without times the one at this place."""
+        return position if self.times is None or time is None else bisect_left(self.times, time)
+
+
+class Picture(Protocol):
+    """One decoded frame, as it is stored."""
+
+    @property
+    def time(self) -> int | None: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def turns(self) -> int:
+        """Quarter turns, counter-clockwise, that it is shown at."""
+        ...
+
+    def rgb(self, width: int, height: int) -> np.ndarray:
+        """[height, width, 3] uint8, not turned."""
+        ...
+
+    def luma(self) -> np.ndarray:
+        """[h, w] uint8: about LUMA_SIDE x LUMA_SIDE samples."""
+        ...
+
+
+class Clip(Protocol):
+    def timeline(self) -> Timeline: ...
+    def pictures(self, *, only_keys: bool = False, num_threads: int = 0) -> Iterator[Picture]: ...
+
+
+def open_clip(data: bytes, budget: DecodeBudget) -> Clip:
+    is_animation = image_format(data) in ("WEBP", "AVIF")
+    return AnimationClip(data, budget) if is_animation else ContainerClip(data, budget)
+
+
+class ContainerPicture:
+    def __init__(self, frame: av.VideoFrame):
+        self._frame = frame
+        self.time, self.width, self.height = frame.pts, frame.width, frame.height
+
+    @property
+    def turns(self) -> int:
+        return round(self._frame.rotation / 90) % 4
+
+    def rgb(self, width: int, height: int) -> np.ndarray:
+        return self._frame.to_ndarray(format="rgb24", width=width, height=height)
+
+    def luma(self) -> np.ndarray:
+        if self._frame.format.name in _PLANAR_LUMA:
+            plane = self._frame.planes[0]
+            rows = np.frombuffer(plane, np.uint8, plane.line_size * self.height)
+            full = rows.reshape(self.height, plane.line_size)[:, : self.width]
+        else:
+            full = self._frame.to_ndarray(format="gray")
+        return _sparse(full)
+
+
+class ContainerClip:
+    def __init__(self, data: bytes, budget: DecodeBudget):
+        self._data = data
+        self._budget = budget
+
+    def timeline(self) -> Timeline:
+        """Reads all packets. A packet is taken for a frame; `pictures` may yield fewer (VP8's hidden frames)."""
+        times, ends, keys = [], [], []
+        with open_container(self._data, self._budget) as container:
+            stream = first_stream(container, "video", self._budget)
+            for packet in container.demux(stream):
+                if packet.size and not packet.is_discard:
+                    self._budget.take_packet()
+                    times.append(packet.pts)
+                    ends.append((packet.pts or 0) + (packet.duration or 0))
+                    keys.append(packet.is_keyframe)
+            if not times:
+                raise MediaError("no frames")
+            source_fps = _source_fps(stream, times, ends)
+            has_times = None not in times
+            order = sorted(range(len(times)), key=times.__getitem__) if has_times else range(len(times))
+            return Timeline(
+                tuple(times[packet_idx] for packet_idx in order) if has_times else None,
+                stream.time_base or Fraction(1),
+                tuple(idx for idx, packet_idx in enumerate(order) if keys[packet_idx]),
+                len(times),
+                source_fps,
+            )
+
+    def pictures(self, *, only_keys: bool = False, num_threads: int = 0) -> Iterator[Picture]:
+        """`only_keys`: nothing but the packets of key frames reaches the decoder. `num_threads` 0: one per CPU."""
+        with open_container(self._data, self._budget) as container:
+            stream = first_stream(container, "video", self._budget)
+            stream.codec_context.thread_count = num_threads
+            self._check_size(stream.width, stream.height)
+            for packet in container.demux(stream):
+                if only_keys and packet.size and not packet.is_keyframe:
+                    continue
+                self._budget.check()
+                for frame in packet.decode():
+                    self._budget.check()
+                    self._check_size(frame.width, frame.height)
+                    yield ContainerPicture(frame)
+
+    def _check_size(self, width: int, height: int) -> None:
+        """FFmpeg was told about the limit, too: it forgets a size far beyond it, and decodes no such frame."""
+        max_pixels = self._budget.limits.max_pixels
+        if not 0 < width * height <= max_pixels:
+            raise MediaError(f"frames of more than {max_pixels} pixels, or of unknown size, are not accepted")
+
+
+class AnimationPicture:
+    turns = 0
+
+    def __init__(self, image: Image.Image, time: int):
+        self._image = image
+        self.time = time
+        self.width, self.height = image.size
+
+    def rgb(self, width: int, height: int) -> np.ndarray:
+        return np.asarray(self._image)
+
+    def luma(self) -> np.ndarray:
+        return _sparse(np.asarray(self._image.convert("L")))
+
+
+class AnimationClip:
+    """Every frame counts as a key frame. A still image is a clip of one frame."""
+
+    def __init__(self, data: bytes, budget: DecodeBudget):
+        self._data = data
+        self._budget = budget
+
+    def timeline(self) -> Timeline:
+        max_frames = self._budget.limits.max_packets
+        if image_format(self._data) == "WEBP":
+            durations, units = _webp_durations(self._data, max_frames), 1000
+        else:
+            durations, units = frame_times(self._data, max_frames)
+        default = max(DEFAULT_FRAME_MS * units // 1000, 1)
+        durations = [duration or default for duration in durations] or [default]
+        num_frames, total = len(durations), sum(durations)
+        times = tuple(accumulate(durations[:-1], initial=0))
+        return Timeline(
+            times, Fraction(1, units), tuple(range(num_frames)), num_frames, num_frames * units / total
+        )
+
+    def pictures(self, *, only_keys: bool = False, num_threads: int = 0) -> Iterator[Picture]:
+        times = self.timeline().times or ()
+        image = open_image(self._data, self._budget).image
+        for idx, time in enumerate(times):
+            self._budget.check()
+            image.seek(idx)
+            yield AnimationPicture(image.convert("RGB"), time)
+
+
+def _webp_durations(data: bytes, max_frames: int) -> list[int]:
+    """Milliseconds that each frame of an animation is shown, [] for a still image. Raises MediaError."""
+    durations: list[int] = []
+    start = 12
+    while start + 8 <= len(data):
+        if len(durations) > max_frames:
+            raise MediaError(f"more than {max_frames} frames are not accepted")
+        size = int.from_bytes(data[start + 4 : start + 8], "little")
+        if data[start : start + 4] == b"ANMF":
+            durations.append(int.from_bytes(data[start + 20 : start + 23], "little"))
+        start += 8 + size + size % 2
+    return durations
+
+
+def _sparse(luma: np.ndarray) -> np.ndarray:
+    height, width = luma.shape
+    return luma[:: max(height // LUMA_SIDE, 1), :: max(width // LUMA_SIDE, 1)]
+
+
+def _source_fps(stream: Any, times: list[int | None], ends: list[int]) -> float:
+    """Frames per second over the clip's whole length; the header's rate where the packets carry no times."""
+    known = [time for time in times if time is not None]
+    if len(known) == len(times):
+        seconds = float((max(ends) - min(known)) * stream.time_base)
+        if max(ends) == max(known) and len(times) > 1:
+            # no durations: the last frame lasts as long as the others
+            seconds *= len(times) / (len(times) - 1)
+        if seconds > 0:
+            return len(times) / seconds
+    rate = stream.average_rate or stream.guessed_rate
+    if not rate or rate <= 0:
+        raise MediaError("no frame rate")
+    return float(rate)

@@ -1,0 +1,113 @@
+"""One image: its header (door) and its pixels (encoder), the same as transformers' `load_image` gives.
+
+That is: upright by EXIF orientation, then Pillow's conversion to RGB, which drops transparency and ignores colour
+profiles. The format is found by magic bytes, never by a declared type.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import msgspec
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from cluster.errors import MediaError
+from cluster.media.budget import DecodeBudget
+from cluster.media.container import HEIC_BRANDS
+
+# Broken metadata of a client's file is nothing to log, and the cap on pixels is ours.
+warnings.filterwarnings("ignore", module="PIL")
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")  # none of them runs another program
+MAX_JPEG_SCANS = 100  # each goes over the whole image; encoders write about ten
+MAX_JPEG_SEGMENTS = 10_000
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # begins a segment; the others stand inside of scans
+_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that turn an image by a quarter
+_PNG_ORIENTATION_MARKS = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type")
+
+
+class OpenedImage(msgspec.Struct, frozen=True):
+    """Nothing is decoded yet. Width and height are those after orientation."""
+
+    image: Image.Image
+    width: int
+    height: int
+
+
+def image_format(data: bytes) -> str | None:
+    """WEBP or AVIF, None for anything else."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return "AVIF" if data[4:12] in (b"ftypavif", b"ftypavis") else None
+
+
+def open_image(data: bytes, budget: DecodeBudget) -> OpenedImage:
+    """Raises MediaError, and whatever Pillow raises for broken files."""
+    if data[4:8] == b"ftyp" and data[8:12] in HEIC_BRANDS:
+        raise MediaError("HEIC is not supported by this build")
+    if data.startswith(b"\xff\xd8"):
+        _check_jpeg_scans(data)
+    if image_format(data) == "WEBP":
+        _check_size(*_webp_canvas(data), budget)
+    try:
+        image = Image.open(budget.file(data), formats=IMAGE_FORMATS)
+    except Image.DecompressionBombError as error:
+        raise MediaError(f"more than {budget.limits.max_pixels} pixels are not accepted") from error
+    except UnidentifiedImageError as error:
+        raise MediaError(f"not an image this server can read; it takes {', '.join(IMAGE_FORMATS)}") from error
+    width, height = image.size
+    _check_size(width, height, budget)
+    if _orientation(image, data) in _SIDEWAYS:
+        width, height = height, width
+    return OpenedImage(image, width, height)
+
+
+def decode_image(data: bytes, budget: DecodeBudget) -> np.ndarray:
+    """[height, width, 3] uint8."""
+    opened = open_image(data, budget)
+    image = ImageOps.exif_transpose(opened.image).convert("RGB")
+    if image.size != (opened.width, opened.height):
+        raise MediaError("its header and its content disagree about the size")
+    return np.array(image)  # a copy of its own, which torch can share
+
+
+def _orientation(image: Image.Image, data: bytes) -> int:
+    """Pillow decodes a PNG to look for orientation behind its pixels: not where there is none."""
+    if image.format == "PNG" and not any(mark in data for mark in _PNG_ORIENTATION_MARKS):
+        return 1
+    return image.getexif().get(0x0112, 1)
+
+
+def _check_size(width: int, height: int, budget: DecodeBudget) -> None:
+    if width * height > budget.limits.max_pixels:
+        raise MediaError(f"{width}x{height} pixels, more than {budget.limits.max_pixels} are not accepted")
+
+
+def _check_jpeg_scans(data: bytes) -> None:
+    """A progressive image of a few kilobytes can take minutes. Looks at the first image alone, not at what phones append."""
+    place, num_scans = 2, 0
+    for _ in range(MAX_JPEG_SEGMENTS):
+        found = _JPEG_MARKER.search(data, place)
+        if found is None or data[found.end() - 1] == 0xD9:
+            return
+        num_scans += data[found.end() - 1] == 0xDA
+        if num_scans > MAX_JPEG_SCANS:
+            raise MediaError(f"a JPEG of more than {MAX_JPEG_SCANS} scans is not accepted")
+        place = found.end() + int.from_bytes(data[found.end() : found.end() + 2])
+    raise MediaError(f"a JPEG of more than {MAX_JPEG_SEGMENTS} segments is not accepted")
+
+
+def _webp_canvas(data: bytes) -> tuple[int, int]:
+    """Width and height from the first chunk: Pillow reserves the canvas when it opens the file."""
+
+    def little(start: int, size: int) -> int:
+        return int.from_bytes(data[start : start + size], "little")
+
+    match data[12:16]:
+        case b"VP8X":
+            return little(24, 3) + 1, little(27, 3) + 1
+        case b"VP8L":
+            bits = little(21, 4)
+            return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    return little(26, 2) & 0x3FFF, little(28, 2) & 0x3FFF
