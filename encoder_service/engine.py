@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from cluster.clock import Clock
 from cluster.errors import ClusterError, InternalError, MediaError, OverloadedError, UnavailableError, to_info
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
-from cluster.types.messages import CacheChanged, EncodeTarget, Failed, LoadReport, StartEncode
+from cluster.types.messages import CacheChanged, EncodeTarget, EncodeTotals, Failed, LoadReport, StartEncode
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.turns import Turns
@@ -87,6 +88,7 @@ class EncoderEngine:
         self._items: dict[str, EncodeItem] = {}  # by media hash
         self._queued_rows = Ledger()  # that these have still to be given, before pooling
         self._deliveries = Deliveries(cache, mover, outbox, clock)
+        self._totals = EncodeTotals()
         self._budget = CallBudget(limits.max_call_bytes, clock)
         ahead = PreparationLimits(
             limits.num_prepare_threads, limits.max_prepared_bytes, limits.max_piece_rows
@@ -113,11 +115,13 @@ class EncoderEngine:
         error = self._refusal(message)
         if error is not None:
             self._outbox.send(door, Failed(message.request_id, to_info(error), message.item_idx))
+            self._cache.note(item.media_hash)  # the door thought that it would be here
             return
         arrived_at = self._clock.now() - message.waited_s
         ticket = Ticket(item.media_hash, arrived_at, num_call_rows(item), priority=message.priority)
         delivery = Delivery(door, message.request_id, message.item_idx, item, ticket, message.keep)
         delivery.from_cache = item.media_hash in self._cache
+        self._count(num_cached=int(delivery.from_cache))
         self._deliveries.add(delivery, message.timeout_s)
         self._serve(delivery)
 
@@ -155,6 +159,7 @@ class EncoderEngine:
             sent=self._mover.sent,
             held_bytes=self._deliveries.file_bytes + self._preparation.held_bytes,
             sending_bytes=self._deliveries.sending_bytes,
+            encoded=self._totals,
         )
 
     def _refusal(self, message: StartEncode) -> ClusterError | None:
@@ -299,6 +304,7 @@ class EncoderEngine:
         if call.piece.is_last:
             self._cache.complete(item.media_hash, item.num_rows, keep=item.keep)
             self._remove(item, ItemPhase.CACHED)
+            self._count(num_encoded=1, num_rows=item.num_rows)
             for delivery in item.deliveries:
                 if delivery.target is not None:
                     self._deliveries.send(delivery)
@@ -309,8 +315,13 @@ class EncoderEngine:
             self._outbox.broadcast(changes)
         self._outbox.flush(self.load())
 
+    def _count(self, **more: int) -> None:
+        changes = {name: getattr(self._totals, name) + number for name, number in more.items()}
+        self._totals = msgspec.structs.replace(self._totals, **changes)
+
     def _fail_item(self, item: EncodeItem, error: ClusterError) -> None:
         self._remove(item, ItemPhase.DISCARDED)
+        self._count(num_failed=1)
         for delivery in item.deliveries:
             self._deliveries.fail(delivery, error)
 

@@ -23,6 +23,7 @@ from cluster.types.members import Role
 from cluster.types.messages import (
     Admitted,
     AnyMessage,
+    CacheChanged,
     Cancel,
     DecodeGranted,
     DecodeTarget,
@@ -192,6 +193,9 @@ class Dispatcher:
                 if flight is not None:
                     flight.on_tokens(peer, event)
             return
+        if isinstance(message, CacheChanged):
+            self._policy.media_changed(peer.member.replica_id, message.added, message.evicted)
+            return
         flight = self._flights.get(getattr(message, "request_id", ""))
         if flight is None:
             if isinstance(message, DecodeGranted | FeatureGranted):
@@ -223,6 +227,7 @@ class Dispatcher:
     def _place(self, request: GenerateRequest, items: Sequence[MediaItem], hashes: Sequence[bytes]) -> Flight:
         assert self.members is not None
         media = tuple((item.media_hash, item.geometry.num_tokens) for item in items)
+        returning = [i.media_hash for i in items if i.is_returning or self._policy.has_media(i.media_hash)]
         view = RequestView(len(request.prompt.token_ids), self.block_size, hashes, media)
         placement = self._policy.place(
             view,
@@ -236,6 +241,7 @@ class Dispatcher:
             [self.members.peer(replica_id) for replica_id in placement.encoders],
             self.members.peer(placement.prefill),
             self.members.peer(placement.decode),
+            frozenset(returning),
         )
 
     def _able_to_hold(self, role: Role, num_blocks: int) -> list[WorkerView]:

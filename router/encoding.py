@@ -101,7 +101,8 @@ class EncodeStage:
         flight.charge(encoder, item.geometry.num_tokens)
         request = flight.request
         order = (request.priority, request.waited_s)
-        encoder.send(StartEncode(request.request_id, item_idx, item, self._timeout_s, *order))
+        keep = item.media_hash in flight.returning
+        encoder.send(StartEncode(request.request_id, item_idx, item, self._timeout_s, *order, keep))
 
     def _go_elsewhere(self, flight: Flight, item_idx: int, error: ClusterError) -> None:
         """To another encoder; fails the flight with `error` when there is none."""

@@ -58,12 +58,15 @@ class Flight:
         encoders: list[Peer],
         prefill: Peer,
         decode: Peer,
+        returning: frozenset[str] = frozenset(),
     ):
+        """`returning`: media hashes of items that have been shown before, and so will be again."""
         self.request = request
         self.items = items
         self.errands = [Errand(encoder) for encoder in encoders]  # per media item
         self.prefill = prefill
         self.decode = decode
+        self.returning = returning
         self.has_decode_spoken = False
         self.is_over_at_decode = False  # decode holds nothing for it any more, and so prefill does not either
         self.has_landed = False

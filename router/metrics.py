@@ -97,6 +97,11 @@ class _Gauges(Collector):
             "epdg_worker_open_leases",
             "Transfers by or into this worker that are not closed",
         ),
+        "held_bytes": ("epdg_worker_media_bytes", "Files and tensors of media items in work"),
+        "sending_bytes": (
+            "epdg_worker_sending_bytes",
+            "Embeddings that are being written to prefill workers",
+        ),
     }
 
     _TOTALS: ClassVar = {
@@ -104,6 +109,8 @@ class _Gauges(Collector):
         "num_drafted": ("epdg_decode_draft_tokens", "Tokens that speculation guessed"),
         "num_accepted": ("epdg_decode_accepted_tokens", "Guesses that were right"),
     }
+
+    _ITEMS: ClassVar = {"num_encoded": "encoded", "num_cached": "cached", "num_failed": "failed"}
 
     _SENT: ClassVar = {
         "raw_bytes": ("epdg_transfer_raw_bytes", "Bytes sent as they are"),
@@ -135,6 +142,7 @@ class _Gauges(Collector):
                 if peer.member.role is Role.DECODE:
                     counter.add_metric([peer.member.replica_id], getattr(peer.load.totals, field))
             yield counter
+        yield from self._encoders(peers)
         senders = [peer for peer in peers if peer.member.role is not Role.DECODE]
         for field, (name, text) in self._SENT.items():
             counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
@@ -153,3 +161,18 @@ class _Gauges(Collector):
                 for tensor, field in self._ERRORS.items():
                     error.add_metric([peer.member.replica_id, tensor], getattr(peer.load.sent, field))
         yield error
+
+    def _encoders(self, peers: list[Peer]) -> Iterable[Metric]:
+        items = CounterMetricFamily(
+            "epdg_encoder_items",
+            "Media items that were encoded, that were there already when they were asked for, or that could not be encoded",
+            labels=("replica", "result"),
+        )
+        rows = CounterMetricFamily("epdg_encoder_rows", "Embedding rows made", labels=("replica",))
+        for peer in peers:
+            if peer.member.role is Role.ENCODE:
+                for field, result in self._ITEMS.items():
+                    items.add_metric([peer.member.replica_id, result], getattr(peer.load.encoded, field))
+                rows.add_metric([peer.member.replica_id], peer.load.encoded.num_rows)
+        yield items
+        yield rows

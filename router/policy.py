@@ -99,6 +99,10 @@ class LeastWorkPolicy:
         for media_hash in added:
             memory.add(media_hash)
 
+    def has_media(self, media_hash: str) -> bool:
+        """Whether some encoder has the item, or has taken it on."""
+        return any(media_hash in memory for memory in list(self._remembered.values()))
+
     def place_item(self, media_hash: str, num_rows: int, encoders: Sequence[WorkerView]) -> str:
         """The encoder for one item of a request. Raises UnavailableError when there is none."""
         if not encoders:

@@ -68,6 +68,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     media_hash: str  # content hash of bytes, processor settings, options and tenant
     geometry: MediaGeometry
     options: MediaOptions = MediaOptions()
+    is_returning: bool = False  # an earlier turn of the conversation showed it
 
 
 class MediaSpan(msgspec.Struct, frozen=True):

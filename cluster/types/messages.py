@@ -172,6 +172,15 @@ class DecodeTotals(msgspec.Struct, frozen=True, array_like=True):
     num_accepted: int = 0  # guesses that were right
 
 
+class EncodeTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Of an encode worker since it started."""
+
+    num_encoded: int = 0  # items that went through the encoder
+    num_cached: int = 0  # times that an item was asked for and was there already
+    num_failed: int = 0  # items that could not be encoded
+    num_rows: int = 0  # embedding rows made
+
+
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     """A worker's load at one instant."""
 
@@ -185,12 +194,13 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     sent: SentTotals = SentTotals()
     held_bytes: int = 0  # encoder: files, and tensors made of them, of items in work
     sending_bytes: int = 0  # encoder: embeddings that are being written to prefill workers
+    encoded: EncodeTotals = EncodeTotals()
 
     @property
     def is_idle(self) -> bool:
         """Nothing is held for anybody; what is kept for reuse does not count."""
         return self == LoadReport(
-            num_cached_blocks=self.num_cached_blocks, totals=self.totals, sent=self.sent
+            num_cached_blocks=self.num_cached_blocks, totals=self.totals, sent=self.sent, encoded=self.encoded
         )
 
 
