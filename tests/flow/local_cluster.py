@@ -23,10 +23,14 @@ AUDIT_TIMEOUT_S = 20.0
 
 @dataclass
 class LocalCluster:
-    door: Door
+    doors: list[Door]
     encoders: list[EncoderService]
     prefills: list[PrefillService]
     decodes: list[DecodeService]
+
+    @property
+    def door(self) -> Door:
+        return self.doors[0]
 
     async def audit(self) -> None:
         """Wait until everybody is idle, then require that nothing is held."""
@@ -36,18 +40,25 @@ class LocalCluster:
                     await asyncio.sleep(0.005)
         except TimeoutError:
             pass
-        assert self.door.num_flights == 0, "a request is still on its way"
-        for peer in self.door.peers:
-            assert peer.load.is_idle, f"{peer.member.replica_id} still holds something: {peer.load}"
-            assert peer.num_predicted_units == 0 and peer.num_flights == 0
+        for door in self.doors:
+            assert door.num_flights == 0, "a request is still on its way"
+            for peer in door.peers:
+                assert peer.load.is_idle, f"{peer.member.replica_id} still holds something: {peer.load}"
+                assert peer.num_predicted_units == 0 and peer.num_flights == 0
 
     def _is_idle(self) -> bool:
-        return self.door.num_flights == 0 and all(peer.load.is_idle for peer in self.door.peers)
+        return all(
+            door.num_flights == 0 and all(peer.load.is_idle for peer in door.peers) for door in self.doors
+        )
 
 
 @asynccontextmanager
 async def local_cluster(
-    args: ClusterArgs, num_replicas: Sequence[int] = (1, 1, 1), *, lease_margin_s: float = 5.0
+    args: ClusterArgs,
+    num_replicas: Sequence[int] = (1, 1, 1),
+    *,
+    lease_margin_s: float = 5.0,
+    num_doors: int = 1,
 ) -> AsyncIterator[LocalCluster]:
     """`num_replicas`: encoders, prefill and decode workers."""
     unique = secrets.token_hex(4)
@@ -63,21 +74,23 @@ async def local_cluster(
     async def call_decode(replica_id: str, request_id: str) -> None:
         await by_id[replica_id].run(request_id)
 
-    door = Door(args, call_decode)
+    doors = [Door(args, call_decode) for _ in range(num_doors)]
     services = [*encoders, *prefills, *decodes]
     members = [await service.start() for service in services]
-    for role in Role:
-        door.update_members(role, [member for member in members if member.role is role])
+    for door in doors:
+        for role in Role:
+            door.update_members(role, [member for member in members if member.role is role])
     async with asyncio.timeout(10):
-        while len(door.peers) < len(members):
+        while any(len(door.peers) < len(members) for door in doors):
             await asyncio.sleep(0.005)
-    cluster = LocalCluster(door, encoders, prefills, decodes)
+    cluster = LocalCluster(doors, encoders, prefills, decodes)
     try:
         yield cluster
         await cluster.audit()
         for service in services:
             service.check_health()
     finally:
-        await door.aclose()
+        for door in doors:
+            await door.aclose()
         for service in services:
             await service.stop()
