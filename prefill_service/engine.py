@@ -304,8 +304,8 @@ class PrefillEngine:
         self._sequences.pop(sequence.sequence_id, None)
 
     def _release_merged(self, request: PrefillRequest) -> None:
-        for item_idx, span in enumerate(request.main.prompt.media):
-            if span.end <= request.main.num_computed_tokens:
+        for item_idx, item in enumerate(request.main.prompt.media):
+            if item.end <= request.main.num_computed_tokens:
                 self._features.release((request.request_id, item_idx))
 
     def _release_features(self, request: GenerateRequest) -> None:

@@ -127,13 +127,21 @@ class FeatureStore:
         copies = [self._items.get((request_id, item_idx)) for item_idx in range(num_items)]
         return {item_idx for item_idx, copy in enumerate(copies) if copy is not None and copy.is_ready}
 
-    def rows(self, key: ItemKey, start: int, end: int) -> torch.Tensor:
-        """Rows [start, end) of a ready item: a copy [end - start, feature_width]."""
-        copy = self._items[key]
-        rows_per_block = self._blocks.block_size
-        first, last = start // rows_per_block, -(-end // rows_per_block)
-        blocks = self._memory.segments[0][copy.block_ids[first:last]]
-        return blocks.flatten(0, 1)[start - first * rows_per_block : end - first * rows_per_block]
+    def rows(self, key: ItemKey, start: int, end: int) -> list[torch.Tensor]:
+        """Rows [start, end) of a ready item, in order, as views [n, feature_width] of the memory where they lie: valid until the item
+        is released. One for each run of successive blocks, mostly a single one."""
+        block_ids, size = self._items[key].block_ids, self._blocks.block_size
+        rows = self._memory.segments[0].flatten(0, 1)
+        views = []
+        while start < end:
+            block = first = start // size
+            while block * size + size < end and block_ids[block + 1] == block_ids[block] + 1:
+                block += 1
+            count = min(end, (block + 1) * size) - start
+            offset = block_ids[first] * size + start % size
+            views.append(rows[offset : offset + count])
+            start += count
+        return views
 
     def release(self, key: ItemKey, *, has_ended: bool = False) -> None:
         """The request does not need the item any more; `has_ended`: because the request itself is over, and its encoder will be told

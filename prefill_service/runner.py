@@ -65,12 +65,11 @@ class PrefillRunner:
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
         prompt = sequence.prompt
         slices = []
-        for item_idx, span in enumerate(prompt.media):
-            low, high = max(start, span.offset), min(end, span.end)
-            if low < high:
-                key = (request.request_id, item_idx)
-                rows = self._features.rows(key, low - span.offset, high - span.offset)
-                slices.append(FeatureSlice(low - start, rows))
+        for item_idx, item in enumerate(prompt.media):
+            for token, row, count in item.pieces(start, end):
+                for rows in self._features.rows((request.request_id, item_idx), row, row + count):
+                    slices.append(FeatureSlice(token - start, rows))
+                    token += len(rows)
         return SequenceChunk(
             token_ids=prompt.token_ids[start:end],
             position_ids=sequence.positions.position_ids[..., start:end],
@@ -93,7 +92,8 @@ def _final_logits(request: PrefillRequest) -> Tensor:
 
 
 def uncut_spans(model: LanguageModel, prompt: Prompt) -> tuple[tuple[int, int], ...]:
-    """Media spans that the model sees in both directions; empty for most families."""
+    """Placeholder ranges that the model sees in both directions, sorted; empty for most families."""
     if not model.chunk_cut_spans:
         return ()
-    return tuple((span.offset, span.end) for span in prompt.media)
+    ranges = sorted(one for item in prompt.media for one in item.ranges)
+    return tuple((offset, offset + length) for offset, length in ranges)

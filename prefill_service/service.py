@@ -115,15 +115,15 @@ class PrefillService:
 
     def _start(self, door: DoorId, message: StartPrefill) -> None:
         request = message.request
-        for item_idx, span in enumerate(request.prompt.media):
-            num_rows = span.geometry.num_tokens
+        for item_idx, item in enumerate(request.prompt.media):
+            num_rows = item.geometry.num_tokens
             if num_rows > self._features.max_rows:
                 error = RequestError(
                     f"media item {item_idx} has {num_rows} embedding rows; a prefill worker holds {self._features.max_rows}"
                 )
                 return self._process.shell.send(door, Failed(request.request_id, to_info(error)))
         send = functools.partial(self._process.shell.call_from_thread, self._process.shell.send, door)
-        for item_idx, span in enumerate(request.prompt.media):
+        for item_idx, item in enumerate(request.prompt.media):
             key = (request.request_id, item_idx)
-            self._features.reserve(key, span.media_hash, span.geometry.num_tokens, message.timeout_s, send)
+            self._features.reserve(key, item.media_hash, item.geometry.num_tokens, message.timeout_s, send)
         self._process.loop.call(self._engine.start, door, message)

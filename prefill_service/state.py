@@ -67,11 +67,11 @@ class PromptSequence:
 
     @property
     def num_ready_tokens(self) -> int:
-        """Tokens that can be computed now: up to the first item whose embeddings are missing."""
-        for item_idx, span in enumerate(self.prompt.media):
-            if span.end > self.num_computed_tokens and item_idx not in self.items_ready:
-                return max(span.offset, self.num_computed_tokens)
-        return self.num_tokens
+        """Tokens that can be computed now: up to the first range of an item whose embeddings are missing."""
+        missing = (item for i, item in enumerate(self.prompt.media) if i not in self.items_ready)
+        starts = (item.first_range_after(self.num_computed_tokens) for item in missing)
+        first = min((start for start in starts if start is not None), default=self.num_tokens)
+        return max(first, self.num_computed_tokens)
 
 
 @dataclass(eq=False)

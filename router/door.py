@@ -16,9 +16,11 @@ from typing import TypeVar
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs
-from cluster.errors import ContextLengthError
+from cluster.errors import ClusterError, ContextLengthError, MediaError
 from cluster.ids import new_request_id
+from cluster.media.fetch import FetchedMedia, Fetcher, FetchPolicy
 from cluster.media.processor import MediaProcessor
+from cluster.media.sources import MediaSource
 from cluster.text.defaults import GenerationDefaults, context_length
 from cluster.text.stop import StopStrings
 from cluster.text.tokenizer import TextProcessor
@@ -26,11 +28,13 @@ from cluster.types.members import Member, Role
 from cluster.types.request import GenerateRequest, StopParams
 from router.dispatch import CallDecode, Dispatcher
 from router.generation import Choice
+from router.media import MediaPlanner
+from router.media_budget import load_share
 from router.members import MemberTable, Peer
 from router.metrics import DoorMetrics
 from router.openai.translate import ChatCall, CompletionCall, StopRules
 from router.policy import LeastWorkPolicy
-from router.prompts import PreparedPrompt, PromptBuilder
+from router.prompts import MediaCaps, PreparedPrompt, PromptBuilder
 
 T = TypeVar("T")
 NUM_THREADS = 2  # for headers, hashing and tokenising, beside the event loop
@@ -43,12 +47,23 @@ class Door:
         self.created = int(time.time())
         self.defaults = GenerationDefaults.load(args.model)
         self._clock = SystemClock()
-        self._text = TextProcessor.load(args.model)
         media = MediaProcessor.load(args.model)
+        self._text = TextProcessor.load(args.model, media and media.transformers_processor)
         self._needs_encoder = media is not None
         self._max_model_len = args.max_model_len or context_length(args.model)
-        self._prompts = PromptBuilder(self._text, media, args.block_size, self._max_model_len)
-        self._dispatcher = Dispatcher(LeastWorkPolicy(), call_decode, args.door, args.block_size)
+        policy = LeastWorkPolicy()
+        rules = args.door.media
+        self._max_item_bytes = 0 if media is None else media.settings.limits.max_bytes
+        self._reduce_from_rows = rules.reduce_from_queued_rows
+        self._prompts = PromptBuilder(
+            self._text,
+            MediaPlanner(media, policy.has_media),
+            MediaCaps(rules.max_items, rules.max_tokens),
+            args.block_size,
+            self._max_model_len,
+        )
+        self._fetcher = Fetcher(FetchPolicy(**rules.fetch.model_dump()), self._clock)
+        self._dispatcher = Dispatcher(policy, call_decode, args.door, args.block_size)
         self._members = MemberTable("door", self._dispatcher, read_environment().cluster_secret)
         self._dispatcher.members = self._members
         self._metrics = DoorMetrics(
@@ -62,6 +77,7 @@ class Door:
 
     async def aclose(self) -> None:
         await self._members.aclose()
+        await self._fetcher.aclose()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -85,15 +101,49 @@ class Door:
 
     async def chat(self, call: ChatCall) -> list[Choice]:
         arrived_at = self._clock.now()
-        prompt = await self._off_loop(self._prompts.chat, call)
+        prompt = await self.prepare(call)
         return self._generate(prompt, call, arrived_at)
 
     async def complete(self, call: CompletionCall) -> list[Choice]:
         arrived_at = self._clock.now()
         prompts = [
-            await self._off_loop(self._prompts.completion, prompt, call.guidance) for prompt in call.prompts
+            await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
+            for prompt in call.prompts
         ]
         return [choice for prompt in prompts for choice in self._generate(prompt, call, arrived_at)]
+
+    async def prepare(self, call: ChatCall) -> PreparedPrompt:
+        """What `chat` generates from. Raises ClusterError."""
+        self._prompts.check_count(call)
+        fetched = await self._fetch(call)
+        return await self._off_loop(self._prompts.chat, call, fetched, self._media_share())
+
+    async def _fetch(self, call: ChatCall) -> list[FetchedMedia | MediaError]:
+        """The bytes of all items, read at once. An item that cannot be read ends the others, unless it may be left out."""
+        if not call.media or not self._needs_encoder:
+            return [FetchedMedia(b"", b"") for _ in call.media]  # refused by name further on
+
+        async def read(source: MediaSource, item_idx: int) -> FetchedMedia | MediaError:
+            try:
+                return await self._fetcher.read(
+                    source, self._max_item_bytes, item_idx=item_idx, tenant=call.tenant
+                )
+            except MediaError as error:
+                if not call.media_rules.omits_bad:
+                    raise
+                return error
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(read(source, idx)) for idx, source in enumerate(call.media)]
+        except ExceptionGroup as errors:
+            raise next((e for e in errors.exceptions if isinstance(e, ClusterError)), errors) from None
+        return [task.result() for task in tasks]
+
+    def _media_share(self) -> float:
+        """Of its tokens that new media keeps while encoders are behind."""
+        queued = [peer.num_queued_units for peer in self._members.candidates(Role.ENCODE)]
+        return load_share(min(queued, default=0), self._reduce_from_rows)
 
     def _generate(
         self, prompt: PreparedPrompt, call: ChatCall | CompletionCall, arrived_at: float

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from cluster.errors import ContextLengthError, UnsupportedError
+import msgspec
+
+from cluster.errors import ContextLengthError, MediaError, RequestError
 from cluster.kvcache.hashing import block_hashes
-from cluster.media.hashing import media_hash
-from cluster.media.probe import probe
-from cluster.media.processor import MediaProcessor
-from cluster.media.sources import MediaSource, read_source
+from cluster.media.fetch import FetchedMedia
+from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart
 from cluster.text.tokenizer import TextProcessor
-from cluster.types.media import MediaItem, MediaOptions, Modality
+from cluster.types.media import MediaItem, Modality
 from cluster.types.request import Guidance, Prompt
+from router.media import Look, MediaPlanner
+from router.media_budget import Reason
 from router.openai.protocol import MediaNote
 from router.openai.translate import ChatCall, GuidanceRules
+
+MIN_ANSWER_TOKENS = 256  # that media leave room for, where the client does not say how many it wants
 
 
 @dataclass(frozen=True)
@@ -38,50 +41,113 @@ class PreparedPrompt:
         return sum(item.geometry.num_tokens for item in self.items if item.modality is Modality.AUDIO)
 
 
+@dataclass(frozen=True)
+class MediaCaps:
+    """What the operator allows one request."""
+
+    max_items: int
+    max_tokens: int  # of all items; 0: as many as the context has room for
+
+
 class PromptBuilder:
     """Thread-safe after construction."""
 
     def __init__(
-        self, text: TextProcessor, media: MediaProcessor | None, block_size: int, max_model_len: int
+        self, text: TextProcessor, media: MediaPlanner, caps: MediaCaps, block_size: int, max_model_len: int
     ):
         self._text = text
         self._media = media
+        self._caps = caps
         self._block_size = block_size
         self._max_model_len = max_model_len
 
-    def chat(self, call: ChatCall) -> PreparedPrompt:
-        """Raises RequestError and its kin. Blocks: decodes headers, hashes bytes, tokenises."""
-        items = [self._item(source, item_idx) for item_idx, source in enumerate(call.media)]
-        token_ids = self._text.chat_prompt(call.messages)
-        prompt = self._text.expand(token_ids, [(i.modality, i.media_hash, i.geometry) for i in items])
-        by_hash = {item.media_hash: item for item in items}
-        items_in_order = tuple(by_hash[span.media_hash] for span in prompt.media)
-        return self._prepared(prompt, items_in_order, call.guidance)
+    def check_count(self, call: ChatCall) -> None:
+        """Before anything is fetched. Raises RequestError."""
+        if len(call.media) > self._caps.max_items:
+            raise RequestError(
+                f"the request has {len(call.media)} media items; at most {self._caps.max_items} are accepted",
+                param="messages",
+            )
+
+    def chat(
+        self, call: ChatCall, fetched: Sequence[FetchedMedia | MediaError], share: float = 1.0
+    ) -> PreparedPrompt:
+        """`fetched`: of each of the call's items, in order. `share`: of its tokens that new media keeps, because encoders are behind.
+
+        Raises RequestError and its kin. Blocks: decodes headers, hashes bytes, tokenises."""
+        rules = call.media_rules
+        tenant = f"{call.tenant}/{call.cache_salt}"
+        looks, notes = self._media.look(call.media, fetched, rules)
+        messages = without_items(call.messages, {note.item for note in notes})
+        if share < 1.0 and not rules.is_exact:
+            looks, relieved = self._media.relieve(looks, share, tenant)
+            notes += relieved
+        prompt = self._expanded(messages, looks, tenant)
+        room = self._media_room(call, prompt, looks)
+        if looks and sum(look.num_tokens for look in looks) > room:
+            looks, reduced = self._media.reduce(looks, room, rules, Reason.BUDGET)
+            notes = [note for note in notes if note.item not in {new.item for new in reduced}] + reduced
+            prompt = self._expanded(messages, looks, tenant)
+        returning = items_of_earlier_turns(call.messages)
+        items = {
+            item.media_hash: msgspec.structs.replace(item, is_returning=look.item_idx in returning)
+            for look in looks
+            for item in self._media.items(look, tenant)
+        }
+        in_order = tuple(items[placed.media_hash] for placed in prompt.media)
+        notes.sort(key=lambda note: note.item)
+        return self._prepared(prompt, in_order, call.guidance, call.cache_salt, notes)
 
     def completion(
-        self, prompt: str | tuple[int, ...], guidance: GuidanceRules | None = None
+        self,
+        prompt: str | tuple[int, ...],
+        guidance: GuidanceRules | None = None,
+        cache_salt: str = "",
     ) -> PreparedPrompt:
         if isinstance(prompt, str):
             token_ids = self._text.text_prompt(prompt)
         else:
             token_ids = self._text.checked_prompt(prompt)
-        return self._prepared(Prompt(tuple(token_ids)), (), guidance)
+        return self._prepared(Prompt(tuple(token_ids)), (), guidance, cache_salt)
+
+    def _expanded(self, messages: Sequence[ChatMessage], looks: Sequence[Look], tenant: str) -> Prompt:
+        laid_out = [
+            LaidOutMedia(look.layout, tuple(item.media_hash for item in self._media.items(look, tenant)))
+            for look in looks
+        ]
+        return self._text.chat_prompt(messages, laid_out)
+
+    def _media_room(self, call: ChatCall, prompt: Prompt, looks: Sequence[Look]) -> int:
+        """Embedding rows that all items together may have."""
+        least = 1 if call.media_rules.is_exact else min(MIN_ANSWER_TOKENS, self._max_model_len // 4)
+        num_text_tokens = len(prompt.token_ids) - sum(look.num_tokens for look in looks)
+        room = self._max_model_len - num_text_tokens - (call.stop.max_tokens or least)
+        caps = (self._caps.max_tokens or room, call.media_rules.max_tokens or room)
+        return min(room, *caps)
 
     def _prepared(
-        self, prompt: Prompt, items: tuple[MediaItem, ...], rules: GuidanceRules | None
+        self,
+        prompt: Prompt,
+        items: tuple[MediaItem, ...],
+        rules: GuidanceRules | None,
+        cache_salt: str,
+        notes: Sequence[MediaNote] = (),
     ) -> PreparedPrompt:
+        prompt = msgspec.structs.replace(prompt, cache_salt=cache_salt)
         guidance = None if rules is None else Guidance(rules.scale, self._negative(prompt, rules))
         self._check_length(len(prompt.token_ids))
         if guidance is not None:
             self._check_length(len(guidance.negative_prompt.token_ids))
-        return PreparedPrompt(prompt, items, block_hashes(prompt, self._block_size), guidance)
+        return PreparedPrompt(prompt, items, block_hashes(prompt, self._block_size), guidance, notes)
 
     def _negative(self, prompt: Prompt, rules: GuidanceRules) -> Prompt:
         if rules.negative is None:
-            return Prompt(prompt.token_ids[-1:])
-        if isinstance(rules.negative, str):
-            return Prompt(tuple(self._text.text_prompt(rules.negative)))
-        return Prompt(tuple(self._text.chat_prompt(rules.negative)))
+            negative = Prompt(prompt.token_ids[-1:])
+        elif isinstance(rules.negative, str):
+            negative = Prompt(tuple(self._text.text_prompt(rules.negative)))
+        else:
+            negative = self._text.chat_prompt(rules.negative)
+        return msgspec.structs.replace(negative, cache_salt=prompt.cache_salt)
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_model_len:
@@ -90,14 +156,30 @@ class PromptBuilder:
                 param="messages",
             )
 
-    def _item(self, source: MediaSource, item_idx: int) -> MediaItem:
-        if self._media is None:
-            raise UnsupportedError(f"this model takes no {source.modality} input", param=source.param)
-        settings = self._media.settings
-        data, _ = read_source(source, settings.limits.max_bytes, item_idx)
-        geometry = self._media.geometry(
-            probe(source.modality, data, settings, item_idx=item_idx), item_idx=item_idx
-        )
-        digest = hashlib.sha256(data).digest()
-        name = media_hash(source.modality, digest, self._media.fingerprint, MediaOptions(), tenant="")
-        return MediaItem(source.modality, data, name, geometry)
+
+def without_items(messages: Sequence[ChatMessage], left_out: Collection[int]) -> tuple[ChatMessage, ...]:
+    """The conversation without some of its media items, which are numbered in order."""
+    item_idx = -1
+    kept: list[ChatMessage] = []
+    for message in messages:
+        if isinstance(message.content, str):
+            kept.append(message)
+            continue
+        parts = []
+        for part in message.content:
+            item_idx += isinstance(part, MediaPart)
+            if not (isinstance(part, MediaPart) and item_idx in left_out):
+                parts.append(part)
+        kept.append(msgspec.structs.replace(message, content=tuple(parts)))
+    return tuple(kept)
+
+
+def items_of_earlier_turns(messages: Sequence[ChatMessage]) -> set[int]:
+    """Media items that stand before an answer of the assistant: the conversation goes on, and will show them again."""
+    found: set[int] = set()
+    num_items = 0
+    for message in messages:
+        if message.role == "assistant":
+            found = set(range(num_items))
+        num_items += len(message.modalities())
+    return found

@@ -41,7 +41,7 @@ from cluster.media.decode import DecodedMedia
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, PromptPositions, SequenceChunk
-from cluster.text.chat import ChatMessage, MediaPart, TextPart
+from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart, TextPart
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaProbe, Modality
 from cluster.types.request import Prompt
@@ -132,11 +132,11 @@ class Halves:
     """The two halves of a model folder with the text and media processing that stand before them."""
 
     def __init__(self, folder: Path):
-        self.text = TextProcessor.load(folder)
         media = MediaProcessor.load(folder)
         if media is None:
             raise ValueError(f"{folder} has no media encoder")
         self.media = media
+        self.text = TextProcessor.load(folder, media.transformers_processor)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.encoder = EncoderModel.load(folder, dtype=torch.float32)
         self.language = LanguageModel.load(folder, dtype=torch.float32)
@@ -144,20 +144,20 @@ class Halves:
     def ask(self, sample: Sample, prompts: Prompts, rng: random.Random) -> Asked:
         decoded = decoded_media(sample)
         draws = [()] if prompts == "short" else [_earlier_turns(rng) for _ in range(NUM_DRAWS)]
-        drawn = (self.text.chat_prompt(conversation(sample, earlier)) for earlier in draws)
-        items = [
-            (item.modality, str(number), self.media.geometry(_probe(item)))
+        laid_out = [
+            LaidOutMedia(self.media.layout(_probe(item)), (str(number),))
             for number, item in enumerate(decoded)
         ]
         prompt = min(
-            (self.text.expand(token_ids, items) for token_ids in drawn),
+            (self.text.chat_prompt(conversation(sample, earlier), laid_out) for earlier in draws),
             key=lambda prompt: len(prompt.token_ids) % GROUP_TOKENS,
         )
         features = []
-        for span in prompt.media:
-            item = decoded[int(span.media_hash)]
+        for placed in prompt.media:
+            item = decoded[int(placed.media_hash)]
             (rows,) = self.encoder.encode(item.modality, [self.media.prepare(item.modality, item)])
-            features.append(FeatureSlice(span.offset, rows))
+            for token, row, count in placed.pieces(0, len(prompt.token_ids)):
+                features.append(FeatureSlice(token, rows[row : row + count]))
         return Asked(prompt, self.language.positions(prompt), tuple(features), sample.turn.answer)
 
     def said(self, token_ids: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""The model's own preprocessing (transformers), and its arithmetic without the pixels.
+"""The model's own preprocessing (transformers), with and without the pixels.
 
-`geometry` is the door's half: exact placeholder counts from a probe. `prepare` is the encoder's half: the tensors that
-`get_image_features`, `get_video_features` and `get_audio_features` take, for one item. Both read the same
-`_VisionSizes`, so they agree; `tests/unit/media` checks them against the full processor.
+`layout` is the door's half: which text and how many embedding rows stand for an item, asked of the processor itself about an item of
+that size without content (`shapes`). `prepare` is the encoder's half: the tensors that `get_image_features`, `get_video_features` and
+`get_audio_features` take, for one item. Both make the same calls (`calls`), so they agree.
 
 `mm_processor_kwargs.json` in the model folder holds call-time arguments; some processors (Qwen2.5-Omni's) ignore parts
 of their own saved configuration without them.
@@ -10,98 +10,80 @@ of their own saved configuration without them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from cluster.errors import ConfigError, MediaError, UnsupportedError
+from cluster.media.calls import ProcessorCalls
 from cluster.media.decode import DecodedMedia
+from cluster.media.layout import make_layout
 from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling, naming
-from cluster.types.media import MediaGeometry, MediaProbe, Modality
+from cluster.media.shapes import blank_audio, blank_image, blank_video, shapes_only
+from cluster.types.media import MediaGeometry, MediaLayout, MediaOptions, MediaProbe, Modality
 
 if TYPE_CHECKING:
     import torch
 
-VISION = (Modality.IMAGE, Modality.VIDEO)
-FAMILIES: dict[str, tuple[Modality, ...]] = {
-    "qwen2_vl": VISION,
-    "qwen2_5_vl": VISION,
-    "qwen2_5_omni_thinker": (*VISION, Modality.AUDIO),
-}
 DEFAULT_LIMITS = MediaLimits()
-OMNI_DEFAULT_FPS = (
-    2.0  # what Qwen2_5OmniProcessor assumes about a video's rate unless `fps` is in its call arguments
+DEFAULT_OPTIONS = MediaOptions()
+NUM_CACHED_LAYOUTS = 4096  # a few KB each: a long clip's timestamps
+FALLBACK_FPS = 2.0  # for processors that name no rate
+FALLBACK_NUM_FRAMES = (
+    32  # for those that name no number of frames either; LLaVA-OneVision was trained with it
 )
-
-
-class _VisionSizes(msgspec.Struct, frozen=True):
-    patch_size: int
-    merge_size: int
-    temporal_patch_size: int
-    min_pixels: int
-    max_pixels: int
-    max_total_pixels: int | None = None  # video: shared by all frames (`cap_pixels_per_frame`)
-
-    def grid(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-        max_pixels = self.max_pixels
-        if self.max_total_pixels is not None:
-            share = self.max_total_pixels * self.temporal_patch_size // num_frames
-            max_pixels = max(min(max_pixels, share), int(self.min_pixels * 1.05))
-        try:
-            resized_height, resized_width = smart_resize(
-                height, width, self.patch_size * self.merge_size, self.min_pixels, max_pixels
-            )
-        except ValueError as error:
-            raise MediaError(
-                f"{width}x{height} pixels: the sides may differ by a factor of 200 at most"
-            ) from error
-        grid_t = -(-num_frames // self.temporal_patch_size)
-        return grid_t, resized_height // self.patch_size, resized_width // self.patch_size
+NOT_SERVED = {"voxtral": "mistral-common makes its prompts, not a chat template"}
+TRIAL_ITEMS = {
+    Modality.IMAGE: MediaProbe(Modality.IMAGE, 64, 64),
+    Modality.VIDEO: MediaProbe(Modality.VIDEO, 64, 64, num_frames=4, fps=2.0),
+    Modality.AUDIO: MediaProbe(Modality.AUDIO, num_samples=16_000),
+}
 
 
 class MediaProcessor:
     """One model's preprocessing. Thread safe after loading."""
 
     def __init__(
-        self, processor: Any, family: str, call_kwargs: dict[str, Any], limits: MediaLimits, fingerprint: str
+        self,
+        processor: Any,
+        config: dict[str, Any],
+        call_kwargs: dict[str, Any],
+        limits: MediaLimits,
+        fingerprint: str,
     ):
-        merged = processor._merge_kwargs(**call_kwargs)
-        self.modalities = FAMILIES[family]
+        self.transformers_processor = processor  # its tokenizer and chat template make the prompts
         self.fingerprint = fingerprint
-        self._processor = processor
-        self._family = family
-        self._images_kwargs, self._videos_kwargs = merged["images_kwargs"], merged["videos_kwargs"]
-        self._image_sizes = _vision_sizes(processor.image_processor, self._images_kwargs)
-        self._video_sizes = _vision_sizes(processor.video_processor, self._videos_kwargs)
-        self._extractor: Any = processor.feature_extractor if Modality.AUDIO in self.modalities else None
+        self._row_tokens = _row_tokens(processor, config)
+        self.modalities = tuple(self._row_tokens)
+        family = config["model_type"]
+        self._calls = ProcessorCalls(processor, family, call_kwargs)
+        self._shape_calls = ProcessorCalls(shapes_only(processor), family, call_kwargs)
         self.settings = self._make_settings(limits)
+        self._cached_layout = functools.lru_cache(NUM_CACHED_LAYOUTS)(self._layout)
 
     @classmethod
     def load(cls, path: str | Path, limits: MediaLimits = DEFAULT_LIMITS) -> MediaProcessor | None:
-        """None for a text-only model. Raises ConfigError for a model family this class does not know. Takes seconds."""
+        """None for a text-only model. Raises ConfigError for a model whose processor cannot be used this way. Takes seconds."""
         folder = Path(path)
-        try:
-            config = json.loads((folder / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"no usable config.json in {path}: {error}") from error
-        family = config.get("model_type")
-        if family not in FAMILIES:
-            if any(key.endswith(("vision_config", "audio_config", "thinker_config")) for key in config):
-                raise ConfigError(f"model type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
+        config = _read_json(folder / "config.json")
+        family = config.get("model_type", "")
+        if not any(key.endswith(("vision_config", "audio_config", "thinker_config")) for key in config):
             return None
+        if family in NOT_SERVED:
+            raise ConfigError(f"model type {family!r} is not supported: {NOT_SERVED[family]}")
         from cluster.media.torchvision_compat import ensure_torchvision
 
         ensure_torchvision()
         from transformers import AutoProcessor
 
         call_kwargs_file = folder / "mm_processor_kwargs.json"
-        call_kwargs = json.loads(call_kwargs_file.read_text()) if call_kwargs_file.is_file() else {}
+        call_kwargs = _read_json(call_kwargs_file) if call_kwargs_file.is_file() else {}
         try:
             processor = AutoProcessor.from_pretrained(str(path))
         except (OSError, ValueError, ImportError) as error:
@@ -109,117 +91,174 @@ class MediaProcessor:
         settings = msgspec.json.encode(
             [processor.to_dict(), call_kwargs], enc_hook=str, order="deterministic"
         )
-        return cls(processor, family, call_kwargs, limits, hashlib.sha256(settings).hexdigest()[:16])
+        loaded = cls(processor, config, call_kwargs, limits, hashlib.sha256(settings).hexdigest()[:16])
+        loaded._try_out(family)
+        return loaded
 
-    def geometry(self, probe: MediaProbe, *, item_idx: int = 0) -> MediaGeometry:
-        """Exactly what the processor would make of such an item. No decoding. Raises MediaError, UnsupportedError."""
+    def layout(
+        self,
+        probe: MediaProbe,
+        options: MediaOptions = DEFAULT_OPTIONS,
+        sound: MediaProbe | None = None,
+        *,
+        item_idx: int = 0,
+    ) -> MediaLayout:
+        """Exactly what the processor would make of such an item. `sound`: of a clip that is to be heard, its sound track. No decoding;
+        milliseconds, and microseconds for what was asked before. Raises MediaError, UnsupportedError."""
         self._check_modality(probe.modality)
         with naming(probe.modality, item_idx):
-            match probe.modality:
-                case Modality.IMAGE:
-                    grid = self._image_sizes.grid(1, probe.height, probe.width)
-                    # an image is repeated to fill one temporal patch
-                    return MediaGeometry(math.prod(grid) // self._image_sizes.merge_size**2, grid_thw=grid)
-                case Modality.VIDEO:
-                    grid = self._video_sizes.grid(probe.num_frames, probe.height, probe.width)
-                    num_tokens = math.prod(grid) // self._video_sizes.merge_size**2
-                    return MediaGeometry(num_tokens, grid, self._second_per_grid(probe.fps))
-                case Modality.AUDIO:
-                    return self._audio_geometry(probe.num_samples)
+            return self._cached_layout(probe, options, sound)
+
+    def geometry(
+        self, probe: MediaProbe, options: MediaOptions = DEFAULT_OPTIONS, *, item_idx: int = 0
+    ) -> MediaGeometry:
+        """That of the layout, of an item by itself."""
+        return self.layout(probe, options, item_idx=item_idx).geometry
 
     def prepare(
-        self, modality: Modality, decoded: DecodedMedia, *, item_idx: int | None = 0
+        self,
+        modality: Modality,
+        decoded: DecodedMedia,
+        options: MediaOptions = DEFAULT_OPTIONS,
+        *,
+        item_idx: int | None = 0,
     ) -> dict[str, torch.Tensor]:
-        """Model inputs of one item, as the processor gives them for a batch of one. Raises MediaError."""
+        """Model inputs of one item, as the processor gives them for a batch of one; pooling comes behind the encoder and changes nothing
+        here. Raises MediaError, UnsupportedError."""
         self._check_modality(modality)
+        options = msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
         with naming(modality, item_idx):
-            match modality:
+            inputs = self._process(modality, decoded.array, options)
+            return self._model_inputs(modality, inputs)
+
+    def _layout(self, probe: MediaProbe, options: MediaOptions, sound: MediaProbe | None) -> MediaLayout:
+        calls = self._shape_calls
+        try:
+            match probe.modality:
                 case Modality.IMAGE:
-                    return self._prepare_image(decoded)
+                    processed = calls.image(blank_image(probe), options)
                 case Modality.VIDEO:
-                    return self._prepare_video(decoded)
+                    heard = None if sound is None else self._blank_audio(sound)
+                    processed = calls.video(blank_video(probe), probe, options, heard)
                 case Modality.AUDIO:
-                    return self._prepare_audio(decoded)
+                    processed = calls.audio(self._blank_audio(probe), options)
+        except ValueError as error:  # what a processor says of sizes that it does not take
+            raise MediaError(f"this model's processor refuses it: {error}") from error
+        return make_layout(processed, probe.modality, self._row_tokens)
 
-    def _prepare_image(self, decoded: DecodedMedia) -> dict[str, torch.Tensor]:
-        # "channels_last": transformers would guess, and guess wrong for an image three pixels high
-        kwargs = {**self._images_kwargs, "return_tensors": "pt", "input_data_format": "channels_last"}
-        return dict(self._processor.image_processor(images=[decoded.array], **kwargs))
+    def _blank_audio(self, probe: MediaProbe) -> np.ndarray:
+        most = self.settings.max_audio_samples
+        if most is not None and probe.num_samples > most:
+            seconds = most / self.settings.sampling_rate
+            raise MediaError(f"longer than {seconds:g} seconds, the most this model takes")
+        return blank_audio(probe)
 
-    def _prepare_video(self, decoded: DecodedMedia) -> dict[str, torch.Tensor]:
+    def _process(self, modality: Modality, array: np.ndarray, options: MediaOptions) -> dict[str, Any]:
         import torch
 
-        kwargs = {**self._videos_kwargs, "return_tensors": "pt", "input_data_format": "channels_last"}
-        kwargs |= {"do_sample_frames": False, "return_metadata": False}
-        inputs = dict(self._processor.video_processor(videos=[decoded.array], **kwargs))
-        seconds = self._second_per_grid(decoded.fps)
-        if seconds is not None:
-            inputs["video_second_per_grid"] = torch.tensor([seconds])
-        return inputs
+        if modality is Modality.AUDIO:
+            return self._calls.audio(array, options).inputs
+        pixels = torch.from_numpy(array if array.flags.writeable else array.copy()).movedim(-1, -3)
+        if modality is Modality.IMAGE:
+            return self._calls.image(pixels, options).inputs
+        num_frames, _, height, width = pixels.shape
+        probe = MediaProbe(modality, width, height, num_frames=num_frames, fps=FALLBACK_FPS)
+        return self._calls.video(pixels, probe, options).inputs
 
-    def _prepare_audio(self, decoded: DecodedMedia) -> dict[str, torch.Tensor]:
-        self._audio_geometry(len(decoded.array))
-        inputs = dict(
-            self._extractor(
-                decoded.array,
-                sampling_rate=self.settings.sampling_rate,
-                padding="max_length",
-                return_attention_mask=True,
-                return_tensors="pt",
-            )
-        )
-        inputs["feature_attention_mask"] = inputs.pop("attention_mask")
-        return inputs
+    def _model_inputs(self, modality: Modality, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        import torch
 
-    def _audio_geometry(self, num_samples: int) -> MediaGeometry:
-        if num_samples > self._extractor.n_samples:
-            raise MediaError(f"longer than {self._extractor.chunk_length} seconds, the most this model takes")
-        num_frames = -(-num_samples // self._extractor.hop_length)
-        num_tokens = ((num_frames - 1) // 2 + 1 - 2) // 2 + 1  # two strided convolutions
-        if num_tokens < 1:
-            raise MediaError("too short to be heard by this model")
-        return MediaGeometry(num_tokens, num_mel_frames=num_frames)
-
-    def _second_per_grid(self, fps: float) -> float | None:
-        """Qwen2.5-VL: from the frames' own rate. Omni: transformers does not look at the clip, so neither do we."""
-        if self._family == "qwen2_vl":
-            return None
-        if self._family == "qwen2_5_omni_thinker":
-            fps = self._videos_kwargs.get("fps") or OMNI_DEFAULT_FPS
-        return self._video_sizes.temporal_patch_size / fps
+        unused = self.transformers_processor.unused_input_names
+        tensors = {
+            key: value
+            for key, value in inputs.items()
+            if isinstance(value, torch.Tensor) and key not in unused
+        }
+        if modality is Modality.VIDEO and self._row_tokens[modality] == self._row_tokens.get(Modality.IMAGE):
+            frames = tensors.pop(
+                "pixel_values_videos", None
+            )  # [1, T, 3, h, w]: to the model these are T images
+            if frames is not None:
+                tensors["pixel_values"] = frames.flatten(0, 1)
+        return tensors
 
     def _make_settings(self, limits: MediaLimits) -> MediaSettings:
-        video, kwargs = self._processor.video_processor, self._videos_kwargs
-        sampling = VideoSampling(
-            fps=float(kwargs.get("fps") or video.fps or OMNI_DEFAULT_FPS),
-            min_frames=int(kwargs.get("min_frames") or video.min_frames),
-            max_frames=int(kwargs.get("max_frames") or video.max_frames),
-            multiple=self._video_sizes.temporal_patch_size,
+        processor = self.transformers_processor
+        video = VideoSampling()
+        if Modality.VIDEO in self.modalities:
+            video = _sampling(processor.video_processor, self._calls.videos_kwargs)
+        if Modality.AUDIO not in self.modalities:
+            return MediaSettings(limits, video)
+        extractor = processor.feature_extractor
+        return MediaSettings(
+            limits, video, extractor.sampling_rate, _max_samples(processor, self._calls.audio_kwargs)
         )
-        if self._extractor is None:
-            return MediaSettings(limits, sampling)
-        return MediaSettings(limits, sampling, self._extractor.sampling_rate, self._extractor.n_samples)
 
     def _check_modality(self, modality: Modality) -> None:
         if modality not in self.modalities:
             raise UnsupportedError(f"this model takes no {modality} input", param="messages")
 
+    def _try_out(self, family: str) -> None:
+        """Raises ConfigError where the processor cannot be asked about an item without content."""
+        if not self.modalities:
+            raise ConfigError(
+                f"model type {family!r} is not supported: its processor names no placeholder token"
+            )
+        for modality in self.modalities:
+            try:
+                self.layout(TRIAL_ITEMS[modality])
+            except Exception as error:
+                reason = f"its processor cannot say what stands for an item of type {modality}: {error!r}"
+                raise ConfigError(f"model type {family!r} is not supported: {reason}") from error
 
-def _vision_sizes(processor: Any, kwargs: dict[str, Any]) -> _VisionSizes:
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no usable {file.name} in {file.parent}: {error}") from error
+
+
+def _row_tokens(processor: Any, config: Mapping[str, Any]) -> dict[Modality, str]:
+    """For each modality that the processor takes, the token that it writes once for each embedding row. A model without one for
+    videos sees their frames as images."""
+    parts = {
+        Modality.IMAGE: "image_processor",
+        Modality.VIDEO: "video_processor",
+        Modality.AUDIO: "feature_extractor",
+    }
+    tokens: dict[Modality, str] = {}
+    for modality, part in parts.items():
+        if getattr(processor, part, None) is None or getattr(processor, f"{modality}_token", None) is None:
+            continue
+        token_id = config.get(f"{modality}_token_id", config.get(f"{modality}_token_index"))
+        if token_id is not None:
+            tokens[modality] = processor.tokenizer.convert_ids_to_tokens(token_id)
+        elif modality is Modality.VIDEO and Modality.IMAGE in tokens:
+            tokens[modality] = tokens[Modality.IMAGE]
+    return tokens
+
+
+def _sampling(part: Any, kwargs: Mapping[str, Any]) -> VideoSampling:
     def value(name: str) -> Any:
         given = kwargs.get(name)
-        return getattr(processor, name, None) if given is None else given
+        return getattr(part, name, None) if given is None else given
 
-    if not value("do_resize"):
-        raise ConfigError("processors with do_resize off are not supported")
-    size = value("size")
-    factor = value("patch_size") * value("merge_size")
-    total = int(processor.max_video_tokens * factor * factor * 0.9) if value("cap_pixels_per_frame") else None
-    return _VisionSizes(
-        value("patch_size"),
-        value("merge_size"),
-        value("temporal_patch_size"),
-        size["shortest_edge"],
-        size["longest_edge"],
-        total,
+    fps, num_frames = value("fps"), value("num_frames")
+    max_frames = value("max_frames") or num_frames or FALLBACK_NUM_FRAMES
+    min_frames = value("min_frames") or (1 if fps else max_frames)
+    return VideoSampling(
+        fps=float(fps or FALLBACK_FPS),
+        min_frames=int(min_frames),
+        max_frames=int(max_frames),
+        multiple=int(value("temporal_patch_size") or 1),
     )
+
+
+def _max_samples(processor: Any, audio_kwargs: Mapping[str, Any]) -> int | None:
+    """Samples of the longest sound that the processor does not cut; None: it takes any."""
+    extractor = processor.feature_extractor
+    window = int(extractor.sampling_rate * extractor.chunk_length)
+    if (seconds := getattr(processor, "max_audio_len", None)) is not None:  # it cuts windows itself
+        return window * int(seconds // extractor.chunk_length)
+    return extractor.n_samples if audio_kwargs.get("truncation", True) else None

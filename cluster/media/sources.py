@@ -8,7 +8,7 @@ import io
 
 import msgspec
 
-from cluster.errors import MediaError, UnsupportedError
+from cluster.errors import MediaError
 from cluster.media.settings import item_name
 from cluster.types.media import MediaOptions, Modality
 
@@ -27,16 +27,11 @@ class MediaSource(msgspec.Struct, frozen=True):
 def read_source(source: MediaSource, max_bytes: int, item_idx: int = 0) -> tuple[bytes, str]:
     """The item's bytes and the type it was declared as (a hint: its magic bytes decide).
 
-    Raises UnsupportedError for http(s), MediaError for anything else that is not a valid data URI within `max_bytes`.
+    Raises MediaError for anything that is not a valid data URI within `max_bytes`.
     """
     name, url = item_name(source.modality, item_idx), source.url
-    scheme = url[: url.find(":")].lower() if ":" in url[:32] else ""
-    if scheme in ("http", "https"):
-        raise UnsupportedError(
-            f"{name}: remote URLs are not supported yet; send the bytes as a data: URI", param=source.param
-        )
-    if scheme != "data":
-        raise MediaError(f"{name}: only data: URIs are accepted", param=source.param)
+    if url[:5].lower() != "data:":
+        raise MediaError(f"{name}: only data: URIs are read here", param=source.param)
     comma = url.find(",", 5, 512)
     if comma < 0:
         raise MediaError(f"{name}: a data URI needs a comma before its data", param=source.param)

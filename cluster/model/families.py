@@ -3,10 +3,6 @@ media methods of transformers' models; holds no state.
 
 A model type that is not listed here is served as text if it is a plain causal language model, and refused by name
 otherwise. `check_supported` works on the configuration alone, before any weight is read.
-
-A media item must own one contiguous placeholder range. Where a processor writes text between the parts of one image
-or clip (Qwen3-VL: a timestamp before each temporal patch; Idefics3: tile markers; Gemma3: crops), each part is an item
-of its own; the encoders treat the parts independently, so the numbers do not change.
 """
 
 from __future__ import annotations
@@ -55,10 +51,10 @@ FAMILIES: dict[str, Family] = {
     "llava": Family(_GRID_IMAGE),
     "llava_next": Family({IMAGE: calls.sized_images}),
     "llava_onevision": Family({IMAGE: calls.sized_images, VIDEO: calls.stacked_videos}),
-    "internvl": Family(_GRID_IMAGE),
+    "internvl": Family({IMAGE: calls.tiled_images, VIDEO: calls.tiled_images}),
     "mistral3": Family({IMAGE: calls.sized_images}),
     "idefics3": Family({IMAGE: calls.masked_tiles}, text_module="text_model"),
-    "smolvlm": Family({IMAGE: calls.masked_tiles}, text_module="text_model"),
+    "smolvlm": Family({IMAGE: calls.masked_tiles, VIDEO: calls.masked_tiles}, text_module="text_model"),
     "gemma3": Family(_GRID_IMAGE, bidirectional_media=True),
     "qwen2_audio": Family({AUDIO: calls.qwen2_audio}),
     "voxtral": Family({AUDIO: calls.windowed_mels(None)}),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.errors import UnsupportedError
-from cluster.types.media import MediaSpan, Modality
+from cluster.types.media import Modality, PlacedMedia
 from cluster.types.request import Prompt
 
 
@@ -39,8 +39,9 @@ def _qwen_vl(base: nn.Module, prompt: Prompt) -> PromptPositions:
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: image and video ranges are marked by token type."""
     ids = torch.tensor([prompt.token_ids])
     token_types = torch.zeros_like(ids)
-    for span in prompt.media:
-        token_types[0, span.offset : span.end] = 1 if span.modality is Modality.IMAGE else 2
+    for item in prompt.media:
+        for offset, length in item.ranges:
+            token_types[0, offset : offset + length] = 1 if item.modality is Modality.IMAGE else 2
     position_ids, _ = base.get_rope_index(
         input_ids=ids,
         mm_token_type_ids=token_types,
@@ -53,34 +54,41 @@ def _qwen_vl(base: nn.Module, prompt: Prompt) -> PromptPositions:
 
 
 def _qwen_omni(base: nn.Module, prompt: Prompt) -> PromptPositions:
-    """Time-aligned positions of the Omni thinkers; audio interleaved with its video is not expressed."""
+    """Time-aligned positions of the Omni thinkers. Either all clips of a prompt are heard or none: `get_rope_index` knows no mix."""
     ids = torch.tensor([prompt.token_ids])
-    mel_frames = [span.geometry.num_mel_frames for span in _spans(prompt, Modality.AUDIO)]
+    sounds = _items(prompt, Modality.AUDIO)
+    mel_frames = [sound.geometry.num_mel_frames for sound in sounds]
+    clips = _items(prompt, Modality.VIDEO)
+    is_heard = [any(clip.offset < sound.offset <= clip.end for sound in sounds) for clip in clips]
+    if any(is_heard) and not all(is_heard):
+        raise UnsupportedError(
+            "either all clips of a prompt or none are heard with their sound (audio_in_video)"
+        )
     position_ids, _ = base.get_rope_index(
         input_ids=ids,
         image_grid_thw=_grids(prompt, Modality.IMAGE),
         video_grid_thw=_grids(prompt, Modality.VIDEO),
         attention_mask=torch.ones_like(ids),
-        use_audio_in_video=False,
+        use_audio_in_video=any(is_heard),
         audio_seqlens=torch.tensor(mel_frames) if mel_frames else None,
         second_per_grids=_seconds(prompt),
     )
     return _prompt_positions(position_ids[:, 0])
 
 
-def _spans(prompt: Prompt, modality: Modality) -> list[MediaSpan]:
-    return [span for span in prompt.media if span.modality is modality]
+def _items(prompt: Prompt, modality: Modality) -> list[PlacedMedia]:
+    return [item for item in prompt.media if item.modality is modality]
 
 
 def _grids(prompt: Prompt, modality: Modality) -> Tensor | None:
     """[items, 3] int64, in prompt order."""
-    grids = [span.geometry.grid_thw for span in _spans(prompt, modality)]
+    grids = [item.geometry.grid_thw for item in _items(prompt, modality)]
     return torch.tensor(grids) if grids else None
 
 
 def _seconds(prompt: Prompt) -> Tensor | None:
     """[videos] float32: seconds per temporal patch; 1 where the geometry does not say, as transformers assumes."""
-    seconds = [span.geometry.second_per_grid for span in _spans(prompt, Modality.VIDEO)]
+    seconds = [clip.geometry.second_per_grid for clip in _items(prompt, Modality.VIDEO)]
     return torch.tensor([1.0 if s is None else s for s in seconds]) if seconds else None
 
 

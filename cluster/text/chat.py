@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from cluster.types.media import Modality
+from cluster.types.media import MediaLayout, Modality
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -17,6 +17,13 @@ class MediaPart(msgspec.Struct, frozen=True, tag="media"):
     """The place of one media item; the items themselves travel beside the messages, in the same order."""
 
     modality: Modality
+
+
+class LaidOutMedia(msgspec.Struct, frozen=True):
+    """What stands in the place of one media item."""
+
+    layout: MediaLayout
+    media_hashes: tuple[str, ...]  # of each part of the layout
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

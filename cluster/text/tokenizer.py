@@ -1,86 +1,88 @@
-"""Conversations and raw text to token ids, and media placeholders to ranges.
+"""Conversations and raw text to token ids, and media items to the ranges where their embeddings stand.
 
 Owns the model's tokenizer and chat template (both from transformers). Thread safe: encoding changes the tokenizer's
 state for a moment, so it holds a lock; detokenizers share a copy of their own, which nothing ever changes.
 
+A chat becomes a prompt in three steps, each as the model's own processor does it: the template writes text with one placeholder
+for each item; the item's layout replaces its placeholder; the whole is encoded. A layout holds one token for each run of equal row
+tokens; it is repeated behind the encoder, which gives the same ids and costs nothing.
+
 Policy for special tokens typed by a client: in a chat they are encoded as ordinary text (transformers'
 `sanitize_control_tokens`), so "<|im_end|>" or an image placeholder in a message is only letters to the model. In a raw
 completion the prompt belongs to the client, so special tokens count, but media placeholders are refused: a completion
-carries no media. `expand` checks once more that placeholders and items are equally many.
+carries no media.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from cluster.errors import ConfigError, RequestError
-from cluster.text.chat import ChatMessage, TextPart, media_order
+from cluster.text.chat import ChatMessage, LaidOutMedia, TextPart, media_order
 from cluster.text.detokenizer import Detokenizer
-from cluster.types.media import MediaGeometry, MediaSpan, Modality
+from cluster.types.media import Modality, PlacedMedia
 from cluster.types.request import Prompt
+
+Run = tuple[int, int, int]  # (item, part of its layout, rows)
 
 
 class TextProcessor:
-    def __init__(self, tokenizer: Any, placeholder_ids: dict[Modality, int], vocab_size: int):
+    def __init__(
+        self, tokenizer: Any, placeholder_ids: Mapping[Modality, int], vocab_size: int, processor: Any = None
+    ):
+        """processor: transformers' own, of a model that takes media; `tokenizer` is its tokenizer."""
         self._tokenizer = tokenizer
         self._encoding = threading.Lock()
         self.placeholder_ids = placeholder_ids
         self.vocab_size = vocab_size
-        self._modality_of = {token_id: modality for modality, token_id in placeholder_ids.items()}
+        self._row_ids = frozenset(placeholder_ids.values())
+        self._placeholders = _placeholders(processor)
+        self._placeholder = _unmarked("|".join(map(re.escape, self._placeholders)))
+        has_template = getattr(processor, "chat_template", None) is not None
+        self._templates = processor if has_template else tokenizer
+        self._added = ([], []) if processor is None else _added_ids(tokenizer)
+        self._wants_parts = self._templates.chat_template is not None and not self._renders_strings()
         self._special_ids = frozenset(tokenizer.all_special_ids) | {
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         self._decode = _decoder(tokenizer)
 
     @classmethod
-    def load(cls, path: str | Path) -> TextProcessor:
-        """Read tokenizer, template and placeholder ids from a model folder. Raises ConfigError."""
+    def load(cls, path: str | Path, processor: Any = None) -> TextProcessor:
+        """Read tokenizer, template and placeholder ids from a model folder. `processor`: of a model that takes media, transformers'
+        own, which brings tokenizer and template. Raises ConfigError."""
         from transformers import AutoTokenizer
 
         try:
             config = json.loads((Path(path) / "config.json").read_text())
-            tokenizer = AutoTokenizer.from_pretrained(str(path))
+            tokenizer = AutoTokenizer.from_pretrained(str(path)) if processor is None else processor.tokenizer
         except (OSError, ValueError) as error:
             raise ConfigError(f"no usable tokenizer in {path}: {error}") from error
         vocab_size = (
             config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or len(tokenizer)
         )
-        return cls(tokenizer, placeholder_ids(config), vocab_size)
+        return cls(tokenizer, placeholder_ids(config), vocab_size, processor)
 
-    def chat_prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids with one placeholder token per media item, ready for the assistant's answer.
+    def chat_prompt(self, messages: Sequence[ChatMessage], media: Sequence[LaidOutMedia] = ()) -> Prompt:
+        """The conversation, ready for the assistant's answer. `media`: one for each media part of the messages, in their order.
 
         Raises RequestError when the template refuses the conversation or has no place for one of its media items.
         """
-        unknown = [modality for modality in media_order(messages) if modality not in self.placeholder_ids]
+        unknown = [kind for kind in media_order(messages) if kind not in self._placeholders.values()]
         if unknown:
             raise RequestError(f"this model takes no {unknown[0]} input", param="messages")
-        if self._tokenizer.chat_template is None:
+        if self._templates.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        try:
-            with self._encoding:
-                token_ids = self._tokenizer.apply_chat_template(
-                    [self._template_message(message) for message in messages],
-                    add_generation_prompt=True,
-                    tokenize=True,
-                    return_dict=False,
-                    sanitize_control_tokens=True,
-                )
-        except TemplateError as error:
-            raise RequestError(
-                f"the chat template refuses these messages: {error}", param="messages"
-            ) from error
-        except Exception as error:  # templates are programs
-            raise RequestError("the chat template cannot render these messages", param="messages") from error
-        self._check_counts(token_ids, Counter(media_order(messages)))
-        return list(token_ids)
+        text, runs = self._with_media(self._rendered(messages), media)
+        return _placed(self._encode(text), self._row_ids, runs, media)
 
     def text_prompt(self, text: str) -> list[int]:
         """Token ids of a raw completion prompt, with whatever tokens the tokenizer adds at its start."""
@@ -94,38 +96,85 @@ class TextProcessor:
             raise RequestError("the prompt is empty", param="prompt")
         if any(not 0 <= token_id < self.vocab_size for token_id in token_ids):
             raise RequestError(f"token ids must be between 0 and {self.vocab_size - 1}", param="prompt")
-        self._check_counts(token_ids, Counter())
+        if not self._row_ids.isdisjoint(token_ids):
+            raise RequestError("media placeholder tokens must not be written by hand", param="prompt")
         return list(token_ids)
-
-    def expand(
-        self, token_ids: Sequence[int], items: Sequence[tuple[Modality, str, MediaGeometry]]
-    ) -> Prompt:
-        """Replace each placeholder token by as many as its item has embeddings.
-
-        `items` are (modality, media hash, geometry) in the client's order; the k-th placeholder of a modality belongs
-        to the k-th item of that modality. The prompt's media come in prompt order, whatever order the template chose.
-        """
-        self._check_counts(token_ids, Counter(modality for modality, _, _ in items))
-        waiting = {modality: deque(item for item in items if item[0] == modality) for modality in Modality}
-        expanded: list[int] = []
-        spans: list[MediaSpan] = []
-        for token_id in token_ids:
-            modality = self._modality_of.get(token_id)
-            if modality is None:
-                expanded.append(token_id)
-                continue
-            _, media_hash, geometry = waiting[modality].popleft()
-            spans.append(MediaSpan(modality, media_hash, len(expanded), geometry))
-            expanded.extend([token_id] * geometry.num_tokens)
-        return Prompt(tuple(expanded), tuple(spans))
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._decode, self._special_ids)
 
+    def _rendered(self, messages: Sequence[ChatMessage]) -> str:
+        """What the template writes, special tokens that a client typed marked."""
+        conversation = [self._template_message(message) for message in messages]
+        try:
+            return self._render(conversation)
+        except TemplateError as error:
+            raise RequestError(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+        except Exception as error:  # templates are programs
+            raise RequestError("the chat template cannot render these messages", param="messages") from error
+
+    def _render(self, conversation: list[dict[str, Any]]) -> str:
+        template = self._templates.chat_template
+        marked, *_ = self._tokenizer._mark_chat_inputs(
+            template["default"] if isinstance(template, dict) else template,
+            [conversation], None, None, {}, True, False,
+        )  # fmt: skip
+        return self._templates.apply_chat_template(marked[0], add_generation_prompt=True, tokenize=False)
+
+    def _renders_strings(self) -> bool:
+        """Whether the template takes a message's content as a string; some know lists of parts alone."""
+        try:
+            return "words" in self._render([{"role": "user", "content": "words"}])
+        except Exception:  # templates are programs
+            return False
+
+    def _with_media(self, text: str, media: Sequence[LaidOutMedia]) -> tuple[str, list[Run]]:
+        """The k-th placeholder of a modality belongs to the k-th item of that modality, whatever order the template chose."""
+        found = Counter(
+            self._placeholders[match[1]] for match in self._placeholder.finditer(text) if match[1]
+        )
+        expected = Counter(item.layout.modality for item in media)
+        for modality in Modality:
+            if found[modality] != expected[modality]:
+                raise RequestError(
+                    f"the prompt has {found[modality]} {modality} placeholders for {expected[modality]} {modality} items",
+                    param="messages",
+                )
+        waiting = {
+            modality: deque(i for i, item in enumerate(media) if item.layout.modality is modality)
+            for modality in Modality
+        }
+        runs: list[Run] = []
+
+        def replace(match: re.Match[str]) -> str:
+            if not match[1]:
+                return match[0]
+            item_idx = waiting[self._placeholders[match[1]]].popleft()
+            layout = media[item_idx].layout
+            runs.extend((item_idx, part_idx, length) for part_idx, length in layout.runs)
+            return layout.text
+
+        return self._placeholder.sub(replace, text), runs
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of a rendered chat. As in transformers, a processor adds its tokenizer's own tokens where the template writes no
+        beginning of sequence, and a tokenizer by itself never does."""
+        with self._encoding:
+            encoded = self._tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)
+        token_ids = encoded["input_ids"]
+        bos = self._tokenizer.bos_token
+        if bos is not None and text.startswith(bos):
+            return token_ids
+        before, after = self._added
+        return [*before, *token_ids, *after]
+
     def _template_message(self, message: ChatMessage) -> dict[str, Any]:
         if isinstance(message.content, str):
-            return {"role": message.role, "content": message.content}
-        if not self.placeholder_ids:  # templates of text-only models expect a string
+            parts = [{"type": "text", "text": message.content}]
+            return {"role": message.role, "content": parts if self._wants_parts else message.content}
+        if not self._placeholders:  # templates of text-only models expect a string
             texts = [part.text for part in message.content if isinstance(part, TextPart)]
             return {"role": message.role, "content": "\n".join(texts)}
         parts = [
@@ -136,21 +185,9 @@ class TextProcessor:
         ]
         return {"role": message.role, "content": parts}
 
-    def _check_counts(self, token_ids: Sequence[int], expected: Counter[Modality]) -> None:
-        found = Counter(
-            self._modality_of[token_id] for token_id in token_ids if token_id in self._modality_of
-        )
-        for modality in Modality:
-            if found[modality] != expected[modality]:
-                raise RequestError(
-                    f"the prompt has {found[modality]} {modality} placeholders for {expected[modality]} {modality} "
-                    "items; media go into content parts, placeholder tokens must not be written by hand",
-                    param="messages" if expected else None,
-                )
-
 
 def placeholder_ids(config: dict[str, Any]) -> dict[Modality, int]:
-    """Token ids that stand for media, from a model's config.json."""
+    """Ids of the tokens that stand for embedding rows, from a model's config.json."""
     ids = {
         modality: config.get(f"{modality}_token_id", config.get(f"{modality}_token_index"))
         for modality in Modality
@@ -158,7 +195,50 @@ def placeholder_ids(config: dict[str, Any]) -> dict[Modality, int]:
     return {modality: token_id for modality, token_id in ids.items() if token_id is not None}
 
 
-def _decoder(tokenizer: Any) -> Any:
+def _placeholders(processor: Any) -> dict[str, Modality]:
+    """What a chat template writes for an item."""
+    tokens = {modality: getattr(processor, f"{modality}_token", None) for modality in Modality}
+    return {token: modality for modality, token in tokens.items() if token is not None}
+
+
+def _unmarked(pattern: str) -> re.Pattern[str]:
+    """Group 1 is what the pattern matches outside the marks that transformers puts around a client's special tokens."""
+    from transformers.utils.chat_template_utils import _CONTROL_TOKEN_END, _CONTROL_TOKEN_START
+
+    return re.compile(f"{_CONTROL_TOKEN_START}.*?{_CONTROL_TOKEN_END}|({pattern or '(?!)'})")
+
+
+def _added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and behind any text."""
+    bare, whole = tokenizer.encode("x", add_special_tokens=False), tokenizer.encode("x")
+    start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    return whole[:start], whole[start + len(bare) :]
+
+
+def _placed(
+    token_ids: Sequence[int], row_ids: frozenset[int], runs: Iterable[Run], media: Sequence[LaidOutMedia]
+) -> Prompt:
+    """Repeats each row token as often as its run has rows."""
+    left = deque(runs)
+    if sum(token_id in row_ids for token_id in token_ids) != len(left):
+        raise RequestError("the media of these messages do not fit the prompt", param="messages")
+    expanded: list[int] = []
+    ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}  # of (item, part); in order of first ranges
+    for token_id in token_ids:
+        if token_id not in row_ids:
+            expanded.append(token_id)
+            continue
+        item_idx, part_idx, length = left.popleft()
+        ranges.setdefault((item_idx, part_idx), []).append((len(expanded), length))
+        expanded.extend([token_id] * length)
+    placed = []
+    for (item_idx, part_idx), own in ranges.items():
+        modality, geometry = media[item_idx].layout.parts[part_idx]
+        placed.append(PlacedMedia(modality, media[item_idx].media_hashes[part_idx], tuple(own), geometry))
+    return Prompt(tuple(expanded), tuple(placed))
+
+
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         own = type(backend).from_str(backend.to_str())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 
 import msgspec
@@ -60,6 +61,23 @@ class MediaGeometry(msgspec.Struct, frozen=True):
     num_mel_frames: int | None = None  # audio: valid feature frames
 
 
+class MediaLayout(msgspec.Struct, frozen=True):
+    """What stands in a prompt for one item as the client sent it: text of the model's own, and in it the item's embedding rows."""
+
+    text: str  # replaces the item's placeholder; each run of row tokens is cut to one token
+    runs: tuple[tuple[int, int], ...]  # of each such token, in order: (index in `parts`, rows of the run)
+    parts: tuple[tuple[Modality, MediaGeometry], ...]  # the item; behind a clip that is heard its sound track
+
+    @property
+    def modality(self) -> Modality:
+        return self.parts[0][0]
+
+    @property
+    def geometry(self) -> MediaGeometry:
+        """Of the item itself."""
+        return self.parts[0][1]
+
+
 class MediaItem(msgspec.Struct, frozen=True):
     """One item as it came in: the bytes, what they are, and the name they go by in every cache."""
 
@@ -71,14 +89,34 @@ class MediaItem(msgspec.Struct, frozen=True):
     is_returning: bool = False  # an earlier turn of the conversation showed it
 
 
-class MediaSpan(msgspec.Struct, frozen=True):
-    """Placeholder range [offset, offset + geometry.num_tokens) of one item in the prompt's token ids."""
+class PlacedMedia(msgspec.Struct, frozen=True):
+    """One item in a prompt: its embedding rows stand, in order, in its placeholder ranges. Text may lie between them, and
+    another item's ranges (a clip and its sound track)."""
 
     modality: Modality
     media_hash: str
-    offset: int
+    ranges: tuple[tuple[int, int], ...]  # (offset, length) in the prompt's token ids; ascending, none empty
     geometry: MediaGeometry
 
     @property
+    def offset(self) -> int:
+        """The first placeholder token."""
+        return self.ranges[0][0]
+
+    @property
     def end(self) -> int:
-        return self.offset + self.geometry.num_tokens
+        """Behind the last placeholder token."""
+        return sum(self.ranges[-1])
+
+    def pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """(token, row, count) of each run of its rows that stands in the tokens [start, end)."""
+        row = 0
+        for offset, length in self.ranges:
+            low, high = max(start, offset), min(end, offset + length)
+            if low < high:
+                yield low, row + low - offset, high - low
+            row += length
+
+    def first_range_after(self, token: int) -> int | None:
+        """Where its first range that is not wholly before `token` starts; None: all are."""
+        return next((offset for offset, length in self.ranges if offset + length > token), None)

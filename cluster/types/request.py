@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.types.media import MediaSpan
+from cluster.types.media import PlacedMedia
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -28,10 +28,11 @@ class StopParams(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """Token ids with placeholders expanded, and what stands in the placeholder ranges, in prompt order."""
+    """Token ids with placeholders expanded, and what stands in the placeholder ranges, in order of each item's first."""
 
     token_ids: tuple[int, ...]
-    media: tuple[MediaSpan, ...] = ()
+    media: tuple[PlacedMedia, ...] = ()
+    cache_salt: str = ""  # only prompts with an equal one share KV
 
 
 class Guidance(msgspec.Struct, frozen=True):
@@ -100,4 +101,4 @@ def num_window_blocks(window: int, block_size: int) -> int:
 
 
 def _extended(prompt: Prompt, token_ids: tuple[int, ...]) -> Prompt:
-    return Prompt((*prompt.token_ids, *token_ids), prompt.media)
+    return msgspec.structs.replace(prompt, token_ids=(*prompt.token_ids, *token_ids))

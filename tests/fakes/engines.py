@@ -21,7 +21,7 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec, feature_layout
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.types.media import MediaGeometry, MediaItem, MediaSpan, Modality
+from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
 from cluster.types.messages import (
     AnyMessage,
     Cancel,
@@ -87,22 +87,26 @@ def make_request(
     stop: tuple[int, ...] = (),
     num_choices: int = 1,
     negative: int = 0,
+    is_split: bool = False,
 ) -> GenerateRequest:
-    """`num_tokens` of text, an item behind every third of them; `negative`: tokens of a companion's prompt."""
+    """`num_tokens` of text, an item behind every third of them; `negative`: tokens of a companion's prompt; `is_split`: a token of
+    text stands behind each item's first row."""
     token_ids: list[int] = []
-    spans: list[MediaSpan] = []
+    media: list[PlacedMedia] = []
     left = deque(items)
     for position in range(num_tokens):
         token_ids.append(100 + position)
         if (left and position % 3 == 2) or (left and position == num_tokens - 1):
             while left:
                 item = left.popleft()
-                spans.append(MediaSpan(item.modality, item.media_hash, len(token_ids), item.geometry))
-                token_ids += [9] * item.geometry.num_tokens
+                num_rows, offset = item.geometry.num_tokens, len(token_ids)
+                ranges = ((offset, 1), (offset + 2, num_rows - 1)) if is_split else ((offset, num_rows),)
+                media.append(PlacedMedia(item.modality, item.media_hash, ranges, item.geometry))
+                token_ids += [9, 8, *[9] * (num_rows - 1)] if is_split else [9] * num_rows
                 if position < num_tokens - 1:
                     break
     token_ids.append(LAST_PROMPT_TOKEN)
-    prompt = Prompt(tuple(token_ids), tuple(spans))
+    prompt = Prompt(tuple(token_ids), tuple(media))
     guidance = Guidance(2.0, Prompt(tuple(range(300, 300 + negative)))) if negative else None
     sampling = (SamplingParams(),) * num_choices
     return GenerateRequest(request_id, prompt, sampling, StopParams(max_tokens, stop), guidance)
@@ -115,16 +119,16 @@ def place(prompt: Prompt) -> SimpleNamespace:
     return SimpleNamespace(delta=0)
 
 
-def item_value(media_hash: str) -> int:
-    """What every embedding row of an item holds."""
-    return 1000 + sum(media_hash.encode())
+def item_value(media_hash: str, row: int = 0) -> int:
+    """What an embedding row of an item holds."""
+    return 1000 + sum(media_hash.encode()) + 10_000 * row
 
 
 def kv_value(prompt: Prompt, position: int) -> int:
     """What the KV of a prompt token holds."""
-    for span in prompt.media:
-        if span.offset <= position < span.end:
-            return item_value(span.media_hash)
+    for item in prompt.media:
+        for _, row, _ in item.pieces(position, position + 1):
+            return item_value(item.media_hash, row)
     return prompt.token_ids[position]
 
 
@@ -270,10 +274,10 @@ class Rig:
         engine = worker.engine
         match message:
             case StartPrefill():
-                for item_idx, span in enumerate(message.request.prompt.media):
+                for item_idx, item in enumerate(message.request.prompt.media):
                     key = (message.request.request_id, item_idx)
-                    num_rows, tell = span.geometry.num_tokens, worker.said.append
-                    self.features.reserve(key, span.media_hash, num_rows, message.timeout_s, tell)
+                    num_rows, tell = item.geometry.num_tokens, worker.said.append
+                    self.features.reserve(key, item.media_hash, num_rows, message.timeout_s, tell)
                 worker.tell(engine.start, DOOR, message)
             case StartDecode() | StartEncode():
                 worker.tell(engine.start, DOOR, message)
@@ -312,7 +316,7 @@ class Rig:
         self.decode.engine._token_s = 1.0
 
         def plan_end(request: Any, *_: Any) -> None:
-            media_end = max((span.end for span in request.main.prompt.media), default=0)
+            media_end = max((item.end for item in request.main.prompt.media), default=0)
             cut = max(num_blocks, -(-media_end // BLOCK_SIZE)) * BLOCK_SIZE
             if cut < request.main.num_tokens:
                 request.main.first_recomputed = cut
@@ -338,7 +342,7 @@ class Rig:
         if item.media_hash in self.bad_items:
             raise ValueError("this item cannot be decoded")
         grid = item.geometry.grid_thw
-        rows = torch.full((item.geometry.num_tokens, 1), item_value(item.media_hash))
+        rows = torch.tensor([[item_value(item.media_hash, i)] for i in range(item.geometry.num_tokens)])
         return Prepared({item.media_hash: rows}, 1 if grid is None else grid[0])
 
     def _encode(self, _: Modality, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -362,12 +366,11 @@ class Rig:
         for request, sequence, count in batch:
             prompt = sequence.prompt
             start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-            for item_idx, span in enumerate(prompt.media):
-                low, high = max(start, span.offset), min(end, span.end)
-                if low < high:
-                    key = (request.request_id, item_idx)
-                    rows = self.features.rows(key, low - span.offset, high - span.offset)
-                    assert rows.flatten().tolist() == [item_value(span.media_hash)] * (high - low)
+            for item_idx, item in enumerate(prompt.media):
+                for _, row, count in item.pieces(start, end):
+                    rows = self.features.rows((request.request_id, item_idx), row, row + count)
+                    expected = [item_value(item.media_hash, i) for i in range(row, row + count)]
+                    assert torch.cat(rows).flatten().tolist() == expected
             _check(self._kv, sequence.block_table, prompt, start)
             for position in range(start, end):
                 _write(self._kv, sequence.block_table, position, kv_value(prompt, position))

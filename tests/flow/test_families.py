@@ -14,6 +14,7 @@ from cluster.errors import InternalError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
+from prefill_service.runner import uncut_spans
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase, TinyRequest
 
@@ -53,10 +54,9 @@ class Sequence:
         start, end = self.context_len, min(self.context_len + size, self.num_prompt_tokens)
         end = max([end, *(b for a, b in self.spans if a < end < b)])
         slices = []
-        for span, rows in zip(self.request.spans, self.features, strict=True):
-            low, high = max(start, span.offset), min(end, span.end)
-            if low < high:
-                slices.append(FeatureSlice(low - start, rows[low - span.offset : high - span.offset]))
+        for item, rows in zip(self.request.placed, self.features, strict=True):
+            for token, row, count in item.pieces(start, end):
+                slices.append(FeatureSlice(token - start, rows[row : row + count]))
         positions = self.positions[..., start:end]
         return SequenceChunk(
             self.request.token_ids[start:end], positions, start, self.table, tuple(slices), self.spans
@@ -79,7 +79,7 @@ def generate(case: TinyCase, request: TinyRequest, num_tokens: int = NUM_TOKENS)
 
 def split(case: TinyCase) -> Split:
     expected = [generate(case, request) for request in case.requests]
-    has_media = any(request.spans for request in case.requests)
+    has_media = any(request.placed for request in case.requests)
     encoder = EncoderModel.from_model(case.model) if has_media else None
     return Split(case, expected, encoder, LanguageModel.from_model(case.model, block_size=BLOCK_SIZE))
 
@@ -106,7 +106,7 @@ def admit(halves: Split, first_block: int = 0) -> list[Sequence]:
         num_blocks = -(-(len(request.token_ids) + NUM_TOKENS) // BLOCK_SIZE)
         table = list(range(next_block, next_block + num_blocks))[::-1]
         next_block += num_blocks
-        spans = tuple((s.offset, s.end) for s in request.spans) if halves.language.chunk_cut_spans else ()
+        spans = uncut_spans(halves.language, request.prompt)
         sequences.append(Sequence(request, features, positions.position_ids, positions.delta, table, spans))
     return sequences
 

@@ -16,7 +16,7 @@ from cluster.errors import ConfigError, UnsupportedError
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel
 from cluster.model.loading import AbsentHalf, Half, load_half
-from cluster.types.media import MediaGeometry, MediaSpan, Modality
+from cluster.types.media import MediaGeometry, Modality, PlacedMedia
 from cluster.types.request import Prompt
 from tests.flow.test_families import Split, admit, decode, generate, memory, prefill
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
@@ -131,9 +131,21 @@ def test_an_unknown_rule_after_the_head_is_refused() -> None:
 
 def test_a_prompt_that_ends_in_a_media_item_is_refused() -> None:
     language = LanguageModel.from_model(MEDIA_FAMILIES["qwen2_vl"]().model)
-    span = MediaSpan(Modality.IMAGE, "x", 1, MediaGeometry(4, grid_thw=(1, 2, 8)))
+    image = PlacedMedia(Modality.IMAGE, "x", ((1, 4),), MediaGeometry(4, grid_thw=(1, 2, 8)))
     with pytest.raises(UnsupportedError, match="end with text"):
-        language.positions(Prompt((5, *[390] * 4), (span,)))
+        language.positions(Prompt((5, *[390] * 4), (image,)))
+
+
+def test_a_prompt_in_which_one_clip_is_heard_and_another_is_not_is_refused() -> None:
+    language = LanguageModel.from_model(MEDIA_FAMILIES["qwen2_5_omni"]().model)
+    video = MediaGeometry(4, grid_thw=(1, 4, 4), second_per_grid=1.0)
+    media = (
+        PlacedMedia(Modality.VIDEO, "heard", ((1, 4),), video),
+        PlacedMedia(Modality.AUDIO, "its sound", ((5, 2),), MediaGeometry(2, num_mel_frames=8)),
+        PlacedMedia(Modality.VIDEO, "silent", ((9, 4),), video),
+    )
+    with pytest.raises(UnsupportedError, match="either all clips"):
+        language.positions(Prompt((5, *[391] * 4, 392, 392, 6, 6, *[391] * 4, 7), media))
 
 
 # ------------------------------------------------------------------------------------------- the shipped checkpoint
@@ -156,7 +168,7 @@ def _demo_request(processor: hf.ProcessorMixin, parts: list[dict], question: str
     request = TinyRequest(token_ids=ids, generate_kwargs={k: torch.as_tensor(v) for k, v in inputs.items()})
     del request.generate_kwargs["input_ids"], request.generate_kwargs["attention_mask"]
     for part in parts:
-        _add_span(request, inputs, Modality(part["type"]), token_ids[Modality(part["type"])])
+        _add_item(request, inputs, Modality(part["type"]), token_ids[Modality(part["type"])])
     return request
 
 
@@ -165,7 +177,7 @@ def placeholder_ids() -> dict[Modality, int]:
     return {modality: config[f"{modality}_token_index"] for modality in Modality}
 
 
-def _add_span(request: TinyRequest, inputs: dict, modality: Modality, token_id: int) -> None:
+def _add_item(request: TinyRequest, inputs: dict, modality: Modality, token_id: int) -> None:
     offset = request.token_ids.index(token_id)
     count = request.token_ids.count(token_id)  # one item of each modality per prompt here
     match modality:
@@ -180,7 +192,7 @@ def _add_span(request: TinyRequest, inputs: dict, modality: Modality, token_id: 
         case Modality.AUDIO:
             item = {key: inputs[key] for key in ("input_features", "feature_attention_mask")}
             geometry = MediaGeometry(count, num_mel_frames=int(item["feature_attention_mask"].sum()))
-    request.spans.append(MediaSpan(modality, str(modality), offset, geometry))
+    request.placed.append(PlacedMedia(modality, str(modality), ((offset, count),), geometry))
     request.items.append((modality, item))
 
 

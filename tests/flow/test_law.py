@@ -90,7 +90,7 @@ async def test_every_token_id_equals_generate(expected):
         for case, answer in expected[:60]:
             body = {"model": "demo", "messages": case.messages, "temperature": 0}
             call = chat_call(ChatRequest.model_validate(body), "demo", door.defaults)
-            prompt = door._prompts.chat(call)
+            prompt = await door.prepare(call)
             stop = StopParams(MAX_TOKENS, call.stop.token_ids)
             request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, stop)
             (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes)

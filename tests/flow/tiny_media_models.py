@@ -4,7 +4,7 @@ name to a builder of `TinyCase`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import transformers as hf
@@ -76,12 +76,16 @@ def _add_image(request: TinyRequest, grid: tuple[int, int, int]) -> TinyRequest:
 
 
 def _add_video(
-    request: TinyRequest, grid: tuple[int, int, int], second_per_grid: float | None
+    request: TinyRequest,
+    grid: tuple[int, int, int],
+    second_per_grid: float | None,
+    between: Sequence[int] = (),
 ) -> TinyRequest:
+    """`between`: tokens that stand between its temporal patches."""
     t, h, w = grid
     item = {"pixel_values_videos": noise(t * h * w, _PATCH_WIDTH), "video_grid_thw": torch.tensor([grid])}
     geometry = MediaGeometry(t * h * w // 4, grid_thw=grid, second_per_grid=second_per_grid)
-    return request.raw(VS).media(VIDEO, item, geometry).raw(VE)
+    return request.raw(VS).media(VIDEO, item, geometry, t if between else 1, between).raw(VE)
 
 
 def _collect(request: TinyRequest) -> TinyRequest:
@@ -105,13 +109,8 @@ def _qwen_vl_case(
     torch.manual_seed(0)
     model = getattr(hf, model_class)(config)
     first = _add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2)
-    if "deepstack_visual_indexes" in vision:  # one item per temporal patch: timestamps stand between them
-        for seed in (3, 4):
-            first = _add_video(first, (1, 4, 4), None).text(2, seed)
-        _collect(first)
-        first.generate_kwargs["video_grid_thw"] = torch.tensor([[2, 4, 4]])
-    else:
-        _collect(_add_video(first, (2, 4, 4), seconds).text(3, 3))
+    timestamp = (VE, 7, 8, VS) if "deepstack_visual_indexes" in vision else ()
+    _collect(_add_video(first, (2, 4, 4), seconds, timestamp).text(3, 3))
     second = _collect(
         _add_image(_add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(1, 6), (1, 4, 4)).text(4, 7)
     )
@@ -207,22 +206,22 @@ def qwen3_omni() -> TinyCase:
 
 
 def _image_requests(
-    items: list[tuple[Mapping[str, Tensor], int]], start: int | None = None
+    items: list[tuple[Mapping[str, Tensor], int]], start: int | None = None, parts: int = 1
 ) -> list[TinyRequest]:
-    """First prompt: all items with text around them; second: the last item alone; third: text."""
+    """First prompt: all items with text around them; second: the last item alone; third: text. `parts`: ranges of an item."""
     first = TinyRequest().text(9, 1)
     for seed, (item, num_tokens) in enumerate(items):
-        first = _framed(first, item, num_tokens, start).text(4, 10 + seed)
-    second = _framed(TinyRequest().text(3, 2), *items[-1], start).text(6, 3)
+        first = _framed(first, item, num_tokens, start, parts).text(4, 10 + seed)
+    second = _framed(TinyRequest().text(3, 2), *items[-1], start, parts).text(6, 3)
     return [_collect(first), _collect(second), TinyRequest().text(9, 8)]
 
 
 def _framed(
-    request: TinyRequest, item: Mapping[str, Tensor], num_tokens: int, start: int | None
+    request: TinyRequest, item: Mapping[str, Tensor], num_tokens: int, start: int | None, parts: int
 ) -> TinyRequest:
     if start is None:
-        return request.media(IMAGE, item, MediaGeometry(num_tokens))
-    return request.raw(start).media(IMAGE, item, MediaGeometry(num_tokens)).raw(VE)
+        return request.media(IMAGE, item, MediaGeometry(num_tokens), parts, (7, 8))
+    return request.raw(start).media(IMAGE, item, MediaGeometry(num_tokens), parts, (VE, 7, start)).raw(VE)
 
 
 def _pixels(count: int, seed: int, height: int = 16, width: int = 16) -> Tensor:
@@ -297,8 +296,8 @@ def gemma3() -> TinyCase:
         image_token_id=IMG, boi_token_index=VS, eoi_token_index=VE, mm_tokens_per_image=16, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    items = [({"pixel_values": _pixels(1, seed)}, 16) for seed in (1, 2)]
-    requests = _image_requests(items, start=VS)
+    items = [({"pixel_values": _pixels(2, seed)}, 32) for seed in (1, 2)]  # an image and a crop of it
+    requests = _image_requests(items, start=VS, parts=2)
     for request in requests:
         request.given(token_type_ids=torch.tensor([[int(token == IMG) for token in request.token_ids]]))
     return TinyCase(randomized(hf.Gemma3ForConditionalGeneration(config)), requests)
@@ -314,7 +313,7 @@ def mistral3() -> TinyCase:
     items = [
         ({"pixel_values": _pixels(1, s, 16, 32), "image_sizes": torch.tensor([[16, 32]])}, 8) for s in (1, 2)
     ]
-    return TinyCase(randomized(hf.Mistral3ForConditionalGeneration(config)), _image_requests(items))
+    return TinyCase(randomized(hf.Mistral3ForConditionalGeneration(config)), _image_requests(items, parts=2))
 
 
 def _tile_case(model_class: str, config_class: str) -> TinyCase:
@@ -325,7 +324,7 @@ def _tile_case(model_class: str, config_class: str) -> TinyCase:
     torch.manual_seed(0)
     model = getattr(hf, model_class)(config)
     items = [({"pixel_values": _pixels(2, 3)[None]}, 8)]
-    return TinyCase(randomized(model), _image_requests(items))
+    return TinyCase(randomized(model), _image_requests(items, parts=2))
 
 
 def idefics3() -> TinyCase:

@@ -4,14 +4,14 @@ are large enough that answers vary. Here: what cases are made of, and the text f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import transformers as hf
 from torch import Tensor
 
-from cluster.types.media import MediaGeometry, MediaSpan, Modality
+from cluster.types.media import MediaGeometry, Modality, PlacedMedia
 from cluster.types.request import Prompt
 
 IMG, VID, AUD, VS, VE, AS, AE = 390, 391, 392, 393, 394, 395, 396  # placeholder and marker token ids
@@ -24,13 +24,13 @@ class TinyRequest:
     """One prompt, what its encoder items are, and what `generate` wants beside the ids."""
 
     token_ids: list[int] = field(default_factory=list)
-    spans: list[MediaSpan] = field(default_factory=list)
+    placed: list[PlacedMedia] = field(default_factory=list)
     items: list[tuple[Modality, Mapping[str, Tensor]]] = field(default_factory=list)
     generate_kwargs: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def prompt(self) -> Prompt:
-        return Prompt(tuple(self.token_ids), tuple(self.spans))
+        return Prompt(tuple(self.token_ids), tuple(self.placed))
 
     def text(self, count: int, seed: int) -> TinyRequest:
         generator = torch.Generator().manual_seed(seed)
@@ -40,11 +40,22 @@ class TinyRequest:
         self.token_ids += token_ids
         return self
 
-    def media(self, modality: Modality, item: Mapping[str, Tensor], geometry: MediaGeometry) -> TinyRequest:
-        name = f"{modality}-{len(self.spans)}"
-        self.spans.append(MediaSpan(modality, name, len(self.token_ids), geometry))
+    def media(
+        self,
+        modality: Modality,
+        item: Mapping[str, Tensor],
+        geometry: MediaGeometry,
+        parts: int = 1,
+        between: Sequence[int] = (),
+    ) -> TinyRequest:
+        """`parts` ranges of equal length with the tokens `between` them."""
+        length = geometry.num_tokens // parts
+        step = length + len(between)
+        ranges = tuple((len(self.token_ids) + i * step, length) for i in range(parts))
+        self.placed.append(PlacedMedia(modality, f"{modality}-{len(self.placed)}", ranges, geometry))
         self.items.append((modality, item))
-        return self.raw(*[PLACEHOLDER[modality]] * geometry.num_tokens)
+        placeholders = [PLACEHOLDER[modality]] * length
+        return self.raw(*placeholders, *[*between, *placeholders] * (parts - 1))
 
     def given(self, **generate_kwargs: Tensor) -> TinyRequest:
         self.generate_kwargs.update(generate_kwargs)

@@ -1,10 +1,11 @@
 """The encoder engine, stepped by hand; prefill's feature store stands at the other end."""
 
 import pytest
+import torch
 
 from cluster.types.messages import CacheChanged, Cancel, Encoded, Failed
 from tests.fakes.encoder import EncoderRig
-from tests.fakes.engines import DOOR, TIMEOUT_S, make_item
+from tests.fakes.engines import DOOR, TIMEOUT_S, item_value, make_item
 
 ITEM, LARGE = make_item("a", 5), make_item("large", 20)
 
@@ -25,7 +26,9 @@ def test_embeddings_arrive_whether_the_target_comes_before_or_after(rig, target_
     rig.target(ITEM)
     rig.turn(5)
     assert rig.said(Encoded) == [Encoded("r", 0, cached=False)]
-    assert rig.features.rows(("r", 0), 0, 5).flatten().tolist() == [1000 + ord("a")] * 5
+    assert torch.cat(rig.features.rows(("r", 0), 0, 5)).flatten().tolist() == [
+        item_value("a", i) for i in range(5)
+    ]
 
 
 def test_one_item_of_many_requests_is_encoded_once(rig):

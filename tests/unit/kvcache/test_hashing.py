@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.kvcache.hashing import block_hashes
-from cluster.types.media import MediaGeometry, MediaSpan, Modality
+from cluster.types.media import MediaGeometry, Modality, PlacedMedia
 from cluster.types.request import Prompt
 
 PLACEHOLDER = 99
 
 
-def image(name: str, offset: int, num_tokens: int) -> MediaSpan:
-    return MediaSpan(Modality.IMAGE, name, offset, MediaGeometry(num_tokens))
+def image(name: str, offset: int, num_tokens: int) -> PlacedMedia:
+    return PlacedMedia(Modality.IMAGE, name, ((offset, num_tokens),), MediaGeometry(num_tokens))
 
 
 def prompt_with(name: str, before: int, inside: int, after: int) -> Prompt:
@@ -26,17 +26,41 @@ def test_only_full_blocks_have_hashes():
 
 
 def test_the_salt_and_the_block_size_separate_caches():
-    prompt = Prompt(tuple(range(8)))
-    assert (
-        len({block_hashes(prompt, 4)[0], block_hashes(prompt, 4, b"x")[0], block_hashes(prompt, 8)[0]}) == 3
-    )
+    prompt, salted = Prompt(tuple(range(8))), Prompt(tuple(range(8)), cache_salt="x")
+    assert len({block_hashes(prompt, 4)[0], block_hashes(salted, 4)[0], block_hashes(prompt, 8)[0]}) == 3
 
 
 def test_blocks_that_start_at_different_rows_of_one_image_differ():
     one, two = block_hashes(prompt_with("a", 0, 8, 0), 4)
-    shifted = Prompt((PLACEHOLDER,) * 4, (MediaSpan(Modality.IMAGE, "a", -4, MediaGeometry(8)),))
+    shifted = Prompt((PLACEHOLDER,) * 4, (image("a", -4, 8),))
     assert one != two
     assert block_hashes(shifted, 4)[0] != one
+
+
+def test_text_between_the_rows_of_an_image_names_the_blocks_behind_it_by_the_row_they_start_with():
+    geometry = MediaGeometry(8)
+    tokens = (PLACEHOLDER,) * 4 + (1, 2, 3, 4) + (PLACEHOLDER,) * 4
+    one = Prompt(tokens, (PlacedMedia(Modality.IMAGE, "a", ((0, 4), (8, 4)), geometry),))
+    other_rows = Prompt(tokens, (PlacedMedia(Modality.IMAGE, "a", ((-2, 6), (8, 2)), geometry),))
+    two_images = Prompt(tokens, (image("a", 0, 4), image("b", 8, 4)))
+    hashes = [block_hashes(prompt, 4) for prompt in (one, other_rows, two_images)]
+    assert hashes[0][:2] == hashes[2][:2]
+    assert len({each[2] for each in hashes}) == 3
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9)), min_size=1, max_size=5))
+def test_every_placeholder_token_has_one_row_and_rows_come_in_order(block_size, gaps_and_lengths):
+    ranges, end = [], 0
+    for gap, length in gaps_and_lengths:
+        ranges.append((end + gap, length))
+        end += gap + length
+    item = PlacedMedia(Modality.IMAGE, "a", tuple(ranges), MediaGeometry(sum(length for _, length in ranges)))
+    tokens = [token for offset, length in ranges for token in range(offset, offset + length)]
+    rows = {}
+    for start in range(0, end, block_size):
+        for token, row, count in item.pieces(start, start + block_size):
+            rows |= {token + i: row + i for i in range(count)}
+    assert list(rows.items()) == list(zip(tokens, range(item.geometry.num_tokens), strict=True))
 
 
 def test_two_short_images_in_one_block_are_not_one_swapped_pair():

@@ -23,4 +23,4 @@ def processor(demo_model: Path) -> MediaProcessor:
 
 @pytest.fixture(scope="session")
 def hf_processor(processor: MediaProcessor):
-    return processor._processor
+    return processor.transformers_processor

@@ -68,12 +68,12 @@ def family(request: pytest.FixtureRequest):
 def test_pieces_give_the_rows_of_the_whole(family):
     name, encoder, items = family
     runner = runner_of(encoder)
-    for modality in encoder.modalities:
+    for modality, one_item in items.items():
         cut = encoder.cut(modality)
         assert (cut is None) == ((name, modality) in WHOLE)
         if cut is None:
             continue
-        item = of_many_units(items[modality])
+        item = of_many_units(one_item)
         assert cut.num_units(item) == NUM_UNITS
         prepared = Prepared(item, NUM_UNITS)
         whole = encode(runner, modality, prepared, [])
@@ -129,5 +129,5 @@ def test_an_item_has_as_many_rows_as_its_placeholders(name):
     case = MEDIA_FAMILIES[name]()
     encoder = EncoderModel.from_model(case.model)
     for request in case.requests:
-        for (modality, item), span in zip(request.items, request.spans, strict=True):
-            assert len(encoder.encode(modality, [item])[0]) == span.geometry.num_tokens
+        for (modality, item), placed in zip(request.items, request.placed, strict=True):
+            assert len(encoder.encode(modality, [item])[0]) == placed.geometry.num_tokens

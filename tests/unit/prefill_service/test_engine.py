@@ -6,9 +6,13 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 
 from cluster.scheduling.budget import StepBudget
+from cluster.types.media import MediaGeometry, Modality, PlacedMedia
 from cluster.types.messages import Failed, FeatureGranted, FinishReason, Tokens
+from cluster.types.request import Prompt
+from prefill_service.state import PromptSequence
 from tests.fakes.engines import (
     DOOR,
     FEATURE_LAYOUT,
@@ -153,6 +157,35 @@ def share(rig, relay, *names):
     only_to(relay, "prefill")
 
 
+def test_an_item_with_text_between_its_rows_is_kept_until_the_last_of_them_is_computed(rig, relay):
+    item = make_item("a", 9)
+    relay.start(make_request("r", 3, [item], is_split=True), [item])
+    only_to(relay, "prefill")
+    rig.prefill.step()  # the text before it
+    sequence = rig.prefill.engine._requests["r"].main
+    assert sequence.num_ready_tokens == sequence.num_computed_tokens == 3
+    relay.play(1)
+    while sequence.num_computed_tokens < sequence.prompt.media[0].end:
+        assert rig.features._items
+        relay.play(1)
+    assert not rig.features._items
+    relay.play()
+    assert relay.stories["r"].finish_reason is FinishReason.LENGTH
+
+
+def test_of_two_items_whose_rows_alternate_the_missing_one_stops_the_prompt_at_its_first_row():
+    clip = PlacedMedia(Modality.VIDEO, "clip", ((2, 2), (6, 2)), MediaGeometry(4))
+    sound = PlacedMedia(Modality.AUDIO, "sound", ((4, 2), (8, 1)), MediaGeometry(3))
+    sequence = PromptSequence("r/0", Prompt(tuple(range(10)), (clip, sound)), None, [])
+    assert sequence.num_ready_tokens == 2
+    sequence.items_ready.add(0)
+    assert sequence.num_ready_tokens == 4
+    sequence.num_computed_tokens = 6
+    assert sequence.num_ready_tokens == 8
+    sequence.items_ready.add(1)
+    assert sequence.num_ready_tokens == 10
+
+
 def test_requests_that_show_one_item_share_its_embeddings(rig, relay):
     share(rig, relay, "r", "s")
     assert rig.features.num_used_blocks == 2 and rig.features.num_open_leases == 1
@@ -164,7 +197,9 @@ def test_requests_that_show_one_item_share_its_embeddings(rig, relay):
 def test_an_item_that_came_for_another_request_is_ready_when_a_request_starts(rig, relay):
     rig.features.reserve(("keeper", 0), "a", 5, TIMEOUT_S, lambda told: None)
     ((lease_id, copy),) = rig.features._by_lease.items()
-    rig.features._memory.segments[0][copy.block_ids] = item_value("a")
+    rows = rig.features._memory.segments[0][copy.block_ids]
+    values = [item_value("a", row) for row in range(rows.numel())]
+    rig.features._memory.segments[0][copy.block_ids] = torch.tensor(values).view_as(rows)
     rig.features.close_lease(lease_id, completed=True)
     rig.prefill.mover.revoke(lease_id, "the test has brought them itself")
     share(rig, relay, "r")

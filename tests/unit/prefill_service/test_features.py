@@ -94,9 +94,30 @@ def test_rows_of_a_ready_item_can_be_read_from_any_place(parts):
     grant = parts.grants["r", 0]
     parts.memory.segments[0][list(grant.block_ids)] = torch.arange(8).view(2, 4, 1)
     parts.close("r")
-    assert parts.store.rows(("r", 0), 0, 7).flatten().tolist() == list(range(7))
-    assert parts.store.rows(("r", 0), 3, 6).flatten().tolist() == [3, 4, 5]
-    assert parts.store.rows(("r", 0), 5, 7).flatten().tolist() == [5, 6]
+    assert torch.cat(parts.store.rows(("r", 0), 0, 7)).flatten().tolist() == list(range(7))
+    assert torch.cat(parts.store.rows(("r", 0), 3, 6)).flatten().tolist() == [3, 4, 5]
+    assert torch.cat(parts.store.rows(("r", 0), 5, 7)).flatten().tolist() == [5, 6]
+
+
+def test_rows_are_views_one_for_each_run_of_successive_blocks(parts):
+    holes = parts.pool.allocate(4)
+    parts.pool.free([holes[0], holes[1], holes[3]])
+    parts.reserve("r", 11)
+    blocks = list(parts.grants["r", 0].block_ids)
+    for number, block in enumerate(blocks):
+        parts.memory.segments[0][block] = torch.arange(4 * number, 4 * number + 4).view(4, 1)
+    parts.close("r")
+    for start in range(11):
+        for end in range(start + 1, 12):
+            views = parts.store.rows(("r", 0), start, end)
+            assert torch.cat(views).flatten().tolist() == list(range(start, end))
+            num_jumps = sum(blocks[i + 1] != blocks[i] + 1 for i in range(start // 4, (end - 1) // 4))
+            assert len(views) == 1 + num_jumps
+            assert all(
+                view.data_ptr() == view.untyped_storage().data_ptr() + 8 * view.storage_offset()
+                for view in views
+            )
+    parts.pool.free([holes[2]])
 
 
 def test_an_item_released_before_its_embeddings_came_keeps_its_blocks_until_the_lease_closes(parts):
@@ -171,7 +192,7 @@ def test_an_item_that_is_here_already_is_ready_at_once(parts):
     share(parts, "late")
     parts.store.release(("a", 0))
     assert parts.told["late", 0] == [SHARED] and parts.store.ready_items("late", 1) == {0}
-    assert parts.store.rows(("late", 0), 0, 4).flatten().tolist() == [7] * 4
+    assert torch.cat(parts.store.rows(("late", 0), 0, 4)).flatten().tolist() == [7] * 4
 
 
 def test_one_item_twice_in_a_prompt_has_one_copy(parts):
@@ -339,7 +360,10 @@ class Model(Parts):
         assert sum(len(copy.block_ids) for copy in held.values()) == store.num_used_blocks
         for key in self.ready:
             num_blocks = len(items[key].block_ids)
-            assert self.store.rows(key, 0, 4 * num_blocks).flatten().tolist() == [num_blocks] * 4 * num_blocks
+            assert (
+                torch.cat(self.store.rows(key, 0, 4 * num_blocks)).flatten().tolist()
+                == [num_blocks] * 4 * num_blocks
+            )
         for key in self.waiting:
             copy = items[key]
             assert (copy in store._queued) != (store._by_lease.get(copy.lease_id) is copy)

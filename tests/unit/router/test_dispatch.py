@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config.settings import DoorArgs
 from cluster.errors import MediaError, RequestError, UnavailableError, to_info
-from cluster.types.media import MediaGeometry, MediaItem, MediaSpan, Modality
+from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
 from cluster.types.members import Member, Role
 from cluster.types.messages import (
     Admitted,
@@ -40,7 +40,7 @@ from router.policy import LeastWorkPolicy
 ITEM = MediaItem(Modality.IMAGE, b"png", "hash", MediaGeometry(3))
 REQUEST = GenerateRequest(
     "r",
-    Prompt((1, 2, 9, 9, 9, 3), (MediaSpan(ITEM.modality, "hash", 2, ITEM.geometry),)),
+    Prompt((1, 2, 9, 9, 9, 3), (PlacedMedia(ITEM.modality, "hash", ((2, 3),), ITEM.geometry),)),
     (SamplingParams(),),
     StopParams(3),
 )

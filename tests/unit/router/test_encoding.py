@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.errors import InternalError, MediaError, OverloadedError, UnavailableError, to_info
-from cluster.types.media import MediaGeometry, MediaItem, MediaSpan, Modality
+from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
 from cluster.types.members import Member, Role
 from cluster.types.messages import Cancel, EncoderLost, EncodeTarget, Failed, FeatureGranted, StartEncode
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
@@ -19,13 +19,13 @@ from router.members import Peer
 ITEMS = [MediaItem(Modality.IMAGE, b"png", name, MediaGeometry(3)) for name in ("a", "b")]
 
 
-def span(name: str, offset: int) -> MediaSpan:
-    return MediaSpan(Modality.IMAGE, name, offset, MediaGeometry(3))
+def placed(name: str, offset: int) -> PlacedMedia:
+    return PlacedMedia(Modality.IMAGE, name, ((offset, 3),), MediaGeometry(3))
 
 
 REQUEST = GenerateRequest(
     "r",
-    Prompt((1, *[9] * 6, 2), (span("a", 1), span("b", 4))),
+    Prompt((1, *[9] * 6, 2), (placed("a", 1), placed("b", 4))),
     (SamplingParams(),),
     StopParams(3),
 )

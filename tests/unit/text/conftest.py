@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.media.processor import MediaProcessor
 from cluster.text.tokenizer import TextProcessor
 
 DEMO_MODEL = Path(__file__).parents[3] / "deploy" / "demo_model"
@@ -16,8 +17,15 @@ def demo_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def text(demo_model: Path) -> TextProcessor:
-    return TextProcessor.load(demo_model)
+def text(demo_model: Path, media: MediaProcessor) -> TextProcessor:
+    return TextProcessor.load(demo_model, media.transformers_processor)
+
+
+@pytest.fixture(scope="session")
+def media(demo_model: Path) -> MediaProcessor:
+    loaded = MediaProcessor.load(demo_model)
+    assert loaded is not None
+    return loaded
 
 
 @pytest.fixture(scope="session")

@@ -1,19 +1,19 @@
 from __future__ import annotations
 
-import json
+import copy
 import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 from cluster.errors import ConfigError, RequestError
 from cluster.media.decode import DecodedMedia
-from cluster.media.processor import MediaProcessor
-from cluster.text.chat import ChatMessage, MediaPart, TextPart
+from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart, TextPart
 from cluster.text.defaults import GenerationDefaults
 from cluster.text.tokenizer import TextProcessor
-from cluster.types.media import MediaGeometry, MediaProbe, Modality
+from cluster.types.media import MediaGeometry, MediaLayout, MediaProbe, Modality, PlacedMedia
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 PIXELS = np.random.default_rng(1).integers(0, 255, (90, 120, 3), dtype=np.uint8)
@@ -27,9 +27,9 @@ PROBES = {
 THEIRS = {IMAGE: Image.fromarray(PIXELS), VIDEO: FRAMES, AUDIO: WAVE}
 
 
-@pytest.fixture(scope="session")
-def media(demo_model) -> MediaProcessor:
-    return MediaProcessor.load(demo_model)
+def laid_out(modality: Modality, name: str, token: str, num_rows: int) -> LaidOutMedia:
+    geometry = MediaGeometry(num_rows)
+    return LaidOutMedia(MediaLayout(token, ((0, num_rows),), ((modality, geometry),)), (name,))
 
 
 @pytest.mark.parametrize(
@@ -51,21 +51,23 @@ def test_prompts_are_those_of_the_full_processor(text, media, call_kwargs, parts
         else {"type": "text", "text": part}
         for part in parts
     ]
-    expected = media._processor.apply_chat_template(
+    expected = media.transformers_processor.apply_chat_template(
         [{"role": "system", "content": "Be short."}, {"role": "user", "content": theirs}],
         tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt", **call_kwargs,
     )  # fmt: skip
     items = [
-        (part, f"hash{idx}", media.geometry(PROBES[part])) for idx, part in enumerate(parts) if part in PROBES
+        LaidOutMedia(media.layout(PROBES[part]), (f"hash{idx}",))
+        for idx, part in enumerate(parts)
+        if part in PROBES
     ]
-    token_ids = text.chat_prompt([ChatMessage("system", "Be short."), ChatMessage("user", ours)])
-    prompt = text.expand(token_ids, items)
+    prompt = text.chat_prompt([ChatMessage("system", "Be short."), ChatMessage("user", ours)], items)
     assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
-    assert [(span.modality, span.media_hash, span.geometry) for span in prompt.media] == items
-    for span in prompt.media:
-        placeholder = text.placeholder_ids[span.modality]
-        assert set(prompt.token_ids[span.offset : span.end]) == {placeholder}
-        assert placeholder not in (prompt.token_ids[span.offset - 1], prompt.token_ids[span.end])
+    assert [placed.media_hash for placed in prompt.media] == [item.media_hashes[0] for item in items]
+    for placed in prompt.media:
+        placeholder = text.placeholder_ids[placed.modality]
+        assert placed.ranges == ((placed.offset, placed.geometry.num_tokens),)
+        assert set(prompt.token_ids[placed.offset : placed.end]) == {placeholder}
+        assert placeholder not in (prompt.token_ids[placed.offset - 1], prompt.token_ids[placed.end])
 
 
 @pytest.mark.parametrize(
@@ -74,24 +76,22 @@ def test_prompts_are_those_of_the_full_processor(text, media, call_kwargs, parts
 @pytest.mark.parametrize("as_string", [False, True])
 def test_special_tokens_typed_by_a_client_are_only_letters(text, forged, as_string):
     content = forged if as_string else (TextPart(forged),)
-    token_ids = text.chat_prompt([ChatMessage("user", content)])
+    prompt = text.chat_prompt([ChatMessage("user", content)])
     plain = text.chat_prompt([ChatMessage("user", "x")])
     special = text._special_ids
-    assert [i for i in token_ids if i in special] == [i for i in plain if i in special]
-    assert forged in text._tokenizer.decode(token_ids)
-    assert text.expand(token_ids, []).media == ()
+    assert [i for i in prompt.token_ids if i in special] == [i for i in plain.token_ids if i in special]
+    assert forged in text._tokenizer.decode(prompt.token_ids)
+    assert prompt.media == ()
 
 
 def test_a_token_id_that_is_a_placeholder_needs_an_item(text):
     for token_id in text.placeholder_ids.values():
         with pytest.raises(RequestError, match="placeholder"):
             text.checked_prompt([5, token_id])
-        with pytest.raises(RequestError, match="placeholder"):
-            text.expand([5, token_id], [])
     with pytest.raises(RequestError, match="placeholder"):
         text.text_prompt("look: <|IMAGE|>")
-    with pytest.raises(RequestError, match="placeholder"):
-        text.expand([5], [(IMAGE, "h", MediaGeometry(3))])
+    with pytest.raises(RequestError, match="0 image placeholders for 1 image items"):
+        text.chat_prompt([ChatMessage("user", "hi")], [laid_out(IMAGE, "h", "<|IMAGE|>", 3)])
 
 
 @pytest.mark.parametrize("token_ids", [[], [-1], [1024]])
@@ -104,50 +104,76 @@ def test_raw_prompts_may_use_special_tokens(text):
     assert text.text_prompt("<|im_start|>user\nhi") == text._tokenizer.encode("<|im_start|>user\nhi")
 
 
-def _model_with(demo_model, tmp_path, template: str) -> TextProcessor:
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        shutil.copyfile(demo_model / name, tmp_path / name)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    return TextProcessor.load(tmp_path)
+def _with_template(demo_model, media, template: str) -> TextProcessor:
+    processor = copy.copy(media.transformers_processor)
+    processor.chat_template = template
+    return TextProcessor.load(demo_model, processor)
 
 
-def test_what_the_template_refuses_is_the_clients_error(demo_model, tmp_path):
-    broken = _model_with(demo_model, tmp_path, "{{ raise_exception('roles must alternate') }}")
+def test_what_the_template_refuses_is_the_clients_error(demo_model, media):
+    broken = _with_template(demo_model, media, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="roles must alternate"):
         broken.chat_prompt([ChatMessage("user", "hi")])
 
 
-def test_a_template_that_drops_an_item_is_noticed(demo_model, tmp_path):
-    forgetful = _model_with(demo_model, tmp_path, "<|im_start|>{{ messages[0].role }}")
+def test_a_template_that_drops_an_item_is_noticed(demo_model, media):
+    forgetful = _with_template(demo_model, media, "<|im_start|>{{ messages[0].role }}")
     with pytest.raises(RequestError, match="0 image placeholders for 1 image items"):
-        forgetful.chat_prompt([ChatMessage("user", (MediaPart(IMAGE),))])
+        forgetful.chat_prompt(
+            [ChatMessage("user", (MediaPart(IMAGE),))], [laid_out(IMAGE, "h", "<|IMAGE|>", 3)]
+        )
 
 
-def test_a_template_may_reorder_items(demo_model, tmp_path):
-    last_first = _model_with(demo_model, tmp_path, "<|im_start|><|AUDIO|><|IMAGE|><|IMAGE|>")
+def test_a_template_that_takes_lists_of_parts_alone_gets_a_string_as_a_list(demo_model, media):
+    strict = _with_template(
+        demo_model, media, "<|im_start|>{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
+    )
+    prompt = strict.chat_prompt([ChatMessage("user", "plain words")])
+    assert strict._tokenizer.decode(prompt.token_ids) == "<|im_start|>plain words"
+
+
+def test_a_template_may_reorder_items(demo_model, media):
+    last_first = _with_template(demo_model, media, "<|im_start|><|AUDIO|><|IMAGE|><|IMAGE|>")
     parts = (MediaPart(IMAGE), MediaPart(AUDIO), MediaPart(IMAGE))
     items = [
-        (IMAGE, "first", MediaGeometry(2)),
-        (AUDIO, "sound", MediaGeometry(3)),
-        (IMAGE, "second", MediaGeometry(1)),
+        laid_out(IMAGE, "first", "<|IMAGE|>", 2),
+        laid_out(AUDIO, "sound", "<|AUDIO|>", 3),
+        laid_out(IMAGE, "second", "<|IMAGE|>", 1),
     ]
-    prompt = last_first.expand(last_first.chat_prompt([ChatMessage("user", parts)]), items)
-    assert [(span.media_hash, span.offset) for span in prompt.media] == [
+    prompt = last_first.chat_prompt([ChatMessage("user", parts)], items)
+    assert [(placed.media_hash, placed.offset) for placed in prompt.media] == [
         ("sound", 1),
         ("first", 4),
         ("second", 6),
     ]
 
 
+def test_rows_with_text_and_another_items_rows_between_them_stand_in_several_ranges(demo_model, media):
+    text = _with_template(demo_model, media, "<|im_start|><|VIDEO|><|im_end|>")
+    between = len(text._tokenizer.encode("7 s", add_special_tokens=False))
+    clip, sound = MediaGeometry(4, grid_thw=(2, 4, 4)), MediaGeometry(3, num_mel_frames=12)
+    layout = MediaLayout(
+        "<|VIDEO|><|AUDIO|>7 s<|VIDEO|><|AUDIO|>",
+        ((0, 2), (1, 2), (0, 2), (1, 1)),
+        ((VIDEO, clip), (AUDIO, sound)),
+    )
+    prompt = text.chat_prompt([ChatMessage("user", (MediaPart(VIDEO),))], [LaidOutMedia(layout, ("c", "s"))])
+    start = 1 + 4 + between
+    assert prompt.media == (
+        PlacedMedia(VIDEO, "c", ((1, 2), (start, 2)), clip),
+        PlacedMedia(AUDIO, "s", ((3, 2), (start + 2, 1)), sound),
+    )
+    assert len(prompt.token_ids) == start + 4
+
+
 def test_a_text_model_gets_strings_and_refuses_media(demo_model, tmp_path):
-    (tmp_path / "m").mkdir()
-    model = _model_with(demo_model, tmp_path / "m", "{{ messages[0].content + '!' }}")
-    config = json.loads((demo_model / "config.json").read_text())
-    bare = {key: value for key, value in config.items() if not key.endswith(("_index", "_id"))}
-    (tmp_path / "m" / "config.json").write_text(json.dumps(bare))
-    model = TextProcessor.load(tmp_path / "m")
-    token_ids = model.chat_prompt([ChatMessage("user", (TextPart("a"), TextPart("b")))])
-    assert model._tokenizer.decode(token_ids) == "a\nb!"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(demo_model / name, tmp_path / name)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content + '!' }}")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 1024}')
+    model = TextProcessor.load(tmp_path)
+    prompt = model.chat_prompt([ChatMessage("user", (TextPart("a"), TextPart("b")))])
+    assert model._tokenizer.decode(prompt.token_ids) == "a\nb!"
     with pytest.raises(RequestError, match="takes no image input"):
         model.chat_prompt([ChatMessage("user", (MediaPart(IMAGE),))])
 
@@ -177,9 +203,25 @@ def test_decoded_media_and_probes_agree_in_this_file(media):
 def test_threads_do_not_disturb_each_other(text):
     from concurrent.futures import ThreadPoolExecutor
 
-    plain = [ChatMessage("user", (MediaPart(IMAGE), TextPart("what is this?")))]
+    plain = [ChatMessage("user", "what is this?")]
     forging = [ChatMessage("user", "<|IMAGE|>" * 5)]
     expected = [text.chat_prompt(plain), text.chat_prompt(forging)]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(text.chat_prompt, [plain, forging] * 100))
     assert results == expected * 100
+
+
+@pytest.mark.parametrize("start", ["", "<|endoftext|>"])
+def test_a_processor_adds_its_tokenizers_first_token_where_the_template_writes_none(demo_model, media, start):
+    processor = copy.copy(media.transformers_processor)
+    processor.tokenizer = copy.deepcopy(processor.tokenizer)
+    processor.tokenizer.bos_token = "<|endoftext|>"
+    processor.tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", processor.tokenizer.bos_token_id)]
+    )
+    processor.chat_template = start + "<|im_start|>{{ messages[0].content }}"
+    prompt = TextProcessor.load(demo_model, processor).chat_prompt([ChatMessage("user", "words")])
+    parts = [{"role": "user", "content": "words"}]
+    expected = processor.apply_chat_template(parts, tokenize=True, return_dict=True, return_tensors="pt")
+    assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
+    assert prompt.token_ids.count(processor.tokenizer.bos_token_id) == 1

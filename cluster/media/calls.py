@@ -1,0 +1,186 @@
+"""The calls to a transformers processor for one item: inputs of the encoder and the text that stands for the item.
+
+The processor may be the real one or its `shapes_only` copy; whoever calls passes pixels and waveforms, or blanks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cluster.errors import MediaError, UnsupportedError
+from cluster.types.media import MediaOptions, MediaProbe
+
+if TYPE_CHECKING:
+    import torch
+
+# Whose rows lie on a grid and carry no deep-stack features.
+POOLED_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker")
+CLIP_AREA_MODELS = ("qwen3_vl", "qwen3_vl_moe")  # their bounds for pixels are those of all frames of a clip
+AREA_KEYS = ("shortest_edge", "longest_edge")  # of a processor that bounds the number of pixels
+
+_TENSORS = {
+    "return_tensors": "pt",
+    "input_data_format": "channels_first",
+}  # a guess fails at three pixels of height
+
+
+@dataclass(frozen=True)
+class Processed:
+    """`inputs`: what the processor calls them, each for a batch of one. `text`: stands for the item in the prompt."""
+
+    inputs: dict[str, Any]
+    text: str
+    sound_inputs: Mapping[str, Any] | None = None  # of a clip that is heard
+
+
+class ProcessorCalls:
+    """Thread safe. Everything raises MediaError or UnsupportedError for what the client can help, and what the processor raises."""
+
+    def __init__(self, processor: Any, family: str, call_kwargs: Mapping[str, Any]):
+        """call_kwargs: call-time arguments that the model folder asks for."""
+        from transformers.processing_utils import OmniModalProcessorMixin
+
+        self._processor = processor
+        self._family = family
+        self._is_omni = isinstance(processor, OmniModalProcessorMixin)
+        self._kwargs = processor._merge_kwargs(
+            tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **call_kwargs
+        )
+
+    @property
+    def videos_kwargs(self) -> Mapping[str, Any]:
+        return self._kwargs["videos_kwargs"]
+
+    @property
+    def audio_kwargs(self) -> Mapping[str, Any]:
+        return self._kwargs["audio_kwargs"]
+
+    def image(self, pixels: torch.Tensor, options: MediaOptions) -> Processed:
+        """pixels: [3, height, width] uint8."""
+        processor = self._processor
+        kwargs = {**self._kwargs["images_kwargs"], **_TENSORS}
+        kwargs |= _area(processor.image_processor, kwargs, options)
+        images = processor.prepare_inputs_layout(images=[pixels], text=[processor.image_token])[0]
+        inputs, (text,) = processor._process_images(images, **kwargs)
+        if self._is_pooled(options):
+            inputs["image_grid_thw"] = self._pooled(
+                inputs["image_grid_thw"], processor.image_processor, options
+            )
+            text = processor.replace_image_token(inputs, 0, **kwargs)
+        return Processed(dict(inputs), text)
+
+    def video(
+        self, frames: torch.Tensor, probe: MediaProbe, options: MediaOptions, sound: np.ndarray | None = None
+    ) -> Processed:
+        """frames: [T, 3, height, width] uint8. sound: [samples] float32, of a clip that is heard."""
+        processor = self._processor
+        kwargs = {**self._kwargs["videos_kwargs"], **_TENSORS}
+        kwargs |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [_metadata(probe)]}
+        share = probe.num_frames if self._family in CLIP_AREA_MODELS else 1
+        kwargs |= _area(processor.video_processor, kwargs, options, share)
+        heard = None
+        if self._is_omni:
+            kwargs = {**self._kwargs, "videos_kwargs": kwargs}
+            if sound is not None:
+                heard = self.audio(sound, MediaOptions()).inputs
+                kwargs |= {
+                    "load_audio_from_video": True,
+                    "processed_audio": heard,
+                    "video_to_audio_indices": [0],
+                }
+        elif sound is not None:
+            raise UnsupportedError("audio_in_video: this model does not hear its clips", param="messages")
+        inputs, (text,) = processor._process_videos([frames], **kwargs)
+        if self._is_pooled(options):
+            inputs["video_grid_thw"] = self._pooled(
+                inputs["video_grid_thw"], processor.video_processor, options
+            )
+            for key in ("second_per_grid_ts", "video_second_per_grid"):
+                if key in inputs:
+                    inputs[key] = [seconds * options.temporal_pooling for seconds in inputs[key]]
+            text = processor.replace_video_token(inputs, 0, **kwargs)
+        return Processed(dict(inputs), text, heard)
+
+    def audio(self, waveform: np.ndarray, options: MediaOptions) -> Processed:
+        """waveform: [samples] float32."""
+        if _has_vision_options(options):
+            raise UnsupportedError(
+                "min_pixels, max_pixels, temporal_pooling and spatial_pooling are for images and videos",
+                param="messages",
+            )
+        processor = self._processor
+        kwargs = {**self._kwargs["audio_kwargs"], "return_tensors": "pt"}
+        kwargs["sampling_rate"] = processor.feature_extractor.sampling_rate
+        inputs, (text,) = processor._process_audio([waveform], **kwargs)
+        return Processed(dict(inputs), text)
+
+    def _is_pooled(self, options: MediaOptions) -> bool:
+        if options.temporal_pooling == options.spatial_pooling == 1:
+            return False
+        if min(options.temporal_pooling, options.spatial_pooling) < 1:
+            raise MediaError("temporal_pooling and spatial_pooling must be at least 1")
+        if self._family not in POOLED_MODELS:
+            raise UnsupportedError(
+                f"temporal_pooling and spatial_pooling are not supported for {self._family} models",
+                param="messages",
+            )
+        return True
+
+    def _pooled(self, grids: torch.Tensor, part: Any, options: MediaOptions) -> torch.Tensor:
+        """[1, 3] patches before merging → the same of the pooled rows."""
+        import torch
+
+        time, height, width = grids[0].tolist()
+        rows = (time, height // part.merge_size, width // part.merge_size)
+        factors = (options.temporal_pooling, options.spatial_pooling, options.spatial_pooling)
+        time, height, width = (-(-count // factor) for count, factor in zip(rows, factors, strict=True))
+        return torch.tensor([[time, height * part.merge_size, width * part.merge_size]])
+
+
+def _has_vision_options(options: MediaOptions) -> bool:
+    pixels = (options.min_pixels, options.max_pixels)
+    return pixels != (None, None) or options.temporal_pooling * options.spatial_pooling != 1
+
+
+def _area(part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: int = 1) -> dict[str, Any]:
+    """Call arguments for `min_pixels` and `max_pixels`; of the model's own bounds, one that contradicts the client's gives way. share:
+    images that are bounded together. Only processors that bound the number of pixels take them: where the model knows one size alone,
+    shrinking its input first would lose detail and save nothing."""
+    if options.min_pixels is None and options.max_pixels is None:
+        return {}
+    size = kwargs.get("size") or part.size
+    own_least, own_most = (size.get(key) for key in AREA_KEYS)
+    if own_least is None or own_most is None:
+        raise UnsupportedError(
+            "min_pixels and max_pixels: this model sees everything in sizes of its own", param="messages"
+        )
+    least = own_least if options.min_pixels is None else options.min_pixels * share
+    most = own_most if options.max_pixels is None else options.max_pixels * share
+    if options.min_pixels is None:
+        least = min(least, most)
+    elif options.max_pixels is None:
+        most = max(least, most)
+    if not 0 < least <= most:
+        raise MediaError(
+            f"min_pixels, {least // share}, must be above 0 and at most max_pixels, {most // share}"
+        )
+    return {"size": dict(zip(AREA_KEYS, (least, most), strict=True))}
+
+
+def _metadata(probe: MediaProbe) -> Any:
+    from transformers.video_utils import VideoMetadata
+
+    total = probe.num_source_frames or probe.num_frames
+    fps = probe.source_fps or probe.fps
+    return VideoMetadata(
+        total_num_frames=total,
+        fps=fps,
+        width=probe.width,
+        height=probe.height,
+        duration=total / fps if fps else None,
+        frames_indices=list(probe.frame_idx or range(probe.num_frames)),
+    )

@@ -1,0 +1,91 @@
+"""A processor that is asked about sizes alone: the model's own transformers processor, run on inputs that hold no pixels and no
+sound.
+
+Image and video processors run on meta tensors, which have a shape and no memory, and their metadata (grids, tile counts, sizes)
+comes out as real numbers. Feature extractors get silence, and skip the spectrum: its frames follow from the padding alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from cluster.types.media import MediaProbe
+
+
+def shapes_only(processor: Any) -> Any:
+    """A copy of a transformers processor for blank inputs; the tokenizer is shared."""
+    blank = copy.copy(processor)
+    for name in ("image_processor", "video_processor"):
+        if getattr(processor, name, None) is not None:
+            setattr(blank, name, _Shapes(getattr(processor, name)))
+    extractor = getattr(processor, "feature_extractor", None)
+    if extractor is not None:
+        blank.feature_extractor = _silent(extractor)
+    return blank
+
+
+def blank_image(probe: MediaProbe) -> torch.Tensor:
+    """[3, height, width] uint8, meta."""
+    import torch
+
+    return torch.empty(3, probe.height, probe.width, dtype=torch.uint8, device="meta")
+
+
+def blank_video(probe: MediaProbe) -> torch.Tensor:
+    """[frames, 3, height, width] uint8, meta."""
+    import torch
+
+    shape = (probe.num_frames, 3, probe.height, probe.width)
+    return torch.empty(shape, dtype=torch.uint8, device="meta")
+
+
+def blank_audio(probe: MediaProbe) -> np.ndarray:
+    """[samples] float32."""
+    return np.zeros(probe.num_samples, np.float32)
+
+
+class _Shapes:
+    """An image or video processor whose meta outputs are shown as zeros: processors look at the shapes of what comes out, and some
+    by way of numpy."""
+
+    def __init__(self, processor: Any):
+        self._processor = processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._processor(*args, **kwargs)
+        for key, value in outputs.items():
+            if getattr(value, "is_meta", False):
+                outputs[key] = _zeros(value.shape)
+        return outputs
+
+
+def _zeros(shape: Sequence[int]) -> torch.Tensor:
+    """One zero, seen many times: no memory."""
+    import torch
+
+    return torch.zeros(()).expand(*shape)
+
+
+def _silent(extractor: Any) -> Any:
+    """A copy of a Whisper feature extractor that computes no spectrum; others, which are not known to allow it, as they are."""
+    from transformers import WhisperFeatureExtractor
+
+    if not isinstance(extractor, WhisperFeatureExtractor):
+        return extractor
+    silent = copy.copy(extractor)
+
+    def no_frames(waveforms: np.ndarray, *_: Any) -> np.ndarray:
+        return np.zeros((len(waveforms), extractor.feature_size, 0), np.float32)
+
+    setattr(silent, "_torch_extract_fbank_features", no_frames)  # noqa: B010 - not declared on the class's type
+    return silent

@@ -1,0 +1,197 @@
+"""A door's look at the media of one request: what each item is, how closely it is looked at, what stands for it in the prompt.
+
+    look     every item's header is read and laid out as the client asked; an item that cannot be used is refused by name,
+             or left out where the client prefers an answer without it
+    reduce   where all together cost more than there is room for, or encoders are behind: `router.media_budget`
+    items    what encoders are sent; a clip that is heard is two items
+
+Blocking work, run in the door's thread pool. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from cluster.errors import ContextLengthError, MediaError, UnsupportedError
+from cluster.media.decode import decode
+from cluster.media.fetch import FetchedMedia
+from cluster.media.hashing import media_hash
+from cluster.media.probe import probe
+from cluster.media.processor import MediaProcessor
+from cluster.media.sources import MediaSource
+from cluster.types.media import MediaItem, MediaLayout, MediaOptions, MediaProbe, Modality
+from router.media_budget import Cut, Reason, fit
+from router.openai.protocol import MediaNote
+from router.openai.translate import MediaRules
+
+
+@dataclass(frozen=True)
+class Look:
+    """One item as the client sent it, looked at."""
+
+    item_idx: int  # among the request's items
+    modality: Modality
+    fetched: FetchedMedia
+    options: MediaOptions
+    probe: MediaProbe
+    sound: MediaProbe | None  # of a clip that is heard
+    layout: MediaLayout
+
+    @property
+    def num_tokens(self) -> int:
+        """Embedding rows, the sound track's included."""
+        return _rows(self.layout)
+
+
+class MediaPlanner:
+    def __init__(self, processor: MediaProcessor | None, is_held: Callable[[str], bool]):
+        """`is_held`: whether an encoder has, or is about to have, an item of that media hash."""
+        self._processor = processor
+        self._is_held = is_held
+
+    def look(
+        self, sources: Sequence[MediaSource], fetched: Sequence[FetchedMedia | MediaError], rules: MediaRules
+    ) -> tuple[list[Look], list[MediaNote]]:
+        """Raises MediaError and UnsupportedError; with `omits_bad`, items that cannot be used are notes instead, and every
+        other is decoded once to make sure of it."""
+        looks: list[Look] = []
+        notes: list[MediaNote] = []
+        for item_idx, (source, content) in enumerate(zip(sources, fetched, strict=True)):
+            try:
+                if isinstance(content, MediaError):
+                    raise content
+                looks.append(self._look_at(item_idx, source.modality, content, source.options))
+                if rules.omits_bad:
+                    settings = self.processor(source.modality).settings
+                    decode(source.modality, content.data, settings, source.options, item_idx=item_idx)
+            except MediaError as error:
+                if not rules.omits_bad:
+                    raise
+                looks = [look for look in looks if look.item_idx != item_idx]
+                notes.append(MediaNote(item_idx, source.modality, "error", error=error.message))
+        return looks, notes
+
+    def reduce(
+        self, looks: Sequence[Look], max_tokens: int, rules: MediaRules, reason: Reason
+    ) -> tuple[list[Look], list[MediaNote]]:
+        """The same items in at most so many tokens. Raises ContextLengthError when there is no way, or none is wanted."""
+        total = sum(look.num_tokens for look in looks)
+        cuts = None
+        if not rules.is_exact:
+            cuts = fit(
+                [look.probe for look in looks], max_tokens, lambda idx, cut: self._measure(looks[idx], cut)
+            )
+        if cuts is None:
+            raise ContextLengthError(
+                f"the media of this request have {total} tokens; there is room for {max(0, max_tokens)}",
+                param="messages",
+            )
+        reduced = [self._cut(look, cut) for look, cut in zip(looks, cuts, strict=True)]
+        return reduced, [
+            _note(after, reason) for before, after in zip(looks, reduced, strict=True) if after is not before
+        ]
+
+    def relieve(self, looks: Sequence[Look], share: float, tenant: str) -> tuple[list[Look], list[MediaNote]]:
+        """What encoders have to work for in `share` of its tokens, as far as that can be done; what they hold costs nothing."""
+        new = [look for look in looks if not all(map(self._is_held, self._names(look, tenant)))]
+        wanted = math.ceil(sum(look.num_tokens for look in new) * share)
+        try:
+            reduced, notes = self.reduce(new, wanted, MediaRules(), Reason.LOAD)
+        except ContextLengthError:
+            return list(looks), []
+        by_idx = {look.item_idx: look for look in reduced}
+        return [by_idx.get(look.item_idx, look) for look in looks], notes
+
+    def items(self, look: Look, tenant: str) -> list[MediaItem]:
+        """What encoders make of one look: one item, or two of a clip that is heard."""
+        names = self._names(look, tenant)
+        return [
+            MediaItem(kind, look.fetched.data, name, geometry, _options_of(look, kind))
+            for name, (kind, geometry) in zip(names, look.layout.parts, strict=True)
+        ]
+
+    def processor(self, modality: Modality) -> MediaProcessor:
+        if self._processor is None:
+            raise UnsupportedError(f"this model takes no {modality} input", param="messages")
+        return self._processor
+
+    def _look_at(
+        self, item_idx: int, modality: Modality, fetched: FetchedMedia, options: MediaOptions
+    ) -> Look:
+        processor = self.processor(modality)
+        known = probe(modality, fetched.data, processor.settings, options, item_idx=item_idx)
+        is_heard = options.audio_in_video and modality is Modality.VIDEO
+        sound = None
+        if is_heard:
+            sound = probe(Modality.AUDIO, fetched.data, processor.settings, item_idx=item_idx)
+        layout = processor.layout(known, options, sound, item_idx=item_idx)
+        return Look(item_idx, modality, fetched, options, known, sound, layout)
+
+    def _measure(self, look: Look, cut: Cut) -> int:
+        """Without looking at the file again."""
+        known = look.probe
+        if cut.max_frames is not None:
+            num_frames = min(cut.max_frames, known.num_frames)
+            known = msgspec.structs.replace(
+                known, num_frames=num_frames, frame_idx=known.frame_idx[:num_frames]
+            )
+        options = _with_cut(look.options, replace(cut, max_frames=None))
+        try:
+            layout = self.processor(look.modality).layout(known, options, look.sound, item_idx=look.item_idx)
+        except UnsupportedError:  # this family's images have one size
+            layout = self.processor(look.modality).layout(
+                known, look.options, look.sound, item_idx=look.item_idx
+            )
+        return _rows(layout)
+
+    def _cut(self, look: Look, cut: Cut) -> Look:
+        if cut == Cut():
+            return look
+        try:
+            after = self._look_at(look.item_idx, look.modality, look.fetched, _with_cut(look.options, cut))
+        except UnsupportedError:
+            options = _with_cut(look.options, replace(cut, max_pixels=None))
+            after = self._look_at(look.item_idx, look.modality, look.fetched, options)
+        return look if after.layout == look.layout else after
+
+    def _names(self, look: Look, tenant: str) -> list[str]:
+        fingerprint = self.processor(look.modality).fingerprint
+        return [
+            media_hash(kind, look.fetched.digest, fingerprint, _options_of(look, kind), tenant)
+            for kind, _ in look.layout.parts
+        ]
+
+
+def _rows(layout: MediaLayout) -> int:
+    return sum(geometry.num_tokens for _, geometry in layout.parts)
+
+
+def _options_of(look: Look, kind: Modality) -> MediaOptions:
+    """A clip's sound track is the same whichever frames are looked at."""
+    return look.options if kind is look.modality else MediaOptions()
+
+
+def _with_cut(options: MediaOptions, cut: Cut) -> MediaOptions:
+    changes: dict[str, int | None] = {}
+    if cut.max_frames is not None:
+        changes["max_frames"] = cut.max_frames
+        changes["min_frames"] = (
+            None if options.min_frames is None else min(options.min_frames, cut.max_frames)
+        )
+    if cut.max_pixels is not None:
+        changes["max_pixels"] = cut.max_pixels
+        changes["min_pixels"] = (
+            None if options.min_pixels is None else min(options.min_pixels, cut.max_pixels)
+        )
+    return msgspec.structs.replace(options, **changes)
+
+
+def _note(look: Look, reason: Reason) -> MediaNote:
+    num_frames = look.probe.num_frames if look.modality is Modality.VIDEO else None
+    return MediaNote(
+        look.item_idx, look.modality, reason, look.num_tokens, num_frames, look.options.max_pixels
+    )

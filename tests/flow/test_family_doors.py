@@ -1,0 +1,263 @@
+"""The law of the house for every multimodal family, over HTTP: files go in as data URIs, and the tokens are those of transformers' own
+processor and `generate` of the undivided model in fp32. What needs no HTTP (heard clips) enters at the door's prompt builder."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import av
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bench.workload import data_uri, png_bytes, wav_bytes
+from cluster.config.settings import ClusterArgs
+from cluster.ids import new_request_id
+from cluster.media.decode import decode
+from cluster.media.processor import MediaProcessor
+from cluster.types.media import Modality
+from cluster.types.request import GenerateRequest, StopParams
+from router.door import Door
+from router.openai.app import build_api
+from router.openai.schema import ChatRequest
+from router.openai.translate import chat_call
+from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
+from tests.flow.local_cluster import local_cluster
+
+IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
+MAX_TOKENS = 6
+FIELDS = {IMAGE: "image_url", VIDEO: "video_url", AUDIO: "audio_url"}
+TYPES = {IMAGE: "image/png", VIDEO: "video/mp4", AUDIO: "audio/wav"}
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+ONE_SOUND = ("audioflamingo3", "glmasr")  # their processors take one sound for a prompt
+
+
+def picture(seed: int, width: int, height: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return png_bytes(pixels)
+
+
+def sound(seed: int, num_samples: int) -> bytes:
+    samples = np.random.default_rng(seed).standard_normal(num_samples) * 0.2
+    return wav_bytes(np.clip(samples, -1, 1).astype(np.float32))
+
+
+def clip(seed: int, num_frames: int, width: int, height: int, fps: int = 5, num_samples: int = 0) -> bytes:
+    """Noise, with a sound track where it has samples."""
+    rng, file = np.random.default_rng(seed), io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        track = container.add_stream("aac", rate=16_000, layout="mono") if num_samples else None
+        for _ in range(num_frames):
+            pixels = rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+        if track is not None:
+            samples = (0.2 * rng.standard_normal((1, num_samples))).astype(np.float32)
+            frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
+            frame.sample_rate, frame.pts = 16_000, 0
+            container.mux(track.encode(frame))
+            container.mux(track.encode(None))
+    return file.getvalue()
+
+
+Part = str | tuple[Modality, bytes]
+
+
+def cases(name: str, modalities: tuple[Modality, ...]) -> list[list[Part]]:
+    """Contents of one user message each."""
+    found: list[list[Part]] = [["only words"]]
+    wide, tall, small = picture(1, 101, 67), picture(2, 30, 75), picture(3, 17, 33)
+    if IMAGE in modalities:
+        found += [[(IMAGE, wide), "what?"], ["see", (IMAGE, tall), "and", (IMAGE, small), "same?"]]
+    if VIDEO in modalities:
+        found += [[(VIDEO, clip(4, 11, 66, 44)), "what?"]]
+    if AUDIO in modalities:
+        found += [[(AUDIO, sound(5, 23_456)), "what?"]]
+        if name in ONE_SOUND:
+            found += [["hear", (AUDIO, sound(6, 70_001)), "this?"]]  # several windows
+        else:
+            found += [[(AUDIO, sound(6, 9_600)), "a", (AUDIO, sound(7, 31_040)), "same?"]]
+    if len(modalities) > 1 and name != "smolvlm":  # its processor takes images or a clip, never both
+        files = {IMAGE: small, VIDEO: clip(8, 7, 44, 66), AUDIO: sound(9, 12_345)}
+        found += [["all", *((kind, files[kind]) for kind in reversed(modalities)), "say"]]
+    return found
+
+
+@dataclass
+class Expected:
+    text: str
+    num_prompt_tokens: int
+
+
+class Reference:
+    """transformers alone: processor and `generate`."""
+
+    def __init__(self, folder: FamilyFolder, media: MediaProcessor):
+        self.folder = folder
+        self.settings = media.settings
+
+    def answer(self, content: list[Part]) -> Expected:
+        prompt_ids, token_ids = self.tokens(content)
+        text = self.folder.processor.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Expected(text, len(prompt_ids))
+
+    def tokens(self, content: list[Part], *, is_heard: bool = False) -> tuple[list[int], list[int]]:
+        """Prompt and answer. is_heard: all clips are heard with their sound."""
+        inputs = self.inputs(content, is_heard)
+        if is_heard:
+            inputs["use_audio_in_video"] = True
+        with torch.inference_mode():
+            output = self.folder.model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)[
+                0
+            ].tolist()
+        num_prompt_tokens = inputs["input_ids"].shape[1]
+        return output[:num_prompt_tokens], output[num_prompt_tokens:]
+
+    def inputs(self, content: list[Part], is_heard: bool = False) -> dict[str, Any]:
+        processor = self.folder.processor
+        parts = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": part[0].value}
+            for part in content
+        ]
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
+        )
+        given: dict[str, Any] = {"images": [], "videos": [], "audio": [], "video_metadata": []}
+        slots: list[int | None] = []  # of each sound: the clip it belongs to
+        for part in content:
+            if isinstance(part, str):
+                continue
+            modality, data = part
+            decoded = decode(modality, data, self.settings)
+            if modality is IMAGE:
+                given["images"].append(Image.open(io.BytesIO(data)))
+            elif modality is AUDIO:
+                given["audio"].append(decoded.array)
+                slots.append(None)
+            else:
+                given["videos"].append(decoded.array)
+                given["video_metadata"].append(metadata(decoded))
+                if is_heard:
+                    given["audio"].append(decode(AUDIO, data, self.settings).array)
+                    slots.append(len(given["videos"]) - 1)
+        given = {key: value for key, value in given.items() if value}
+        if "videos" in given:
+            given["do_sample_frames"] = False
+        if is_heard:
+            given |= {"load_audio_from_video": True, "audio_from_video_indices": slots}
+        return dict(processor(text=[text], return_tensors="pt", **given, **self.folder.call_kwargs))
+
+
+def metadata(decoded: Any) -> Any:
+    from transformers.video_utils import VideoMetadata
+
+    num_frames = len(decoded.array)
+    frame_idx = getattr(decoded, "frame_idx", ()) or range(num_frames)
+    total = getattr(decoded, "num_source_frames", 0) or num_frames
+    fps = getattr(decoded, "source_fps", 0.0) or decoded.fps
+    return VideoMetadata(total, fps=fps, duration=total / fps, frames_indices=list(frame_idx))
+
+
+def cluster_args(folder: FamilyFolder, max_batch_tokens: int = 48) -> ClusterArgs:
+    return ClusterArgs.model_validate(
+        {
+            "model": str(folder.path),
+            "model_id": "tiny",
+            "transport": "in_process",
+            "dtype": "float32",
+            "block_size": 16,
+            "encode": {"cache_bytes": 4 << 20},
+            "prefill": {"max_batch_tokens": max_batch_tokens, "kv_blocks": 256, "feature_bytes": 4 << 20},
+            "decode": {"kv_blocks": 256},
+        }
+    )
+
+
+def message(content: list[Part]) -> list[dict[str, Any]]:
+    if all(isinstance(part, str) for part in content):
+        return [{"role": "user", "content": "".join(content)}]
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, str):
+            parts.append({"type": "text", "text": part})
+        else:
+            field = FIELDS[part[0]]
+            parts.append({"type": field, field: {"url": data_uri(TYPES[part[0]], part[1])}})
+    return [{"role": "user", "content": parts}]
+
+
+async def ask(client: httpx.AsyncClient, content: list[Part]) -> Expected:
+    body = {
+        "model": "tiny",
+        "messages": message(content),
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    return Expected(answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_answers_over_http_equal_generate(name: str, tmp_path) -> None:
+    folder = save_family(name, tmp_path)
+    media = MediaProcessor.load(folder.path)
+    assert media is not None
+    contents = cases(name, media.modalities)
+    reference = Reference(folder, media)
+    expected = [reference.answer(content) for content in contents]
+    async with local_cluster(cluster_args(folder)) as cluster:
+        transport = httpx.ASGITransport(build_api(cluster.door))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            for _ in range(2):  # the prefix cache and the encoder cache are warm the second time
+                answers = await asyncio.gather(*(ask(client, content) for content in contents))
+                assert answers == expected
+
+
+async def prompt_and_answer(door: Door, content: list[Part], **fields: object) -> tuple[list[int], list[int]]:
+    """Below HTTP, where the ids themselves can be seen."""
+    body = {"model": "tiny", "messages": message(content), "temperature": 0, **fields}
+    call = chat_call(ChatRequest.model_validate(body), "tiny", door.defaults)
+    prompt = await door.prepare(call)
+    request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, StopParams(MAX_TOKENS))
+    (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes)
+    answer = [token_id async for event in events for token_id in event.token_ids]
+    return list(prompt.prompt.token_ids), answer
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni"])
+@pytest.mark.parametrize("max_batch_tokens", [16, 1024])
+async def test_a_clip_that_is_heard_is_answered_as_by_generate(
+    name: str, max_batch_tokens: int, tmp_path
+) -> None:
+    folder = save_family(name, tmp_path)
+    media = MediaProcessor.load(folder.path)
+    assert media is not None
+    heard = clip(3, 9, 44, 36, num_samples=24_000)
+    contents: list[list[Part]] = [
+        [(VIDEO, heard), "what is said?"],
+        [
+            (AUDIO, sound(4, 8_000)),
+            (IMAGE, picture(5, 40, 24)),
+            "and",
+            (VIDEO, heard),
+            (VIDEO, clip(6, 5, 32, 32, num_samples=9_600)),
+            "?",
+        ],
+    ]
+    reference = Reference(folder, media)
+    async with local_cluster(cluster_args(folder, max_batch_tokens)) as cluster:
+        for content in contents[: 1 if name == "qwen3_omni" else 2]:
+            got = await prompt_and_answer(
+                cluster.door, content, mm_processor_kwargs={"use_audio_in_video": True}
+            )
+            assert got == reference.tokens(content, is_heard=True)
