@@ -232,12 +232,13 @@ class LanguageModel:
         batch = self._packed_batch(chunks, kv, on_layer)
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         embeds = self._embed_tokens(token_ids)
-        media_rows, deep = self._place_features(embeds, chunks)
+        places, deep = self._place_features(embeds, chunks)
         position_ids = torch.cat([chunk.position_ids for chunk in chunks], dim=-1)
         extra = {}
         if deep is not None:
             mask = torch.zeros(1, len(token_ids), dtype=torch.bool, device=self.device)
-            mask[0, media_rows] = True
+            for place in places:
+                mask[0, place] = True
             extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
         return self._run(embeds, position_ids, batch, extra)
 
@@ -268,23 +269,21 @@ class LanguageModel:
 
     def _place_features(
         self, embeds: Tensor, chunks: Sequence[SequenceChunk]
-    ) -> tuple[Tensor, list[Tensor] | None]:
-        """Writes the feature rows into `embeds`. Returns their row indices, ascending, and one [rows, hidden_size] tensor
-        per deep-stack layer (None: no such layers, or no media in this forward)."""
-        row_ids, deep_rows, chunk_start = [], [], 0
+    ) -> tuple[list[slice], list[Tensor] | None]:
+        """Writes the feature rows into `embeds`. Returns where, in order, and one [rows, hidden_size] tensor per deep-stack layer
+        (None: no such layers, or no media in this forward)."""
+        places, deep_rows, chunk_start = [], [], 0
         for chunk in chunks:
             for piece in sorted(chunk.features, key=lambda piece: piece.start):
-                start, end = chunk_start + piece.start, chunk_start + piece.start + len(piece.rows)
+                start = chunk_start + piece.start
+                places.append(slice(start, start + len(piece.rows)))
                 rows = piece.rows.to(device=self.device, dtype=self.dtype)
-                embeds[start:end] = rows[:, : self.hidden_size]
-                row_ids.append(torch.arange(start, end, device=self.device))
+                embeds[places[-1]] = rows[:, : self.hidden_size]
                 deep_rows.append(rows[:, self.hidden_size :])
             chunk_start += len(chunk.token_ids)
-        if not row_ids:
-            return torch.empty(0, dtype=torch.int64), None
-        if self.feature_width == self.hidden_size:
-            return torch.cat(row_ids), None
-        return torch.cat(row_ids), list(torch.cat(deep_rows).split(self.hidden_size, dim=-1))
+        if not places or self.feature_width == self.hidden_size:
+            return places, None
+        return places, list(torch.cat(deep_rows).split(self.hidden_size, dim=-1))
 
     def _packed_batch(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None
