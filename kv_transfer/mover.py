@@ -114,6 +114,10 @@ class Mover:
         """`Receiver.cancel`."""
         self._incoming().cancel(lease_id)
 
+    def shorten(self, lease_id: str, ttl_s: float) -> None:
+        """`Receiver.shorten`."""
+        self._incoming().shorten(lease_id, ttl_s)
+
     def revoke(self, lease_id: str, reason: str) -> None:
         """`Receiver.revoke`."""
         self._incoming().revoke(lease_id, reason)

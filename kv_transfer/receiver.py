@@ -109,7 +109,9 @@ class Receiver:
         self._contract = contract_of(memory, model, "raw" if wire is None else wire.codec.name)
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
-        self._expiries: list[tuple[float, str]] = []  # heap; entries of closed leases are skipped
+        self._expiries: list[
+            tuple[float, str]
+        ] = []  # heap; entries of closed and shortened leases are skipped
         self._events: list[LeaseEvent] = []  # not yet returned by poll
         self.num_ignored = 0  # notifications for no open lease: late, duplicate, foreign or unreadable
         self.num_mismatched = 0  # notifications that named other blocks or generations than their lease
@@ -180,6 +182,16 @@ class Receiver:
             lease = self._leases.get(lease_id)
             if lease is not None and lease.discard_reason is None:
                 lease.discard_reason = "cancelled by the owner"
+
+    def shorten(self, lease_id: str, ttl_s: float) -> None:
+        """The caller knows that the writer posts nothing after `ttl_s` from now, for it is dead or has been told to stop. Never makes a
+        lease longer; closed ones are ignored."""
+        with self._lock:
+            lease = self._leases.get(lease_id)
+            expires_at = self._clock.now() + ttl_s + self._margin_s
+            if lease is not None and expires_at < lease.expires_at:
+                lease.expires_at = expires_at
+                heapq.heappush(self._expiries, (expires_at, lease_id))
 
     def revoke(self, lease_id: str, reason: str) -> None:
         """The caller knows that the writer is dead and cannot write: the lease ends as Aborted at the next

@@ -35,6 +35,8 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.types.messages import FeatureGranted, FeatureShared
 from kv_transfer.mover import Mover
 
+LOSS_NOTICED_S = 6.0  # after one end of a connection knows that it is lost the other knows it, too: TCP's keepalive, and a second
+
 ItemKey = tuple[str, int]  # request id, item index
 Tell = Callable[[FeatureGranted | FeatureShared], None]
 
@@ -116,10 +118,12 @@ class FeatureStore:
             return []
 
     def renew(self, key: ItemKey) -> None:
-        """The encoder that was given the item's grant is lost. Any thread."""
+        """The encoder that was given the item's grant is lost: dead, or without a connection to its door, which it notices as well and
+        stops. Any thread."""
         with self._lock:
             copy = self._items.get(key)
             if copy is not None and copy.lease_id and copy.owner == key:
+                self._mover.shorten(copy.lease_id, LOSS_NOTICED_S)
                 self._move_on(copy)
 
     def ready_items(self, request_id: str, num_items: int) -> set[int]:

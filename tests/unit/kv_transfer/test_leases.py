@@ -117,6 +117,23 @@ def test_a_silent_writer_loses_its_lease_after_the_margin(pair):
     assert pair.received == [Expired("lease")]
 
 
+def test_a_lease_whose_writer_is_lost_ends_sooner_and_never_later(pair):
+    pair.grant()
+    pair.owner.shorten("lease", TTL_S + 1)
+    pair.owner.shorten("lease", 1.0)
+    pair.owner.shorten("lease", 2.0)
+    pair.owner.shorten("unknown", 1.0)
+    pair.clock.at = 1.0 + MARGIN_S - 0.01
+    pair.step()
+    assert not pair.received
+    pair.clock.at = 1.0 + MARGIN_S
+    pair.step()
+    assert pair.received == [Expired("lease")]
+    pair.clock.at = TTL_S + 2 * MARGIN_S
+    pair.step()
+    assert len(pair.received) == 1
+
+
 def test_nothing_is_posted_after_the_grants_time(pair):
     outgoing = pair.writer.open(pair.grant())
     outgoing.write([7], [0])  # queued in time, but the thread comes too late

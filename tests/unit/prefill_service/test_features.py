@@ -22,6 +22,7 @@ class FakeMover:
     def __init__(self):
         self.granted: list[str] = []
         self.cancelled: list[str] = []
+        self.shortened: list[str] = []
 
     def grant(self, lease_id, block_ids, generations, ttl_s):
         self.granted.append(lease_id)
@@ -29,6 +30,9 @@ class FakeMover:
 
     def cancel(self, lease_id):
         self.cancelled.append(lease_id)
+
+    def shorten(self, lease_id, ttl_s):
+        self.shortened.append(lease_id)
 
 
 class Parts:
@@ -155,6 +159,7 @@ def test_an_item_whose_encoder_is_lost_moves_to_other_room_or_waits_for_its_own(
     parts.store.renew(("r", 0))
     has_moved = parts.grants["r", 0] is not old
     assert has_moved == (num_rows == 8)
+    assert parts.mover.shortened == [old.lease_id]
     assert parts.mover.cancelled == ([old.lease_id] if has_moved else [])
     parts.store.close_lease(old.lease_id, completed=False)
     assert parts.told["r", 0] == [GRANTED, GRANTED]

@@ -1,0 +1,64 @@
+"""kill -9 of one of two encoders under load: every answer comes, and is right."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import yaml
+
+from bench.workload import Reference, make_cases
+from cluster.serving.launch import LocalCluster, free_port, processes_of
+from tests.serve.conftest import CLUSTER, audit
+from tests.serve.test_replicas import pid_of
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
+MAX_TOKENS = 16
+NUM_CASES = 80
+
+
+async def test_an_encoder_that_is_killed_under_load_costs_no_request(tmp_path: Path) -> None:
+    config = yaml.safe_load(CLUSTER.read_text())
+    config["http_options"]["port"] = free_port()
+    config["applications"][0]["args"] = {"dtype": "float32"}
+    for deployment in config["applications"][0]["deployments"]:
+        deployment["num_replicas"] = 2 if deployment["name"] == "Encode" else 1
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(config))
+    cases = [case for case in make_cases(41, 2 * NUM_CASES) if case.kind != "text"][:NUM_CASES]
+    reference = Reference(MODEL)
+    expected = [reference.answer(case, MAX_TOKENS).text for case in cases]
+    with LocalCluster(path) as local:
+        local.wait_ready()
+        await both_encoders(local.url)
+        answers = await ask_all(local, cases)
+        assert answers == expected
+        audit(local)
+    assert processes_of(local.folder) == []
+
+
+async def both_encoders(url: str) -> None:
+    async with asyncio.timeout(60), httpx.AsyncClient() as client:
+        while (await client.get(f"{url}/metrics")).text.count('epdg_worker_running{pool="encode"') < 2:
+            await asyncio.sleep(0.1)
+
+
+async def ask_all(local: LocalCluster, cases: list) -> list[str]:
+    """All at once; an encoder is killed as soon as the first has been answered."""
+    killed = asyncio.Event()
+
+    async def ask(client: httpx.AsyncClient, messages: list) -> str:
+        body = {"model": "demo_model", "messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0}
+        response = await client.post(f"{local.url}/v1/chat/completions", json=body)
+        if not killed.is_set():
+            killed.set()
+            os.kill(pid_of(local, "Encode"), signal.SIGKILL)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["message"]["content"]
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        return await asyncio.gather(*(ask(client, case.messages) for case in cases))
