@@ -82,9 +82,8 @@ class MediaPlanner:
         total = sum(look.num_tokens for look in looks)
         cuts = None
         if not rules.is_exact:
-            cuts = fit(
-                [look.probe for look in looks], max_tokens, lambda idx, cut: self._measure(looks[idx], cut)
-            )
+            seen = [self._seen(look) for look in looks]
+            cuts = fit(seen, max_tokens, lambda idx, cut: self._measure(looks[idx], cut))
         if cuts is None:
             raise ContextLengthError(
                 f"the media of this request have {total} tokens; there is room for {max(0, max_tokens)}",
@@ -130,6 +129,14 @@ class MediaPlanner:
             sound = probe(Modality.AUDIO, fetched.data, processor.settings, item_idx=item_idx)
         layout = processor.layout(known, options, sound, item_idx=item_idx)
         return Look(item_idx, modality, fetched, options, known, sound, layout)
+
+    def _seen(self, look: Look) -> MediaProbe:
+        """Of the size at which the model sees the item: a share of what it does not see is no saving."""
+        processor = self.processor(look.modality)
+        size = processor.seen_size(look.modality, look.layout.geometry, look.options)
+        if size is None:
+            return look.probe
+        return msgspec.structs.replace(look.probe, width=size[0], height=size[1])
 
     def _measure(self, look: Look, cut: Cut) -> int:
         """Without looking at the file again."""

@@ -37,7 +37,8 @@ Measure = Callable[[int, Cut], int]  # embedding rows of an item after a cut; ne
 
 
 def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list[Cut] | None:
-    """One cut per item, so that all together have at most `max_tokens` embedding rows. None if no cuts do that."""
+    """One cut per item, so that all together have at most `max_tokens` embedding rows. None if no cuts do that. `probes`: of the size
+    at which the model sees the items."""
 
     def total(cuts: Sequence[Cut]) -> int:
         return sum(measure(idx, cut) for idx, cut in enumerate(cuts))

@@ -4,6 +4,7 @@
     python -m bench.encoder curve   --out R.jsonl --models MODEL …            encoder calls of 1 to 32 items
     python -m bench.encoder merge   --out R.jsonl                             rows into a prompt's embeddings
     python -m bench.encoder overlap --out R.jsonl                             what hides behind a slow encoder
+    python -m bench.encoder accuracy --out R.jsonl                            answers about media looked at less closely
     python -m bench.encoder serve   --model MODEL [--doors 2] [--set NAME=VALUE …] [COMMAND …]
     python -m bench.encoder mixed   --out R.jsonl --url URL --model MODEL     beside a server that encodes in its step
     python -m bench.encoder reuse   --out R.jsonl --url URL                   later turns about the same media
@@ -94,6 +95,9 @@ def _add_engine_commands(commands: argparse._SubParsersAction[argparse.ArgumentP
         command.add_argument("--dtype", choices=DTYPES, default="float32")
     for command in (curve, merge, overlap):
         _add_results(command)
+    accuracy = commands.add_parser("accuracy")
+    accuracy.add_argument("--samples", type=int, default=200, help="of each task")
+    _add_output(accuracy)
 
 
 def _add_server_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -139,8 +143,12 @@ def _add_client_commands(commands: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines; appended to")
+    _add_output(parser)
     parser.add_argument("--repeats", type=int, default=5)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines; appended to")
     parser.add_argument("--seed", type=int, default=0, help="of texts and media")
 
 
@@ -176,6 +184,12 @@ def _overlap(args: argparse.Namespace) -> Iterable[Record]:
     from bench.encoder.overlap import measure
 
     return asyncio.run(measure(args.model, args.prompts, args.repeats, args.seed))
+
+
+def _accuracy(args: argparse.Namespace) -> Iterable[Record]:
+    from bench.encoder.accuracy import measure
+
+    return measure(Path(DEMO), args.samples, args.seed)
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -248,8 +262,8 @@ def _words(text: str) -> list[str]:
 
 
 COMMANDS = {
-    "models": _models, "curve": _curve, "merge": _merge, "overlap": _overlap, "serve": _serve, "synchronous": _synchronous,
-    "mixed": _mixed, "reuse": _reuse, "single": _single, "flood": _flood, "table": _table, "plot": _plot,
+    "models": _models, "curve": _curve, "merge": _merge, "overlap": _overlap, "accuracy": _accuracy, "serve": _serve,
+    "synchronous": _synchronous, "mixed": _mixed, "reuse": _reuse, "single": _single, "flood": _flood, "table": _table, "plot": _plot,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -206,6 +206,33 @@ def overlap_table(records: Iterable[Record]) -> list[str]:
     return lines
 
 
+def accuracy_table(records: Iterable[Record]) -> list[str]:
+    """For images, then for clips: a line for each setting, a column for each task."""
+    lines: list[str] = []
+    for (media,), cell in _cells(records, "media").items():
+        tasks = dict.fromkeys(record["task"] for record in cell)
+        samples = _median(cell, "samples")
+        lines += [
+            "",
+            *_head(f"{media}s, {samples:.0f} a task", "rows an item", "÷ plain", *tasks, "lost, won"),
+        ]
+        plain = _rows_an_item(record for record in cell if record["setting"] == "plain")
+        for (setting,), found in _cells(cell, "setting").items():
+            rows = _rows_an_item(found)
+            shares = {record["task"]: f"{record['right'] / record['samples']:.1%}" for record in found}
+            lost, won = (sum(record[name] for record in found) for name in ("lost", "won"))
+            lines.append(
+                f"| {setting} | {rows:.1f} | {rows / plain:.2f} | {' | '.join(shares.get(task, '–') for task in tasks)} | "
+                f"{lost}, {won} |"
+            )
+    return lines[1:]
+
+
+def _rows_an_item(records: Iterable[Record]) -> float:
+    counts = [(record["rows"], record["items"]) for record in records]
+    return sum(rows for rows, _ in counts) / sum(items for _, items in counts)
+
+
 def hidden_bounds(case: str, text_s: float, image_s: float) -> tuple[float, float]:
     """Best and worst time to first token: everything overlaps that can, and nothing does. `text_s`: of all the text alone."""
     if case == "one":
@@ -289,4 +316,5 @@ TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {
     "single": single_table,
     "flood": flood_table,
     "overlap": overlap_table,
+    "accuracy": accuracy_table,
 }

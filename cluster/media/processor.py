@@ -115,6 +115,19 @@ class MediaProcessor:
         """That of the layout, of an item by itself."""
         return self.layout(probe, options, item_idx=item_idx).geometry
 
+    def seen_size(
+        self, modality: Modality, geometry: MediaGeometry, options: MediaOptions
+    ) -> tuple[int, int] | None:
+        """(width, height) in pixels at which the model sees an image or each frame, pooled groups at the edges counted in full; None
+        for what has no grid."""
+        if geometry.grid_thw is None:
+            return None
+        processor = self.transformers_processor
+        part = processor.image_processor if modality is Modality.IMAGE else processor.video_processor
+        side = part.patch_size * options.spatial_pooling
+        _, height, width = geometry.grid_thw
+        return width * side, height * side
+
     def prepare(
         self,
         modality: Modality,

@@ -317,7 +317,7 @@ def test_the_plot_has_a_bar_for_every_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", sorted(set(COMMANDS) - {"models", "synchronous", "serve", "table", "plot"})
+    "command", sorted(set(COMMANDS) - {"models", "synchronous", "serve", "accuracy", "table", "plot"})
 )
 def test_every_measurement_runs_without_further_arguments(command: str) -> None:
     args = make_parser().parse_args([command, "--out", "results.jsonl"])

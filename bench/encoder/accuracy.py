@@ -1,0 +1,250 @@
+"""What it costs in answers to look at media less closely: the demo model's evaluation set, asked as a client may ask.
+
+One process, no server, fp32: a request body as the API takes it, the door's prompt, the encoder's runner on the file's bytes, greedy
+decoding. Images are PNG files, clips h264 with a key frame a second.
+
+    plain       what the model's own processor makes of the file; the others are compared with it, on the same samples
+    right       whole answers equal to the one that counts, as `bench.demo_model.evaluate` judges
+    lost, won   answers that are right when plain and wrong with the setting, and the other way round
+    rows        embedding rows of all items; each item must have as many as the door said
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoTokenizer
+
+from bench.demo_model.evaluate import MAX_NEW_TOKENS, Sample, draw_samples
+from bench.demo_model.speech import WordBank
+from bench.encoder.clients import text_part
+from bench.encoder.records import Record
+from bench.engine.prompts import Part
+from bench.media_files import video_of
+from cluster.kvcache.memory import BlockMemory
+from cluster.media.fetch import FetchedMedia
+from cluster.media.processor import MediaProcessor
+from cluster.media.sources import MediaSource, read_source
+from cluster.model.encoder import EncoderModel
+from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
+from cluster.text.defaults import GenerationDefaults, context_length
+from cluster.text.tokenizer import TextProcessor
+from cluster.types.media import Modality
+from encoder_service.runner import EncoderRunner, Piece
+from router.media import MediaPlanner
+from router.openai.schema import ChatRequest
+from router.openai.translate import chat_call
+from router.prompts import MediaCaps, PreparedPrompt, PromptBuilder
+
+TASKS = {
+    Modality.IMAGE: ("shape", "colour", "yes or no", "describe the image", "two images in order"),
+    Modality.VIDEO: ("video direction", "describe the video", "yes or no, video"),
+}
+BATCH = 32  # prompts in a step
+MAX_ITEMS = 2  # of a prompt
+FPS = 4  # of clips, and what the demo model's processor samples
+Fields = dict[str, Any]  # of a request body
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A request's media as the model's own processor looks at them."""
+
+    pixels: int  # of the smallest image or frame, after resizing
+    rows: int  # of all items
+
+    def with_pixels(self, share: float) -> Fields:
+        return processor(max_pixels=int(self.pixels * share))
+
+    def with_tokens(self, share: float) -> Fields:
+        return {"max_media_tokens": int(self.rows * share)}
+
+
+def processor(**options: int) -> Fields:
+    return {"mm_processor_kwargs": options}
+
+
+def frames(**options: int | str) -> Fields:
+    return {"media_io_kwargs": {"video": options}}
+
+
+Setting = Callable[[Whole], Fields]
+SETTINGS: Mapping[str, Setting] = {
+    "plain": lambda _: {},
+    "spatial_pooling 2": lambda _: processor(spatial_pooling=2),
+    "spatial_pooling 4": lambda _: processor(spatial_pooling=4),
+    "max_pixels: half": lambda whole: whole.with_pixels(1 / 2),
+    "max_pixels: a quarter": lambda whole: whole.with_pixels(1 / 4),
+    "max_media_tokens: half": lambda whole: whole.with_tokens(1 / 2),
+    "max_media_tokens: a quarter": lambda whole: whole.with_tokens(1 / 4),
+}
+VIDEO_SETTINGS: Mapping[str, Setting] = {
+    "temporal_pooling 2": lambda _: processor(temporal_pooling=2),
+    "temporal_pooling 4": lambda _: processor(temporal_pooling=4),
+    "num_frames 4": lambda _: frames(num_frames=4),
+    "num_frames 2": lambda _: frames(num_frames=2),
+    "keyframes": lambda _: frames(strategy="keyframes"),
+    "scenes": lambda _: frames(strategy="scenes"),
+}
+
+
+def settings_of(modality: Modality) -> Mapping[str, Setting]:
+    """By name; "plain" is the first."""
+    return {**SETTINGS, **(VIDEO_SETTINGS if modality is Modality.VIDEO else {})}
+
+
+def measure(folder: Path, num_samples: int, seed: int) -> Iterator[Record]:
+    """A record for each task and setting. RuntimeError for an item with other rows than the door said."""
+    model = Model(folder)
+    for modality, tasks in TASKS.items():
+        for task in tasks:
+            samples = draw_samples(task, seed, WordBank([]), num_samples)
+            shared = {"type": "accuracy", "model": folder.name, "media": modality, "task": task, "seed": seed}
+            for counts in compare(model, samples, settings_of(modality)):
+                yield {**shared, **counts}
+
+
+def compare(model: Model, samples: Sequence[Sample], settings: Mapping[str, Setting]) -> Iterator[Record]:
+    """Counts for each setting, the first of which is plain."""
+    messages = [message(sample) for sample in samples]
+    whole = [model.whole(model.prepare(each)) for each in messages]
+    plain: list[bool] | None = None
+    for name, setting in settings.items():
+        asked = [model.prepare(each, setting(known)) for each, known in zip(messages, whole, strict=True)]
+        answers = model.answers(asked)
+        is_right = [said == each.turn.answer for said, each in zip(answers, samples, strict=True)]
+        plain = is_right if plain is None else plain
+        changes = [now - before for before, now in zip(plain, is_right, strict=True)]
+        items = [item for each in asked for item in each.items]
+        yield {
+            "setting": name, "samples": len(samples), "right": sum(is_right), "lost": changes.count(-1),
+            "won": changes.count(1), "items": len(items), "rows": sum(item.geometry.num_tokens for item in items),
+        }  # fmt: skip
+
+
+class Model:
+    """Both halves of a model folder behind the door's prompts."""
+
+    def __init__(self, folder: Path):
+        media = MediaProcessor.load(folder)
+        if media is None:
+            raise RuntimeError(f"{folder} has no media encoder")
+        self._media = media
+        self._runner = EncoderRunner(EncoderModel.load(folder, dtype=torch.float32), media)
+        self._language = language = LanguageModel.load(folder, dtype=torch.float32)
+        self._prompts = PromptBuilder(
+            TextProcessor.load(folder, media.transformers_processor),
+            MediaPlanner(media, lambda _: False),
+            MediaCaps(MAX_ITEMS, max_tokens=0),
+            language.block_size,
+            context_length(folder),
+        )
+        self._name, self._defaults = folder.name, GenerationDefaults.load(folder)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def prepare(self, content: Sequence[Part], fields: Mapping[str, Any] | None = None) -> PreparedPrompt:
+        """`fields`: of the request beside its one message. Raises what the door answers such a request."""
+        body = {"model": self._name, "messages": [{"role": "user", "content": content}], **(fields or {})}
+        body["max_tokens"] = MAX_NEW_TOKENS
+        call = chat_call(ChatRequest.model_validate(body), self._name, self._defaults)
+        return self._prompts.chat(call, [self._fetched(source) for source in call.media])
+
+    def whole(self, plain: PreparedPrompt) -> Whole:
+        sizes = [self._media.seen_size(item.modality, item.geometry, item.options) for item in plain.items]
+        areas = [width * height for width, height in filter(None, sizes)]
+        return Whole(min(areas), sum(item.geometry.num_tokens for item in plain.items))
+
+    def answers(self, asked: Sequence[PreparedPrompt]) -> list[str]:
+        """Greedy."""
+        said = []
+        for first in range(0, len(asked), BATCH):
+            for token_ids in self._generate(asked[first : first + BATCH]):
+                said.append(self._tokenizer.decode(token_ids, skip_special_tokens=True).strip())
+        return said
+
+    def features(self, asked: Sequence[PreparedPrompt]) -> list[tuple[FeatureSlice, ...]]:
+        """Of each prompt; all items are of one modality. RuntimeError for other rows than the door said."""
+        items = [item for each in asked for item in each.items]
+        prepared = [self._runner.prepare(item) for item in items]
+        pieces = [
+            Piece(ready, item.options, 0, ready.num_units)
+            for ready, item in zip(prepared, items, strict=True)
+        ]
+        encoded = self._runner.encode(items[0].modality, pieces)
+        for item, rows in zip(items, encoded, strict=True):
+            if len(rows) != item.geometry.num_tokens:
+                raise RuntimeError(f"{len(rows)} rows, not {item.geometry.num_tokens}: {item.options}")
+        rows_of = iter(encoded)
+        return [
+            tuple(
+                FeatureSlice(token, rows[row : row + count])
+                for placed, rows in zip(each.prompt.media, rows_of, strict=False)
+                for token, row, count in placed.pieces(0, each.num_tokens)
+            )
+            for each in asked
+        ]
+
+    def _generate(self, asked: Sequence[PreparedPrompt]) -> list[list[int]]:
+        """Token ids of the answers, with the end token."""
+        language = self._language
+        sizes = [-(-(each.num_tokens + MAX_NEW_TOKENS) // language.block_size) for each in asked]
+        memory = BlockMemory(language.kv_layout, sum(sizes))
+        free = iter(range(sum(sizes)))
+        tables = [[next(free) for _ in range(size)] for size in sizes]
+        positions = [language.positions(each.prompt) for each in asked]
+        chunks = [
+            SequenceChunk(each.prompt.token_ids, known.position_ids, 0, table, features)
+            for each, known, table, features in zip(
+                asked, positions, tables, self.features(asked), strict=True
+            )
+        ]
+        answers = [[token] for token in language.forward(chunks, memory).argmax(-1).tolist()]
+        while running := [idx for idx, answer in enumerate(answers) if not self._is_over(answer)]:
+            logits = language.decode(
+                [answers[idx][-1] for idx in running],
+                [asked[idx].num_tokens + len(answers[idx]) - 1 for idx in running],
+                [positions[idx].delta for idx in running],
+                [tables[idx] for idx in running],
+                memory,
+            )
+            for idx, token in zip(running, logits.argmax(-1).tolist(), strict=True):
+                answers[idx].append(token)
+        return answers
+
+    def _is_over(self, answer: Sequence[int]) -> bool:
+        return len(answer) == MAX_NEW_TOKENS or answer[-1] in self._language.eos_token_ids
+
+    def _fetched(self, source: MediaSource) -> FetchedMedia:
+        data, _ = read_source(source, self._media.settings.limits.max_bytes)
+        return FetchedMedia(data, hashlib.sha256(data).digest())
+
+
+def message(sample: Sample) -> list[Part]:
+    """Its media, then its question."""
+    images = [_part("image_url", "image/png", _png(image)) for image in sample.images]
+    clips = [_part("video_url", "video/mp4", clip(pixels)) for pixels in sample.videos]
+    return [*images, *clips, text_part(sample.turn.question)]
+
+
+def clip(pixels: np.ndarray) -> bytes:
+    """[T, H, W, 3] uint8 → an mp4 file."""
+    return video_of(list(pixels), FPS, codec="libx264", gop_size=FPS)
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def _part(kind: str, media_type: str, data: bytes) -> Part:
+    return {"type": kind, kind: {"url": f"data:{media_type};base64,{base64.b64encode(data).decode()}"}}
