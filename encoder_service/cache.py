@@ -16,19 +16,19 @@ import torch
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
+from cluster.types.media_phase import MediaPhase, next_phase
 from cluster.types.messages import CacheChanged
-from encoder_service.state import ItemPhase, next_phase
 
 
 @dataclass(eq=False)
 class _Entry:
     media_hash: str
     block_ids: list[int]
-    phase: ItemPhase = ItemPhase.ENCODING
+    phase: MediaPhase = MediaPhase.ENCODING
     num_pins: int = 0
     is_kept: bool = True  # another use is expected
 
-    def move(self, phase: ItemPhase) -> None:
+    def move(self, phase: MediaPhase) -> None:
         self.phase = next_phase(self.media_hash, self.phase, phase)
 
 
@@ -97,7 +97,7 @@ class EmbeddingCache:
             self._entries.move_to_end(media_hash)
         entry.num_pins += 1
         if entry.num_pins == 1:
-            entry.move(ItemPhase.SENDING)
+            entry.move(MediaPhase.SENDING)
             self._num_held_blocks += len(entry.block_ids)
         return entry.block_ids
 
@@ -105,7 +105,7 @@ class EmbeddingCache:
         entry = self._entries[media_hash]
         entry.num_pins -= 1
         if entry.num_pins == 0:
-            entry.move(ItemPhase.CACHED)
+            entry.move(MediaPhase.CACHED)
             self._num_held_blocks -= len(entry.block_ids)
 
     def keep(self, media_hash: str) -> None:
@@ -141,7 +141,7 @@ class EmbeddingCache:
         self._memory.segments[0][entry.block_ids[-1], (num_rows - 1) % size + 1 :] = 0
         self._memory.synchronize()
         entry.is_kept = keep
-        entry.move(ItemPhase.CACHED)
+        entry.move(MediaPhase.CACHED)
         self._num_held_blocks -= len(entry.block_ids)
         self._entries[media_hash] = entry
         self._entries.move_to_end(media_hash, last=keep)
@@ -151,12 +151,12 @@ class EmbeddingCache:
         """Give the room of an entry back that will not be completed. One that has none is ignored."""
         entry = self._filling.pop(media_hash, None)
         if entry is not None:
-            entry.move(ItemPhase.DISCARDED)
+            entry.move(MediaPhase.DISCARDED)
             self._num_held_blocks -= len(entry.block_ids)
             self._blocks.free(entry.block_ids)
 
     def _evict(self, entry: _Entry) -> None:
-        entry.move(ItemPhase.DISCARDED)
+        entry.move(MediaPhase.DISCARDED)
         del self._entries[entry.media_hash]
         self._blocks.free(entry.block_ids)
         self._changed.add(entry.media_hash)

@@ -21,6 +21,7 @@ import torch
 from cluster.clock import Clock
 from cluster.errors import ClusterError, InternalError, MediaError, OverloadedError, UnavailableError, to_info
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
+from cluster.types.media_phase import MediaPhase
 from cluster.types.messages import CacheChanged, EncodeTarget, EncodeTotals, Failed, LoadReport, StartEncode
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
@@ -32,7 +33,7 @@ from encoder_service.ledger import Ledger
 from encoder_service.preparation import Preparation, PreparationLimits
 from encoder_service.runner import EncoderRunner, Piece, Prepared
 from encoder_service.scheduler import CallLimits, Candidate, select_batch, units_per_call
-from encoder_service.state import Delivery, EncodeItem, ItemPhase, delivery_key, num_call_rows
+from encoder_service.state import Delivery, EncodeItem, delivery_key, num_call_rows
 from kv_transfer.mover import Mover
 from kv_transfer.sender import SendEvent
 
@@ -210,10 +211,10 @@ class EncoderEngine:
         if isinstance(result, BaseException):
             self._fail_item(item, _named(result))
         elif not item.deliveries:
-            self._remove(item, ItemPhase.DISCARDED)
+            self._remove(item, MediaPhase.DISCARDED)
         else:
             item.prepared = result
-            item.move(ItemPhase.READY)
+            item.move(MediaPhase.READY)
 
     def _select(self) -> list[_Call]:
         """The next encoder call; its items have room in the cache then."""
@@ -228,10 +229,10 @@ class EncoderEngine:
         )
         batch = [calls[candidate.media_hash] for candidate in chosen]
         for call in batch:
-            if call.item.phase is ItemPhase.READY:
+            if call.item.phase is MediaPhase.READY:
                 has_room = self._cache.try_reserve(call.item.media_hash, call.item.num_rows)
                 assert has_room, "the scheduler gave room that is not there"
-                call.item.move(ItemPhase.ENCODING)
+                call.item.move(MediaPhase.ENCODING)
         return batch
 
     def _next_call(self, item: EncodeItem, prepared: Prepared) -> _Call:
@@ -256,7 +257,7 @@ class EncoderEngine:
             item.item.modality,
             num_rows=int(num_rows * share),
             num_bytes=int(num_bytes * share),
-            num_blocks=self._cache.num_blocks(item.num_rows) if item.phase is ItemPhase.READY else 0,
+            num_blocks=self._cache.num_blocks(item.num_rows) if item.phase is MediaPhase.READY else 0,
             runs_alone=item.is_suspect or not piece.is_whole,
         )
         return _Call(item, piece, candidate)
@@ -303,7 +304,7 @@ class EncoderEngine:
         self._queued_rows.hold(item.media_hash, int(item.num_call_rows * share_left))
         if call.piece.is_last:
             self._cache.complete(item.media_hash, item.num_rows, keep=item.keep)
-            self._remove(item, ItemPhase.CACHED)
+            self._remove(item, MediaPhase.CACHED)
             self._count(num_encoded=1, num_rows=item.num_rows)
             for delivery in item.deliveries:
                 if delivery.target is not None:
@@ -320,7 +321,7 @@ class EncoderEngine:
         self._totals = msgspec.structs.replace(self._totals, **changes)
 
     def _fail_item(self, item: EncodeItem, error: ClusterError) -> None:
-        self._remove(item, ItemPhase.DISCARDED)
+        self._remove(item, MediaPhase.DISCARDED)
         self._count(num_failed=1)
         for delivery in item.deliveries:
             self._deliveries.fail(delivery, error)
@@ -341,10 +342,10 @@ class EncoderEngine:
         item.deliveries.remove(delivery)
         if item.deliveries:
             self._reorder(item)
-        elif item.phase is not ItemPhase.PREPARING or self._preparation.withdraw(item.media_hash):
-            self._remove(item, ItemPhase.DISCARDED)
+        elif item.phase is not MediaPhase.PREPARING or self._preparation.withdraw(item.media_hash):
+            self._remove(item, MediaPhase.DISCARDED)
 
-    def _remove(self, item: EncodeItem, phase: ItemPhase) -> None:
+    def _remove(self, item: EncodeItem, phase: MediaPhase) -> None:
         """Out of work, with its tensors and, unless it is complete, its room."""
         item.move(phase)
         item.prepared = None

@@ -1,15 +1,6 @@
-"""One media item's life in an encoder worker, and the life of each request for it.
-
-An item, known by its media hash; all requests for one hash share it, so nothing is encoded twice at a time:
-
-    PREPARING  waits for a thread, then its file is decoded and preprocessed (CPU threads)  → READY, DISCARDED (bad media)
-    READY      its tensors wait for the device and for room in the cache                    → ENCODING, DISCARDED
-    ENCODING   has room in the cache; its rows are written there, call by call              → CACHED, DISCARDED
-    CACHED     all rows are in registered memory, for whoever wants them, or for later      → SENDING, DISCARDED (evicted)
-    SENDING    rows are being written to prefill workers and stay until that is over        → CACHED
-
-`EncodeItem` is the record until CACHED, the cache's entry is from ENCODING on. Then prefill's half of the chain begins: the
-rows are staged in its memory (reserved → ready), merged into the prompt, and released when the prompt is computed.
+"""What an encoder worker knows of one media item, and of each request for it. All requests for one hash share the item, so nothing
+is encoded twice at a time. Its life is in `cluster.types.media_phase`: `EncodeItem` is the record until CACHED, the cache's entry
+is from ENCODING on.
 
 A delivery (one request's wish for one item) waits for rows and for its target, then sends:
 
@@ -19,40 +10,14 @@ A delivery (one request's wish for one item) waits for rows and for its target, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 from cluster.scheduling.keys import Ticket
 from cluster.types.media import MediaItem
+from cluster.types.media_phase import MediaPhase, next_phase
 from cluster.types.transfer import Grant
 from cluster.worker.outbox import DoorId
 from encoder_service.runner import Prepared
 from kv_transfer.outgoing import Outgoing
-
-
-class ItemPhase(Enum):
-    PREPARING = "preparing"
-    READY = "ready"
-    ENCODING = "encoding"
-    CACHED = "cached"
-    SENDING = "sending"
-    DISCARDED = "discarded"
-
-
-TRANSITIONS: dict[ItemPhase, frozenset[ItemPhase]] = {
-    ItemPhase.PREPARING: frozenset({ItemPhase.READY, ItemPhase.DISCARDED}),
-    ItemPhase.READY: frozenset({ItemPhase.ENCODING, ItemPhase.DISCARDED}),
-    ItemPhase.ENCODING: frozenset({ItemPhase.CACHED, ItemPhase.DISCARDED}),
-    ItemPhase.CACHED: frozenset({ItemPhase.SENDING, ItemPhase.DISCARDED}),
-    ItemPhase.SENDING: frozenset({ItemPhase.CACHED}),
-    ItemPhase.DISCARDED: frozenset(),
-}
-
-
-def next_phase(media_hash: str, present: ItemPhase, wanted: ItemPhase) -> ItemPhase:
-    """`wanted`, if the table allows it. Raises AssertionError."""
-    if wanted not in TRANSITIONS[present]:
-        raise AssertionError(f"{media_hash}: {present} cannot become {wanted}")
-    return wanted
 
 
 @dataclass(eq=False)
@@ -88,7 +53,7 @@ class EncodeItem:
 
     item: MediaItem
     ticket: Ticket  # the most urgent of its deliveries'
-    phase: ItemPhase = ItemPhase.PREPARING
+    phase: MediaPhase = MediaPhase.PREPARING
     prepared: Prepared | None = None  # from READY on
     num_units_done: int = 0  # of `prepared.num_units`: what earlier calls have encoded
     num_rows_done: int = 0
@@ -110,7 +75,7 @@ class EncodeItem:
         """Rows that the encoder computes for it: more than `num_rows` if they are pooled. An estimate from above."""
         return num_call_rows(self.item)
 
-    def move(self, phase: ItemPhase) -> None:
+    def move(self, phase: MediaPhase) -> None:
         self.phase = next_phase(self.media_hash, self.phase, phase)
 
 

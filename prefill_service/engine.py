@@ -166,6 +166,7 @@ class PrefillEngine:
             num_open_leases=len(self._targets.by_lease) + self._features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,
             sent=self._mover.sent,
+            held_bytes=self._features.held_bytes,
         )
 
     def _make_sequences(self, request: GenerateRequest) -> list[PromptSequence]:

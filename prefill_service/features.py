@@ -1,12 +1,9 @@
 """The arena that encoders write embeddings into, who shares what is in it, and who waits for room.
 
 Each item has one copy for all requests that are in work and show it. The first of them is told where its embeddings go
-(`FeatureGranted`) and owns the lease; the others are told that nothing is needed from them (`FeatureShared`). A copy's life:
-
-    queued   wants room                          → leased, or forgotten when its last consumer releases it
-    leased   an encoder may write                → ready; leased anew when the lease ends without embeddings, for its door
-                                                   asks another encoder; freed at the lease's end when nobody is left
-    ready    rows can be read                    → freed when its last consumer releases it
+(`FeatureGranted`) and owns the lease; the others are told that nothing is needed from them (`FeatureShared`). A copy's life is in
+`cluster.types.media_phase`: when a lease ends without embeddings it is granted anew, for the owner's door asks another encoder; the
+room is freed when its last consumer has released it and no lease is open.
 
 An owner that releases the copy early leaves its lease to the others. Has it failed or been cancelled, its encoder is about to
 stop: they go on in other room if there is some, and else take this room over at the lease's end. So does the owner itself when
@@ -32,6 +29,7 @@ import torch
 from cluster.ids import new_lease_id
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
+from cluster.types.media_phase import MediaPhase, next_phase
 from cluster.types.messages import FeatureGranted, FeatureShared
 from kv_transfer.mover import Mover
 
@@ -55,7 +53,10 @@ class _Copy:
     block_ids: list[int] = field(default_factory=list)
     lease_id: str = ""  # while one is open
     owner: ItemKey | None = None  # for whom the lease was granted; it may have left
-    is_ready: bool = False
+    phase: MediaPhase = MediaPhase.QUEUED
+
+    def move(self, phase: MediaPhase) -> None:
+        self.phase = next_phase(self.name[0], self.phase, phase)
 
 
 class FeatureStore:
@@ -77,6 +78,10 @@ class FeatureStore:
     @property
     def num_used_blocks(self) -> int:
         return self._blocks.num_blocks - self._blocks.num_free
+
+    @property
+    def held_bytes(self) -> int:
+        return self.num_used_blocks * self._memory.layout.block_bytes
 
     @property
     def num_open_leases(self) -> int:
@@ -109,10 +114,12 @@ class FeatureStore:
                 return []
             copy.lease_id = ""
             if completed and copy.consumers:
-                copy.is_ready = True
+                copy.move(MediaPhase.STAGED)
                 return list(copy.consumers)
             self._blocks.free(copy.block_ids)
-            if copy.consumers:
+            if not copy.consumers:
+                copy.move(MediaPhase.DISCARDED)
+            else:
                 self._grant(copy, self._blocks.allocate(len(copy.block_ids)))
             self._grant_queued()
             return []
@@ -129,7 +136,11 @@ class FeatureStore:
     def ready_items(self, request_id: str, num_items: int) -> set[int]:
         """Items whose rows were here before the request was, or that came before its engine knew it. Engine thread."""
         copies = [self._items.get((request_id, item_idx)) for item_idx in range(num_items)]
-        return {item_idx for item_idx, copy in enumerate(copies) if copy is not None and copy.is_ready}
+        return {
+            item_idx
+            for item_idx, copy in enumerate(copies)
+            if copy is not None and copy.phase is MediaPhase.STAGED
+        }
 
     def rows(self, key: ItemKey, start: int, end: int) -> list[torch.Tensor]:
         """Rows [start, end) of a ready item, in order, as views [n, feature_width] of the memory where they lie: valid until the item
@@ -159,12 +170,13 @@ class FeatureStore:
                 if has_ended and copy.lease_id and copy.owner == key:
                     self._move_on(copy)
                 return
-            if not copy.block_ids:
-                self._queued.remove(copy)
-            elif copy.lease_id:
-                self._mover.cancel(copy.lease_id)
+            if copy.phase is MediaPhase.STAGING:
+                self._mover.cancel(copy.lease_id)  # the room is free when the lease has ended
             else:
+                if copy.phase is MediaPhase.QUEUED:
+                    self._queued.remove(copy)
                 self._blocks.free(copy.block_ids)
+                copy.move(MediaPhase.DISCARDED)
             self._grant_queued()
 
     def _drop(self, copy: _Copy, key: ItemKey) -> None:
@@ -179,7 +191,9 @@ class FeatureStore:
         """Out of the room whose writer has been given up. Whoever waits for room is younger."""
         block_ids = self._blocks.try_allocate(len(copy.block_ids))
         if block_ids is not None:
-            self._by_lease[copy.lease_id] = _Copy(copy.name, {}, copy.block_ids, copy.lease_id)
+            self._by_lease[copy.lease_id] = _Copy(
+                copy.name, {}, copy.block_ids, copy.lease_id, phase=MediaPhase.STAGING
+            )
             self._mover.cancel(copy.lease_id)
             self._grant(copy, block_ids)
 
@@ -193,6 +207,7 @@ class FeatureStore:
 
     def _grant(self, copy: _Copy, block_ids: Sequence[int]) -> None:
         """Let the first consumer's encoder write."""
+        copy.move(MediaPhase.STAGING)
         owner = next(iter(copy.consumers.values()))
         copy.owner, copy.block_ids, copy.lease_id = owner.key, list(block_ids), new_lease_id()
         self._by_lease[copy.lease_id] = copy

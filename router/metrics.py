@@ -97,7 +97,10 @@ class _Gauges(Collector):
             "epdg_worker_open_leases",
             "Transfers by or into this worker that are not closed",
         ),
-        "held_bytes": ("epdg_worker_media_bytes", "Files and tensors of media items in work"),
+        "held_bytes": (
+            "epdg_worker_media_bytes",
+            "Held for media in work: files and tensors (encode), room for embeddings (prefill)",
+        ),
         "sending_bytes": (
             "epdg_worker_sending_bytes",
             "Embeddings that are being written to prefill workers",

@@ -192,7 +192,9 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     num_cached_blocks: int = 0  # blocks kept for reuse
     totals: DecodeTotals = DecodeTotals()
     sent: SentTotals = SentTotals()
-    held_bytes: int = 0  # encoder: files, and tensors made of them, of items in work
+    held_bytes: int = (
+        0  # for media in work. Encoder: files, and tensors made of them; prefill: room for embeddings
+    )
     sending_bytes: int = 0  # encoder: embeddings that are being written to prefill workers
     encoded: EncodeTotals = EncodeTotals()
 

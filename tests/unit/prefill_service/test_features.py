@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
+from cluster.types.media_phase import MediaPhase
 from cluster.types.messages import FeatureGranted, FeatureShared
 from cluster.types.transfer import Grant
 from prefill_service.features import FeatureStore
@@ -359,7 +360,7 @@ class Model(Parts):
         self.pool.check_integrity()
         items, store = self.store._items, self.store
         assert set(items) == self.waiting | self.ready
-        assert all(items[key].is_ready == (key in self.ready) for key in items)
+        assert all((items[key].phase is MediaPhase.STAGED) == (key in self.ready) for key in items)
         assert all(SHARED not in kinds[1:] for kinds in self.told.values())
         held = {id(copy): copy for copy in (*items.values(), *store._by_lease.values())}
         assert sum(len(copy.block_ids) for copy in held.values()) == store.num_used_blocks
