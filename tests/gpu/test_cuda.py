@@ -3,6 +3,8 @@ Not run yet anywhere: no machine of this project had a GPU."""
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -15,9 +17,11 @@ from cluster.model.attention_flash import FlashAttention, make_cuda_backend
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda import decode_attention
 from cluster.model.cuda.graphs import GraphedModel, capture_cuda
+from cluster.model.encoder import EncoderModel
 from cluster.model.kv_format import QuantizedRows, kv_segments
 from cluster.model.language import LanguageModel, SequenceChunk
 from kv_transfer.envelope import checksum_blocks, has_checksum
+from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.gpu.cases import Heads, paged_case
 
 if not torch.cuda.is_available():
@@ -126,3 +130,19 @@ def test_a_gpu_and_a_cpu_find_the_same_checksum_for_the_same_bytes() -> None:
     sent = checksum_blocks(there, [3, 1, 6])
     assert has_checksum(here, [3, 1, 6], sent) and has_checksum(there, [3, 1, 6], sent)
     assert not has_checksum(there, [1, 3, 6], sent)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_omni", "llava_onevision", "qwen3_vl"])
+def test_an_encoder_on_the_gpu_gives_the_rows_of_one_on_the_cpu(name) -> None:
+    """Tensors are uploaded by other threads, on a stream of their own, while the encoder computes."""
+    case = MEDIA_FAMILIES[name]()
+    items = [one for request in case.requests for one in request.items]
+    on_cpu = EncoderModel.from_model(case.model)
+    expected = [on_cpu.encode(modality, [item])[0] for modality, item in items]
+    on_gpu = EncoderModel.from_model(copy.deepcopy(case.model).to(DEVICE))
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(20):
+            uploads = [threads.submit(on_gpu.upload, item) for _, item in items]
+            for (modality, _), upload, rows in zip(items, uploads, expected, strict=True):
+                got = on_gpu.encode(modality, [upload.result()])[0]
+                torch.testing.assert_close(got.cpu(), rows, rtol=1e-3, atol=1e-3)
