@@ -22,6 +22,7 @@ from cluster.media.fetch import FetchedMedia
 from cluster.media.hashing import media_hash
 from cluster.media.probe import probe
 from cluster.media.processor import MediaProcessor
+from cluster.media.settings import naming
 from cluster.media.sources import MediaSource
 from cluster.types.media import MediaItem, MediaLayout, MediaOptions, MediaProbe, Modality
 from router.media_budget import Cut, Reason, fit
@@ -45,6 +46,11 @@ class Look:
     def num_tokens(self) -> int:
         """Embedding rows, the sound track's included."""
         return _rows(self.layout)
+
+    @property
+    def num_sound_tokens(self) -> int:
+        """Those of them that no cut takes away."""
+        return sum(geometry.num_tokens for kind, geometry in self.layout.parts if kind is Modality.AUDIO)
 
 
 class MediaPlanner:
@@ -80,26 +86,32 @@ class MediaPlanner:
     ) -> tuple[list[Look], list[MediaNote]]:
         """The same items in at most so many tokens. Raises ContextLengthError when there is no way, or none is wanted."""
         total = sum(look.num_tokens for look in looks)
+        seen = [self._as_seen(look) for look in looks]
         cuts = None
         if not rules.is_exact:
-            seen = [self._seen(look) for look in looks]
-            cuts = fit(seen, max_tokens, lambda idx, cut: self._measure(looks[idx], cut))
+            cuts = fit(
+                seen, max_tokens, lambda idx, cut: self._measure(looks[idx], self._settled(seen[idx], cut))
+            )
         if cuts is None:
             raise ContextLengthError(
                 f"the media of this request have {total} tokens; there is room for {max(0, max_tokens)}",
                 param="messages",
             )
-        reduced = [self._cut(look, cut) for look, cut in zip(looks, cuts, strict=True)]
+        reduced = [
+            self._cut(look, self._settled(size, cut))
+            for look, size, cut in zip(looks, seen, cuts, strict=True)
+        ]
         return reduced, [
             _note(after, reason) for before, after in zip(looks, reduced, strict=True) if after is not before
         ]
 
     def relieve(self, looks: Sequence[Look], share: float, tenant: str) -> tuple[list[Look], list[MediaNote]]:
-        """What encoders have to work for in `share` of its tokens, as far as that can be done; what they hold costs nothing."""
+        """What encoders have to work for in `share` of its tokens, sounds excepted, if that can be done; what they hold costs nothing."""
         new = [look for look in looks if not all(map(self._is_held, self._names(look, tenant)))]
-        wanted = math.ceil(sum(look.num_tokens for look in new) * share)
+        num_heard = sum(look.num_sound_tokens for look in new)
+        wanted = math.ceil((sum(look.num_tokens for look in new) - num_heard) * share)
         try:
-            reduced, notes = self.reduce(new, wanted, MediaRules(), Reason.LOAD)
+            reduced, notes = self.reduce(new, num_heard + wanted, MediaRules(), Reason.LOAD)
         except ContextLengthError:
             return list(looks), []
         by_idx = {look.item_idx: look for look in reduced}
@@ -126,17 +138,27 @@ class MediaPlanner:
         is_heard = options.audio_in_video and modality is Modality.VIDEO
         sound = None
         if is_heard:
-            sound = probe(Modality.AUDIO, fetched.data, processor.settings, item_idx=item_idx)
+            with naming(modality, item_idx):
+                sound = probe(Modality.AUDIO, fetched.data, processor.settings, item_idx=None)
         layout = processor.layout(known, options, sound, item_idx=item_idx)
         return Look(item_idx, modality, fetched, options, known, sound, layout)
 
-    def _seen(self, look: Look) -> MediaProbe:
-        """Of the size at which the model sees the item: a share of what it does not see is no saving."""
+    def _as_seen(self, look: Look) -> MediaProbe:
+        """The size in which the model sees it, which a cut starts from: seldom that of the file."""
         processor = self.processor(look.modality)
-        size = processor.seen_size(look.modality, look.layout.geometry, look.options)
-        if size is None:
+        options = msgspec.structs.replace(look.options, temporal_pooling=1, spatial_pooling=1)
+        layout = processor.layout(look.probe, options, look.sound, item_idx=look.item_idx)
+        if layout.geometry.grid_thw is None:
             return look.probe
-        return msgspec.structs.replace(look.probe, width=size[0], height=size[1])
+        _, height, width = layout.geometry.grid_thw
+        side = processor.patch_side(look.modality)
+        return msgspec.structs.replace(look.probe, width=width * side, height=height * side)
+
+    def _settled(self, seen: MediaProbe, cut: Cut) -> Cut:
+        """Where a model bounds the pixels of whole clips, the frames that are left must not grow into the room of the others."""
+        if cut.max_frames is None or not self.processor(seen.modality).bounds_whole_clips:
+            return cut
+        return replace(cut, max_pixels=cut.max_pixels or seen.width * seen.height)
 
     def _measure(self, look: Look, cut: Cut) -> int:
         """Without looking at the file again."""

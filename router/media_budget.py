@@ -14,7 +14,7 @@ from enum import StrEnum
 from cluster.types.media import MediaProbe, Modality
 
 MIN_FRAMES = 4
-MIN_PIXELS_SHARE = 1 / 16  # of an image's area: a quarter of each side
+MIN_PIXELS_SHARE = 1 / 16  # of the area that the model sees: a quarter of each side
 NUM_HALVINGS = 10  # of the interval in which a share is looked for
 
 
@@ -37,8 +37,8 @@ Measure = Callable[[int, Cut], int]  # embedding rows of an item after a cut; ne
 
 
 def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list[Cut] | None:
-    """One cut per item, so that all together have at most `max_tokens` embedding rows. None if no cuts do that. `probes`: of the size
-    at which the model sees the items."""
+    """One cut per item, so that all together have at most `max_tokens` embedding rows. None if no cuts do that. `probes`: of the
+    sizes in which the model sees the items."""
 
     def total(cuts: Sequence[Cut]) -> int:
         return sum(measure(idx, cut) for idx, cut in enumerate(cuts))

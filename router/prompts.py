@@ -91,7 +91,7 @@ class PromptBuilder:
         returning = items_of_earlier_turns(call.messages)
         items = {
             item.media_hash: msgspec.structs.replace(item, is_returning=look.item_idx in returning)
-            for look in looks
+            for look in sorted(looks, key=lambda look: look.item_idx in returning)  # shown twice: it returns
             for item in self._media.items(look, tenant)
         }
         in_order = tuple(items[placed.media_hash] for placed in prompt.media)

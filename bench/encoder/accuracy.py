@@ -159,8 +159,11 @@ class Model:
         return self._prompts.chat(call, [self._fetched(source) for source in call.media])
 
     def whole(self, plain: PreparedPrompt) -> Whole:
-        sizes = [self._media.seen_size(item.modality, item.geometry, item.options) for item in plain.items]
-        areas = [width * height for width, height in filter(None, sizes)]
+        areas = []
+        for item in plain.items:
+            assert item.geometry.grid_thw is not None  # this model's images and clips have one
+            _, height, width = item.geometry.grid_thw
+            areas.append(height * width * self._media.patch_side(item.modality) ** 2)
         return Whole(min(areas), sum(item.geometry.num_tokens for item in plain.items))
 
     def answers(self, asked: Sequence[PreparedPrompt]) -> list[str]:

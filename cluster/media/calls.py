@@ -83,7 +83,8 @@ class ProcessorCalls:
         share = probe.num_frames if self._family in CLIP_AREA_MODELS else 1
         kwargs |= _area(processor.video_processor, kwargs, options, share)
         heard = None
-        if self._is_omni:
+        if self._is_omni:  # they tell time by the rate that was asked for, not by the clip's own
+            kwargs |= {} if options.fps is None else {"fps": options.fps}
             kwargs = {**self._kwargs, "videos_kwargs": kwargs}
             if sound is not None:
                 heard = self.audio(sound, MediaOptions()).inputs

@@ -20,9 +20,9 @@ def probe(
     settings: MediaSettings,
     options: MediaOptions = DEFAULT_OPTIONS,
     *,
-    item_idx: int = 0,
+    item_idx: int | None = 0,
 ) -> MediaProbe:
-    """Raises MediaError, whose message names the item."""
+    """Raises MediaError, whose message names the item, unless it is None."""
     with naming(modality, item_idx):
         if not data:
             raise MediaError("empty")

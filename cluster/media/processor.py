@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from cluster.errors import ConfigError, MediaError, UnsupportedError
-from cluster.media.calls import ProcessorCalls
+from cluster.media.calls import CLIP_AREA_MODELS, ProcessorCalls
 from cluster.media.decode import DecodedMedia
 from cluster.media.layout import make_layout
 from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling, naming
@@ -62,6 +62,7 @@ class MediaProcessor:
         self._row_tokens = _row_tokens(processor, config)
         self.modalities = tuple(self._row_tokens)
         family = config["model_type"]
+        self._family = family
         self._calls = ProcessorCalls(processor, family, call_kwargs)
         self._shape_calls = ProcessorCalls(shapes_only(processor), family, call_kwargs)
         self.settings = self._make_settings(limits)
@@ -115,18 +116,16 @@ class MediaProcessor:
         """That of the layout, of an item by itself."""
         return self.layout(probe, options, item_idx=item_idx).geometry
 
-    def seen_size(
-        self, modality: Modality, geometry: MediaGeometry, options: MediaOptions
-    ) -> tuple[int, int] | None:
-        """(width, height) in pixels at which the model sees an image or each frame, pooled groups at the edges counted in full; None
-        for what has no grid."""
-        if geometry.grid_thw is None:
-            return None
+    @property
+    def bounds_whole_clips(self) -> bool:
+        """Whether the fewer frames of a clip are taken, the larger they may be."""
+        return self._family in CLIP_AREA_MODELS
+
+    def patch_side(self, modality: Modality) -> int:
+        """Pixels of the side of a patch, of which a geometry with a grid counts."""
         processor = self.transformers_processor
-        part = processor.image_processor if modality is Modality.IMAGE else processor.video_processor
-        side = part.patch_size * options.spatial_pooling
-        _, height, width = geometry.grid_thw
-        return width * side, height * side
+        part = processor.video_processor if modality is Modality.VIDEO else processor.image_processor
+        return part.patch_size
 
     def prepare(
         self,

@@ -40,7 +40,7 @@ def _check(own: VideoSampling, options: MediaOptions) -> None:
     ceiling = min(options.max_frames or own.max_frames, own.max_frames)
     if options.min_frames is not None and options.min_frames > ceiling:
         raise MediaError(
-            f"min_frames is {options.min_frames}, more than the {ceiling} frames that may be taken"
+            f"min_frames or num_frames is {options.min_frames}, more than the {ceiling} frames that may be taken"
         )
     if options.strategy is FrameStrategy.KEYFRAMES and not options.fps is options.min_frames is None:
         raise MediaError("the strategy 'keyframes' takes max_frames, but neither fps nor min_frames")

@@ -81,9 +81,9 @@ def test_a_clients_wishes_are_bounded_by_the_operators_ceiling():
         (MediaOptions(max_frames=-1), "max_frames is -1"),
         (
             MediaOptions(min_frames=8, max_frames=4),
-            "min_frames is 8, more than the 4 frames that may be taken",
+            "num_frames is 8, more than the 4 frames that may be taken",
         ),
-        (MediaOptions(min_frames=33), "min_frames is 33, more than the 32 frames"),
+        (MediaOptions(min_frames=33), "num_frames is 33, more than the 32 frames"),
         (MediaOptions(strategy=FrameStrategy.KEYFRAMES, fps=1.0), "neither fps nor min_frames"),
         (MediaOptions(strategy=FrameStrategy.KEYFRAMES, min_frames=4), "neither fps nor min_frames"),
     ],

@@ -1,0 +1,257 @@
+"""What media may cost, what is done when it is bad or encoders are behind, and who may share it: over HTTP, and clients are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.demo_model.media import jpeg_bytes
+from bench.workload import data_uri, png_bytes
+from tests.contract.fetch_host import MediaHost, answer
+from tests.flow.local_cluster import LocalCluster
+from tests.flow.media_client import (
+    Part,
+    ask,
+    asked,
+    check,
+    clip_part,
+    notes_of,
+    num_cached_tokens,
+    num_prompt_tokens,
+    part,
+    picture,
+    picture_part,
+    post,
+    refusal,
+    serving,
+    text_of,
+)
+from tests.flow.media_reference import MediaReference
+from tests.flow.test_law import MAX_TOKENS, MODEL
+from tests.flow.test_media_crowd import gate
+
+
+@pytest.fixture(scope="module")
+def reference() -> MediaReference:
+    return MediaReference(MODEL)
+
+
+# What it may cost
+
+
+async def test_reduced_media_is_told_with_honest_numbers_and_frames_go_before_pixels():
+    parts = [clip_part(16), picture_part(6)]
+    async with serving() as (_, client):
+        whole = await ask(client, parts)
+        assert not notes_of(whole)
+        fewer = await ask(client, parts, max_media_tokens=150)
+        (clip,) = notes_of(fewer)
+        assert (clip["item"], clip["modality"], clip["reason"]) == (0, "video", "budget")
+        assert clip["num_frames"] < 16 and "max_pixels" not in clip
+        num_words = num_prompt_tokens(fewer) - clip["num_tokens"] - 64
+        assert 100 <= clip["num_tokens"] + 64 <= 150
+        assert num_prompt_tokens(whole) == num_words + 8 * 16 + 64
+
+        least = await ask(client, parts, max_media_tokens=40)
+        clip, still = notes_of(least)
+        assert clip["num_frames"] == 4 and still["modality"] == "image" and "num_frames" not in still
+        assert (
+            num_prompt_tokens(least) == num_words + clip["num_tokens"] + still["num_tokens"] <= num_words + 40
+        )
+
+
+async def test_a_reduced_answer_is_the_answer_to_what_the_notes_say():
+    parts = [clip_part(16, 2), picture_part(7)]
+    async with serving() as (_, client):
+        fewer = await ask(client, parts, max_media_tokens=130)
+        (note,) = notes_of(fewer)
+        by_hand = await ask(client, parts, media_io_kwargs={"video": {"max_frames": note["num_frames"]}})
+        assert not notes_of(by_hand)
+        assert text_of(by_hand) == text_of(fewer) and by_hand["usage"]["prompt_tokens"] == num_prompt_tokens(
+            fewer
+        )
+
+
+async def test_media_that_must_stay_exact_is_refused_when_it_costs_too_much():
+    parts = [picture_part(8), picture_part(9)]
+    async with serving() as (cluster, client):
+        error = await refusal(client, parts, max_media_tokens=127, exact_media=True)
+        assert error["code"] == "context_length_exceeded" and "128 tokens" in error["message"]
+        got = await ask(client, parts, max_media_tokens=128, exact_media=True)
+        assert not notes_of(got) and cluster.encoders[0]._engine.load().encoded.num_encoded == 2
+        error = await refusal(client, parts, max_media_tokens=3)
+        assert error["code"] == "context_length_exceeded", "two rows are too few for two images"
+
+
+async def test_media_that_overflows_the_context_is_reduced_and_answered():
+    parts = [picture_part(seed) for seed in range(8)]  # 512 rows
+    async with serving(max_model_len=400) as (_, client):
+        got = await ask(client, parts, ignore_eos=True)
+        assert [note["item"] for note in notes_of(got)] == list(range(8))
+        assert got["usage"]["total_tokens"] <= 400 and num_prompt_tokens(got) > 200
+        error = await refusal(client, parts, exact_media=True)
+        assert error["code"] == "context_length_exceeded" and "512 tokens" in error["message"]
+
+
+@pytest.mark.parametrize("size", [(768, 1024), (60, 1000)])
+async def test_a_photograph_much_larger_than_the_model_sees_can_be_reduced(size):
+    async with serving() as (_, client):
+        whole = await ask(client, [picture_part(10, *size)])
+        got = await ask(client, [picture_part(10, *size)], max_media_tokens=20)
+    (note,) = notes_of(got)
+    assert 8 <= note["num_tokens"] <= 20 and note["max_pixels"] < 128 * 128
+    assert num_prompt_tokens(got) < num_prompt_tokens(whole)
+
+
+async def test_the_operators_caps_hold_for_everybody():
+    async with serving(max_tokens=50, max_items=2) as (_, client):
+        got = await ask(client, [picture_part(1), picture_part(2)], max_media_tokens=500)
+        assert sum(note["num_tokens"] for note in notes_of(got)) <= 50 and len(notes_of(got)) == 2
+        error = await refusal(client, [picture_part(seed) for seed in range(3)])
+        assert error["code"] == "invalid_value" and "3 media items; at most 2" in error["message"]
+        error = await refusal(client, [picture_part(1)], exact_media=True)
+        assert error["code"] == "context_length_exceeded"
+
+
+# What is done when it is bad
+
+
+def bad_parts(host: MediaHost) -> list[Part]:
+    whole = jpeg_bytes(picture(11), 90)
+    return [
+        part("image", data_uri("image/jpeg", whole[: len(whole) // 2])),  # the header is whole
+        part("video", data_uri("video/mp4", png_bytes(picture(12)))),
+        part("image", host.url("/none")),
+    ]
+
+
+async def test_bad_items_are_left_out_and_named_where_the_client_prefers_that(reference):
+    good = picture_part(13)
+    expected = reference.answer(asked(good, images=(picture(13),)), MAX_TOKENS)
+    async with MediaHost() as host, serving(fetch={"internal_hosts": [host.at]}) as (cluster, client):
+        first, second, third = bad_parts(host)
+        got = await ask(client, [first, second, good, third], on_media_error="omit")
+        check(got, expected)
+        assert [(note["item"], note["modality"], note["reason"]) for note in notes_of(got)] == [
+            (0, "image", "error"), (1, "video", "error"), (3, "image", "error"),
+        ]  # fmt: skip
+        for note in notes_of(got):
+            assert note["error"].startswith(f"item {note['item']} ({note['modality']}): ")
+        for bad in (first, second, third):
+            for fields in ({}, {"on_media_error": "refuse"}):
+                error = await refusal(client, [good, bad], **fields)
+                assert error["code"] == "invalid_media" and error["message"].startswith("item 1 (")
+            await cluster.audit()
+
+
+async def test_a_request_whose_items_are_all_bad_is_answered_from_its_words(reference):
+    async with MediaHost() as host, serving(fetch={"internal_hosts": [host.at]}) as (cluster, client):
+        got = await ask(client, bad_parts(host), on_media_error="omit")
+        check(got, reference.answer(asked(), MAX_TOKENS))
+        assert [note["item"] for note in notes_of(got)] == [0, 1, 2]
+        assert cluster.encoders[0]._engine.load().encoded.num_encoded == 0
+
+
+# When encoders are behind
+
+
+async def until_queued(cluster: LocalCluster, num_rows: int) -> None:
+    (encoder,) = (peer for peer in cluster.door.peers if peer.member.role == "encode")
+    async with asyncio.timeout(10):
+        while encoder.num_queued_units < num_rows:
+            await asyncio.sleep(0.002)
+
+
+async def first_chunk(response: httpx.Response) -> dict[str, Any]:
+    lines = [line async for line in response.aiter_lines() if line.startswith("data: {")]
+    chunks = [json.loads(line[6:]) for line in lines]
+    assert not any("media" in chunk for chunk in chunks[1:])
+    return chunks[0]
+
+
+async def test_new_media_is_reduced_while_encoders_are_behind_and_the_client_is_told():
+    async with serving(reduce_from_queued_rows=40) as (cluster, client):
+        with gate(cluster) as held:
+            waiting = asyncio.ensure_future(ask(client, [picture_part(20)]))
+            await until_queued(cluster, 64)
+            new = asyncio.ensure_future(ask(client, [picture_part(21)]))
+            await until_queued(cluster, 66)
+            streamed = asyncio.ensure_future(post(client, [picture_part(22)], stream=True))
+            exact = asyncio.ensure_future(ask(client, [picture_part(23)], exact_media=True))
+            same = asyncio.ensure_future(ask(client, [picture_part(20), picture_part(24)]))
+            await until_queued(cluster, 64 + 64 + 3)
+            held.let_through(100)
+            whole, got, untouched, mixed = await asyncio.gather(waiting, new, exact, same)
+            chunk = await first_chunk(await streamed)
+        assert not notes_of(whole) and not notes_of(untouched)
+        assert [note["item"] for note in notes_of(mixed)] == [1], "the encoder has the other item"
+        for (note,), least in ((notes_of(got), 16), (notes_of(mixed), 1), (notes_of(chunk), 1)):
+            assert note["reason"] == "load" and least <= note["num_tokens"] <= 64 * 40 / 64
+        assert num_prompt_tokens(got) == num_prompt_tokens(whole) - 64 + notes_of(got)[0]["num_tokens"]
+        await cluster.audit()
+        assert not notes_of(await ask(client, [picture_part(25)])), "nobody waits any more"
+
+
+async def test_a_queue_reduces_nothing_unless_the_operator_says_so():
+    async with serving() as (cluster, client):
+        with gate(cluster) as held:
+            waiting = [asyncio.ensure_future(ask(client, [picture_part(seed)])) for seed in (30, 31)]
+            await until_queued(cluster, 128)
+            held.let_through(2)
+            assert not any(notes_of(got) for got in await asyncio.gather(*waiting))
+
+
+# Who may share it
+
+
+def key(name: str) -> dict[str, Any]:
+    return {"headers": {"authorization": f"Bearer {name}"}}
+
+
+async def test_tenants_share_no_embeddings_and_no_kv_of_their_media():
+    async with serving() as (cluster, client):
+        engine = cluster.encoders[0]._engine
+        whole = await ask(client, [picture_part(40)], **key("one"))
+        assert engine.load().encoded.num_encoded == 1
+        again = await ask(client, [picture_part(40)], **key("one"))
+        assert engine.load().encoded.num_encoded == 1 and num_cached_tokens(again) >= 64
+        other = await ask(client, [picture_part(40)], **key("two"))
+        assert engine.load().encoded.num_encoded == 2 and num_cached_tokens(other) < 16
+        nobody = await ask(client, [picture_part(40)])
+        assert engine.load().encoded.num_encoded == 3 and num_cached_tokens(nobody) < 16
+        assert {text_of(got) for got in (again, other, nobody)} == {text_of(whole)}
+
+
+async def test_one_tenants_crowd_shares_one_encode_and_two_tenants_need_two():
+    async with serving() as (cluster, client):
+        clip = clip_part(8, 3)
+        await asyncio.gather(*(ask(client, [clip], **key(name)) for name in ("one", "two") * 6))
+        assert cluster.encoders[0]._engine.load().encoded.num_encoded == 2
+
+
+async def test_a_url_is_read_once_for_each_tenant():
+    async with MediaHost({"/": answer(png_bytes(picture(41)), cache_control="max-age=60")}) as host:
+        async with serving(fetch={"internal_hosts": [host.at]}) as (_, client):
+            for name in ("one", "one", "two"):
+                await ask(client, [part("image", host.url("/"))], **key(name))
+        assert len(host.requests) == 2
+
+
+async def test_a_salt_separates_caches():
+    async with serving() as (_, client):
+        cached = [
+            num_cached_tokens(await ask(client, [picture_part(42)], cache_salt=salt))
+            for salt in ("a", "a", "b", "b")
+        ]
+        unsalted = num_cached_tokens(await ask(client, [picture_part(42)]))
+        assert cached[0] == cached[2] == unsalted == 0 and cached[1] == cached[3] >= 64
+        body = {"model": "demo", "prompt": "red circle " * 20, "max_tokens": 1}
+        words = []
+        for salt in ("a", "a", "b"):
+            response = await client.post("/v1/completions", json=body | {"cache_salt": salt})
+            words.append(num_cached_tokens(response.json()))
+        assert words[0] == words[2] == 0 < words[1]

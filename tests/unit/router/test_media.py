@@ -1,0 +1,283 @@
+"""What a door makes of a request's media: looked at, left out, cut. Real files, and a processor with round numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import pytest
+
+from bench.media_files import audio, image, scenes, video, video_of
+from cluster.errors import ContextLengthError, MediaError, UnsupportedError
+from cluster.media.fetch import FetchedMedia
+from cluster.media.settings import MediaSettings
+from cluster.media.sources import MediaSource
+from cluster.types.media import FrameStrategy, MediaGeometry, MediaLayout, MediaOptions, MediaProbe, Modality
+from router.media import Look, MediaPlanner, _with_cut
+from router.media_budget import Cut, Reason
+from router.openai.protocol import MediaNote
+from router.openai.translate import MediaRules
+
+IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
+AS_NEEDED = MediaRules()
+SIDE = 4  # of a patch, pixels; a row is a patch of an image, or of two frames
+OWN_PIXELS = 64 * 64  # the most that the model sees of an image or a frame, if the client does not say
+
+
+class FakeProcessor:
+    """Everything square; 10 rows a second of sound."""
+
+    fingerprint = "fake"
+    settings = MediaSettings()
+
+    def __init__(
+        self,
+        modalities=(IMAGE, VIDEO, AUDIO),
+        *,
+        has_one_size: bool = False,
+        bounds_whole_clips: bool = False,
+    ):
+        self.modalities = modalities
+        self.has_one_size = has_one_size
+        self.bounds_whole_clips = bounds_whole_clips
+
+    def patch_side(self, modality: Modality) -> int:
+        return SIDE
+
+    def layout(self, probe, options, sound=None, *, item_idx=0) -> MediaLayout:
+        if probe.modality not in self.modalities:
+            raise UnsupportedError(f"this model takes no {probe.modality} input")
+        if self.has_one_size and options.max_pixels is not None:
+            raise UnsupportedError("one size")
+        parts = [(probe.modality, self._geometry(probe, options))]
+        if sound is not None:
+            parts.append((AUDIO, self._geometry(sound, MediaOptions())))
+        runs = tuple((i, geometry.num_tokens) for i, (_, geometry) in enumerate(parts))
+        return MediaLayout("<rows>" * len(parts), runs, tuple(parts))
+
+    def _geometry(self, probe: MediaProbe, options: MediaOptions) -> MediaGeometry:
+        if probe.modality is AUDIO:
+            return MediaGeometry(probe.num_samples // 1600)
+        own = OWN_PIXELS
+        if self.bounds_whole_clips and probe.num_frames:
+            own = 4 * OWN_PIXELS // probe.num_frames
+        pixels = min(probe.width * probe.height, options.max_pixels or own)
+        patches = max(1, math.isqrt(pixels) // SIDE // options.spatial_pooling)
+        time = max(1, probe.num_frames // 2)
+        grid = None if self.has_one_size else (time, patches, patches)
+        return MediaGeometry(time * patches**2, grid)
+
+
+def fetched(data: bytes) -> FetchedMedia:
+    return FetchedMedia(data, hashlib.sha256(data).digest())
+
+
+def planner(*held: str, **processor) -> MediaPlanner:
+    return MediaPlanner(FakeProcessor(**processor), lambda name: name in held)
+
+
+def look_at(plans: MediaPlanner, *items, rules: MediaRules = AS_NEEDED, **options):
+    """items: (modality, bytes or error). Options are those of images and videos."""
+    of = {kind: MediaOptions() if kind is AUDIO else MediaOptions(**options) for kind in Modality}
+    sources = [MediaSource(kind, "", options=of[kind]) for kind, _ in items]
+    contents = [fetched(content) if isinstance(content, bytes) else content for _, content in items]
+    return plans.look(sources, contents, rules)
+
+
+def looks_at(plans: MediaPlanner, *items, **options) -> list[Look]:
+    looks, notes = look_at(plans, *items, **options)
+    assert not notes
+    return looks
+
+
+SMALL = image(32, 32)  # 64 rows
+CLIP = video(16, 4, (64, 64))  # 8 frames, as it lasts 4 s: 1024 rows
+SOUND = audio(1.0, 16_000)  # 10 rows
+
+
+def rows(looks) -> list[int]:
+    return [look.num_tokens for look in looks]
+
+
+def test_items_are_laid_out_in_order_as_the_client_asked():
+    looks = looks_at(planner(), (IMAGE, SMALL), (AUDIO, SOUND), (VIDEO, CLIP), max_pixels=256, max_frames=4)
+    assert [look.item_idx for look in looks] == [0, 1, 2]
+    assert rows(looks) == [16, 10, 32] and looks[2].probe.num_frames == 4
+
+
+def test_a_bad_item_ends_the_request_and_is_named():
+    with pytest.raises(MediaError, match=r"item 1 \(image\)"):
+        look_at(planner(), (IMAGE, SMALL), (IMAGE, b"not an image"))
+    with pytest.raises(MediaError, match="gone"):
+        look_at(planner(), (IMAGE, MediaError("gone")))
+
+
+def test_a_modality_that_the_model_does_not_take_is_refused_even_where_bad_items_are_left_out():
+    for plans in (planner(modalities=(IMAGE,)), MediaPlanner(None, lambda _: False)):
+        with pytest.raises(UnsupportedError, match="no audio input"):
+            look_at(plans, (AUDIO, SOUND), rules=MediaRules(omits_bad=True))
+
+
+WITH_HEAD = image(96, 96, "JPEG")
+WITH_HEAD = WITH_HEAD[: len(WITH_HEAD) // 2]  # its header says all that a layout needs
+
+
+def test_bad_items_are_left_out_where_the_client_prefers_that():
+    items = [(IMAGE, WITH_HEAD), (IMAGE, SMALL), (VIDEO, SMALL), (AUDIO, MediaError("item 3 (audio): 404"))]
+    assert rows(looks_at(planner(), items[0])) == [256], "nobody looks further than its header"
+    looks, notes = look_at(planner(), *items, rules=MediaRules(omits_bad=True))
+    assert [look.item_idx for look in looks] == [1]
+    assert [(note.item, note.modality, note.reason) for note in notes] == [
+        (0, "image", "error"), (2, "video", "error"), (3, "audio", "error"),
+    ]  # fmt: skip
+    assert all(f"item {note.item} ({note.modality})" in (note.error or "") for note in notes)
+
+
+def test_a_clip_without_a_sound_track_cannot_be_heard_and_is_left_out():
+    items = [(VIDEO, video_of(scenes(20), sound_s=2.0)), (VIDEO, video_of(scenes(20)))]
+    with pytest.raises(MediaError, match=r"item 1"):
+        look_at(planner(), *items, audio_in_video=True)
+    looks, notes = look_at(planner(), *items, rules=MediaRules(omits_bad=True), audio_in_video=True)
+    assert [look.item_idx for look in looks] == [0] and [note.item for note in notes] == [1]
+
+
+def test_a_heard_clip_is_two_items_and_its_sound_is_the_same_whichever_frames_are_taken():
+    plans = planner()
+    clip = (VIDEO, video_of(scenes(20), sound_s=2.0))
+    (whole,) = looks_at(plans, clip, audio_in_video=True)
+    (short,) = looks_at(plans, clip, audio_in_video=True, max_frames=2)
+    seen, heard = plans.items(whole, "a")
+    other_seen, other_heard = plans.items(short, "a")
+    assert (seen.modality, heard.modality) == (VIDEO, AUDIO)
+    assert heard == other_heard and seen.media_hash != other_seen.media_hash
+    assert heard.media_hash != plans.items(whole, "b")[1].media_hash
+
+
+def test_what_fits_is_left_as_it_is():
+    looks = looks_at(planner(), (IMAGE, SMALL), (AUDIO, SOUND))
+    assert planner().reduce(looks, 74, MediaRules(), Reason.BUDGET) == (looks, [])
+
+
+def test_a_request_in_too_many_tokens_is_refused_where_it_must_not_be_reduced_or_cannot():
+    plans = planner()
+    looks = looks_at(plans, (IMAGE, SMALL), (AUDIO, SOUND))
+    with pytest.raises(ContextLengthError, match="have 74 tokens; there is room for 73"):
+        plans.reduce(looks, 73, MediaRules(is_exact=True), Reason.BUDGET)
+    with pytest.raises(ContextLengthError, match="room for 0"):
+        plans.reduce(looks, -20, MediaRules(), Reason.BUDGET)
+    with pytest.raises(ContextLengthError):
+        plans.reduce(looks[1:], 9, MediaRules(), Reason.BUDGET)
+
+
+def test_frames_go_before_pixels_and_notes_say_what_is_left():
+    plans = planner()
+    looks = looks_at(plans, (VIDEO, CLIP), (IMAGE, SMALL), (AUDIO, SOUND))
+    assert rows(looks) == [1024, 64, 10]
+    reduced, notes = plans.reduce(looks, 800, MediaRules(), Reason.BUDGET)
+    assert rows(reduced)[1:] == [64, 10] and reduced[1] is looks[1]
+    assert notes == [MediaNote(0, "video", "budget", 512, 4)] and rows(reduced)[0] == 512
+    reduced, notes = plans.reduce(looks, 300, MediaRules(), Reason.LOAD)
+    assert [note.item for note in notes] == [0, 1] and {note.reason for note in notes} == {"load"}
+    assert [note.num_tokens for note in notes] == rows(reduced)[:2] and sum(rows(reduced)) <= 300
+    assert notes[0].num_frames == 4 and notes[1].num_frames is None
+
+
+@pytest.mark.parametrize("size", [(64, 64), (1000, 1000), (1400, 900)])
+def test_pixels_are_taken_from_what_the_model_sees_not_from_the_file(size):
+    plans = planner()
+    looks = looks_at(plans, (IMAGE, image(*size)))
+    assert rows(looks) == [256]
+    reduced, (note,) = plans.reduce(looks, 130, MediaRules(), Reason.BUDGET)
+    assert 100 <= rows(reduced)[0] <= 130 and note.max_pixels < OWN_PIXELS
+
+
+def test_no_item_is_looked_at_more_closely_when_another_has_to_make_room():
+    plans = planner()
+    looks = looks_at(plans, (IMAGE, image(500, 500)), (IMAGE, image(64, 64)))
+    reduced, _ = plans.reduce(looks, 400, MediaRules(), Reason.BUDGET)
+    assert rows(reduced)[0] == rows(reduced)[1] and 350 <= sum(rows(reduced)) <= 400
+
+
+def test_the_clients_own_bounds_stay_bounds():
+    plans = planner()
+    looks = looks_at(plans, (IMAGE, image(640, 640)), min_pixels=900, max_pixels=1024)
+    reduced, (note,) = plans.reduce(looks, 40, MediaRules(), Reason.BUDGET)
+    assert rows(looks) == [64] and 30 <= rows(reduced)[0] <= 40
+    assert note.max_pixels < 1024 and reduced[0].options.min_pixels <= note.max_pixels
+
+
+def test_pooled_items_are_cut_from_their_size_before_pooling():
+    plans = planner()
+    looks = looks_at(plans, (IMAGE, image(640, 640)), spatial_pooling=3)
+    assert rows(looks) == [25]
+    reduced, (note,) = plans.reduce(looks, 24, MediaRules(), Reason.BUDGET)
+    assert rows(reduced) == [16] and note.max_pixels <= OWN_PIXELS
+
+
+def test_clips_of_a_model_with_one_size_lose_frames_alone():
+    plans = planner(has_one_size=True)
+    looks = looks_at(plans, (VIDEO, CLIP), (IMAGE, SMALL))
+    reduced, notes = plans.reduce(looks, 600, MediaRules(), Reason.BUDGET)
+    assert rows(reduced) == [512, 64] and [note.item for note in notes] == [0]
+    with pytest.raises(ContextLengthError):
+        plans.reduce(looks, 500, MediaRules(), Reason.BUDGET)
+
+
+def test_clips_that_are_bounded_as_a_whole_lose_frames_all_the_same():
+    """Half as many frames could be twice as large, and nothing would be saved."""
+    plans = planner(bounds_whole_clips=True)
+    looks = looks_at(plans, (VIDEO, video(16, 4, (256, 256))))
+    assert looks[0].probe.num_frames == 8 and rows(looks) == [4 * 11**2]
+    reduced, (note,) = plans.reduce(looks, 370, MediaRules(), Reason.BUDGET)
+    assert note.num_frames == 6 and rows(reduced) == [3 * 11**2]
+
+
+@pytest.mark.parametrize("strategy", list(FrameStrategy))
+def test_every_strategy_keeps_within_the_budget(strategy):
+    plans = planner()
+    clip = video_of(scenes(5, 4, 6, 5), fps=4, gop_size=2)
+    looks = looks_at(plans, (VIDEO, clip), strategy=strategy)
+    for most in (500, 300, 100):
+        reduced, notes = plans.reduce(looks, most, MediaRules(), Reason.BUDGET)
+        assert 0 < rows(reduced)[0] <= most and notes[0].num_frames == reduced[0].probe.num_frames
+
+
+def test_what_encoders_hold_costs_nothing_and_is_not_touched():
+    plans = planner()
+    looks = looks_at(plans, (IMAGE, image(64, 64)), (IMAGE, image(60, 60)))
+    held = plans.items(looks[0], "me")[0].media_hash
+    relieved, notes = planner(held).relieve(looks, 0.5, "me")
+    assert relieved[0] is looks[0] and [note.item for note in notes] == [1]
+    assert notes[0].reason == "load" and rows(relieved)[1] <= 0.5 * rows(looks)[1]
+    _, of_another = planner(held).relieve(looks, 0.5, "you")
+    assert [note.item for note in of_another] == [0, 1], "what one tenant showed is new of another"
+
+
+def test_sounds_keep_their_rows_under_load_and_keep_no_image_from_being_reduced():
+    plans = planner()
+    looks = looks_at(plans, (AUDIO, audio(9.0, 16_000)), (IMAGE, SMALL))
+    assert rows(looks) == [90, 64]
+    relieved, notes = plans.relieve(looks, 0.5, "")
+    assert rows(relieved)[0] == 90 and 16 <= rows(relieved)[1] <= 32 and [note.item for note in notes] == [1]
+
+
+def test_what_cannot_be_reduced_is_encoded_as_it_is_under_load():
+    plans = planner(has_one_size=True)
+    looks = looks_at(plans, (IMAGE, SMALL))
+    assert plans.relieve(looks, 0.25, "") == (looks, [])
+    assert plans.relieve([], 0.25, "") == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "cut", "after"),
+    [
+        (MediaOptions(), Cut(), MediaOptions()),
+        (MediaOptions(fps=2.0), Cut(max_frames=4), MediaOptions(fps=2.0, max_frames=4)),
+        (MediaOptions(min_frames=8, max_frames=8), Cut(4), MediaOptions(min_frames=4, max_frames=4)),
+        (MediaOptions(min_frames=2, max_frames=8), Cut(4), MediaOptions(min_frames=2, max_frames=4)),
+        (MediaOptions(min_pixels=90), Cut(max_pixels=50), MediaOptions(min_pixels=50, max_pixels=50)),
+        (MediaOptions(spatial_pooling=2), Cut(4, 50), MediaOptions(max_frames=4, max_pixels=50, spatial_pooling=2)),
+    ],
+)  # fmt: skip
+def test_a_cut_lowers_what_a_client_asked_for_and_leaves_the_rest(options, cut, after):
+    assert _with_cut(options, cut) == after
