@@ -32,7 +32,7 @@ from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.types.media import MediaItem
 from cluster.types.messages import FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
-from encoder_service.runner import EncoderRunner
+from encoder_service.runner import EncoderRunner, Piece, Prepared
 from router.door import Door
 from router.openai.app import build_api
 
@@ -43,7 +43,7 @@ class Waiting:
 
     request: GenerateRequest
     items: Sequence[MediaItem]
-    tensors: Sequence[Future]  # per item, from the preprocessing threads
+    tensors: Sequence[Future[Prepared]]  # per item, from the preprocessing threads
     token: asyncio.Future[int]
     loop: asyncio.AbstractEventLoop
     rows: list[Tensor] = field(default_factory=list)  # per item, once encoded
@@ -130,17 +130,18 @@ class SynchronousEngine:
     def _admit(self, waiting: Waiting) -> None:
         """Encode what it shows, and give it blocks."""
         for item, tensors in zip(waiting.items, waiting.tensors, strict=True):
-            waiting.rows += self._encoder.encode(item.modality, [tensors.result()])
+            ready = tensors.result()
+            whole = Piece(ready, item.options, 0, ready.num_units)
+            waiting.rows += self._encoder.encode(item.modality, [whole])
         num_tokens = len(waiting.request.prompt.token_ids)
         waiting.block_table = self._blocks.allocate(-(-num_tokens // self._blocks.block_size))
 
     def _chunk(self, waiting: Waiting, count: int) -> SequenceChunk:
         start, end, prompt = waiting.num_computed, waiting.num_computed + count, waiting.request.prompt
         pieces = []
-        for span, rows in zip(prompt.media, waiting.rows, strict=True):
-            low, high = max(start, span.offset), min(end, span.end)
-            if low < high:
-                pieces.append(FeatureSlice(low - start, rows[low - span.offset : high - span.offset]))
+        for placed, rows in zip(prompt.media, waiting.rows, strict=True):
+            for token, row, num_rows in placed.pieces(start, end):
+                pieces.append(FeatureSlice(token - start, rows[row : row + num_rows]))
         return SequenceChunk(
             prompt.token_ids[start:end],
             self._model.positions(prompt).position_ids[..., start:end],
