@@ -119,7 +119,8 @@ class EncoderEngine:
             self._cache.note(item.media_hash)  # the door thought that it would be here
             return
         arrived_at = self._clock.now() - message.waited_s
-        ticket = Ticket(item.media_hash, arrived_at, num_call_rows(item), priority=message.priority)
+        num_rows = message.num_rows_before + num_call_rows(item)
+        ticket = Ticket(item.media_hash, arrived_at, num_rows, priority=message.priority)
         delivery = Delivery(door, message.request_id, message.item_idx, item, ticket, message.keep)
         delivery.from_cache = item.media_hash in self._cache
         self._count(num_cached=int(delivery.from_cache))

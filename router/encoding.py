@@ -100,7 +100,8 @@ class EncodeStage:
         encoder, item = flight.errands[item_idx].encoder, flight.items[item_idx]
         flight.charge(encoder, item.geometry.num_tokens)
         request = flight.request
-        order = (request.priority, request.waited_s)
+        num_rows_before = sum(earlier.geometry.num_tokens for earlier in flight.items[:item_idx])
+        order = (request.priority, request.waited_s, num_rows_before)
         keep = item.media_hash in flight.returning
         encoder.send(StartEncode(request.request_id, item_idx, item, self._timeout_s, *order, keep))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import httpx
 import numpy as np
 
 from bench.workload import Case, Reference, data_uri, make_case, png_bytes
+from cluster.types.media import MediaItem
 from router.openai.app import build_api
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, cluster_args
@@ -105,11 +107,13 @@ class Gate:
         runner = cluster.encoders[0]._engine._runner
         self._encode, runner.encode = runner.encode, self._held
         self._turns = threading.Semaphore(0)
+        self.has_first = threading.Event()  # the first call is held
 
     def let_through(self, num_calls: int = 1) -> None:
         self._turns.release(num_calls)
 
     def _held(self, *args, **kwargs):
+        self.has_first.set()
         assert self._turns.acquire(timeout=30)
         return self._encode(*args, **kwargs)
 
@@ -121,6 +125,19 @@ def gate(cluster: LocalCluster) -> Iterator[Gate]:
         yield held
     finally:
         held.let_through(100)
+
+
+def prepared_after(cluster: LocalCluster, image: dict, event: threading.Event) -> None:
+    """Whichever file is read first is encoded first: this one is read after the event."""
+    runner = cluster.encoders[0]._engine._preparation
+    data = base64.b64decode(image["image_url"]["url"].partition(",")[2])
+    prepare = runner._prepare
+
+    def in_order(item: MediaItem):
+        assert item.data != data or event.wait(timeout=30)
+        return prepare(item)
+
+    runner._prepare = in_order
 
 
 async def num_computed(cluster: LocalCluster, at_least: int) -> int:
@@ -151,6 +168,7 @@ async def test_prefill_computes_what_stands_before_each_image_while_the_image_is
         clients(cluster) as (client,),
     ):
         with gate(cluster) as held:
+            prepared_after(cluster, images[1], held.has_first)
             task = asyncio.ensure_future(ask(client, messages))
             async with asyncio.timeout(20):
                 while not cluster.prefills[0]._engine._requests:

@@ -78,6 +78,15 @@ def test_an_item_is_as_urgent_as_the_most_urgent_who_wants_it(rig):
     assert rig.called == ["third", "first", "second"]
 
 
+def test_items_of_one_request_are_encoded_in_the_order_in_which_its_prompt_needs_them(rig):
+    rig.start(make_item("first", 16), "r", item_idx=0)
+    rig.start(make_item("second", 4), "r", item_idx=1, num_rows_before=16)
+    rig.start(make_item("other", 12), "s")
+    rig.prepare_all()
+    rig.turn(4)
+    assert rig.called == ["other", "first", "second"]
+
+
 def test_who_is_urgent_no_more_goes_back_to_his_place(rig):
     for name in ("first", "second"):
         rig.start(make_item(name, 16), name)
