@@ -164,10 +164,10 @@ def test_a_client_that_leaves_cancels_its_call(door, stream, waiting):
 
     async def scenario(api):
         with pytest.raises(openai.APITimeoutError):
-            await api.with_options(timeout=0.2).chat.completions.create(
+            await api.with_options(timeout=1.5).chat.completions.create(
                 model="org/demo", messages=HELLO, stream=stream, n=2
             )
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(15):
             while not (door.was_cancelled if waiting == "door" else door.closed.is_set()):
                 await asyncio.sleep(0.01)
 
