@@ -181,7 +181,7 @@ def test_a_client_that_leaves_in_mid_stream_cancels_its_call(door):
         events = await api.chat.completions.create(model="org/demo", messages=HELLO, stream=True)
         await anext(aiter(events))
         await events.close()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(15):
             await door.closed.wait()
         assert door.generations[0].usage.completion_tokens < 1000
 
