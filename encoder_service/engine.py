@@ -112,20 +112,13 @@ class EncoderEngine:
         return 0 if batch else self._deliveries.wait_s()
 
     def start(self, door: DoorId, message: StartEncode) -> None:
-        item = message.item
-        error = self._refusal(message)
-        if error is not None:
-            self._outbox.send(door, Failed(message.request_id, to_info(error), message.item_idx))
-            self._cache.note(item.media_hash)  # the door thought that it would be here
-            return
-        arrived_at = self._clock.now() - message.waited_s
-        num_rows = message.num_rows_before + num_call_rows(item)
-        ticket = Ticket(item.media_hash, arrived_at, num_rows, priority=message.priority)
-        delivery = Delivery(door, message.request_id, message.item_idx, item, ticket, message.keep)
-        delivery.from_cache = item.media_hash in self._cache
-        self._count(num_cached=int(delivery.from_cache))
-        self._deliveries.add(delivery, message.timeout_s)
-        self._serve(delivery)
+        """Asked for anew, an item of a request is one delivery still: what was sent before did not arrive."""
+        earlier = self._deliveries.get(delivery_key(message.request_id, message.item_idx))
+        if earlier is not None:
+            self._deliveries.end(earlier, "asked for anew")
+        self._start(door, message)
+        if earlier is not None:
+            self._detach(earlier)  # now, that its item is not left in between
 
     def set_target(self, message: EncodeTarget) -> None:
         """Prefill has made room. For a delivery that has ended, the right is given back at once."""
@@ -163,6 +156,22 @@ class EncoderEngine:
             sending_bytes=self._deliveries.sending_bytes,
             encoded=self._totals,
         )
+
+    def _start(self, door: DoorId, message: StartEncode) -> None:
+        item = message.item
+        error = self._refusal(message)
+        if error is not None:
+            self._outbox.send(door, Failed(message.request_id, to_info(error), message.item_idx))
+            self._cache.note(item.media_hash)  # the door thought that it would be here
+            return
+        arrived_at = self._clock.now() - message.waited_s
+        num_rows = message.num_rows_before + num_call_rows(item)
+        ticket = Ticket(item.media_hash, arrived_at, num_rows, priority=message.priority)
+        delivery = Delivery(door, message.request_id, message.item_idx, item, ticket, message.keep)
+        delivery.from_cache = item.media_hash in self._cache
+        self._count(num_cached=int(delivery.from_cache))
+        self._deliveries.add(delivery, message.timeout_s)
+        self._serve(delivery)
 
     def _refusal(self, message: StartEncode) -> ClusterError | None:
         """Why an item is not taken in; None: it is."""

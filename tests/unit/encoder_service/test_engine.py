@@ -128,6 +128,22 @@ def test_one_delivery_of_a_request_can_be_called_off_and_asked_for_again(rig, nu
     assert rig.said(Encoded)[-1] == Encoded("r", 0, cached=True)
 
 
+@pytest.mark.parametrize("num_turns", range(6))
+def test_an_item_that_is_asked_for_twice_is_one_delivery(rig, num_turns):
+    """As when prefill has granted anew because the first grant's time was over."""
+    rig.network.faults.post_polls = 2
+    rig.start(ITEM)
+    rig.turn(num_turns)
+    rig.start(ITEM)
+    rig.turn(1)
+    load = rig.encoder.engine.load()
+    assert load.num_waiting == 1 and load.held_bytes >= len(ITEM.data)
+    rig.target(ITEM)
+    rig.turn(8)
+    assert [(m.request_id, m.item_idx) for m in rig.said(Encoded)] == [("r", 0)]
+    assert rig.encoder.engine.load().is_idle and rig.encoder.engine.load().encoded.num_encoded == 1
+
+
 def test_an_item_that_nobody_else_wants_is_not_encoded_when_it_is_called_off(rig):
     rig.start(ITEM)
     rig.encoder.step()
