@@ -3,7 +3,7 @@
     python -m bench.soak --url http://127.0.0.1:8000 --num-requests 1000 --cancelled-ratio 0.2
 
 Streams mixed requests at a fixed concurrency, closes the connection of a fifth of them after a random time, waits until the
-cluster is idle and reads /metrics: no choice on its way, no request, no block held, no lease open, in any worker. Exit status 1
+cluster is idle and reads /metrics: no choice on its way, no request, no block or byte held, no lease open, in any worker. Exit status 1
 if anything is still held or a request that was not cancelled got no answer.
 """
 
@@ -28,6 +28,8 @@ HELD = (
     "epdg_worker_queued_units",
     "epdg_worker_used_blocks",
     "epdg_worker_open_leases",
+    "epdg_worker_media_bytes",
+    "epdg_worker_sending_bytes",
 )
 
 

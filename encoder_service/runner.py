@@ -56,8 +56,8 @@ class EncoderRunner:
 
         The error does not number the item: requests that share it know it by different numbers, and their doors do.
         """
-        decoded = decode(item.modality, item.data, self._processor.settings, item.options, item_idx=None)
-        tensors = self._processor.prepare(item.modality, decoded, item.options, item_idx=None)
+        array = decode(item.modality, item.data, self._processor.settings, item.options, item_idx=None)
+        tensors = self._processor.prepare(item.modality, array, item.options, item_idx=None)
         cut = self._model.cut(item.modality)
         num_units = 1 if cut is None else cut.num_units(tensors)
         return Prepared(self._model.upload(tensors), num_units)

@@ -82,21 +82,15 @@ class PromptBuilder:
         if share < 1.0 and not rules.is_exact:
             looks, relieved = self._media.relieve(looks, share, tenant)
             notes += relieved
-        prompt = self._expanded(messages, looks, tenant)
+        earlier = items_of_earlier_turns(call.messages)
+        prompt, items = self._expanded(messages, looks, tenant, earlier)
         room = self._media_room(call, prompt, looks)
         if looks and sum(look.num_tokens for look in looks) > room:
             looks, reduced = self._media.reduce(looks, room, rules, Reason.BUDGET)
             notes = [note for note in notes if note.item not in {new.item for new in reduced}] + reduced
-            prompt = self._expanded(messages, looks, tenant)
-        returning = items_of_earlier_turns(call.messages)
-        items = {
-            item.media_hash: msgspec.structs.replace(item, is_returning=look.item_idx in returning)
-            for look in sorted(looks, key=lambda look: look.item_idx in returning)  # shown twice: it returns
-            for item in self._media.items(look, tenant)
-        }
-        in_order = tuple(items[placed.media_hash] for placed in prompt.media)
+            prompt, items = self._expanded(messages, looks, tenant, earlier)
         notes.sort(key=lambda note: note.item)
-        return self._prepared(prompt, in_order, call.guidance, call.cache_salt, notes)
+        return self._prepared(prompt, items, call.guidance, call.cache_salt, notes)
 
     def completion(
         self,
@@ -110,12 +104,23 @@ class PromptBuilder:
             token_ids = self._text.checked_prompt(prompt)
         return self._prepared(Prompt(tuple(token_ids)), (), guidance, cache_salt)
 
-    def _expanded(self, messages: Sequence[ChatMessage], looks: Sequence[Look], tenant: str) -> Prompt:
+    def _expanded(
+        self, messages: Sequence[ChatMessage], looks: Sequence[Look], tenant: str, earlier: Collection[int]
+    ) -> tuple[Prompt, tuple[MediaItem, ...]]:
+        """The prompt, and what stands in each of its media; `earlier`: items that an earlier turn showed."""
+        items = [self._media.items(look, tenant) for look in looks]
         laid_out = [
-            LaidOutMedia(look.layout, tuple(item.media_hash for item in self._media.items(look, tenant)))
-            for look in looks
+            LaidOutMedia(look.layout, tuple(item.media_hash for item in own))
+            for look, own in zip(looks, items, strict=True)
         ]
-        return self._text.chat_prompt(messages, laid_out)
+        prompt = self._text.chat_prompt(messages, laid_out)
+        pairs = [(look, item) for look, own in zip(looks, items, strict=True) for item in own]
+        by_hash = {item.media_hash: item for _, item in pairs}
+        returning = {item.media_hash for look, item in pairs if look.item_idx in earlier}
+        return prompt, tuple(
+            msgspec.structs.replace(by_hash[name], is_returning=name in returning)
+            for name in (placed.media_hash for placed in prompt.media)
+        )
 
     def _media_room(self, call: ChatCall, prompt: Prompt, looks: Sequence[Look]) -> int:
         """Embedding rows that all items together may have."""

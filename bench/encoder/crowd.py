@@ -20,11 +20,12 @@ from bench.encoder.records import Record
 from bench.encoder.serving import ENCODER_ITEMS, endpoint, grown, read_metrics, replicas
 from bench.engine.client import Endpoint, Request
 from bench.engine.prompts import Prompts
+from bench.soak import wait_idle
 from cluster.worker.memory_plan import encoder_step_bytes
 from encoder_service.service import MAX_BATCH_ROWS
 
 NUM_TOKENS = 8  # of an answer
-SETTLE_S = 1.0  # a door learns a worker's counters by its next report
+IDLE_TIMEOUT_S = 10.0  # a door learns a worker's counters by its last report, which says that nothing is held
 QUESTION = "What do you see?"
 
 
@@ -39,7 +40,8 @@ def single(
         requests = [request("video", NUM_TOKENS, clip, text_part(QUESTION))] * num_requests
         before, cpu_before_s = read_metrics(url), cpu_s(doors)
         outcome = _timed(server, requests)
-        time.sleep(SETTLE_S)
+        if held := wait_idle(url, IDLE_TIMEOUT_S):
+            raise RuntimeError(f"the cluster still holds {held}")
         after = read_metrics(url)
         yield {
             "type": "single",

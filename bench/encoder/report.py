@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from xml.sax.saxutils import escape
 
+from bench.charts import box, label, svg
 from bench.encoder.records import Record
 from bench.engine.measure import percentile
 
@@ -247,25 +247,20 @@ def plot(records: Iterable[Record]) -> str:
         (r for r in records if r["type"] == "curve"), "model", "dtype", "threads", "modality", "batch"
     )
     per_item = {key: 1e3 * _median(cell, "seconds") / key[-1] for key, cell in cells.items()}
-    y, body = 26.0, [_text(8, 16, "ms an item, by items in an encoder call")]
+    y, body = 26.0, [label(8, 16, "ms an item, by items in an encoder call")]
     for number, group in enumerate(dict.fromkeys(key[:-1] for key in per_item)):
         model, dtype, threads, modality = group
         values = {key[-1]: value for key, value in per_item.items() if key[:-1] == group}
-        body.append(_text(8, y + BAR, f"{model}, {modality}"))
-        body.append(_text(8, y + 2 * BAR, f"{dtype}, {threads} threads"))
+        body.append(label(8, y + BAR, f"{model}, {modality}"))
+        body.append(label(8, y + 2 * BAR, f"{dtype}, {threads} threads"))
         for batch, value in values.items():
             width = (WIDTH - LEFT - VALUES) * value / max(values.values())
             colour = COLOURS[number % len(COLOURS)]
-            body.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 2}" fill="{colour}"/>')
-            body.append(_text(LEFT + width + 5, y + BAR - 3, f"{value:.1f} · {batch} items"))
+            body.append(box(LEFT, y, width, BAR - 2, colour))
+            body.append(label(LEFT + width + 5, y + BAR - 3, f"{value:.1f} · {batch} items"))
             y += BAR
         y += BAR
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y:.0f}" font-family="sans-serif" '
-        f'font-size="11" fill="#333">\n<rect width="{WIDTH}" height="{y:.0f}" fill="white"/>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
-    )
+    return svg(WIDTH, y, body)
 
 
 def _origins(records: Sequence[Record]) -> str:
@@ -302,10 +297,6 @@ def _ratio(cell: Sequence[Record], other: Sequence[Record], value: Callable[[Rec
 
 def _head(*columns: str) -> list[str]:
     return [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
-
-
-def _text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 
 TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
+from bench.charts import box, label, svg
 from bench.engine.processes import ROLES
 from bench.engine.servers import OURS
 
@@ -30,7 +30,7 @@ class Results:
 
 
 def read(files: Iterable[Path]) -> Results:
-    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    records = [json.loads(line) for file in files for line in file.readlabel().splitlines()]
     return collect(records)
 
 
@@ -142,33 +142,25 @@ def plot(results: Results) -> str:
     for number, ((row, concurrency), cell) in enumerate(results.cells.items()):
         rates = {name: median(cell[name], "tokens_per_s") for name in results.servers if name in cell}
         body += _group(f"{row} @{concurrency}", rates, results.servers, 34 + step * number)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-        f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="11" fill="#333">\n'
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
-    )
+    return svg(WIDTH, height, body)
 
 
 def _legend(servers: Sequence[str]) -> Iterable[str]:
-    yield _text(8, 18, "generated tokens per second")
+    yield label(8, 18, "generated tokens per second")
     for number, name in enumerate(servers):
         x = LABEL_WIDTH + 60 + 110 * number
-        yield f'<rect x="{x}" y="9" width="10" height="10" fill="{COLOURS[number % len(COLOURS)]}"/>'
-        yield _text(x + 15, 18, name)
+        yield box(x, 9, 10, 10, COLOURS[number % len(COLOURS)])
+        yield label(x + 15, 18, name)
 
 
-def _group(label: str, rates: dict[str, float], servers: Sequence[str], top: int) -> list[str]:
+def _group(title: str, rates: dict[str, float], servers: Sequence[str], top: int) -> list[str]:
     full = WIDTH - LABEL_WIDTH - VALUE_WIDTH
     most = max(rates.values(), default=0.0) or 1.0
-    lines = [_text(8, top + BAR, label)]
+    lines = [label(8, top + BAR, title)]
     for number, name in enumerate(servers):
         if name in rates:
             y, width = top + BAR * number, full * rates[name] / most
             colour = COLOURS[number % len(COLOURS)]
-            bar = f'<rect x="{LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{BAR - 2}" fill="{colour}"/>'
-            lines += [bar, _text(LABEL_WIDTH + width + 5, y + BAR - 3, f"{rates[name]:.1f}")]
+            bar = box(LABEL_WIDTH, y, width, BAR - 2, colour)
+            lines += [bar, label(LABEL_WIDTH + width + 5, y + BAR - 3, f"{rates[name]:.1f}")]
     return lines
-
-
-def _text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

@@ -37,7 +37,6 @@ from bench.demo_model.evaluate import MAX_NEW_TOKENS, Sample, draw_samples
 from bench.demo_model.speech import WordBank
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
-from cluster.media.decode import DecodedMedia
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, PromptPositions, SequenceChunk
@@ -145,7 +144,7 @@ class Halves:
         decoded = decoded_media(sample)
         draws = [()] if prompts == "short" else [_earlier_turns(rng) for _ in range(NUM_DRAWS)]
         laid_out = [
-            LaidOutMedia(self.media.layout(_probe(item)), (str(number),))
+            LaidOutMedia(self.media.layout(_probe(*item)), (str(number),))
             for number, item in enumerate(decoded)
         ]
         prompt = min(
@@ -154,8 +153,8 @@ class Halves:
         )
         features = []
         for placed in prompt.media:
-            item = decoded[int(placed.media_hash)]
-            (rows,) = self.encoder.encode(item.modality, [self.media.prepare(item.modality, item)])
+            modality, array = decoded[int(placed.media_hash)]
+            (rows,) = self.encoder.encode(modality, [self.media.prepare(modality, array)])
             for token, row, count in placed.pieces(0, len(prompt.token_ids)):
                 features.append(FeatureSlice(token, rows[row : row + count]))
         return Asked(prompt, self.language.positions(prompt), tuple(features), sample.turn.answer)
@@ -168,29 +167,29 @@ def _earlier_turns(rng: random.Random) -> list[Turn]:
     return [data.text_question(rng) for _ in range(EARLIER_TURNS)]
 
 
-def decoded_media(sample: Sample) -> list[DecodedMedia]:
+def decoded_media(sample: Sample) -> list[tuple[Modality, np.ndarray]]:
     """In the order of the message."""
     return [
-        *(DecodedMedia(Modality.IMAGE, np.array(image)) for image in sample.images),
-        *(DecodedMedia(Modality.VIDEO, frames) for frames in sample.videos),
-        *(DecodedMedia(Modality.AUDIO, sound) for sound in sample.sounds),
+        *((Modality.IMAGE, np.array(image)) for image in sample.images),
+        *((Modality.VIDEO, frames) for frames in sample.videos),
+        *((Modality.AUDIO, sound) for sound in sample.sounds),
     ]
 
 
-def _probe(item: DecodedMedia) -> MediaProbe:
-    shape = item.array.shape
-    match item.modality:
+def _probe(modality: Modality, array: np.ndarray) -> MediaProbe:
+    shape = array.shape
+    match modality:
         case Modality.IMAGE:
-            return MediaProbe(item.modality, width=shape[1], height=shape[0])
+            return MediaProbe(modality, width=shape[1], height=shape[0])
         case Modality.VIDEO:
-            return MediaProbe(item.modality, width=shape[2], height=shape[1], num_frames=shape[0])
+            return MediaProbe(modality, width=shape[2], height=shape[1], num_frames=shape[0])
         case Modality.AUDIO:
-            return MediaProbe(item.modality, num_samples=shape[0])
+            return MediaProbe(modality, num_samples=shape[0])
 
 
 def conversation(sample: Sample, earlier: Sequence[Turn]) -> list[ChatMessage]:
     """Earlier turns with their right answers, then the media and the question."""
-    media = tuple(MediaPart(item.modality) for item in decoded_media(sample))
+    media = tuple(MediaPart(modality) for modality, _ in decoded_media(sample))
     messages = []
     for turn in earlier:
         messages += [ChatMessage("user", turn.question), ChatMessage("assistant", turn.answer)]

@@ -6,7 +6,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
-from xml.sax.saxutils import escape
+
+from bench.charts import box, label, svg
 
 Record = dict[str, Any]
 COLOURS = ("#999999", "#cccccc", "#2f6fb0", "#7fb2de", "#b9d4ec", "#e08a2c", "#eeb878", "#f5d9b5")
@@ -108,23 +109,16 @@ def plot(records: Iterable[Record]) -> str:
     names = list(dict.fromkeys(f"{agent} {codec}" for _, agent, codec in rates))
     most, y, body = max(rates.values(), default=1.0), 10.0, []
     for count in dict.fromkeys(key[0] for key in rates):
-        body.append(_text(8, y + BAR, f"{count} × 16 KiB"))
+        body.append(label(8, y + BAR, f"{count} × 16 KiB"))
         for (blocks, agent, codec), rate in rates.items():
             if blocks == count:
                 width = (WIDTH - LEFT - 220) * rate / most
                 colour = COLOURS[names.index(f"{agent} {codec}") % len(COLOURS)]
-                body.append(
-                    f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 2}" fill="{colour}"/>'
-                    + _text(LEFT + width + 5, y + BAR - 3, f"{rate:.2f} {agent} {codec}")
-                )
+                body.append(box(LEFT, y, width, BAR - 2, colour))
+                body.append(label(LEFT + width + 5, y + BAR - 3, f"{rate:.2f} {agent} {codec}"))
                 y += BAR
         y += BAR
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y:.0f}" font-family="sans-serif" '
-        f'font-size="11" fill="#333">\n<rect width="{WIDTH}" height="{y:.0f}" fill="white"/>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
-    )
+    return svg(WIDTH, y, body)
 
 
 def _groups(records: Iterable[Record], names: Sequence[str]) -> dict[tuple[Any, ...], list[Record]]:
@@ -137,7 +131,3 @@ def _groups(records: Iterable[Record], names: Sequence[str]) -> dict[tuple[Any, 
 
 def _median(cell: Sequence[Record], name: str) -> float:
     return statistics.median(record[name] for record in cell)
-
-
-def _text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from fractions import Fraction
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -33,17 +32,10 @@ _PLANAR_LUMA = frozenset(
 class Timeline(msgspec.Struct, frozen=True):
     """When frames are shown, in the order in which they are."""
 
-    times: tuple[int, ...] | None  # in units of unit_s; None: the file says nothing
-    unit_s: Fraction
+    times: tuple[int, ...] | None  # in the file's units; None: it says nothing
     key_idx: tuple[int, ...]  # frames stored whole
     num_frames: int
     source_fps: float
-
-    def shown_at_s(self, idx: int) -> float:
-        """Seconds from the first frame to this one."""
-        if self.times is None:
-            return idx / self.source_fps
-        return float((self.times[idx] - self.times[0]) * self.unit_s)
 
     def idx_at(self, time: int | None, position: int) -> int:
         """The frame shown at this time; without times the one at this place."""
@@ -128,7 +120,6 @@ class ContainerClip:
             order = sorted(range(len(times)), key=times.__getitem__) if has_times else range(len(times))
             return Timeline(
                 tuple(times[packet_idx] for packet_idx in order) if has_times else None,
-                stream.time_base or Fraction(1),
                 tuple(idx for idx, packet_idx in enumerate(order) if keys[packet_idx]),
                 len(times),
                 source_fps,
@@ -188,9 +179,7 @@ class AnimationClip:
         durations = [duration or default for duration in durations] or [default]
         num_frames, total = len(durations), sum(durations)
         times = tuple(accumulate(durations[:-1], initial=0))
-        return Timeline(
-            times, Fraction(1, units), tuple(range(num_frames)), num_frames, num_frames * units / total
-        )
+        return Timeline(times, tuple(range(num_frames)), num_frames, num_frames * units / total)
 
     def pictures(self, *, only_keys: bool = False, num_threads: int = 0) -> Iterator[Picture]:
         times = self.timeline().times or ()

@@ -22,7 +22,6 @@ import numpy as np
 
 from cluster.errors import ConfigError, MediaError, UnsupportedError
 from cluster.media.calls import CLIP_AREA_MODELS, ProcessorCalls
-from cluster.media.decode import DecodedMedia
 from cluster.media.layout import make_layout
 from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling, naming
 from cluster.media.shapes import blank_audio, blank_image, blank_video, shapes_only
@@ -130,17 +129,17 @@ class MediaProcessor:
     def prepare(
         self,
         modality: Modality,
-        decoded: DecodedMedia,
+        array: np.ndarray,
         options: MediaOptions = DEFAULT_OPTIONS,
         *,
         item_idx: int | None = 0,
     ) -> dict[str, torch.Tensor]:
-        """Model inputs of one item, as the processor gives them for a batch of one; pooling comes behind the encoder and changes nothing
+        """Model inputs of one item that `decode` made an array, as the processor gives them for a batch of one; pooling comes behind the encoder and changes nothing
         here. Raises MediaError, UnsupportedError."""
         self._check_modality(modality)
         options = msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
         with naming(modality, item_idx):
-            inputs = self._process(modality, decoded.array, options)
+            inputs = self._process(modality, array, options)
             return self._model_inputs(modality, inputs)
 
     def _layout(self, probe: MediaProbe, options: MediaOptions, sound: MediaProbe | None) -> MediaLayout:

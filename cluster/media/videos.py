@@ -25,7 +25,6 @@ class VideoPlan(msgspec.Struct, frozen=True):
     """Which frames to take. Equal frames may follow each other."""
 
     frame_idx: tuple[int, ...]  # among all frames, in the order in which they are shown
-    shown_at_s: tuple[float, ...]  # seconds from the clip's first frame
     source_fps: float
     num_source_frames: int
     width: int  # as shown
@@ -62,7 +61,6 @@ def plan_video(
     times = timeline.times
     return VideoPlan(
         tuple(indices),
-        tuple(timeline.shown_at_s(idx) for idx in indices),
         timeline.source_fps,
         timeline.num_frames,
         *((height, width) if first.turns % 2 else (width, height)),

@@ -6,7 +6,7 @@ A stream's events differ only in index, text and finish reason, so everything el
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -52,12 +52,15 @@ def model_fields(model_id: str, created: int) -> dict[str, Any]:
     return {"id": model_id, "object": "model", "created": created, "owned_by": "epdg"}
 
 
-class ChatFormat:
-    """/v1/chat/completions: the shapes of one response."""
+class _Format:
+    """The shapes of one response. A stream's events differ in one choice only."""
+
+    _kind: ClassVar[str]  # of a whole answer
+    _event_kind: ClassVar[str]
 
     def __init__(self, response_id: str, created: int, model: str, include_usage: bool = False):
         self._head = {"id": response_id, "created": created, "model": model}
-        self._prefix, self._suffix = _frame(self._head, "chat.completion.chunk", include_usage)
+        self._prefix, self._suffix = _frame(self._head, self._event_kind, include_usage)
 
     def body(
         self,
@@ -67,18 +70,24 @@ class ChatFormat:
         notes: Sequence[MediaNote] = (),
     ) -> bytes:
         choices = [
-            {
-                "index": idx,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": reason,
-            }
+            {"index": idx, **self._content(text), "logprobs": None, "finish_reason": reason}
             for idx, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
         ]
         media = {"media": notes} if notes else {}
-        return _encode(
-            {**self._head, "object": "chat.completion", "choices": choices, "usage": usage, **media}
-        )
+        return _encode({**self._head, "object": self._kind, "choices": choices, "usage": usage, **media})
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        return b'%b[],"usage":%b}\n\n' % (self._prefix, _encode(usage))
+
+    def _content(self, text: str) -> dict[str, Any]:
+        """What a choice of a whole answer says."""
+        raise NotImplementedError
+
+
+class ChatFormat(_Format):
+    """/v1/chat/completions."""
+
+    _kind, _event_kind = "chat.completion", "chat.completion.chunk"
 
     def first(self, index: int, notes: Sequence[MediaNote] = ()) -> bytes:
         delta = (
@@ -97,30 +106,14 @@ class ChatFormat:
             self._prefix, index, reason.encode(), self._suffix,
         )  # fmt: skip
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        return b'%b[],"usage":%b}\n\n' % (self._prefix, _encode(usage))
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-class CompletionFormat:
-    """/v1/completions: the shapes of one response."""
+class CompletionFormat(_Format):
+    """/v1/completions. It has no media, and so nothing to note."""
 
-    def __init__(self, response_id: str, created: int, model: str, include_usage: bool = False):
-        self._head = {"id": response_id, "created": created, "model": model}
-        self._prefix, self._suffix = _frame(self._head, "text_completion", include_usage)
-
-    def body(
-        self,
-        texts: Sequence[str],
-        finish_reasons: Sequence[str],
-        usage: dict[str, Any],
-        notes: Sequence[MediaNote] = (),
-    ) -> bytes:
-        """There are no notes: a completion has no media."""
-        choices = [
-            {"index": idx, "text": text, "logprobs": None, "finish_reason": reason}
-            for idx, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
-        ]
-        return _encode({**self._head, "object": "text_completion", "choices": choices, "usage": usage})
+    _kind = _event_kind = "text_completion"
 
     def first(self, index: int, notes: Sequence[MediaNote] = ()) -> bytes:
         return b""
@@ -135,8 +128,8 @@ class CompletionFormat:
             self._prefix, index, reason.encode(), self._suffix,
         )  # fmt: skip
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        return b'%b[],"usage":%b}\n\n' % (self._prefix, _encode(usage))
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
 
 Format = ChatFormat | CompletionFormat

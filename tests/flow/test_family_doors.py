@@ -19,8 +19,9 @@ from bench.workload import data_uri, png_bytes, wav_bytes
 from cluster.config.settings import ClusterArgs
 from cluster.ids import new_request_id
 from cluster.media.decode import decode
+from cluster.media.probe import probe
 from cluster.media.processor import MediaProcessor
-from cluster.types.media import Modality
+from cluster.types.media import MediaProbe, Modality
 from cluster.types.request import GenerateRequest, StopParams
 from router.door import Door
 from router.openai.app import build_api
@@ -135,17 +136,17 @@ class Reference:
             if isinstance(part, str):
                 continue
             modality, data = part
-            decoded = decode(modality, data, self.settings)
+            array = decode(modality, data, self.settings)
             if modality is IMAGE:
                 given["images"].append(Image.open(io.BytesIO(data)))
             elif modality is AUDIO:
-                given["audio"].append(decoded.array)
+                given["audio"].append(array)
                 slots.append(None)
             else:
-                given["videos"].append(decoded.array)
-                given["video_metadata"].append(metadata(decoded))
+                given["videos"].append(array)
+                given["video_metadata"].append(metadata(probe(modality, data, self.settings)))
                 if is_heard:
-                    given["audio"].append(decode(AUDIO, data, self.settings).array)
+                    given["audio"].append(decode(AUDIO, data, self.settings))
                     slots.append(len(given["videos"]) - 1)
         given = {key: value for key, value in given.items() if value}
         if "videos" in given:
@@ -155,14 +156,11 @@ class Reference:
         return dict(processor(text=[text], return_tensors="pt", **given, **self.folder.call_kwargs))
 
 
-def metadata(decoded: Any) -> Any:
+def metadata(probed: MediaProbe) -> Any:
     from transformers.video_utils import VideoMetadata
 
-    num_frames = len(decoded.array)
-    frame_idx = getattr(decoded, "frame_idx", ()) or range(num_frames)
-    total = getattr(decoded, "num_source_frames", 0) or num_frames
-    fps = getattr(decoded, "source_fps", 0.0) or decoded.fps
-    return VideoMetadata(total, fps=fps, duration=total / fps, frames_indices=list(frame_idx))
+    total, fps = probed.num_source_frames, probed.source_fps
+    return VideoMetadata(total, fps=fps, duration=total / fps, frames_indices=list(probed.frame_idx))
 
 
 def cluster_args(folder: FamilyFolder, max_batch_tokens: int = 48) -> ClusterArgs:

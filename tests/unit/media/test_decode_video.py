@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from itertools import pairwise
 
 import av
 import numpy as np
@@ -12,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import MediaError
-from cluster.media.decode import DecodedMedia, decode
+from cluster.media.decode import decode
 from cluster.media.probe import probe
 from cluster.media.settings import DEFAULT_OPTIONS, MediaLimits, MediaSettings, VideoSampling
 from cluster.media.torchvision_compat import ensure_torchvision
-from cluster.types.media import FrameStrategy, MediaOptions, Modality
+from cluster.types.media import FrameStrategy, MediaOptions, MediaProbe, Modality
 from tests.unit.media import files
 
 SETTINGS = MediaSettings(video=VideoSampling(fps=4, max_frames=32))
@@ -28,20 +27,17 @@ FORMATS = (
 )  # fmt: skip
 
 
-def decoded_as_probed(data: bytes, options: MediaOptions = DEFAULT_OPTIONS) -> DecodedMedia:
+def decoded_as_probed(data: bytes, options: MediaOptions = DEFAULT_OPTIONS) -> tuple[np.ndarray, MediaProbe]:
+    """The frames, and what the probe says of them; checked to agree in all that can be compared."""
     probed = probe(Modality.VIDEO, data, SETTINGS, options)
-    decoded = decode(Modality.VIDEO, data, SETTINGS, options)
-    assert decoded.array.shape == (probed.num_frames, probed.height, probed.width, 3)
-    assert decoded.array.dtype == np.uint8 and decoded.array.flags.c_contiguous
-    assert decoded.frame_idx == probed.frame_idx and len(probed.frame_idx) == probed.num_frames
-    assert (decoded.fps, decoded.source_fps) == (probed.fps, probed.source_fps)
-    assert decoded.num_source_frames == probed.num_source_frames > max(probed.frame_idx)
-    assert decoded.fps == pytest.approx(
+    frames = decode(Modality.VIDEO, data, SETTINGS, options)
+    assert frames.shape == (probed.num_frames, probed.height, probed.width, 3)
+    assert frames.dtype == np.uint8 and frames.flags.c_contiguous
+    assert len(probed.frame_idx) == probed.num_frames and probed.num_source_frames > max(probed.frame_idx)
+    assert probed.fps == pytest.approx(
         probed.num_frames / probed.num_source_frames * probed.source_fps, rel=1e-9
     )
-    assert len(decoded.shown_at_s) == probed.num_frames
-    assert all(early <= late for early, late in pairwise(decoded.shown_at_s))
-    return decoded
+    return frames, probed
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -55,76 +51,74 @@ def test_probe_and_decode_agree_about_every_clip_and_strategy(data):
     max_frames = data.draw(st.none() | st.integers(1, 40))
     strategy = data.draw(st.sampled_from(FrameStrategy))
     rate = None if strategy is FrameStrategy.KEYFRAMES else data.draw(st.none() | st.floats(0.1, 60))
-    decoded = decoded_as_probed(clip, MediaOptions(strategy=strategy, fps=rate, max_frames=max_frames))
-    assert len(decoded.frame_idx) <= (max_frames or 32)
-    assert decoded.num_source_frames == num_frames
+    frames, probed = decoded_as_probed(clip, MediaOptions(strategy=strategy, fps=rate, max_frames=max_frames))
+    assert len(frames) <= (max_frames or 32)
+    assert probed.num_source_frames == num_frames
 
 
 @pytest.mark.parametrize(("form", "codec"), FORMATS)
 @pytest.mark.parametrize(("num_frames", "fps"), [(1, 25), (3, 25), (25, 25), (101, 25)])
 def test_a_video_decodes_to_as_many_frames_as_it_was_probed_at(form, codec, num_frames, fps):
-    decoded = decoded_as_probed(files.video(num_frames, fps, form=form, codec=codec))
-    assert decoded.array.shape[1:] == (48, 64, 3)
-    assert num_frames < 25 or decoded.fps == pytest.approx(4, rel=0.1)
+    frames, probed = decoded_as_probed(files.video(num_frames, fps, form=form, codec=codec))
+    assert frames.shape[1:] == (48, 64, 3)
+    assert num_frames < 25 or probed.fps == pytest.approx(4, rel=0.1)
 
 
 def test_a_video_is_turned_upright():
-    frames = decoded_as_probed(files.sideways_video()).array
+    frames, _ = decoded_as_probed(files.sideways_video())
     assert frames.shape == (4, 64, 48, 3)
     assert frames[:, :28].mean() < 10 and frames[:, 36:].mean() > 245
 
 
 def test_the_frames_taken_are_those_of_uniform_sampling():
-    decoded = decoded_as_probed(files.video(20, 10))
-    assert decoded.frame_idx == (0, 2, 5, 7, 10, 12, 15, 17)
-    assert decoded.shown_at_s == pytest.approx([0, 0.2, 0.5, 0.7, 1.0, 1.2, 1.5, 1.7])
-    greys = decoded.array.mean(axis=(1, 2, 3)).round()
-    assert np.abs(greys - [10 * idx for idx in decoded.frame_idx]).max() <= 3
+    frames, probed = decoded_as_probed(files.video(20, 10))
+    assert probed.frame_idx == (0, 2, 5, 7, 10, 12, 15, 17)
+    greys = frames.mean(axis=(1, 2, 3)).round()
+    assert np.abs(greys - [10 * idx for idx in probed.frame_idx]).max() <= 3
 
 
 def test_a_client_can_ask_for_more_or_fewer_frames():
     clip = files.video(20, 10)
-    assert len(decoded_as_probed(clip, MediaOptions(fps=10)).frame_idx) == 20
-    assert len(decoded_as_probed(clip, MediaOptions(fps=1, min_frames=6)).frame_idx) == 6
-    assert decoded_as_probed(clip, MediaOptions(max_frames=2)).frame_idx == (0, 10)
-    assert decoded_as_probed(clip, MediaOptions(max_frames=1)).frame_idx == (0,)
+    assert len(decoded_as_probed(clip, MediaOptions(fps=10))[0]) == 20
+    assert len(decoded_as_probed(clip, MediaOptions(fps=1, min_frames=6))[0]) == 6
+    assert decoded_as_probed(clip, MediaOptions(max_frames=2))[1].frame_idx == (0, 10)
+    assert decoded_as_probed(clip, MediaOptions(max_frames=1))[1].frame_idx == (0,)
     with pytest.raises(MediaError, match=r"item 2 \(video\): fps is 0"):
         probe(Modality.VIDEO, clip, SETTINGS, MediaOptions(fps=0), item_idx=2)
 
 
 def test_keyframes_are_those_that_the_file_stores_whole():
     clip = files.video_of(files.scenes(20), 10, gop_size=4)
-    decoded = decoded_as_probed(clip, KEYFRAMES)
-    assert decoded.frame_idx == (0, 4, 8, 12, 16, 16)  # the last one fills the temporal patch
-    left_ends = [int((frame[15, :, 0] > 130).argmax()) for frame in decoded.array]
-    assert np.abs(np.array(left_ends) - decoded.frame_idx).max() <= 1
+    frames, probed = decoded_as_probed(clip, KEYFRAMES)
+    assert probed.frame_idx == (0, 4, 8, 12, 16, 16)  # the last one fills the temporal patch
+    left_ends = [int((frame[15, :, 0] > 130).argmax()) for frame in frames]
+    assert np.abs(np.array(left_ends) - probed.frame_idx).max() <= 1
     thinned = MediaOptions(strategy=FrameStrategy.KEYFRAMES, max_frames=3)
-    assert decoded_as_probed(clip, thinned).frame_idx == (0, 8)
+    assert decoded_as_probed(clip, thinned)[1].frame_idx == (0, 8)
 
 
 @pytest.mark.parametrize(("form", "codec"), [("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mjpeg")])
 def test_scenes_begin_with_the_first_frame_after_each_cut(form, codec):
     clip = files.video_of(files.scenes(7, 12, 11), 10, form, codec)
-    uniform, scenes = decoded_as_probed(clip), decoded_as_probed(clip, SCENES)
+    (_, uniform), (frames, scenes) = decoded_as_probed(clip), decoded_as_probed(clip, SCENES)
     assert {0, 7, 19} <= set(scenes.frame_idx) and not {7, 19} <= set(uniform.frame_idx)
     assert len(scenes.frame_idx) == len(uniform.frame_idx)
-    grounds = scenes.array[:, -1, -1, 0].astype(int)
+    grounds = frames[:, -1, -1, 0].astype(int)
     assert np.abs(grounds - [20 + 60 * ((idx >= 7) + (idx >= 19)) for idx in scenes.frame_idx]).max() <= 8
 
 
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP", "AVIF"])
 @pytest.mark.parametrize("options", [MediaOptions(), SCENES], ids=["uniform", "scenes"])
-def test_an_animated_image_is_a_video_with_the_times_of_its_frames(form, options):
+def test_an_animated_image_is_a_video_of_its_frames_at_their_mean_rate(form, options):
     durations = [100, 200, 300, 400]
-    decoded = decoded_as_probed(files.animation(4, form, durations), options)
-    assert decoded.shown_at_s == pytest.approx([0, 0.1, 0.3, 0.6])
-    assert decoded.source_fps == pytest.approx(4)
-    assert np.abs(decoded.array.mean(axis=(1, 2))[:, 0] - [0, 40, 80, 120]).max() <= 2
+    frames, probed = decoded_as_probed(files.animation(4, form, durations), options)
+    assert probed.source_fps == pytest.approx(4)
+    assert np.abs(frames.mean(axis=(1, 2))[:, 0] - [0, 40, 80, 120]).max() <= 2
 
 
 @pytest.mark.parametrize("form", ["WEBP", "AVIF"])
 def test_a_still_image_of_these_formats_is_a_video_of_one_frame(form):
-    assert decoded_as_probed(files.image(20, 10, form)).frame_idx == (0,)
+    assert decoded_as_probed(files.image(20, 10, form))[1].frame_idx == (0,)
 
 
 @pytest.mark.parametrize("strategy", [FrameStrategy.UNIFORM, FrameStrategy.KEYFRAMES, FrameStrategy.SCENES])
@@ -140,13 +134,13 @@ def test_frames_equal_those_that_transformers_reads_with_pyav(form, codec, strat
         if form == "gif"
         else files.video_of(files.scenes(9, 11), 10, form, codec, gop_size=6)
     )
-    decoded = decoded_as_probed(data, MediaOptions(strategy=strategy))
+    frames, probed = decoded_as_probed(data, MediaOptions(strategy=strategy))
     with av.open(io.BytesIO(data)) as container:
         num_frames = sum(1 for _ in container.decode(video=0))
-    assert decoded.num_source_frames == num_frames
-    theirs, _ = read_video_pyav(io.BytesIO(data), lambda metadata: list(decoded.frame_idx))
-    _, rows = np.unique(decoded.frame_idx, return_index=True)  # theirs has no repeated frames
-    np.testing.assert_array_equal(decoded.array[rows], theirs)
+    assert probed.num_source_frames == num_frames
+    theirs, _ = read_video_pyav(io.BytesIO(data), lambda metadata: list(probed.frame_idx))
+    _, rows = np.unique(probed.frame_idx, return_index=True)  # theirs has no repeated frames
+    np.testing.assert_array_equal(frames[rows], theirs)
 
 
 def test_the_frames_of_a_cover_are_not_the_video():

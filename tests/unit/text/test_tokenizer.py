@@ -9,7 +9,6 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
 from cluster.errors import ConfigError, RequestError
-from cluster.media.decode import DecodedMedia
 from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart, TextPart
 from cluster.text.defaults import GenerationDefaults
 from cluster.text.tokenizer import TextProcessor
@@ -195,7 +194,7 @@ def test_defaults_are_the_models_own(demo_model, tmp_path):
 
 
 def test_decoded_media_and_probes_agree_in_this_file(media):
-    assert media.prepare(IMAGE, DecodedMedia(IMAGE, PIXELS))["image_grid_thw"].tolist() == [
+    assert media.prepare(IMAGE, PIXELS)["image_grid_thw"].tolist() == [
         list(media.geometry(PROBES[IMAGE]).grid_thw)
     ]
 
