@@ -23,3 +23,5 @@ class Member(msgspec.Struct, frozen=True):
     layout: str  # fingerprint of the KV layout (prefill, decode) or feature layout (encode)
     num_blocks: int  # capacity of the replica's block memory
     modalities: tuple[str, ...] = ()  # encode only
+    hardware: str = ""  # workers of one role and an equal one are equally fast when nothing disturbs them
+    device: str = ""  # host and device; workers of an equal one take it from each other

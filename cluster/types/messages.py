@@ -12,6 +12,8 @@ One request, in call order (D decode, P prefill, E encoder):
     E → door  Failed for an item, or the encoder is lost: the door asks another one, and if the lost one had P's grant tells P so
               (EncoderLost); whenever a lease ends without embeddings, P grants anew
     E → all doors  CacheChanged: what it has taken on, and what it does not have any more
+    P → all doors  BlocksChanged: the same of its prefix cache
+    any → all doors  Measured: how fast it is
     P → door  Tokens (the first token)
     D → door  Tokens (one frame per decode step, for all requests of this door)
     D → door  Preempted; ends the request at that worker: the door starts what is left of it anew
@@ -33,11 +35,12 @@ from enum import StrEnum
 import msgspec
 
 from cluster.errors import ErrorInfo
+from cluster.types.curves import ServiceCurves
 from cluster.types.media import MediaItem
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, SentTotals
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class FinishReason(StrEnum):
@@ -140,10 +143,30 @@ class ReturnGrant(Message, frozen=True):
     lease_id: str
 
 
+class EncodeTiming(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds of one item at its encoder, from StartEncode's arrival there to the end of its transfer; they follow each other."""
+
+    preparing_s: float = 0.0  # waiting for a thread, decoding, preprocessing
+    queued_s: float = 0.0  # ready, while the device did something else
+    encoding_s: float = 0.0  # first call begun to last call ended
+    target_s: float = 0.0  # rows there, prefill's grant not
+    sending_s: float = 0.0
+
+
+class PrefillTiming(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds of one request at its prefill worker, from StartPrefill's arrival there to the first token; their sum is that time."""
+
+    blocks_s: float = 0.0  # waiting for KV blocks
+    media_s: float = 0.0  # nothing could be computed before more embeddings came
+    queued_s: float = 0.0  # could be computed, while the device did something else
+    computing_s: float = 0.0  # in steps that computed some of it
+
+
 class Encoded(Message, frozen=True):
     request_id: str
     item_idx: int
     cached: bool  # the embeddings were in the encoder cache
+    timing: EncodeTiming = EncodeTiming()
 
 
 class CacheChanged(Message, frozen=True):
@@ -152,6 +175,20 @@ class CacheChanged(Message, frozen=True):
 
     added: tuple[str, ...]
     evicted: tuple[str, ...]
+
+
+class BlocksChanged(Message, frozen=True):
+    """Prefill → every door, once per step in which it holds: full blocks of prompts (by block hash) that its prefix cache has since,
+    and those that it does not have any more. A door that connects is told everything first. One hash is never in both."""
+
+    added: tuple[bytes, ...]
+    evicted: tuple[bytes, ...]
+
+
+class Measured(Message, frozen=True):
+    """Worker → every door: how fast it is. When a door connects, and again when that has changed noticeably."""
+
+    curves: ServiceCurves
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -163,6 +200,9 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prefill only: prompt tokens whose KV came from the prefix cache
     choice_idx: int = 0
+    timing: PrefillTiming | None = (
+        None  # with the first token of the first choice, of who computed the prompt
+    )
 
 
 class DecodeTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -198,6 +238,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     )
     sending_bytes: int = 0  # encoder: embeddings that are being written to prefill workers
     encoded: EncodeTotals = EncodeTotals()
+    num_context_tokens: int = 0  # decode: of all sequences that are running
 
     @property
     def is_idle(self) -> bool:
@@ -236,7 +277,8 @@ class Cancel(Message, frozen=True):
 
 AnyMessage = (
     Hello | StartDecode | DecodeGranted | StartPrefill | Admitted | FeatureGranted | FeatureShared | DecodeTarget
-    | StartEncode | EncodeTarget | EncoderLost | ReturnGrant | Encoded | CacheChanged | Tokens | Failed | Preempted | Cancel
+    | StartEncode | EncodeTarget | EncoderLost | ReturnGrant | Encoded | CacheChanged
+    | BlocksChanged | Measured | Tokens | Failed | Preempted | Cancel
 )  # fmt: skip
 
 
