@@ -6,8 +6,6 @@ memory the budget is half of that call's estimate; after every `RECOVERY_S` with
 
 from __future__ import annotations
 
-import torch
-
 from cluster.clock import Clock
 
 RECOVERY_S = (
@@ -36,11 +34,3 @@ class CallBudget:
         """A call of this estimate has run out of memory."""
         self._max_bytes = max(1, min(self.max_bytes, tried_bytes // 2))
         self._changed_at = self._clock.now()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Also what torch's CPU allocator raises, which has no class of its own."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)

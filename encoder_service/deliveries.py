@@ -40,6 +40,7 @@ class Deliveries:
         self._cache = cache
         self._mover = mover
         self._outbox = outbox
+        self._clock = clock
         self._deadlines = Deadlines(clock)
         self._deliveries: dict[str, Delivery] = {}
         self._wanted: dict[str, _Wanted] = {}  # by media hash
@@ -94,6 +95,7 @@ class Deliveries:
     def send(self, delivery: Delivery) -> None:
         """Its rows are in the cache and its target is known."""
         assert delivery.target is not None
+        delivery.sent_at = self._clock.now()
         try:
             delivery.outgoing = self._mover.open(delivery.target)
             block_ids = self._cache.pin(delivery.media_hash)
@@ -105,7 +107,7 @@ class Deliveries:
         except TransferError as error:
             self.fail(delivery, UnavailableError(f"cannot write to the prefill worker: {error}"))
 
-    def on_transfer(self, event: SendEvent) -> None:
+    def on_transfer(self, event: SendEvent, at: float) -> None:
         """A push has ended. Exactly once each."""
         delivery = self._by_lease.pop(event.lease_id, None)
         if delivery is None:
@@ -115,7 +117,9 @@ class Deliveries:
         if self._deliveries.get(delivery.key) is not delivery:
             return
         if isinstance(event, Finished):
-            encoded = Encoded(delivery.request_id, delivery.item_idx, delivery.from_cache)
+            encoded = Encoded(
+                delivery.request_id, delivery.item_idx, delivery.from_cache, delivery.timing(at)
+            )
             self._outbox.send(delivery.door, encoded)
             self._forget(delivery)
         else:

@@ -19,21 +19,25 @@ import msgspec
 import torch
 
 from cluster.clock import Clock
-from cluster.errors import ClusterError, InternalError, MediaError, OverloadedError, UnavailableError, to_info
+from cluster.errors import ClusterError, MediaError, OverloadedError, UnavailableError, to_info
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
+from cluster.types.media import MediaItem
 from cluster.types.media_phase import MediaPhase
 from cluster.types.messages import CacheChanged, EncodeTarget, EncodeTotals, Failed, LoadReport, StartEncode
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.speed import Speed
 from cluster.worker.turns import Turns
-from encoder_service.budget import CallBudget, is_out_of_memory
+from encoder_service.budget import CallBudget
 from encoder_service.cache import EmbeddingCache
 from encoder_service.deliveries import Deliveries
+from encoder_service.failures import is_out_of_memory, named
+from encoder_service.fits import EncoderFits
 from encoder_service.ledger import Ledger
 from encoder_service.preparation import Preparation, PreparationLimits
 from encoder_service.runner import EncoderRunner, Piece, Prepared
 from encoder_service.scheduler import CallLimits, Candidate, select_batch, units_per_call
-from encoder_service.state import Delivery, EncodeItem, delivery_key, num_call_rows
+from encoder_service.state import Delivery, EncodeItem, delivery_key
 from kv_transfer.mover import Mover
 from kv_transfer.sender import SendEvent
 
@@ -94,8 +98,17 @@ class EncoderEngine:
         ahead = PreparationLimits(
             limits.num_prepare_threads, limits.max_prepared_bytes, limits.max_piece_rows
         )
-        self._preparation = Preparation(runner.prepare, executor, ahead, policy, self._on_prepared)
+        self._preparation = Preparation(self._prepare, executor, ahead, policy, self._on_prepared)
         outbox.greet_with(lambda: CacheChanged((*cache.content(), *self._items), ()))
+        self.fits = EncoderFits(limits.max_batch_rows)
+        self._speed = Speed(
+            outbox,
+            clock,
+            encode=self.fits.encode,
+            prepare=self.fits.prepare,
+            max_step_units=limits.max_batch_rows,
+            links=lambda: mover.links,
+        )
 
     def attach(self, loop: StepLoop) -> None:
         """Where results of the thread pool come back; set once, before the first call."""
@@ -111,12 +124,13 @@ class EncoderEngine:
         self._tell_doors()
         return 0 if batch else self._deliveries.wait_s()
 
-    def start(self, door: DoorId, message: StartEncode) -> None:
-        """Asked for anew, an item of a request is one delivery still: what was sent before did not arrive."""
+    def start(self, door: DoorId, message: StartEncode, came_at: float) -> None:
+        """Asked for anew, an item of a request is one delivery still: what was sent before did not arrive. `came_at`: when the message
+        was here, however long the engine was busy since."""
         earlier = self._deliveries.get(delivery_key(message.request_id, message.item_idx))
         if earlier is not None:
             self._deliveries.end(earlier, "asked for anew")
-        self._start(door, message)
+        self._start(door, message, came_at)
         if earlier is not None:
             self._detach(earlier)  # now, that its item is not left in between
 
@@ -139,9 +153,9 @@ class EncoderEngine:
         for delivery in self._deliveries.of_door(door):
             self._let_go(delivery, "the door is gone")
 
-    def on_transfer(self, event: SendEvent) -> None:
-        """A push has ended. Exactly once each."""
-        self._deliveries.on_transfer(event)
+    def on_transfer(self, event: SendEvent, at: float) -> None:
+        """A push has ended, at that instant. Exactly once each."""
+        self._deliveries.on_transfer(event, at)
 
     def load(self) -> LoadReport:
         return LoadReport(
@@ -157,7 +171,7 @@ class EncoderEngine:
             encoded=self._totals,
         )
 
-    def _start(self, door: DoorId, message: StartEncode) -> None:
+    def _start(self, door: DoorId, message: StartEncode, came_at: float) -> None:
         item = message.item
         error = self._refusal(message)
         if error is not None:
@@ -165,9 +179,11 @@ class EncoderEngine:
             self._cache.note(item.media_hash)  # the door thought that it would be here
             return
         arrived_at = self._clock.now() - message.waited_s
-        num_rows = message.num_rows_before + num_call_rows(item)
+        num_rows = message.num_rows_before + item.num_call_rows
         ticket = Ticket(item.media_hash, arrived_at, num_rows, priority=message.priority)
-        delivery = Delivery(door, message.request_id, message.item_idx, item, ticket, message.keep)
+        delivery = Delivery(
+            door, message.request_id, message.item_idx, item, ticket, message.keep, came_at=came_at
+        )
         delivery.from_cache = item.media_hash in self._cache
         self._count(num_cached=int(delivery.from_cache))
         self._deliveries.add(delivery, message.timeout_s)
@@ -179,7 +195,7 @@ class EncoderEngine:
         if item.geometry.num_tokens > self._cache.max_rows:
             return MediaError("the item is larger than the encoder's memory")
         is_new = item.media_hash not in self._cache and item.media_hash not in self._items
-        num_rows = self._queued_rows.total + num_call_rows(item)
+        num_rows = self._queued_rows.total + item.num_call_rows
         if is_new and self._items and num_rows > self._limits.max_queued_rows:
             wait_s = min(self._queued_rows.total / self._policy.tokens_per_s, MAX_RETRY_AFTER_S)
             return OverloadedError("too many media items wait for the encoder", retry_after_s=wait_s)
@@ -202,6 +218,7 @@ class EncoderEngine:
         item.keep |= delivery.keep
         if delivery not in item.deliveries:
             item.deliveries.append(delivery)
+            delivery.marks = item.marks
             self._reorder(item)
 
     def _reorder(self, item: EncodeItem) -> None:
@@ -211,15 +228,25 @@ class EncoderEngine:
             item.ticket = ticket
             self._preparation.reorder(ticket)
 
+    def _prepare(self, item: MediaItem) -> Prepared:
+        """On a thread of the pool."""
+        assert self._loop is not None
+        began_at = self._clock.now()
+        prepared = self._runner.prepare(item)
+        took_s = self._clock.now() - began_at
+        self._loop.call(self.fits.prepare[item.modality].observe, item.num_call_rows, 0.0, took_s)
+        return prepared
+
     def _on_prepared(self, media_hash: str, result: Prepared | BaseException) -> None:
         """On a thread of the pool."""
         assert self._loop is not None
-        self._loop.call(self._prepared, media_hash, result)
+        self._loop.call(self._prepared, media_hash, result, self._clock.now())
 
-    def _prepared(self, media_hash: str, result: Prepared | BaseException) -> None:
+    def _prepared(self, media_hash: str, result: Prepared | BaseException, at: float) -> None:
         item = self._items[media_hash]  # it is not forgotten while a thread has it
+        item.marks.prepared_at = at
         if isinstance(result, BaseException):
-            self._fail_item(item, _named(result))
+            self._fail_item(item, named(result))
         elif not item.deliveries:
             self._remove(item, MediaPhase.DISCARDED)
         else:
@@ -277,11 +304,16 @@ class EncoderEngine:
         patience_s = PATIENCE_S if batch[0].piece.start == 0 else 0.0  # a video has it once
         try:
             with self._turns.hold(patience_s):
+                began_at = self._clock.now()
+                for call in batch:
+                    call.item.marks.called_at = call.item.marks.called_at or began_at
                 modality = batch[0].item.item.modality
                 outputs = self._runner.encode(modality, [call.piece for call in batch])
         except Exception as error:  # the model's code may raise anything on odd input
             self._on_failed_call(batch, error)
             return
+        num_rows = sum(call.candidate.num_rows for call in batch)
+        self.fits.encode[modality].observe(num_rows, 0.0, self._turns.ran_s)
         for call, rows in zip(batch, outputs, strict=True):
             self._store(call, rows)
 
@@ -298,7 +330,7 @@ class EncoderEngine:
             return
         item, piece = batch[0].item, batch[0].piece
         if not ran_out or piece.end - piece.start <= item.item.options.temporal_pooling:
-            self._fail_item(item, _named(error))
+            self._fail_item(item, named(error))
 
     def _store(self, call: _Call, rows: torch.Tensor) -> None:
         """Rows of one piece, into the item's room."""
@@ -314,6 +346,7 @@ class EncoderEngine:
         self._queued_rows.hold(item.media_hash, int(item.num_call_rows * share_left))
         if call.piece.is_last:
             self._cache.complete(item.media_hash, item.num_rows, keep=item.keep)
+            item.marks.encoded_at = self._clock.now()
             self._remove(item, MediaPhase.CACHED)
             self._count(num_encoded=1, num_rows=item.num_rows)
             for delivery in item.deliveries:
@@ -324,6 +357,7 @@ class EncoderEngine:
         changes = self._cache.take_changes(self._items)
         if changes is not None:
             self._outbox.broadcast(changes)
+        self._speed.tell()
         self._outbox.flush(self.load())
 
     def _count(self, **more: int) -> None:
@@ -364,12 +398,3 @@ class EncoderEngine:
         self._preparation.release(item.media_hash)
         self._cache.abandon(item.media_hash)
         self._cache.note(item.media_hash)
-
-
-def _named(error: BaseException) -> ClusterError:
-    if isinstance(error, ClusterError):
-        return error
-    if is_out_of_memory(error):
-        return OverloadedError("the encoder ran out of memory", retry_after_s=1.0)
-    logger.error("encoding failed", exc_info=error)
-    return InternalError("the item could not be encoded; see the encoder's log")

@@ -24,7 +24,6 @@ from cluster.scheduling.queue import WaitingQueue
 from cluster.types.media import MediaItem, Modality
 from encoder_service.ledger import Ledger
 from encoder_service.runner import Prepared
-from encoder_service.state import num_call_rows
 
 FIRST_GUESS = 32 << 10  # bytes a row; 18,816 in Qwen2.5-VL
 
@@ -116,7 +115,7 @@ class Preparation:
             self._start()
 
     def _lane(self, item: MediaItem) -> _Lane:
-        return self._long if num_call_rows(item) > self._limits.long_rows else self._short
+        return self._long if item.num_call_rows > self._limits.long_rows else self._short
 
     def _start(self) -> None:
         """Everything that may begin now. Under the lock."""
@@ -153,7 +152,7 @@ class Preparation:
             if isinstance(result, Prepared):
                 self._held.hold(media_hash, result.num_bytes)
                 seen = self._seen.setdefault(item.modality, _Seen(0, 0))
-                seen.num_rows += num_call_rows(item)
+                seen.num_rows += item.num_call_rows
                 seen.num_bytes += result.num_bytes
             else:
                 self._held.release(media_hash)
@@ -161,4 +160,4 @@ class Preparation:
         self._on_done(media_hash, result)
 
     def _estimate(self, item: MediaItem) -> int:
-        return self._seen.get(item.modality, _Seen()).estimate(num_call_rows(item))
+        return self._seen.get(item.modality, _Seen()).estimate(item.num_call_rows)

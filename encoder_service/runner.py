@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from cluster.errors import InternalError
@@ -57,8 +58,12 @@ class EncoderRunner:
         The error does not number the item: requests that share it know it by different numbers, and their doors do.
         """
         array = decode(item.modality, item.data, self._processor.settings, item.options, item_idx=None)
-        tensors = self._processor.prepare(item.modality, array, item.options, item_idx=None)
-        cut = self._model.cut(item.modality)
+        return self.preprocess(item.modality, array, item.options)
+
+    def preprocess(self, modality: Modality, array: np.ndarray, options: MediaOptions) -> Prepared:
+        """What `cluster.media.decode` made of a file. Thread-safe; blocks. Raises MediaError."""
+        tensors = self._processor.prepare(modality, array, options, item_idx=None)
+        cut = self._model.cut(modality)
         num_units = 1 if cut is None else cut.num_units(tensors)
         return Prepared(self._model.upload(tensors), num_units)
 

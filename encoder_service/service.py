@@ -21,6 +21,7 @@ from cluster.worker.setup import check_device_lane, set_up
 from encoder_service.cache import EmbeddingCache
 from encoder_service.engine import EncoderEngine, EncoderLimits
 from encoder_service.runner import EncoderRunner
+from encoder_service.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,9 @@ class EncoderService:
         memory = BlockMemory(self._layout, self._num_blocks, setup.device)
         self._executor = ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
         self._process = WorkerProcess(setup, args.transport, self._model.fingerprint, outgoing=memory)
+        runner = EncoderRunner(self._model, processor)
         self._engine = EncoderEngine(
-            EncoderRunner(self._model, processor),
+            runner,
             EmbeddingCache(memory, BlockPool(self._num_blocks, args.block_size)),
             self._process.mover,
             self._process.outbox,
@@ -76,6 +78,13 @@ class EncoderService:
             SchedulingPolicy(**args.scheduling.model_dump()),
             self._process.turns,
         )
+        warm_up(
+            runner,
+            self._model.modalities,
+            self._engine.fits,
+            self._process.turns,
+            self._process.clock,
+        )
         self._process.attach(self._engine, self._on_message)
         self._engine.attach(self._process.loop)
         self._model.on_block(self._process.turns.offer)
@@ -85,7 +94,7 @@ class EncoderService:
         address = await self._process.start()
         return Member(
             self.replica_id, Role.ENCODE, address, self._model.fingerprint, self._layout.fingerprint, self._num_blocks,
-            tuple(modality.value for modality in self._model.modalities),
+            tuple(modality.value for modality in self._model.modalities), self._process.hardware, self._process.device,
         )  # fmt: skip
 
     async def stop(self) -> None:
@@ -98,7 +107,8 @@ class EncoderService:
     def _on_message(self, door: DoorId, message: AnyMessage) -> None:
         match message:
             case StartEncode():
-                self._process.loop.call(self._engine.start, door, message)
+                came_at = self._process.clock.now()
+                self._process.loop.call(self._engine.start, door, message, came_at)
             case EncodeTarget():
                 self._process.loop.call(self._engine.set_target, message)
             case Cancel():

@@ -10,14 +10,25 @@ A delivery (one request's wish for one item) waits for rows and for its target, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from cluster.scheduling.keys import Ticket
 from cluster.types.media import MediaItem
 from cluster.types.media_phase import MediaPhase, next_phase
+from cluster.types.messages import EncodeTiming
 from cluster.types.transfer import Grant
 from cluster.worker.outbox import DoorId
 from encoder_service.runner import Prepared
 from kv_transfer.outgoing import Outgoing
+
+
+@dataclass(eq=False)
+class Marks:
+    """Instants of an item's way, by the engine's clock; 0: not yet, or before anybody who wants it now came."""
+
+    prepared_at: float = 0.0
+    called_at: float = 0.0  # first call begun
+    encoded_at: float = 0.0  # last call ended
 
 
 @dataclass(eq=False)
@@ -33,6 +44,9 @@ class Delivery:
     from_cache: bool = False
     target: Grant | None = None
     outgoing: Outgoing | None = None
+    came_at: float = 0.0  # StartEncode did
+    sent_at: float = 0.0  # the transfer began
+    marks: Marks = field(default_factory=Marks)  # of its item's last time in work
 
     @property
     def media_hash(self) -> str:
@@ -41,6 +55,19 @@ class Delivery:
     @property
     def key(self) -> str:
         return delivery_key(self.request_id, self.item_idx)
+
+    def timing(self, ended_at: float) -> EncodeTiming:
+        """What its item went through before it came does not count."""
+        marks = self.marks
+        instants = (
+            self.came_at,
+            marks.prepared_at,
+            marks.called_at,
+            marks.encoded_at,
+            self.sent_at,
+            ended_at,
+        )
+        return EncodeTiming(*(end - start for start, end in pairwise(accumulate(instants, max))))
 
 
 def delivery_key(request_id: str, item_idx: int) -> str:
@@ -59,6 +86,7 @@ class EncodeItem:
     num_rows_done: int = 0
     is_suspect: bool = False  # a call with it and others has failed: it runs alone
     keep: bool = False  # some delivery expects another use
+    marks: Marks = field(default_factory=Marks)
     deliveries: list[Delivery] = field(default_factory=list)
 
     @property
@@ -73,13 +101,7 @@ class EncodeItem:
     @property
     def num_call_rows(self) -> int:
         """Rows that the encoder computes for it: more than `num_rows` if they are pooled. An estimate from above."""
-        return num_call_rows(self.item)
+        return self.item.num_call_rows
 
     def move(self, phase: MediaPhase) -> None:
         self.phase = next_phase(self.media_hash, self.phase, phase)
-
-
-def num_call_rows(item: MediaItem) -> int:
-    """Rows that the encoder computes for an item, before pooling. An estimate from above: groups at the edges are smaller."""
-    options = item.options
-    return item.geometry.num_tokens * options.temporal_pooling * options.spatial_pooling**2

@@ -30,6 +30,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.types.curves import Link
 from cluster.types.transfer import Grant, Mark, SentTotals
 from kv_transfer.agent import LayoutMismatchError, TransferError
 from kv_transfer.mover import Mover, MoverEvent, MoverFailed
@@ -134,6 +135,12 @@ class GroupMover:
             coded_groups=own.coded_groups + sum(other.coded_groups for other in others),
             crowded_groups=own.crowded_groups + sum(other.crowded_groups for other in others),
         )
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """Of all ranks together, each of which sends its share: as fast as rank 0's, times their number."""
+        own, num_ranks = self._mover.links, 1 + len(self._links)
+        return {peer: Link(link.latency_s, num_ranks * link.bytes_per_s) for peer, link in own.items()}
 
     def grant(
         self,

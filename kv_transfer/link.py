@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 MIN_MEASURED_BYTES = 256 << 10  # the duration of smaller writes says little about a link
 NEW_SHARE = 0.25  # of the newest measurement
 
@@ -12,6 +14,7 @@ class LinkMeter:
 
     def __init__(self) -> None:
         self.bytes_per_s: float | None = None
+        self.latency_s = 0.0  # until a small write has ended
         self._num_in_flight = 0
         self._num_bytes = 0
         self._since = 0.0
@@ -31,7 +34,11 @@ class LinkMeter:
     def arrived(self, at: float) -> None:
         self._num_in_flight -= 1
         took_s = at - self._since
-        if self._num_in_flight or self._num_bytes < MIN_MEASURED_BYTES or took_s <= 0:
+        if self._num_in_flight or self._num_bytes == 0 or took_s <= 0:
+            return
+        if self._num_bytes < MIN_MEASURED_BYTES:
+            newest = max(0.0, took_s - self._num_bytes / (self.bytes_per_s or math.inf))
+            self.latency_s += (NEW_SHARE if self.latency_s else 1.0) * (newest - self.latency_s)
             return
         newest = took_s / self._num_bytes
         old = newest if self.bytes_per_s is None else 1 / self.bytes_per_s

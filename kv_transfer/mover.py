@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
+from cluster.types.curves import Link
 from cluster.types.transfer import Grant, SentTotals
 from kv_transfer.agent import Agent, TransferError
 from kv_transfer.outgoing import Outgoing
@@ -96,6 +97,11 @@ class Mover:
     def sent(self) -> SentTotals:
         """By this mover since it was made."""
         return SentTotals() if self._sender is None else self._sender.sent
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """`Sender.links`."""
+        return {} if self._sender is None else self._sender.links
 
     def grant(
         self,

@@ -36,6 +36,7 @@ import msgspec
 
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory, block_descriptors
+from cluster.types.curves import Link
 from cluster.types.transfer import Grant, SentTotals
 from kv_transfer.agent import (
     Agent,
@@ -116,6 +117,16 @@ class Sender:
         if self.wire is None:
             return totals
         return msgspec.structs.replace(totals, **vars(self.wire.counts))
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """To every agent whose speed has been measured. Any thread."""
+        meters = list(self._links.items())
+        return {
+            peer: Link(meter.latency_s, meter.bytes_per_s)
+            for peer, meter in meters
+            if meter.bytes_per_s is not None
+        }
 
     def block_s(self, agent_metadata: bytes, is_coded: bool) -> float | None:
         """Seconds that a block takes to this agent, as measured. Any thread."""

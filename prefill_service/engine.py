@@ -18,25 +18,35 @@ from cluster.kvcache.hashing import block_hashes
 from cluster.model.language import LanguageModel
 from cluster.scheduling.admission import PromptAdmission
 from cluster.scheduling.budget import StepBudget
-from cluster.scheduling.chunks import Chunk, ChunkScheduler, usable_prefix
+from cluster.scheduling.chunks import Chunk, ChunkScheduler
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
-from cluster.types.messages import Admitted, Failed, FinishReason, LoadReport, StartPrefill, TokenEvent
+from cluster.types.messages import (
+    Admitted,
+    BlocksChanged,
+    Failed,
+    FinishReason,
+    LoadReport,
+    StartPrefill,
+    TokenEvent,
+)  # fmt: skip
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.speed import Speed
 from cluster.worker.turns import Turns
 from kv_transfer.agent import TransferError
 from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover
 from kv_transfer.receiver import Completed, LeaseEvent
 from kv_transfer.sender import Finished, SendEvent
+from prefill_service.allotment import take_blocks, try_give_blocks
 from prefill_service.features import FeatureStore
 from prefill_service.runner import PrefillRunner, uncut_spans
 from prefill_service.state import Phase, PrefillRequest, PromptSequence
+from prefill_service.timing import Part, Stopwatch
 from prefill_service.transfer import Ready, StepPush, StepWork, Targets, send_computed
 
-WARM_UP_TOKENS = 1024  # in one step, at most
 Work = tuple[PrefillRequest, PromptSequence]
 
 
@@ -73,22 +83,15 @@ class PrefillEngine:
         self._num_missing_tokens = 0  # of all requests
         self._long_step_s = 0.0  # that a step of long prompts may last
         self._context = 0.0  # computed tokens that a token of the last step saw, on average
-
-    def warm_up(self) -> None:
-        """Before the first request, on the caller's thread: the step budget learns how fast the model is, and the first
-        client does not pay for what is done once."""
-        num_tokens = self._budget.min_tokens
-        room = self._blocks.num_free * self._blocks.block_size
-        while num_tokens <= min(WARM_UP_TOKENS, room, self._model.max_model_len):
-            table = self._blocks.allocate(-(-num_tokens // self._blocks.block_size))
-            for _ in range(2):
-                with self._turns.hold():
-                    self._runner.warm_up(num_tokens, table)
-                self._budget.observe(num_tokens, 0.0, self._turns.ran_s)
-            self._blocks.free(table)
-            if num_tokens >= self._budget.max_tokens(0.0):
-                return
-            num_tokens = min(2 * num_tokens, self._budget.max_tokens(0.0))
+        self._speed = Speed(
+            outbox,
+            clock,
+            prefill=budget.fit,
+            max_step_units=budget.most_tokens,
+            links=lambda: mover.links,
+        )
+        blocks.watch()
+        outbox.greet_with(lambda: BlocksChanged(blocks.content(), ()))
 
     def step(self) -> float | None:
         for request_id in self._deadlines.expired():
@@ -96,10 +99,11 @@ class PrefillEngine:
         if self._admit():
             self._outbox.flush(self.load())  # decode reserves its blocks while the prompts are computed
         has_run = self._run_chunks()
-        self._outbox.flush(self.load())
+        self._tell_doors()
         return 0 if has_run else self._deadlines.wait_s()
 
-    def start(self, door: DoorId, message: StartPrefill) -> None:
+    def start(self, door: DoorId, message: StartPrefill, came_at: float) -> None:
+        """`came_at`: when the message was here, however long the engine was busy since."""
         request_id = message.request.request_id
         try:
             sequences = self._make_sequences(message.request)
@@ -107,7 +111,8 @@ class PrefillEngine:
             self._release_features(message.request)
             return self._outbox.send(door, Failed(request_id, to_info(error)))
         arrived_at = self._clock.now() - message.request.waited_s
-        request = PrefillRequest(message.request, door, arrived_at, sequences)
+        request = PrefillRequest(message.request, door, arrived_at, sequences, Stopwatch(came_at))
+        request.stopwatch.turn_to(Part.BLOCKS, self._clock.now())
         request.main.items_ready = self._features.ready_items(request_id, len(message.request.prompt.media))
         self._requests[request_id] = request
         self._num_missing_tokens += request.num_missing_tokens
@@ -144,8 +149,8 @@ class PrefillEngine:
         for request_id in [r.request_id for r in self._requests.values() if r.door == door][::-1]:
             self.cancel(request_id)  # newest first: nobody's features are handed on to the next of them
 
-    def on_transfer(self, event: LeaseEvent | SendEvent) -> None:
-        """A lease on our features, or a transfer of ours, has closed. Exactly once each."""
+    def on_transfer(self, event: LeaseEvent | SendEvent, at: float) -> None:
+        """A lease on our features, or a transfer of ours, has closed. Exactly once each. `at`: when it did."""
         request = self._targets.by_lease.pop(event.lease_id, None)
         if request is not None:
             return self._on_sent(request, event)
@@ -156,6 +161,7 @@ class PrefillEngine:
                 request.main.items_ready.add(item_idx)
                 if request.main.sequence_id in self._chunks:
                     self._chunks.set_ready(request.main.sequence_id, request.main.num_ready_tokens)
+                    self._note_waiting(request, at)
 
     def load(self) -> LoadReport:
         return LoadReport(
@@ -168,6 +174,18 @@ class PrefillEngine:
             sent=self._mover.sent,
             held_bytes=self._features.held_bytes,
         )
+
+    def _tell_doors(self) -> None:
+        changes = self._blocks.take_changes()
+        if changes is not None:
+            self._outbox.broadcast(changes)
+        self._speed.tell()
+        self._outbox.flush(self.load())
+
+    def _note_waiting(self, request: PrefillRequest, at: float) -> None:
+        """It is in no step: does it wait for the device, or for embeddings?"""
+        can_run = any(self._chunks.is_runnable(sequence.sequence_id) for sequence in request.sequences)
+        request.stopwatch.turn_to(Part.QUEUED if can_run else Part.MEDIA, at)
 
     def _make_sequences(self, request: GenerateRequest) -> list[PromptSequence]:
         sequences = []
@@ -193,8 +211,10 @@ class PrefillEngine:
         num_blocks = request.request.num_prompt_blocks(self._blocks.block_size)
         if not self._admission.has_share(ticket, num_blocks):
             return False
-        if not all(self._try_give_blocks(sequence) for sequence in request.sequences):
-            self._take_blocks(request)
+        spans = [uncut_spans(self._model, sequence.prompt) for sequence in request.sequences]
+        wants = zip(request.sequences, spans, strict=True)
+        if not all(try_give_blocks(self._blocks, *want) for want in wants):
+            take_blocks(self._blocks, request.sequences)
             return False
         self._admission.admit(ticket, num_blocks)
         request.move(Phase.RUNNING)
@@ -203,6 +223,7 @@ class PrefillEngine:
         self._outbox.send(request.door, Admitted(request.request_id))
         for sequence in request.sequences:
             self._put_to_work(request, sequence)
+        self._note_waiting(request, self._clock.now())
         self._release_merged(request)
         return True
 
@@ -215,34 +236,17 @@ class PrefillEngine:
         self._chunks.set_ready(sequence.sequence_id, sequence.num_ready_tokens)
         self._sequences[sequence.sequence_id] = (request, sequence)
 
-    def _try_give_blocks(self, sequence: PromptSequence) -> bool:
-        block_size = self._blocks.block_size
-        cached = self._blocks.lookup(sequence.block_hashes)
-        spans = uncut_spans(self._model, sequence.prompt)
-        usable = usable_prefix(len(cached) * block_size, sequence.num_tokens, block_size, spans)
-        num_cached_blocks = usable // block_size
-        self._blocks.free(cached[num_cached_blocks:])
-        fresh = self._blocks.try_allocate(-(-sequence.num_tokens // block_size) - num_cached_blocks)
-        if fresh is None:
-            self._blocks.free(cached[:num_cached_blocks])
-            return False
-        sequence.block_table = cached[:num_cached_blocks] + fresh
-        sequence.num_cached_tokens = sequence.num_computed_tokens = usable
-        return True
-
-    def _take_blocks(self, request: PrefillRequest) -> None:
-        for sequence in request.sequences:
-            self._blocks.free(sequence.block_table)
-            sequence.block_table = []
-            sequence.num_cached_tokens = sequence.num_computed_tokens = 0
-
     def _run_chunks(self) -> bool:
         """One forward over what the scheduler chooses; False: nothing can run."""
         chunks, is_long = self._schedule()
         if not chunks:
             return False
         batch = [(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks]
+        requests = dict.fromkeys(request for request, _, _ in batch)
         with self._turns.hold(0.0 if is_long else math.inf):  # a short prompt is worth a pause of the others
+            began_at = self._clock.now()
+            for request in requests:
+                request.stopwatch.turn_to(Part.COMPUTING, began_at)
             logits = self._run(batch)
         if is_long:
             self._long_step_s = self._model.num_layers * self._turns.stretch_s
@@ -251,7 +255,10 @@ class PrefillEngine:
         self._budget.observe(num_tokens, self._context, self._turns.ran_s)
         for (request, sequence, count), row in zip(batch, logits, strict=True):
             self._advance(request, sequence, count, row)
-        complete = [request for request in dict.fromkeys(r for r, _, _ in batch) if request.is_complete]
+        ended_at = self._clock.now()
+        complete = [request for request in requests if request.is_complete]
+        for request in requests.keys() - complete:
+            self._note_waiting(request, ended_at)
         if complete:
             for request, tokens in zip(complete, self._runner.first_tokens(complete), strict=True):
                 self._tell_first_tokens(request, tokens)
@@ -326,7 +333,8 @@ class PrefillEngine:
                 finish_reason = FinishReason.LENGTH
             has_more |= finish_reason is None
             num_cached = request.main.num_cached_tokens
-            event = TokenEvent(request.request_id, (token_id,), finish_reason, num_cached, choice_idx)
+            timing = request.stopwatch.timing(self._clock.now()) if choice_idx == 0 else None
+            event = TokenEvent(request.request_id, (token_id,), finish_reason, num_cached, choice_idx, timing)
             self._outbox.token(request.door, event)
         self._running.remove(request.request_id)
         request.move(Phase.SENDING)

@@ -32,6 +32,7 @@ from cluster.worker.setup import check_device_lane, set_up
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore
 from prefill_service.runner import PrefillRunner
+from prefill_service.warm_up import warm_up
 
 
 class PrefillService:
@@ -66,19 +67,22 @@ class PrefillService:
         self._features = FeatureStore(
             feature_memory, BlockPool(num_feature_blocks, args.block_size), self._process.mover
         )
+        runner = PrefillRunner(self._model, language.steps, language.kv, self._features)
+        blocks = BlockPool(self._num_blocks, args.block_size)
+        budget = StepBudget(args.prefill.step_target_s, args.block_size, max_batch_tokens)
         self._engine = PrefillEngine(
             self._model,
-            PrefillRunner(self._model, language.steps, language.kv, self._features),
-            BlockPool(self._num_blocks, args.block_size),
+            runner,
+            blocks,
             self._features,
             self._process.kv_mover,
             self._process.outbox,
             self._process.clock,
             SchedulingPolicy(**args.scheduling.model_dump()),
-            StepBudget(args.prefill.step_target_s, args.block_size, max_batch_tokens),
+            budget,
             self._process.turns,
         )
-        self._engine.warm_up()
+        warm_up(runner, blocks, budget, self._process.turns, self._model.max_model_len)
         self._process.attach(self._engine, self._on_message)
 
     async def start(self) -> Member:
@@ -91,6 +95,10 @@ class PrefillService:
             self._model.fingerprint,
             self._model.kv_layout.fingerprint,
             self._num_blocks,
+            hardware=self._process.hardware,
+            device=self._process.device,
+            block_bytes=self._model.kv_layout.block_bytes,
+            num_layers=self._model.num_layers,
         )
 
     async def stop(self) -> None:
@@ -114,6 +122,7 @@ class PrefillService:
                 self._process.mover.revoke(message.lease_id, "no writer was given the grant")
 
     def _start(self, door: DoorId, message: StartPrefill) -> None:
+        came_at = self._process.clock.now()
         request = message.request
         for item_idx, item in enumerate(request.prompt.media):
             num_rows = item.geometry.num_tokens
@@ -126,4 +135,4 @@ class PrefillService:
         for item_idx, item in enumerate(request.prompt.media):
             key = (request.request_id, item_idx)
             self._features.reserve(key, item.media_hash, item.geometry.num_tokens, message.timeout_s, send)
-        self._process.loop.call(self._engine.start, door, message)
+        self._process.loop.call(self._engine.start, door, message, came_at)

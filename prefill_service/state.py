@@ -23,6 +23,7 @@ from cluster.types.request import GenerateRequest, Prompt
 from cluster.worker.outbox import DoorId
 from kv_transfer.group import GroupOutgoing
 from kv_transfer.outgoing import Outgoing
+from prefill_service.timing import Stopwatch
 
 
 class Phase(Enum):
@@ -82,6 +83,7 @@ class PrefillRequest:
     door: DoorId
     arrived_at: float  # when the client asked, on this worker's clock
     sequences: list[PromptSequence]  # the prompt's, then the companion's
+    stopwatch: Stopwatch  # since StartPrefill came
     phase: Phase = Phase.WAITING
     first_tokens: tuple[int, ...] = ()  # per choice
     outgoing: Outgoing | GroupOutgoing | None = None  # once decode's grant is known

@@ -22,6 +22,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from cluster.errors import OverloadedError
+from cluster.types.messages import BlocksChanged
 
 
 class BlockPool:
@@ -36,6 +37,9 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}  # hash -> block; referenced or cached
         self._cached: OrderedDict[int, None] = OrderedDict()  # unreferenced blocks with a hash, oldest first
+        self._changed: dict[bytes, None] | None = (
+            None  # hashes that came or went, in order; None: nobody asks
+        )
 
     @property
     def num_free(self) -> int:
@@ -146,14 +150,35 @@ class BlockPool:
             raise ValueError(f"block {block_id} already holds other content; a full block never changes")
         if self._block_of.setdefault(block_hash, block_id) == block_id:
             self._hash_of[block_id] = block_hash
+            self._note(block_hash)
 
     def forget_all(self) -> None:
         """Drop the prefix cache: cached blocks become free, referenced ones lose their hash."""
         while self._cached:
             self._free.append(self._evict())
-        for block_id in self._block_of.values():
+        for block_hash, block_id in self._block_of.items():
             self._hash_of[block_id] = None
+            self._note(block_hash)
         self._block_of.clear()
+
+    def watch(self) -> None:
+        """From now on `take_changes` says what comes and goes."""
+        self._changed = {}
+
+    def content(self) -> tuple[bytes, ...]:
+        """All hashes that `lookup` finds."""
+        return tuple(self._block_of)
+
+    def take_changes(self) -> BlocksChanged | None:
+        """Hashes that `lookup` finds since the last call, and those that it does not find any more; None: no change. Of a pool that is
+        watched."""
+        if not self._changed:
+            return None
+        changed, self._changed = self._changed, {}
+        return BlocksChanged(
+            tuple(name for name in changed if name in self._block_of),
+            tuple(name for name in changed if name not in self._block_of),
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is in exactly one state and all tables agree.
@@ -179,4 +204,9 @@ class BlockPool:
         del self._block_of[block_hash]
         self._hash_of[block_id] = None
         self._generations[block_id] += 1
+        self._note(block_hash)
         return block_id
+
+    def _note(self, block_hash: bytes) -> None:
+        if self._changed is not None:
+            self._changed[block_hash] = None

@@ -124,6 +124,11 @@ class ChunkScheduler:
         num_ready = cut(0, min(num_ready_tokens, prompt.num_total), prompt.uncut_spans, may_exceed=False)
         self._move(prompt, prompt.num_computed, num_ready)
 
+    def is_runnable(self, request_id: str) -> bool:
+        """Whether some of it could be computed now. False for a prompt that is not in work."""
+        prompt = self._prompts.get(request_id)
+        return prompt is not None and prompt.num_runnable > 0
+
     def remove(self, request_id: str) -> None:
         """Forget a prompt. Unknown ones are ignored."""
         prompt = self._prompts.pop(request_id, None)

@@ -88,6 +88,11 @@ class MediaItem(msgspec.Struct, frozen=True):
     options: MediaOptions = MediaOptions()
     is_returning: bool = False  # an earlier turn of the conversation showed it
 
+    @property
+    def num_call_rows(self) -> int:
+        """Rows that the encoder computes, before pooling. An estimate from above: groups at the edges are smaller."""
+        return self.geometry.num_tokens * self.options.temporal_pooling * self.options.spatial_pooling**2
+
 
 class PlacedMedia(msgspec.Struct, frozen=True):
     """One item in a prompt: its embedding rows stand, in order, in its placeholder ranges. Text may lie between them, and

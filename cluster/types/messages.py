@@ -4,7 +4,7 @@ One request, in call order (D decode, P prefill, E encoder):
 
     door → P  StartPrefill           P → door  FeatureGranted per item (at once, if there is room), or FeatureShared
     door → E  StartEncode per item   P → door  Admitted (it has the prompts' blocks)
-    door → D  StartDecode            D → door  DecodeGranted
+    door → D  StartDecode            D → door  DecodeGranted (StartDecode with `prefills`: P has no part in the request)
     door → P  DecodeTarget (D's grant, as soon as it is there)
     door → E  EncodeTarget per item (P's grant)
     door → E  Cancel per shared item; should P grant it later after all, StartEncode and EncodeTarget follow
@@ -65,6 +65,7 @@ class StartDecode(Message, frozen=True):
 
     request: GenerateRequest
     timeout_s: float  # until the first step; the request fails when its KV has not come by then
+    prefills: bool = False  # compute the prompt there, a text without a companion: no KV comes, the first token is decode's
 
 
 class DecodeGranted(Message, frozen=True):
@@ -192,8 +193,9 @@ class Measured(Message, frozen=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one choice. Exactly one event with a finish reason ends a choice; prefill's event carries the first
-    token, and a finish reason only if that token already ends the choice. "cancelled" is about the whole request."""
+    """New tokens of one choice. Exactly one event with a finish reason ends a choice; prefill's event, where prefill has a part in
+    the request, carries the first token, and a finish reason only if that token already ends the choice. "cancelled" is about the
+    whole request."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -203,6 +205,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     timing: PrefillTiming | None = (
         None  # with the first token of the first choice, of who computed the prompt
     )
+    step_s: float = 0.0  # decode, with a request's first tokens from there: seconds since its KV was complete
 
 
 class DecodeTotals(msgspec.Struct, frozen=True, array_like=True):

@@ -24,16 +24,15 @@ class Outbox:
         self._events: dict[DoorId, list[TokenEvent]] = defaultdict(list)
         self._doors: set[DoorId] = set()
         self._last_load: LoadReport | None = None
-        self._greeting: Callable[[], Message] | None = None
+        self._greetings: list[Callable[[], Message]] = []
 
     def greet_with(self, greeting: Callable[[], Message]) -> None:
-        """What a door is told when it connects, made at that moment."""
-        self._greeting = greeting
+        """One more thing that a door is told when it connects, made at that moment."""
+        self._greetings.append(greeting)
 
     def add_door(self, door: DoorId) -> None:
         self._doors.add(door)
-        if self._greeting is not None:
-            self._messages.append((door, self._greeting()))
+        self._messages += [(door, greeting()) for greeting in self._greetings]
         self._last_load = None  # the newcomer is told the load at the next flush
 
     def remove_door(self, door: DoorId) -> None:

@@ -15,6 +15,7 @@ from cluster.clock import SystemClock
 from cluster.errors import UnavailableError
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.messages import AnyMessage
+from cluster.worker.hardware import device_of, hardware_of
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.ranks import Ranks
@@ -35,7 +36,7 @@ class WorkerEngine(Protocol):
 
     def step(self) -> float | None: ...
 
-    def on_transfer(self, event: Any) -> None: ...
+    def on_transfer(self, event: Any, at: float) -> None: ...
 
     def drop_door(self, door: DoorId) -> None: ...
 
@@ -71,6 +72,8 @@ class WorkerProcess:
         )
         self._setup = setup
         self._ranks = ranks
+        self.hardware = hardware_of(setup.device, num_ranks=1 if ranks is None else ranks.size)
+        self.device = device_of(setup.device)
         self._group = None
         if ranks is not None:
             progress = ranks.progress
@@ -122,7 +125,7 @@ class WorkerProcess:
     def _on_transfer(self, event: MoverEvent) -> None:
         # MoverFailed is in the log; its leases still end, by their time at the latest.
         if not isinstance(event, MoverFailed):
-            self.loop.call(self._engine.on_transfer, event)
+            self.loop.call(self._engine.on_transfer, event, self.clock.now())
 
     def _deliver(self, batch: list[tuple[DoorId, Any]]) -> None:
         self.shell.deliver_from_thread(batch)

@@ -36,6 +36,7 @@ from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingPar
 from cluster.worker.outbox import Outbox
 from cluster.worker.turns import no_turns
 from decode_service.engine import DecodeEngine
+from decode_service.state import PromptPart
 from encoder_service.cache import EmbeddingCache
 from encoder_service.engine import EncoderEngine, EncoderLimits
 from encoder_service.runner import Piece, Prepared
@@ -251,7 +252,8 @@ class Rig:
         )
         self.decode = self._worker("decode", lambda mover, outbox: DecodeEngine(
             decode_runner, self.pools["decode"], mover, outbox, self.clock, POLICY, 2,
-            self.ended.append, no_turns(self.clock)), incoming=self._decode_kv)  # fmt: skip
+            self.ended.append, no_turns(self.clock), max_stretch_tokens=BLOCK_SIZE),
+            incoming=self._decode_kv)  # fmt: skip
         self.workers = {"encoder": self.encoder, "prefill": self.prefill, "decode": self.decode}
 
     def _worker(self, name: str, build: Callable[[Mover, Outbox], Any], **memories: BlockMemory) -> Worker:
@@ -262,7 +264,7 @@ class Rig:
 
         def on_event(event: Any) -> None:
             assert not isinstance(event, MoverFailed), event.error
-            inbox.call(lambda: worker.engine.on_transfer(event))
+            inbox.call(lambda: worker.engine.on_transfer(event, self.clock.now()))
 
         mover = Mover(self.network.agent(name), self.clock, on_event, margin_s=MARGIN_S, **memories)
         worker = Worker(build(mover, outbox), mover, inbox, outbox, said)
@@ -278,8 +280,10 @@ class Rig:
                     key = (message.request.request_id, item_idx)
                     num_rows, tell = item.geometry.num_tokens, worker.said.append
                     self.features.reserve(key, item.media_hash, num_rows, message.timeout_s, tell)
-                worker.tell(engine.start, DOOR, message)
-            case StartDecode() | StartEncode():
+                worker.tell(engine.start, DOOR, message, self.clock.now())
+            case StartEncode():
+                worker.tell(engine.start, DOOR, message, self.clock.now())
+            case StartDecode():
                 worker.tell(engine.start, DOOR, message)
             case DecodeTarget():
                 engine.offer_target(message.request_id, message.grant)
@@ -293,9 +297,11 @@ class Rig:
                 worker.mover.revoke(message.lease_id, "nobody was given it")
 
     def launch(
-        self, request: GenerateRequest, items: Sequence[MediaItem] = ()
+        self, request: GenerateRequest, items: Sequence[MediaItem] = (), stays: bool = False
     ) -> list[tuple[str, AnyMessage]]:
-        """What the door sends first: (worker, message)."""
+        """What the door sends first: (worker, message). `stays`: decode computes the prompt."""
+        if stays:
+            return [("decode", StartDecode(request, TIMEOUT_S, prefills=True))]
         encode = [StartEncode(request.request_id, i, item, TIMEOUT_S) for i, item in enumerate(items)]
         return [
             ("prefill", StartPrefill(request, TIMEOUT_S)),
@@ -313,7 +319,6 @@ class Rig:
     @contextmanager
     def cut_ends(self, num_blocks: int) -> Iterator[None]:
         """At most `num_blocks` of a prompt travel, and those of its media; decode computes the others, one in a step."""
-        self.decode.engine._token_s = 1.0
 
         def plan_end(request: Any, *_: Any) -> None:
             media_end = max((item.end for item in request.main.prompt.media), default=0)
@@ -378,10 +383,13 @@ class Rig:
         on_layer(0, None)
         return [torch.empty(0)] * len(batch)
 
-    def compute(self, token_ids: Sequence[int], start: int, _: int, block_table: Sequence[int]) -> None:
-        """Decode's, of a prompt's end."""
-        for position, token_id in enumerate(token_ids, start):
-            _write(self._decode_kv, block_table, position, token_id)
+    def compute(self, parts: Sequence[PromptPart]) -> list[tuple[int, ...]]:
+        """Decode's, of prompts or their ends: a block in a step."""
+        assert 0 < sum(len(part.token_ids) for part in parts) <= BLOCK_SIZE
+        for part in parts:
+            for position, token_id in enumerate(part.token_ids, part.start):
+                _write(self._decode_kv, part.block_table, position, token_id)
+        return [tuple(_first_token(part.token_ids[-1]) for _ in part.draws) for part in parts]
 
     def _run_decode(self, batch: Sequence[Any]) -> list[list[list[int]]]:
         """Checks every branch's prompt and answer, writes what a model would, says the next number."""
@@ -400,14 +408,17 @@ class Rig:
 
 
 def _first_tokens(requests: Sequence[Any]) -> list[tuple[int, ...]]:
-    """A resumed request goes on counting where its first attempt stopped."""
     tokens: list[tuple[int, ...]] = []
     for request in requests:
         assert request.is_complete
-        last = request.main.prompt.token_ids[-1]
-        token_id = FIRST_TOKEN if last == LAST_PROMPT_TOKEN else last + 1
+        token_id = _first_token(request.main.prompt.token_ids[-1])
         tokens.append((token_id,) * len(request.request.sampling))
     return tokens
+
+
+def _first_token(last: int) -> int:
+    """Behind a prompt that ends so. A resumed request goes on counting where its first attempt stopped."""
+    return FIRST_TOKEN if last == LAST_PROMPT_TOKEN else last + 1
 
 
 def _write(memory: BlockMemory, block_table: Sequence[int], position: int, value: int) -> None:

@@ -10,6 +10,7 @@ from cluster.types.media import MediaItem
 from cluster.types.messages import (
     Admitted,
     AnyMessage,
+    BlocksChanged,
     CacheChanged,
     Cancel,
     DecodeGranted,
@@ -19,6 +20,7 @@ from cluster.types.messages import (
     FeatureGranted,
     FeatureShared,
     FinishReason,
+    Measured,
     Preempted,
     ReturnGrant,
     StartDecode,
@@ -54,6 +56,7 @@ class Story:
     shared_items: set[int] = field(default_factory=set)  # that come for another request
     targets: set[int] = field(default_factory=set)  # items whose encoder was told where to write
     flown_on: set[int] = field(default_factory=set)  # choices that go on as requests of their own
+    stays: bool = False  # decode computes the prompt
 
     @property
     def is_over(self) -> bool:
@@ -79,11 +82,17 @@ class Relay:
         self.num_resumed = 0
 
     def start(
-        self, request: GenerateRequest, items: Sequence[MediaItem] = (), lines: list[Line] | None = None
+        self,
+        request: GenerateRequest,
+        items: Sequence[MediaItem] = (),
+        lines: list[Line] | None = None,
+        stays: bool = False,
     ) -> Story:
         lines = lines or [Line() for _ in request.sampling]
-        self.stories[request.request_id] = story = Story(request, items, lines)
-        for name, message in self.rig.launch(request, items):
+        for line in lines:
+            line.has_first = stays  # there is no other's to wait for
+        self.stories[request.request_id] = story = Story(request, items, lines, stays=stays)
+        for name, message in self.rig.launch(request, items, stays):
             self.to_worker[name].append(message)
         return story
 
@@ -118,7 +127,7 @@ class Relay:
             for event in message.events:
                 self._token(name, event)
             return
-        if isinstance(message, CacheChanged):
+        if isinstance(message, CacheChanged | BlocksChanged | Measured):
             return
         story = self.stories[message.request_id]
         if isinstance(message, DecodeGranted | FeatureGranted) and not story.is_open:
@@ -170,9 +179,9 @@ class Relay:
         new = tuple(line.tokens[line.num_tokens_before :])
         self.num_resumed += 1
         request = story.request.resumed(f"resumed{self.num_resumed}", choice_idx, new, 0.0)
-        line.is_preempted = line.has_first = False
+        line.is_preempted = False
         line.num_tokens_before = len(line.tokens)
         story.flown_on.add(choice_idx)
-        self.start(request, story.items, [line])
+        self.start(request, story.items, [line], story.stays)
         if story.is_over:
             self.land(story.request.request_id)

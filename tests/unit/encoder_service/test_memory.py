@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cluster.types.messages import Encoded, Failed
-from encoder_service.budget import RECOVERY_S, CallBudget, is_out_of_memory
+from encoder_service.budget import RECOVERY_S, CallBudget
+from encoder_service.failures import is_out_of_memory
 from tests.fakes.clock import ManualClock
 from tests.fakes.encoder import EncoderRig
 from tests.fakes.engines import make_item, make_video

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.errors import OverloadedError
 from cluster.kvcache.blocks import BlockPool
+from cluster.types.messages import BlocksChanged
 
 
 def test_allocating_too_many_blocks_changes_nothing():
@@ -87,6 +88,24 @@ def test_the_second_block_of_equal_content_stays_private():
     pool.check_integrity()
 
 
+def test_a_pool_that_is_watched_tells_what_came_and_what_went():
+    pool = BlockPool(2, 16)
+    blocks = pool.allocate(2)
+    pool.register(blocks[0], b"before")
+    pool.watch()
+    pool.register(blocks[1], b"a")
+    assert pool.content() == (b"before", b"a")
+    assert pool.take_changes() == BlocksChanged((b"a",), ())
+    pool.free(blocks)
+    pool.register(pool.allocate(1)[0], b"b")  # in the place of the tail
+    assert pool.take_changes() == BlocksChanged((b"b",), (b"a",))
+    pool.free(pool.lookup([b"b"]))
+    assert pool.take_changes() is None
+    pool.forget_all()
+    changes = pool.take_changes()
+    assert changes is not None and changes.added == () and set(changes.evicted) == {b"before", b"b"}
+
+
 class PoolMachine(RuleBasedStateMachine):
     """A pool against a model: content is (block, generation) -> hash, and must never change while it is
     findable.
@@ -97,6 +116,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(6, 4)
         self.held: list[list[int]] = []
         self.content: dict[bytes, tuple[int, int]] = {}
+        self.told: set[bytes] = set()  # what somebody believes to be findable who hears of changes alone
+        self.pool.watch()
 
     @rule(n=st.integers(0, 7))
     def allocate(self, n):
@@ -145,6 +166,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.forget_all()
         assert self.pool.num_cached == 0
         self.content.clear()
+
+    @rule()
+    def hear_of_changes(self):
+        changes = self.pool.take_changes()
+        if changes is not None:
+            assert not set(changes.added) & set(changes.evicted)
+            self.told = (self.told | set(changes.added)) - set(changes.evicted)
+        assert self.told == set(self.pool.content())
+        assert self.pool.take_changes() is None
 
     @invariant()
     def tables_agree(self):

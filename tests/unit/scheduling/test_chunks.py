@@ -227,3 +227,17 @@ def test_every_step_keeps_budget_share_and_spans_and_asking_changes_nothing(
         computed, spans = spans_of[chunk.request_id]
         end = computed + chunk.num_scheduled_tokens
         assert not any(span_start < end < span_end for span_start, span_end in spans)
+
+
+def test_a_prompt_can_run_while_there_is_something_ready_that_is_not_computed():
+    chunks = scheduler()
+    chunks.add(Ticket("r", 0, 8, is_text=False), 8)
+    assert not chunks.is_runnable("r")
+    chunks.set_ready("r", 5)
+    assert chunks.is_runnable("r")
+    chunks.set_computed("r", 5)
+    assert not chunks.is_runnable("r")
+    chunks.set_ready("r", 8)
+    assert chunks.is_runnable("r")
+    chunks.remove("r")
+    assert not chunks.is_runnable("r")

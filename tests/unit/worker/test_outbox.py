@@ -1,4 +1,5 @@
-from cluster.types.messages import CacheChanged, LoadReport, TokenEvent, Tokens
+from cluster.types.curves import ServiceCurves
+from cluster.types.messages import CacheChanged, LoadReport, Measured, TokenEvent, Tokens
 from cluster.worker.outbox import Outbox
 
 
@@ -53,11 +54,12 @@ def test_a_new_door_is_greeted_first_with_what_is_true_then():
     outbox, delivered = make()
     content = ["a"]
     outbox.greet_with(lambda: CacheChanged(tuple(content), ()))
+    outbox.greet_with(lambda: Measured(ServiceCurves(max_step_units=len(content))))
     content.append("b")
     outbox.add_door(1)
     content.append("c")
     outbox.broadcast(CacheChanged(("c",), ()))
     outbox.flush(LoadReport())
-    assert [message for _, message in delivered[0]][:2] == [
-        CacheChanged(("a", "b"), ()), CacheChanged(("c",), ())
+    assert [message for _, message in delivered[0]][:3] == [
+        CacheChanged(("a", "b"), ()), Measured(ServiceCurves(max_step_units=2)), CacheChanged(("c",), ())
     ]  # fmt: skip

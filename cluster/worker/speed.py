@@ -1,0 +1,101 @@
+"""How fast this worker is, told to its doors: when one connects, and again when a step like those of late would be predicted
+noticeably otherwise. The engine feeds the fits and calls `tell` once per step; all of it on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from cluster.clock import Clock
+from cluster.scheduling.fit import StepFit
+from cluster.types.curves import Curve, Link, ServiceCurves
+from cluster.types.media import Modality
+from cluster.types.messages import Measured
+from cluster.worker.outbox import Outbox
+
+NOTICEABLE_RATIO = 0.1  # of what was told last
+PAUSE_S = 1.0  # between two tellings, at least
+LINK_BYTES = 1 << 20  # of a typical write
+
+NO_FITS: Mapping[Modality, StepFit] = {}
+
+
+class Speed:
+    def __init__(
+        self,
+        outbox: Outbox,
+        clock: Clock,
+        *,
+        encode: Mapping[Modality, StepFit] = NO_FITS,
+        prepare: Mapping[Modality, StepFit] = NO_FITS,
+        prefill: StepFit | None = None,
+        decode: StepFit | None = None,
+        max_step_units: int = 0,
+        links: Callable[[], Mapping[str, Link]] = dict,
+    ):
+        """The fits are the engine's; see `ServiceCurves` for what each is about. `links`: to every worker that was written to."""
+        self._outbox = outbox
+        self._clock = clock
+        self._encode, self._prepare, self._prefill, self._decode = encode, prepare, prefill, decode
+        self._max_step_units = max_step_units
+        self._links = links
+        self._told: ServiceCurves | None = None
+        self._told_at = -PAUSE_S
+        outbox.greet_with(self._greeting)
+
+    def curves(self) -> ServiceCurves:
+        """What is known now."""
+        return ServiceCurves(
+            _curves(self._encode),
+            _curves(self._prepare),
+            self._prefill and self._prefill.curve(),
+            self._decode and self._decode.curve(),
+            self._max_step_units,
+            _with_mean(self._links()),
+        )
+
+    def tell(self) -> None:
+        """All doors, if there is news."""
+        now = self._clock.now()
+        if now - self._told_at >= PAUSE_S and self._has_news():
+            self._told, self._told_at = self.curves(), now
+            self._outbox.broadcast(Measured(self._told))
+
+    def _greeting(self) -> Measured:
+        """What the others know: the same news concerns all."""
+        if self._told is None:
+            self._told = self.curves()
+        return Measured(self._told)
+
+    def _has_news(self) -> bool:
+        told = self._told or ServiceCurves()
+        pairs: list[tuple[StepFit | None, Curve | None]] = [
+            (self._prefill, told.prefill),
+            (self._decode, told.decode),
+            *((fit, told.encode.get(modality)) for modality, fit in self._encode.items()),
+            *((fit, told.prepare.get(modality)) for modality, fit in self._prepare.items()),
+        ]
+        return any(
+            fit is not None and fit.has_left(curve, NOTICEABLE_RATIO) for fit, curve in pairs
+        ) or _have_left(self._links(), told.links)
+
+
+def _curves(fits: Mapping[Modality, StepFit]) -> dict[Modality, Curve]:
+    curves = {modality: fit.curve() for modality, fit in fits.items()}
+    return {modality: curve for modality, curve in curves.items() if curve is not None}
+
+
+def _with_mean(links: Mapping[str, Link]) -> dict[str, Link]:
+    """… and "", the mean of all: of their latencies and of their times for a byte."""
+    if not links:
+        return {}
+    latency_s = sum(link.latency_s for link in links.values()) / len(links)
+    byte_s = sum(1 / link.bytes_per_s for link in links.values()) / len(links)
+    return {**links, "": Link(latency_s, 1 / byte_s)}
+
+
+def _have_left(links: Mapping[str, Link], told: Mapping[str, Link]) -> bool:
+    if links.keys() != told.keys() - {""}:
+        return True
+    seconds = ((link.seconds(LINK_BYTES), told[peer].seconds(LINK_BYTES)) for peer, link in links.items())
+    return any(abs(now_s - told_s) > NOTICEABLE_RATIO * told_s for now_s, told_s in seconds)

@@ -1,0 +1,60 @@
+"""Before the first request: what an encoder call and preprocessing take, learnt from blank items of each modality.
+
+Nothing is decoded here, because a blank file says nothing about the decoding of real ones: the first items add that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+
+from cluster.clock import Clock
+from cluster.types.media import MediaOptions, Modality
+from cluster.worker.turns import Turns
+from encoder_service.fits import EncoderFits
+from encoder_service.runner import EncoderRunner, Piece
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(
+    runner: EncoderRunner, modalities: Iterable[Modality], fits: EncoderFits, turns: Turns, clock: Clock
+) -> None:
+    """On the caller's thread; blocks for a few small calls. A modality that cannot be encoded so is left out, with a line in the log."""
+    for modality in modalities:
+        small, larger = _blank_items(modality)
+        try:
+            _run(runner, modality, small, turns, clock)  # does what is done once
+            for array in (small, larger) * 2:
+                num_rows, prepare_s, encode_s = _run(runner, modality, array, turns, clock)
+                fits.prepare[modality].observe(num_rows, 0.0, prepare_s)
+                fits.encode[modality].observe(num_rows, 0.0, encode_s)
+        except (
+            Exception
+        ) as error:  # the model's code may raise anything on odd input; clients' items are another matter
+            logger.warning("the encoder was not warmed up for %s: %r", modality, error)
+
+
+def _run(
+    runner: EncoderRunner, modality: Modality, array: np.ndarray, turns: Turns, clock: Clock
+) -> tuple[int, float, float]:
+    """(embedding rows, seconds of preprocessing, seconds of the call)"""
+    began_at = clock.now()
+    prepared = runner.preprocess(modality, array, MediaOptions())
+    prepare_s = clock.now() - began_at
+    with turns.hold():
+        (rows,) = runner.encode(modality, [Piece(prepared, MediaOptions(), 0, prepared.num_units)])
+    return len(rows), prepare_s, turns.ran_s
+
+
+def _blank_items(modality: Modality) -> tuple[np.ndarray, np.ndarray]:
+    """A small and a larger one, as `cluster.media.decode` makes them of files."""
+    match modality:
+        case Modality.IMAGE:
+            return np.zeros((64, 64, 3), np.uint8), np.zeros((256, 256, 3), np.uint8)
+        case Modality.VIDEO:
+            return np.zeros((4, 64, 64, 3), np.uint8), np.zeros((8, 128, 128, 3), np.uint8)
+        case Modality.AUDIO:
+            return np.zeros(16_000, np.float32), np.zeros(4 * 16_000, np.float32)

@@ -1,0 +1,34 @@
+"""KV blocks for a prompt: what of it is cached, and room for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cluster.kvcache.blocks import BlockPool
+from cluster.scheduling.chunks import Span, usable_prefix
+from prefill_service.state import PromptSequence
+
+
+def try_give_blocks(blocks: BlockPool, sequence: PromptSequence, spans: tuple[Span, ...]) -> bool:
+    """Blocks for all of the prompt, those of its cached prefix first; False, and no change, if there are too few. `spans` are computed
+    in one piece."""
+    block_size = blocks.block_size
+    cached = blocks.lookup(sequence.block_hashes)
+    usable = usable_prefix(len(cached) * block_size, sequence.num_tokens, block_size, spans)
+    num_cached_blocks = usable // block_size
+    blocks.free(cached[num_cached_blocks:])
+    fresh = blocks.try_allocate(-(-sequence.num_tokens // block_size) - num_cached_blocks)
+    if fresh is None:
+        blocks.free(cached[:num_cached_blocks])
+        return False
+    sequence.block_table = cached[:num_cached_blocks] + fresh
+    sequence.num_cached_tokens = sequence.num_computed_tokens = usable
+    return True
+
+
+def take_blocks(blocks: BlockPool, sequences: Iterable[PromptSequence]) -> None:
+    """Back from prompts that wait for more."""
+    for sequence in sequences:
+        blocks.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_cached_tokens = sequence.num_computed_tokens = 0

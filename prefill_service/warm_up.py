@@ -1,0 +1,28 @@
+"""Before the first request: the step budget learns how fast the model is, and the first client does not pay for what is done once."""
+
+from __future__ import annotations
+
+from cluster.kvcache.blocks import BlockPool
+from cluster.scheduling.budget import StepBudget
+from cluster.worker.turns import Turns
+from prefill_service.runner import PrefillRunner
+
+MAX_TOKENS = 1024  # in one step
+
+
+def warm_up(
+    runner: PrefillRunner, blocks: BlockPool, budget: StepBudget, turns: Turns, max_model_len: int
+) -> None:
+    """On the caller's thread; blocks for a few steps."""
+    num_tokens = budget.min_tokens
+    most = min(MAX_TOKENS, blocks.num_free * blocks.block_size, max_model_len)
+    while num_tokens <= most:
+        table = blocks.allocate(-(-num_tokens // blocks.block_size))
+        for _ in range(2):
+            with turns.hold():
+                runner.warm_up(num_tokens, table)
+            budget.observe(num_tokens, 0.0, turns.ran_s)
+        blocks.free(table)
+        if num_tokens >= budget.max_tokens(0.0):
+            return
+        num_tokens = min(2 * num_tokens, budget.max_tokens(0.0))
