@@ -12,8 +12,9 @@ from cluster.model.guidance import forbid, guide
 from cluster.model.language import SequenceChunk
 from cluster.model.sampling import sample
 from cluster.model.step_model import StepModel
+from cluster.types.request import SamplingParams
 from decode_service.speculation import Speculator, accept
-from decode_service.state import Branch, Choice, DecodeRequest
+from decode_service.state import Branch, Choice, DecodeRequest, PromptPart
 
 
 class DecodeRunner:
@@ -38,25 +39,31 @@ class DecodeRunner:
         """Computes the KV of every choice's last token, and of its drafts, and draws what follows. Returns per request and
         live choice the new tokens, at least one. Blocks; synchronises the device."""
         choices = [(request, choice) for request in batch for choice in request.live_choices]
-        logits = self._logits(choices)
-        drawn = iter(
-            sample(
-                logits,
-                [choice.sampling for _, choice in choices for _ in range(len(choice.drafts) + 1)],
-                [position for _, choice in choices for position in _positions(choice)],
-            )
-        )
+        drawn = iter(self._draw(self._logits(choices), [choice for _, choice in choices]))
         return [[self._accept(choice, drawn) for choice in request.live_choices] for request in batch]
 
     @torch.inference_mode()
-    def compute(
-        self, token_ids: Sequence[int], start: int, position_delta: int, block_table: Sequence[int]
-    ) -> None:
-        """The KV of tokens `start`, … of a prompt. Blocks; synchronises the device."""
-        positions = torch.arange(start, start + len(token_ids)) + position_delta
-        chunk = SequenceChunk(token_ids, positions, start, block_table, wants_logits=False)
-        self._model.forward([chunk], self._kv)
+    def compute(self, parts: Sequence[PromptPart]) -> list[tuple[int, ...]]:
+        """The KV of parts of several prompts. Returns per part a first token for each choice that it draws. Blocks; synchronises
+        the device."""
+        logits = self._model.forward([_prompt_chunk(part) for part in parts], self._kv)
         self._kv.synchronize()
+        last = [part for part in parts if part.draws]
+        if not last:
+            return [() for _ in parts]
+        choices = [choice for part in last for choice in part.draws]
+        rows = [row for row, part in enumerate(last) for _ in part.draws]
+        drawn = iter(self._draw(logits[rows], choices))
+        return [tuple(next(drawn) for _ in part.draws) for part in parts]
+
+    @torch.inference_mode()
+    def warm_up(self, num_sequences: int, num_context_tokens: int, block_table: Sequence[int]) -> None:
+        """One step of so many sequences that nobody asked for, in blocks that nobody else holds. They may share them: what is in them
+        means nothing."""
+        contexts, tables = [num_context_tokens] * num_sequences, [block_table] * num_sequences
+        zeros = [0] * num_sequences
+        logits = self._model.decode(zeros, contexts, zeros, tables, self._kv)
+        sample(logits, [SamplingParams()] * num_sequences, contexts)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._model.copy_blocks(sources, targets, self._kv)
@@ -75,8 +82,14 @@ class DecodeRunner:
         choice.drafts = []
         return tokens
 
+    def _draw(self, logits: Tensor, choices: Sequence[Choice]) -> list[int]:
+        """logits: [one row per choice and draft + 1, vocab_size], as the model gave them."""
+        allowed = forbid(logits, [ids for choice in choices for ids in _forbidden(choice)])
+        params = [choice.sampling for choice in choices for _ in range(len(choice.drafts) + 1)]
+        return sample(allowed, params, [position for choice in choices for position in _positions(choice)])
+
     def _logits(self, choices: Sequence[tuple[DecodeRequest, Choice]]) -> Tensor:
-        """[one row per choice and draft + 1, vocab_size], ready to draw from."""
+        """[one row per choice and draft + 1, vocab_size], guided."""
         rows = [(choice, branch) for _, choice in choices for branch in choice.branches]
         if any(choice.drafts for _, choice in choices):
             logits = self._model.verify([_chunk(choice, branch) for choice, branch in rows], self._kv)
@@ -90,7 +103,7 @@ class DecodeRunner:
             )
         if any(request.request.guidance for request, _ in choices):
             logits = _guided(logits, choices)
-        return forbid(logits, [ids for _, choice in choices for ids in _forbidden(choice)])
+        return logits
 
 
 def _guided(logits: Tensor, choices: Sequence[tuple[DecodeRequest, Choice]]) -> Tensor:
@@ -116,6 +129,13 @@ def _positions(choice: Choice) -> range:
 def _forbidden(choice: Choice) -> Iterator[Sequence[int]]:
     for num_generated in range(choice.num_generated, choice.num_generated + len(choice.drafts) + 1):
         yield choice.stop.stop_token_ids if num_generated < choice.stop.min_tokens else ()
+
+
+def _prompt_chunk(part: PromptPart) -> SequenceChunk:
+    positions = torch.arange(part.start, part.start + len(part.token_ids)) + part.position_delta
+    return SequenceChunk(
+        part.token_ids, positions, part.start, part.block_table, wants_logits=bool(part.draws)
+    )
 
 
 def _chunk(choice: Choice, branch: Branch) -> SequenceChunk:

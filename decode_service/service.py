@@ -27,6 +27,8 @@ from cluster.worker.setup import check_device_lane, set_up
 from decode_service.engine import DecodeEngine
 from decode_service.runner import DecodeRunner
 from decode_service.speculation import DraftModelProposer, NgramProposer, Speculator
+from decode_service.stretches import MAX_STRETCH_TOKENS
+from decode_service.warm_up import warm_up
 
 MAX_REMEMBERED_ENDS = 100_000  # request ids that have ended, for Serve calls that arrive late
 START_TIMEOUT_S = 30.0  # between a Serve call and the request it stands for; normally milliseconds
@@ -42,7 +44,7 @@ class DecodeService:
         sizes = LanguageSizes(
             num_kv_blocks=self._num_blocks,
             feature_bytes=0,
-            max_step_tokens=args.decode.max_batch_sequences,
+            max_step_tokens=max(args.decode.max_batch_sequences, MAX_STRETCH_TOKENS),
             max_step_sequences=args.decode.max_batch_sequences,
         )
         language, ranks = load_with_ranks(args, setup, Role.DECODE, sizes, lease_margin_s)
@@ -56,9 +58,11 @@ class DecodeService:
             lease_margin_s=lease_margin_s,
             ranks=ranks,
         )
+        runner = DecodeRunner(language.steps, language.kv, _speculator(args, self._model))
+        blocks = BlockPool(self._num_blocks, args.block_size)
         self._engine = DecodeEngine(
-            DecodeRunner(language.steps, language.kv, _speculator(args, self._model)),
-            BlockPool(self._num_blocks, args.block_size),
+            runner,
+            blocks,
             self._process.kv_mover,
             self._process.outbox,
             self._process.clock,
@@ -67,9 +71,17 @@ class DecodeService:
             self._on_ended,
             self._process.turns,
             self._model.sliding_window,
+            takes_ends=args.transfer.recompute == "auto",
         )
-        if args.transfer.recompute == "auto":
-            self._engine.warm_up()
+        warm_up(
+            runner,
+            blocks,
+            self._engine.fit,
+            self._process.turns,
+            args.decode.max_batch_sequences,
+            self._model.max_model_len,
+        )
+        self._engine.warm_up()
         self._process.attach(self._engine, self._on_message)
         self._runs: dict[str, asyncio.Future[None]] = {}
         self._started: set[str] = set()  # and not ended
@@ -85,6 +97,10 @@ class DecodeService:
             self._model.fingerprint,
             self._model.kv_layout.fingerprint,
             self._num_blocks,
+            hardware=self._process.hardware,
+            device=self._process.device,
+            block_bytes=self._model.kv_layout.block_bytes,
+            num_layers=self._model.num_layers,
         )
 
     async def run(self, request_id: str, start_timeout_s: float = START_TIMEOUT_S) -> None:

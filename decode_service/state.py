@@ -1,8 +1,8 @@
 """One request's life in a decode worker.
 
-    WAITING   wants blocks for its prompts                             → GRANTED, or ended
+    WAITING   wants blocks for its prompts                             → GRANTED, CATCHING_UP (nothing travels), or ended
     GRANTED   its prompt blocks are leased to the prefill worker       → RUNNING (KV complete), CATCHING_UP, CLOSING
-    CATCHING_UP  the end of its prompt did not travel and is computed  → RUNNING, or ended
+    CATCHING_UP  what of its prompt did not travel is computed         → RUNNING, or ended
     CLOSING   nobody wants it any more, but the writer may still write → ended (lease closed)
     RUNNING   every choice gets a token per step, or none does         → ended, also by preemption
 
@@ -15,10 +15,11 @@ is copied for each before anybody writes to it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.types.messages import FinishReason, KvReady
+from cluster.types.messages import FinishReason, KvReady, PrefillTiming
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from cluster.worker.outbox import DoorId
 
@@ -32,12 +33,23 @@ class Phase(Enum):
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.GRANTED}),
+    Phase.WAITING: frozenset({Phase.GRANTED, Phase.CATCHING_UP}),
     Phase.GRANTED: frozenset({Phase.RUNNING, Phase.CATCHING_UP, Phase.CLOSING}),
     Phase.CATCHING_UP: frozenset({Phase.RUNNING}),
     Phase.CLOSING: frozenset(),
     Phase.RUNNING: frozenset(),
 }
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """Successive tokens of a prompt whose KV is computed here."""
+
+    token_ids: Sequence[int]
+    start: int  # index of the first; the KV of those before it is there
+    position_delta: int
+    block_table: Sequence[int]
+    draws: Sequence[Choice] = ()  # that get their first token behind it
 
 
 @dataclass(eq=False)
@@ -83,6 +95,11 @@ class Choice:
         """Tokens whose KV is in the pool; also the index of the last token in the branch."""
         return branch.num_prompt_tokens + self.num_generated - 1
 
+    @property
+    def num_context_tokens(self) -> int:
+        """Of all its branches."""
+        return sum(self.context_len(branch) for branch in self.branches)
+
     def append(self, token_id: int) -> FinishReason | None:
         """Take a newly drawn token; returns why the choice ends with it, if it does."""
         self.token_ids.append(token_id)
@@ -101,6 +118,8 @@ class DecodeRequest:
     door: DoorId
     timeout_s: float  # from arrival until its KV must be there
     arrived_at: float  # when the client asked, on this worker's clock
+    started_at: float = 0.0  # when this worker was asked
+    prefills: bool = False  # no KV comes: the prompt is computed here
     phase: Phase = Phase.WAITING
     lease_id: str = ""
     prompt_blocks: list[list[int]] = field(default_factory=list)  # per prompt, until the choices take them
@@ -109,6 +128,9 @@ class DecodeRequest:
     )  # for the other choices' last prompt blocks, likewise
     num_computed_tokens: int = 0  # of the prompt, while the request catches up
     ready: KvReady | None = None  # what prefill said, likewise
+    admitted_at: float = 0.0
+    began_at: float | None = None  # when its KV was complete, until its first step is over
+    computing_s: float = 0.0  # in stretches with tokens of its prompt
     choices: list[Choice] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,6 +157,33 @@ class DecodeRequest:
     def num_sequences(self) -> int:
         """Rows of a decode step."""
         return len(self.live_choices) * len(self.request.prompts)
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Of the prompt, while the request catches up."""
+        return len(self.request.prompt.token_ids) - self.num_computed_tokens
+
+    def next_part(self, max_tokens: int) -> PromptPart:
+        """Of the prompt, at most so many tokens; they count as computed from now on. For a request that catches up."""
+        assert self.ready is not None
+        start = self.num_computed_tokens
+        token_ids = self.request.prompt.token_ids[start : start + max_tokens]
+        self.num_computed_tokens += len(token_ids)
+        draws = self.choices if self.prefills and self.num_missing_tokens == 0 else ()
+        return PromptPart(token_ids, start, self.ready.position_deltas[0], self.prompt_blocks[0], draws)
+
+    def prompt_timing(self, now: float) -> PrefillTiming:
+        """Of a prompt that was computed here to its end."""
+        blocks_s = self.admitted_at - self.started_at
+        queued_s = max(0.0, now - self.admitted_at - self.computing_s)
+        return PrefillTiming(blocks_s=blocks_s, queued_s=queued_s, computing_s=self.computing_s)
+
+    def take_first_step_s(self, now: float) -> float:
+        """Seconds since the KV was complete, once; 0 afterwards."""
+        if self.began_at is None:
+            return 0.0
+        step_s, self.began_at = now - self.began_at, None
+        return step_s
 
     def num_admission_blocks(self, block_size: int) -> int:
         """What admission needs: the prompts' blocks, and a copy of each partly filled one for every further choice."""

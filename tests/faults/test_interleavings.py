@@ -21,6 +21,7 @@ starts = st.tuples(
     st.integers(1, 5),
     st.integers(1, 3),  # choices
     st.sampled_from([0, 0, 5]),  # tokens of a companion
+    st.booleans(),  # decode computes the prompt, where that can be
 )
 cuts = st.sampled_from([0, 1, 2, 100])  # blocks of a prompt that travel; decode computes the end
 on_worker = st.tuples(st.sampled_from(["send", "hear", "step", "move"]), st.sampled_from(NAMES))
@@ -36,11 +37,11 @@ others = st.one_of(
 
 def act(rig: Rig, relay: Relay, event: tuple) -> None:
     match event:
-        case ("start", num_tokens, names, max_tokens, num_choices, negative):
+        case ("start", num_tokens, names, max_tokens, num_choices, negative, stays):
             items = [ITEMS[name] for name in names]
             name = f"r{len(relay.stories)}"
             request = make_request(name, num_tokens, items, max_tokens, (), num_choices, negative)
-            relay.start(request, items)
+            relay.start(request, items, stays=stays and not items and not negative)
         case ("send", name):
             relay.send_one(name)
         case ("hear", name):

@@ -4,7 +4,7 @@ every family, chunk size, packing and cache state. Plus: half loading, refusals,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -14,6 +14,9 @@ from cluster.errors import InternalError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
+from cluster.types.request import SamplingParams, StopParams
+from decode_service.runner import DecodeRunner
+from decode_service.state import Choice, PromptPart
 from prefill_service.runner import uncut_spans
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase, TinyRequest
@@ -30,6 +33,8 @@ class Split:
     expected: list[list[int]]  # per request
     encoder: EncoderModel | None
     language: LanguageModel
+    text: TinyRequest | None = None  # with its answer
+    expected_text: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -81,7 +86,10 @@ def split(case: TinyCase) -> Split:
     expected = [generate(case, request) for request in case.requests]
     has_media = any(request.placed for request in case.requests)
     encoder = EncoderModel.from_model(case.model) if has_media else None
-    return Split(case, expected, encoder, LanguageModel.from_model(case.model, block_size=BLOCK_SIZE))
+    text = TinyRequest().text(53, seed=9)
+    expected_text = generate(case, text)
+    language = LanguageModel.from_model(case.model, block_size=BLOCK_SIZE)
+    return Split(case, expected, encoder, language, text, expected_text)
 
 
 @pytest.fixture(scope="module", params=[*TEXT_FAMILIES, *MEDIA_FAMILIES])
@@ -167,6 +175,19 @@ def test_kv_copied_to_other_blocks_of_a_second_memory_equals_generate(family: Sp
             there[moved] = here[sequence.table]
         sequence.table = moved
     assert decode(family.language, target, sequences) == family.expected
+
+
+@pytest.mark.parametrize("size", [7, BLOCK_SIZE, 53])
+def test_a_text_that_decode_computes_in_stretches_equals_generate(family: Split, size: int) -> None:
+    """Without a word about positions or spans from prefill."""
+    kv, token_ids, table = memory(family.language), family.text.token_ids, [9, 4, 7, 2, 5]
+    choice = Choice("r/0", 0, SamplingParams(), StopParams(NUM_TOKENS), token_ids, len(token_ids))
+    runner, first = DecodeRunner(family.language, kv), ()
+    for start in range(0, 53, size):
+        draws = [choice] if start + size >= 53 else []
+        (first,) = runner.compute([PromptPart(token_ids[start : start + size], start, 0, table, draws)])
+    sequence = Sequence(family.text, [], torch.empty(0), 0, table, (), len(token_ids), [*first])
+    assert decode(family.language, kv, [sequence]) == [family.expected_text]
 
 
 def test_each_layer_reports_once_after_its_kv_is_written(family: Split) -> None:

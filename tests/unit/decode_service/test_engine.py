@@ -1,9 +1,20 @@
 """The decode engine, stepped by hand."""
 
+import msgspec
 import pytest
 
-from cluster.types.messages import Cancel, DecodeGranted, Failed, FinishReason, Preempted, ReturnGrant
-from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig, make_request
+from cluster.types.messages import (
+    Cancel,
+    DecodeGranted,
+    Failed,
+    FinishReason,
+    Measured,
+    Preempted,
+    PrefillTiming,
+    ReturnGrant,
+    Tokens,
+)  # fmt: skip
+from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig, make_item, make_request
 from tests.fakes.relay import Relay
 
 
@@ -33,6 +44,7 @@ def ask_decode(rig, relay):
         relay.hear_one("prefill")
     while relay.to_worker["decode"]:
         relay.send_one("decode")
+    rig.decode.inbox.run()
 
 
 def granted(rig):
@@ -55,6 +67,23 @@ def test_nobody_overtakes_a_large_request(rig, relay):
         rig.clock.at += 0.1
     rig.turn(2)
     assert [message.request_id for message in granted(rig)] == ["a"]
+
+
+def test_a_better_class_goes_first_and_media_no_sooner_than_text(rig, relay):
+    for request_id, priority, items in (("text", 1, ()), ("media", 1, [make_item("a", 1)]), ("best", 0, ())):
+        request = make_request(request_id, 24 - len(items), items)  # 7 blocks of 10
+        relay.start(msgspec.structs.replace(request, priority=priority), items)
+        ask_decode(rig, relay)
+        rig.clock.at += 0.1
+    order = []
+    for _ in range(9):
+        rig.turn()
+        for message in granted(rig):
+            order.append(message.request_id)
+            rig.receive("decode", Cancel(message.request_id))
+            rig.receive("decode", ReturnGrant(message.grant.lease_id))
+        rig.decode.said.clear()
+    assert order == ["best", "text", "media"]
 
 
 def test_a_cancelled_grant_keeps_its_blocks_until_the_writer_has_spoken(rig, relay):
@@ -202,3 +231,160 @@ def test_the_engine_does_not_sleep_on_blocks_that_the_last_runner_has_freed(rig,
     relay.play()
     assert relay.stories["r"].tokens == [50, 51]
     assert waits.count(0) == 1  # the one step in which it ran, and ended
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 6, 7, 8, 15])  # but for one
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_a_prompt_computed_here_is_answered_without_anybody_else(rig, relay, num_tokens, num_choices):
+    story = relay.start(make_request("r", num_tokens, max_tokens=6, num_choices=num_choices), stays=True)
+    relay.play()
+    assert [line.tokens for line in story.lines] == [[50, 51, 52, 53, 54, 55]] * num_choices
+    assert rig.ended == ["r"] and not rig.prefill.engine._requests
+
+
+def test_a_prompt_is_computed_a_block_at_a_time_and_the_others_go_on(rig, relay):
+    running = relay.start(make_request("old", 3, max_tokens=20), stays=True)
+    relay.play(2)
+    parts, compute = [], rig.decode.engine._stretches._runner.compute
+    rig.decode.engine._stretches._runner.compute = lambda batch: parts.extend(batch) or compute(batch)
+    story = relay.start(make_request("new", 18, max_tokens=2), stays=True)
+    num_before = len(running.tokens)
+    while not story.tokens:
+        relay.play(1)
+    assert [(part.start, len(part.token_ids)) for part in parts] == [(0, 4), (4, 4), (8, 4), (12, 4), (16, 3)]
+    assert len(running.tokens) - num_before == len(parts)
+
+
+def test_short_prompts_share_a_stretch_and_go_before_long_ones(rig, relay):
+    batches, compute = [], rig.decode.engine._stretches._runner.compute
+    rig.decode.engine._stretches._runner.compute = lambda batch: batches.append(len(batch)) or compute(batch)
+    for request_id, num_tokens in (("long", 15), ("a", 2), ("b", 0), ("c", 1)):
+        relay.start(make_request(request_id, num_tokens, max_tokens=1), stays=True)
+    relay.play(1)
+    assert batches == [3] and sorted(rig.ended) == ["b", "c"]  # the first token of a is yet to be computed
+    relay.play()
+    assert all(story.tokens == [50] for story in relay.stories.values())
+
+
+def test_a_first_token_does_not_wait_for_the_step_that_follows(rig, relay):
+    relay.start(make_request("r", 3, max_tokens=5), stays=True)
+    relay.send_one("decode")
+    run, told = rig.decode.engine._runner.run, []
+    rig.decode.engine._runner.run = lambda batch: told.extend(rig.decode.said) or run(batch)
+    rig.decode.step()
+    assert [event.token_ids for said in told for event in said.events] == [(50,)]
+
+
+@pytest.mark.parametrize("num_rounds", range(9))
+def test_a_prompt_computed_here_may_be_cancelled_at_any_moment(rig, relay, num_rounds):
+    relay.start(make_request("r", 17, max_tokens=3, num_choices=2), stays=True)
+    relay.play(num_rounds)
+    rig.receive("decode", Cancel("r", 1))
+    relay.play(1)
+    relay.land("r")
+    relay.play(2)
+    assert rig.ended == ["r"] and rig.pools["decode"].num_referenced == 0
+
+
+def test_prompts_computed_here_are_preempted_and_computed_anew(rig, relay):
+    for i in range(3):
+        relay.start(make_request(f"r{i}", 6, max_tokens=20), stays=True)
+    relay.play(300)
+    assert rig.decode.engine.num_preempted > 0
+    assert [relay.stories[f"r{i}"].tokens for i in range(3)] == [list(range(50, 70))] * 3
+
+
+@pytest.mark.parametrize("choice_idx", [0, 1])
+def test_blocks_are_kept_for_those_that_wait_no_longer_than_they_do(rig, relay, choice_idx):
+    """A choice that leaves before the request has blocks was never counted among those that have."""
+    relay.start(make_request("large", 30, max_tokens=2), stays=True)
+    rig.clock.at += 0.1
+    relay.start(make_request("r", 20, max_tokens=3, num_choices=2), stays=True)
+    relay.play(1)
+    rig.receive("decode", Cancel("r", choice_idx))
+    relay.play(1)
+    assert rig.decode.engine._num_admitted_sequences == 1
+    relay.play()
+    assert rig.decode.engine._num_admitted_sequences == 0
+
+
+def test_a_prompt_that_waits_too_long_for_its_turn_fails_by_name(rig, relay):
+    story = relay.start(make_request("r", 17), stays=True)
+    relay.play(2)
+    rig.clock.at += TIMEOUT_S
+    relay.play(1)
+    assert story.error == "decode waited too long for its turn to compute the prompt"
+
+
+@pytest.mark.parametrize("changes", [{"items": [make_item("a", 3)]}, {"negative": 3}])
+def test_what_decode_cannot_compute_is_not_begun(rig, relay, changes):
+    story = relay.start(make_request("r", 6, **changes), stays=True)
+    relay.play(2)
+    assert "a text without a companion" in story.error and rig.ended == ["r"]
+
+
+def test_the_first_token_says_where_its_time_went(rig, relay):
+    """Two seconds without blocks, a second in which another request has its last step; then three stretches of a second, and
+    between them two steps of somebody else."""
+    relay.start(make_request("other", 19, max_tokens=3), stays=True)
+    relay.start(make_request("third", 3, max_tokens=20), stays=True)
+    while len(relay.stories["other"].tokens) < 2:
+        relay.play(1)
+    relay.start(make_request("r", 11, max_tokens=2), stays=True)
+    relay.send_one("decode")
+    rig.decode.inbox.run()
+    rig.clock.at += 2.0
+    runner = rig.decode.engine._runner
+    for name in ("compute", "run"):
+        original = getattr(runner, name)
+
+        def timed(batch, original=original):
+            rig.clock.at += 1.0
+            return original(batch)
+
+        setattr(runner, name, timed)
+    for _ in range(8):
+        rig.decode.step()
+    events = [event for said in rig.decode.said if isinstance(said, Tokens) for event in said.events]
+    first, second = [event for event in events if event.request_id == "r"]
+    assert first.timing == PrefillTiming(blocks_s=3.0, queued_s=2.0, computing_s=3.0)
+    assert second.timing is None and [first.token_ids, second.token_ids] == [(50,), (51,)]
+
+
+def test_the_context_of_all_running_sequences_is_in_the_load(rig, relay):
+    def expected() -> int:
+        running = rig.decode.engine._running
+        return sum(
+            len(prompt.token_ids) + choice.num_generated - 1  # the last token's KV is not computed yet
+            for request in running
+            for choice in request.live_choices
+            for prompt in request.request.prompts
+        )
+
+    relay.start(make_request("r", 6, max_tokens=10, num_choices=2))
+    relay.start(make_request("guided", 4, max_tokens=9, negative=3))
+    rig.clock.at += 0.1
+    relay.start(make_request("new", 5, max_tokens=20))  # has to give way
+    seen = []
+    for _ in range(100):
+        relay.play(1)
+        seen.append(rig.decode.engine.load().num_context_tokens)
+        assert seen[-1] == expected()
+    assert rig.decode.engine.num_preempted > 0 and max(seen) > 20 and seen[-1] == 0
+
+
+def test_steps_are_learnt_by_their_sequences_and_told(rig, relay):
+    run = rig.decode.engine._runner.run
+
+    def slowly(batch):
+        rig.clock.at += 0.25
+        return run(batch)
+
+    rig.decode.engine._runner.run = slowly
+    relay.start(make_request("r", 6, max_tokens=8, num_choices=2))
+    curves = []
+    for _ in range(30):
+        rig.turn()
+        curves += [m.curves.decode for m in rig.decode.said if isinstance(m, Measured)]
+        relay.play(1)
+    assert curves and curves[-1].seconds(2, 8) == pytest.approx(0.25, rel=0.1)

@@ -50,7 +50,7 @@ class WindowRig(Rig):
         worker = self.decode
         worker.engine = DecodeEngine(
             runner, self.pools["decode"], worker.mover, worker.outbox, self.clock, POLICY, MAX_BATCH,
-            self.ended.append, no_turns(self.clock), window,
+            self.ended.append, no_turns(self.clock), window, BLOCK_SIZE,
         )  # fmt: skip
 
     @property
@@ -204,6 +204,7 @@ request_sizes = st.tuples(
     st.integers(1, 30),  # generated
     st.integers(1, 3),  # choices
     st.sampled_from([0, 0, 3, 13]),  # of a companion's prompt
+    st.booleans(),  # decode computes the prompt, where there is no companion
 )
 
 
@@ -219,7 +220,7 @@ request_sizes = st.tuples(
 def test_the_pool_is_used_within_bounds_and_gets_everything_back(
     window: int,
     max_draft: int,
-    sizes: list[tuple[int, int, int, int]],
+    sizes: list[tuple[int, int, int, int, bool]],
     decode_blocks: int,
     cancelled: int,
     seed: int,
@@ -228,7 +229,7 @@ def test_the_pool_is_used_within_bounds_and_gets_everything_back(
     rig = WindowRig(window, max_draft=max_draft, seed=seed, decode_blocks=decode_blocks, kv_blocks=64)
     relay = Relay(rig)
     requests = []
-    for idx, (num_tokens, max_tokens, num_choices, negative) in enumerate(sizes):
+    for idx, (num_tokens, max_tokens, num_choices, negative, stays) in enumerate(sizes):
         request = make_request(
             f"r{idx}", num_tokens, max_tokens=max_tokens, num_choices=num_choices, negative=negative
         )
@@ -236,7 +237,7 @@ def test_the_pool_is_used_within_bounds_and_gets_everything_back(
             request.max_blocks(BLOCK_SIZE) <= decode_blocks
         ):  # as the door asks: a preempted one comes back whole
             requests.append(request)
-            relay.start(request)
+            relay.start(request, stays=stays and not negative)
             rig.clock.at += 0.01
     for round_number in range(400):
         if round_number == cancelled and requests:

@@ -1,0 +1,85 @@
+"""Which blocks the choices of a request hold: they take over the prompts', grow, and give back what lies behind a window.
+
+Functions of the engine's thread over a request's records and the pool; the bytes are the runner's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.kvcache.blocks import BlockPool
+from decode_service.state import Branch, Choice, DecodeRequest
+
+
+def take_prompt_blocks(request: DecodeRequest, blocks: BlockPool) -> None:
+    """What admission has found free."""
+    lengths = [len(prompt.token_ids) for prompt in request.request.prompts]
+    request.prompt_blocks = [blocks.allocate(-(-length // blocks.block_size)) for length in lengths]
+    num_copies = request.num_admission_blocks(blocks.block_size) - sum(map(len, request.prompt_blocks))
+    request.copy_blocks = blocks.allocate(num_copies)
+
+
+def share_prompts(
+    request: DecodeRequest, position_deltas: Sequence[int], blocks: BlockPool
+) -> tuple[list[int], list[int]]:
+    """The first live choice takes the prompts' blocks. The others share the full ones and copy the last one: from here on
+    everybody writes to blocks of his own. Returns the blocks to be copied, and where to."""
+    copies = request.copy_blocks
+    sources: list[int] = []
+    targets: list[int] = []
+    for prompt, held, delta in zip(
+        request.request.prompts, request.prompt_blocks, position_deltas, strict=True
+    ):
+        length = len(prompt.token_ids)
+        full = held[: length // blocks.block_size]
+        for i, choice in enumerate(request.live_choices):
+            table = list(held)
+            if i > 0:
+                blocks.share(full)
+                table = list(full)
+                if length % blocks.block_size:
+                    sources.append(held[-1])
+                    targets.append(copies.pop())
+                    table.append(targets[-1])
+            choice.branches.append(Branch(length, delta, table))
+    if request.live_choices:  # the choices own the prompts' blocks now
+        request.prompt_blocks = []
+    blocks.free(copies)  # meant for choices that are over already
+    request.copy_blocks = []
+    return sources, targets
+
+
+def try_grow(request: DecodeRequest, blocks: BlockPool) -> bool:
+    """Blocks for every choice's next token, and for its drafts if there is room."""
+    if _try_cover(request, blocks):
+        return True
+    for choice in request.live_choices:
+        choice.drafts = []
+    return _try_cover(request, blocks)
+
+
+def _try_cover(request: DecodeRequest, blocks: BlockPool) -> bool:
+    tables = [
+        (branch.block_table, (choice.context_len(branch) + len(choice.drafts)) // blocks.block_size + 1)
+        for choice in request.live_choices
+        for branch in choice.branches
+    ]
+    missing = sum(max(0, wanted - len(table)) for table, wanted in tables)
+    if missing == 0:
+        return True
+    fresh = blocks.try_allocate(missing)
+    if fresh is None:
+        return False
+    for table, wanted in tables:
+        while len(table) < wanted:
+            table.append(fresh.pop())
+    return True
+
+
+def leave_blocks(choice: Choice, blocks: BlockPool, window: int | None) -> None:
+    """Gives back what no later step of the choice can see. Blocks shared with other choices lose one reference."""
+    if window is None:
+        return
+    for branch in choice.branches:
+        first_visible = max(0, choice.context_len(branch) + 1 - window)
+        blocks.free(branch.leave(first_visible // blocks.block_size))

@@ -1,0 +1,36 @@
+"""Before the first request: how long a step takes, by its sequences and what they see."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from cluster.kvcache.blocks import BlockPool
+from cluster.scheduling.fit import StepFit
+from cluster.worker.turns import Turns
+from decode_service.runner import DecodeRunner
+
+CONTEXTS = (16, 512)  # tokens of a sequence
+MANY_SEQUENCES = 16
+NUM_ROUNDS = 3
+
+
+def warm_up(
+    runner: DecodeRunner,
+    blocks: BlockPool,
+    fit: StepFit,
+    turns: Turns,
+    max_batch_sequences: int,
+    max_model_len: int,
+) -> None:
+    """On the caller's thread; blocks for a dozen steps."""
+    table = blocks.allocate(min(max(CONTEXTS) // blocks.block_size + 1, blocks.num_free))
+    most = min(len(table) * blocks.block_size, max_model_len) - 1
+    contexts = [min(context, most) for context in CONTEXTS]
+    sizes = list(product(contexts, (1, min(MANY_SEQUENCES, max_batch_sequences))))
+    for round_idx in range(NUM_ROUNDS):
+        for context, num_sequences in sizes:
+            with turns.hold():
+                runner.warm_up(num_sequences, context, table)
+            if round_idx > 0:  # the first time does what is done once
+                fit.observe(num_sequences, context, turns.ran_s)
+    blocks.free(table)

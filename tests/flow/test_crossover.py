@@ -1,0 +1,199 @@
+"""The law of the house for prompts that decode computes itself: nothing about them is different but who computes them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from bench.workload import Reference, make_cases
+from cluster.config.settings import ClusterArgs
+from cluster.errors import ClusterError
+from cluster.ids import new_request_id
+from cluster.scheduling.budget import StepBudget
+from cluster.types.messages import FinishReason
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from router.ledger import Ledger
+from tests.fakes.staying import let_stay
+from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
+from tests.flow.test_law import MAX_TOKENS, MODEL, check_all, cluster_args
+
+NUM_TOKENS, BLOCK_SIZE, WINDOW, STRETCH = 40, 8, 32, 20
+LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 24, 33, 64, 150)
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=1.5, top_p=0.95, seed=5)
+BASE = {
+    "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3, "eos_token_id": None,
+    "bos_token_id": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["whole", "window"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that looks back to the beginning, or `WINDOW` tokens; the demo model's tokenizer is for the door."""
+    path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(6)
+    window = WINDOW if request.param == "window" else None
+    hf.MistralForCausalLM(hf.MistralConfig(**BASE, sliding_window=window)).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(MODEL / name, path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    draw = torch.Generator().manual_seed(8)
+    return [tuple(torch.randint(5, 900, (length,), generator=draw).tolist()) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    model = hf.MistralForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False
+            )
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers
+
+
+def folder_args(folder: Path, decode: dict[str, Any] | None = None, **changes: Any) -> ClusterArgs:
+    args = cluster_args(24).model_copy(update={"model": str(folder), "block_size": BLOCK_SIZE, **changes})
+    return args.model_copy(update={"decode": type(args.decode).model_validate(decode or {"kv_blocks": 512})})
+
+
+def cut_stretches(cluster: LocalCluster) -> None:
+    """Prompts of more than `STRETCH` tokens take several."""
+    for decode in cluster.decodes:
+        decode._engine._stretches._budget = StepBudget(10.0, BLOCK_SIZE, STRETCH)
+
+
+async def answers(
+    cluster: LocalCluster, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY, num_choices: int = 1
+) -> list[list[int]]:
+    request = GenerateRequest(
+        new_request_id(), Prompt(prompt), (sampling,) * num_choices, StopParams(NUM_TOKENS)
+    )
+    streams = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
+    try:
+        return [[token_id async for event in stream for token_id in event.token_ids] for stream in streams]
+    finally:
+        for stream in streams:
+            await stream.aclose()
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("speculation", ["off", "ngram", "draft"])
+@pytest.mark.parametrize("stays", [lambda _: True, lambda number: number % 2], ids=["all", "every other"])
+async def test_prompts_that_decode_computes_are_answered_like_generate(
+    folder, prompts, expected, speculation, num_choices, stays
+):
+    method = {"method": speculation} | ({"draft_model": str(folder)} if speculation == "draft" else {})
+    args = folder_args(folder, {"kv_blocks": 512, "speculation": method})
+    async with local_cluster(args, (0, 1, 1)) as cluster:
+        cut_stretches(cluster)
+        policy = let_stay(cluster.door, stays)
+        got = await asyncio.gather(*(answers(cluster, p, num_choices=num_choices) for p in prompts))
+        assert policy.num_stayed >= len(prompts) // 2
+    assert got == [[answer] * num_choices for answer in expected]
+
+
+async def test_prompts_that_are_preempted_and_computed_here_again_are_answered_like_generate(
+    folder, prompts, expected
+):
+    async with local_cluster(folder_args(folder, {"kv_blocks": 26}), (0, 1, 1)) as cluster:
+        overcommit(cluster)
+        cut_stretches(cluster)
+        let_stay(cluster.door)
+        got = await asyncio.gather(*(answers(cluster, prompt) for prompt in prompts * 2))
+        assert cluster.decodes[0]._engine.num_preempted > 0
+    assert got == [[answer] for answer in expected] * 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_cache_dtype": "int8"}], ids=["plain", "int8"])
+async def test_a_seed_draws_what_it_draws_where_prefill_computes_the_prompt(folder, prompts, changes):
+    """Also over int8 KV, of which prefill and decode see the same codes."""
+    async with local_cluster(folder_args(folder, **changes), (0, 1, 1)) as cluster:
+        cut_stretches(cluster)
+        let_stay(cluster.door, lambda _: False)
+        moved = await asyncio.gather(*(answers(cluster, prompt, SAMPLED, 2) for prompt in prompts))
+        let_stay(cluster.door)
+        stayed = await asyncio.gather(*(answers(cluster, prompt, SAMPLED, 2) for prompt in prompts))
+    assert stayed == moved
+
+
+async def test_texts_that_stay_among_media_that_move_are_answered_like_generate():
+    reference = Reference(MODEL)
+    expected = [(case, reference.answer(case, MAX_TOKENS)) for case in make_cases(13, 60)]
+    async with local_cluster(cluster_args(48, "nixl"), (1, 1, 2)) as cluster:
+        policy = let_stay(cluster.door)
+        await check_all(cluster, expected, 16)
+        assert 0 < policy.num_stayed == policy.num_texts < len(expected)
+
+
+async def test_min_tokens_and_stop_tokens_hold_from_the_first_token_on(folder, prompts, expected):
+    """Prefill's first tokens are the measure."""
+    first = expected[3][0]
+    stops = [StopParams(6, (first,)), StopParams(6, (first,), min_tokens=1), StopParams(1)]
+    got = []
+    async with local_cluster(folder_args(folder), (0, 1, 1)) as cluster:
+        for stays in (False, True):
+            let_stay(cluster.door, lambda _, stays=stays: stays)
+            for stop in stops:
+                request = GenerateRequest(new_request_id(), Prompt(prompts[3]), (GREEDY,), stop)
+                (stream,) = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
+                events = [event async for event in stream]
+                got.append(([t for e in events for t in e.token_ids], events[-1].finish_reason))
+    assert got[:3] == got[3:]
+    assert got[0] == ([first], FinishReason.STOP) and first not in got[1][0][:1]
+
+
+async def test_the_first_token_tells_how_long_the_prompt_took(folder, prompts):
+    async with local_cluster(folder_args(folder), (0, 1, 1)) as cluster:
+        cut_stretches(cluster)
+        let_stay(cluster.door)
+        request = GenerateRequest(new_request_id(), Prompt(prompts[-1]), (GREEDY,), StopParams(3))
+        started_at = asyncio.get_running_loop().time()
+        (stream,) = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
+        first, *others = [event async for event in stream]
+        passed_s = asyncio.get_running_loop().time() - started_at
+        curve = cluster.decodes[0]._engine._stretches.fit.curve()
+    assert first.timing is not None and all(event.timing is None for event in others)
+    assert first.timing.media_s == 0 and first.timing.computing_s > 0
+    assert first.timing.blocks_s + first.timing.queued_s + first.timing.computing_s < passed_s
+    assert curve is not None and curve.seconds(100) > 0
+
+
+async def test_clients_that_leave_while_decode_computes_their_prompts_leave_nothing_behind(folder, prompts):
+    rng = random.Random(5)
+    ends = []
+
+    async def one(cluster: LocalCluster, prompt: tuple[int, ...]) -> None:
+        try:
+            async with asyncio.timeout(rng.choice([rng.uniform(0, 0.1), None])):
+                ends.append(len((await answers(cluster, prompt, num_choices=rng.choice([1, 2])))[0]))
+        except TimeoutError:
+            ends.append(-1)
+
+    async with local_cluster(folder_args(folder, {"kv_blocks": 40}), (0, 1, 1)) as cluster:
+        cut_stretches(cluster)
+        let_stay(cluster.door, lambda number: number % 4)
+        await asyncio.gather(*(one(cluster, prompt) for prompt in prompts * 4))
+    assert ends.count(-1) > 5 and ends.count(NUM_TOKENS) > 5
+
+
+async def test_a_prompt_that_decode_cannot_hold_is_refused_by_name(folder):
+    async with local_cluster(folder_args(folder, {"kv_blocks": 8}), (0, 1, 1)) as cluster:
+        let_stay(cluster.door)
+        with pytest.raises(ClusterError, match="tokens of KV cache; a decode worker holds 64"):
+            await answers(cluster, tuple(range(5, 100)))
