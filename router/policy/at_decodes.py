@@ -1,0 +1,152 @@
+"""The decode workers' part of a prediction: from the first token to the end of decode's first step, and what a decode worker needs
+that computes the prompt itself.
+
+KV travels layer by layer while prefill computes, once decode has given the blocks. What is not hidden ends at the latest of
+
+    first token + the last step's last layer
+    first token + all new KV - prefill's own time            (prefill makes KV faster than the link takes it)
+    decode's wait for blocks + all KV of the prompt          (cached blocks travel, too)
+
+so it is max(first token + after_s, before_s) for each decode worker, which never falls when the first token comes later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from router.policy.at_prefills import PrefillsOutlook, able_to_hold
+from router.policy.calibration import Kind
+from router.policy.cluster import ClusterView
+from router.policy.pool import Floats, rendezvous
+from router.policy.views import RequestView
+
+STRETCH_S = 0.05  # of a prompt that decode computes between two of its steps
+
+
+class Codec(NamedTuple):
+    ratio: float  # of the bytes that travel to those of raw KV
+    s_per_byte: float  # of raw KV, to code and to decode
+
+
+# int8: half of 16 bit and a scale per group; coding and decoding at a few GB/s each, what a CPU core does.
+CODECS = {"raw": Codec(1.0, 0.0), "int8": Codec(0.52, 1e-9)}
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """[decodes]: the KV of a prompt from one prefill worker, in one codec."""
+
+    codec: str
+    after_s: Floats
+    before_s: Floats
+
+    def end_s(self, ttft_s: float) -> Floats:
+        return np.maximum(ttft_s + self.after_s, self.before_s)
+
+
+class DecodesOutlook:
+    """[decodes] arrays, in seconds.
+
+    blocks_s    until there are blocks for the prompt
+    step_s      one step with the request in it
+    first_s     from the KV's arrival to the end of the first step: one runs already, half of it on average
+    cost_s      what it does to others: how much longer that step is, for every sequence in it
+    """
+
+    def __init__(self, request: RequestView, cluster: ClusterView):
+        """Raises UnavailableError and RequestError when nobody can take it."""
+        pool = cluster.decodes
+        self._request = request
+        self._cluster = cluster
+        self.is_able = able_to_hold(pool, request.num_decode_blocks, request.block_size)
+        self.num_sequences = pool.reported_units + pool.sent_units
+        curve = pool.curve("decode")
+        context = (pool.context_tokens + request.num_sequences * request.num_prompt_tokens) / (
+            np.maximum(1.0, pool.reported_units) + request.num_sequences
+        )
+        per_sequence_s = curve.per_unit_s + curve.per_pair_s * context
+        self.step_s = curve.fixed_s + per_sequence_s * (self.num_sequences + request.num_sequences)
+        self.first_s = self.step_s * np.where(self.num_sequences > 0, 1.5, 1.0)
+        self.cost_s = per_sequence_s * request.num_sequences * self.num_sequences
+        used = pool.reported_blocks + pool.sent_blocks
+        wanted = -(-request.num_prompt_tokens // request.block_size)
+        missing = np.maximum(0.0, used + wanted - pool.num_blocks)
+        self.blocks_s = missing / np.maximum(1.0, used) * cluster.holding_s
+
+    def break_ties(self, tie_s: float) -> None:
+        """Among equals whoever has fewer sequences; decode caches nothing, so it is the request that is hashed, not its content."""
+        spread = rendezvous(self._cluster.decodes.salts, self._request.request_id.encode())
+        load = self.num_sequences / max(1.0, float(self.num_sequences.max()))
+        self.cost_s = self.cost_s + tie_s * (0.9 * load + 0.1 * spread)
+
+    @property
+    def score_s(self) -> Floats:
+        """What a decode worker adds, whoever computes the prompt. Infinite where it cannot hold the request."""
+        return np.where(self.is_able, self.first_s + self.cost_s, np.inf)
+
+    def followings(self, prefill: int, prefills: PrefillsOutlook) -> list[Following]:
+        """Per codec."""
+        links = self._cluster.kv_links.speeds
+        last, new, total = self._bytes(prefills.num_uncached[prefill], prefills.step_units[prefill])
+        latency_s, s_per_byte = links.latency_s[:, prefill], links.s_per_byte[:, prefill]
+        followings = []
+        for name in self._cluster.codecs:
+            codec = CODECS[name]
+            byte_s = s_per_byte * codec.ratio + codec.s_per_byte
+            after_s = latency_s + np.maximum(last * byte_s, new * byte_s - prefills.work_s[prefill])
+            followings.append(Following(name, after_s, self.blocks_s + total * byte_s + latency_s))
+        return followings
+
+    def least_end_s(self, ttft_s: Floats, prefills: PrefillsOutlook) -> Floats:
+        """[prefills]: when the KV is at some decode worker, at best."""
+        links = self._cluster.kv_links.speeds
+        last, new, total = self._bytes(prefills.num_uncached, prefills.step_units)
+        least_s = np.full(len(ttft_s), np.inf)
+        for name in self._cluster.codecs:
+            codec = CODECS[name]
+            byte_s = links.least_s_per_byte * codec.ratio + codec.s_per_byte
+            after_s = np.maximum(last * byte_s, new * byte_s - prefills.work_s)
+            least_s = np.minimum(least_s, np.maximum(ttft_s + after_s, total * byte_s))
+        return least_s + links.least_latency_s
+
+    def _bytes(self, num_uncached: Floats, step_units: Floats) -> tuple[Floats, Floats, float]:
+        """Of the last layer of the last step, of new KV, and of all KV."""
+        per_token = self._cluster.kv_bytes_per_token
+        num_tokens = self._request.num_prompt_tokens + self._request.num_companion_tokens
+        last = np.minimum(num_uncached, step_units) * per_token / self._cluster.num_layers
+        return last, num_uncached * per_token, num_tokens * per_token
+
+
+class StaysOutlook:
+    """[decodes] arrays, in seconds: the prompt computed where it is decoded, in stretches between steps. Infinite where a worker
+    cannot.
+
+    queue_s      blocks, half a step, and the prompts that it has taken on so
+    prefill_s    the prompt, with the steps between; its last stretch gives the first token
+    cost_s       what it does to others: its time, for every sequence that runs there, and once more for whoever shows the prompt
+                 again, because it is cached nowhere then
+    """
+
+    def __init__(self, request: RequestView, cluster: ClusterView, decodes: DecodesOutlook):
+        pool = cluster.stays
+        curve, factors = pool.own_curve("prefill"), cluster.factors(pool)
+        num_tokens = float(request.num_prompt_tokens)
+        is_able = decodes.is_able & ~np.isnan(curve.fixed_s)
+        fixed_s, per_token_s, per_pair_s = np.nan_to_num(np.array(curve)) * factors
+        per_token_s = per_token_s + per_pair_s * np.maximum(0.0, num_tokens - pool.step_units) / 2
+        pace = np.where(decodes.num_sequences > 0, 1 + decodes.step_s / STRETCH_S, 1.0)
+        work_s = fixed_s + num_tokens * per_token_s
+        queued_s = pool.sent_units * per_token_s * pace
+        half_step_s = np.where(decodes.num_sequences > 0, 0.5 * decodes.step_s, 0.0)
+        begin_s = cluster.overhead_s + decodes.blocks_s + half_step_s + queued_s
+        residual = cluster.residual(Kind.STAY)
+        self.queue_s = np.where(is_able, residual * begin_s, np.inf)
+        self.prefill_s = residual * work_s * pace
+        self.cost_s = work_s * (decodes.num_sequences + 1) + decodes.cost_s
+
+    def score_s(self, decodes: DecodesOutlook) -> Floats:
+        """What the whole placement costs."""
+        return self.queue_s + self.prefill_s + decodes.step_s + self.cost_s

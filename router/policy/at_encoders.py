@@ -1,0 +1,161 @@
+"""The encoders' part of a prediction: when each item of a request would be ready at each encoder.
+
+An encoder works through what is queued in calls of at most `step_units` rows; meanwhile CPU threads prepare the item. Items
+of one request on one encoder follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from cluster.errors import UnavailableError
+from router.policy.cluster import ClusterView
+from router.policy.index import slots_of
+from router.policy.pool import UNMEASURED_S, Floats, Pool, rendezvous, running_step
+from router.policy.views import ItemPrediction, ItemView
+
+AFFINITY_SHARE = 0.5  # of an item's time; equal encoders that have measured themselves differ by less
+ANEW_SHARE = 2.0  # the same; what is encoded twice takes time from others
+
+
+class EncodersOutlook:
+    """[items, encoders] arrays, in seconds; an encoder that cannot take an item has infinite times.
+
+    device_s    until the device is free of what is queued
+    prepare_s   on a CPU thread, beside the device
+    encode_s    encoder calls; zero at an encoder that has the item or has taken it on
+    finish_s    until the embeddings are there, with no other item of the request before it
+    cost_s      what it does to others: its device time, for every item that waits there
+    """
+
+    def __init__(
+        self, items: Sequence[ItemView], cluster: ClusterView, now: float, excluded: Collection[str] = ()
+    ):
+        """Raises UnavailableError when there is no encoder for one of them."""
+        pool = cluster.encoders
+        self.replica_ids = pool.replica_ids
+        self.items = items
+        self.is_able = np.array([pool.able(i.modality) for i in items], bool).reshape(len(items), len(pool))
+        for replica_id in excluded:
+            if replica_id in pool.slots:
+                self.is_able[:, pool.slots[replica_id]] = False
+        if items and not self.is_able.any(1).all():
+            raise UnavailableError("no encode worker is ready", retry_after_s=1.0)
+        self.num_bytes = np.array([float(item.num_bytes) for item in items]).reshape(-1, 1)
+        self._links = cluster.feature_links.speeds
+        factors = cluster.factors(pool)
+        rows = np.array([float(item.num_rows) for item in items]).reshape(-1, 1)
+        fixed_s, per_row_s = _curves(pool, "encode", items)
+        fixed_s, per_row_s = fixed_s * factors, per_row_s * factors
+        prepare_fixed_s, prepare_per_row_s = _curves(pool, "prepare", items, 0.0)
+        self.prepare_s = (prepare_fixed_s + prepare_per_row_s * rows) * factors
+        self.encode_s = np.ceil(rows / pool.step_units) * fixed_s + rows * per_row_s
+        self.device_s, waiting = _queue(pool, fixed_s, per_row_s, now)
+        self.cost_s = self.encode_s * waiting
+        self.finish_s = np.maximum(self.device_s, self.prepare_s) + self.encode_s
+        self.finish_s[~self.is_able] = np.inf
+        self._note_holders(cluster, now)
+
+    def _note_holders(self, cluster: ClusterView, now: float) -> None:
+        self.is_held = np.zeros(self.is_able.shape, bool)
+        for idx, item in enumerate(self.items):
+            holders = slots_of(cluster.media.holders(item.media_hash))
+            for slot in holders[self.is_able[idx, holders]]:
+                self.is_held[idx, slot] = True
+                self.finish_s[idx, slot] = cluster.arriving_s(int(slot), item.media_hash, now)
+                self.encode_s[idx, slot] = self.cost_s[idx, slot] = 0.0
+        self._prefer_one(cluster.encoders)
+
+    def break_ties(self, pool: Pool, tie_s: float) -> None:
+        """Add up to `tie_s`, by rendezvous, to what an item costs."""
+        for idx, item in enumerate(self.items):
+            self.cost_s[idx] += tie_s * rendezvous(pool.salts, item.media_hash.encode())
+
+    def _prefer_one(self, pool: Pool) -> None:
+        """An item costs more at encoders that would be the second to encode it: where another has it, or has taken it on, and, so that
+        doors which ask at one moment and know a little different things ask the same one, where rendezvous prefers another."""
+        for idx, item in enumerate(self.items):
+            is_new = self.is_able[idx] & ~self.is_held[idx]
+            if not is_new.any():
+                continue
+            own_s = float((self.prepare_s[idx] + self.encode_s[idx])[is_new].min())
+            if self.is_held[idx].any():
+                self.cost_s[idx, is_new] += ANEW_SHARE * own_s
+            else:
+                preference = np.where(is_new, rendezvous(pool.salts, item.media_hash.encode()), np.inf)
+                is_new[preference.argmin()] = False
+                self.cost_s[idx, is_new] += AFFINITY_SHARE * own_s
+
+    @property
+    def earliest_s(self) -> Floats:
+        """[items]: when each may be at some prefill worker, at best."""
+        links = self._links
+        if not self.items:
+            return np.zeros(0)
+        return (self.finish_s + links.least_latency_s + self.num_bytes * links.least_s_per_byte).min(1)
+
+    def arrivals(self, prefill: int) -> Floats:
+        """[items, encoders]: when each would be at that prefill worker."""
+        return self.finish_s + self.transfers(prefill)
+
+    def transfers(self, prefill: int) -> Floats:
+        links = self._links
+        return links.latency_s[prefill] + self.num_bytes * links.s_per_byte[prefill]
+
+    def finish_after(self, idx: int, encoder: int, device_s: float) -> float:
+        """`finish_s` if items of the same request keep the encoder's device for `device_s` before."""
+        if self.is_held[idx, encoder]:
+            return float(self.finish_s[idx, encoder])
+        begin_s = max(self.device_s[idx, encoder] + device_s, self.prepare_s[idx, encoder])
+        return float(begin_s + self.encode_s[idx, encoder])
+
+    def default(self) -> list[int]:
+        """Per item, were each alone; for items that nobody waits for."""
+        return [int(encoder) for encoder in (self.finish_s + self.cost_s).argmin(1)] if self.items else []
+
+    def predict(
+        self, prefill: int, encoders: Sequence[int], is_needed: Sequence[bool]
+    ) -> list[ItemPrediction]:
+        """Of an assignment, per item; what is not needed is not encoded."""
+        used_s: dict[int, float] = {}
+        predictions = []
+        for idx, encoder in enumerate(encoders):
+            if not is_needed[idx]:
+                predictions.append(ItemPrediction())
+                continue
+            finish_s = self.finish_after(idx, encoder, used_s.get(encoder, 0.0))
+            own_s = float(self.encode_s[idx, encoder])
+            used_s[encoder] = used_s.get(encoder, 0.0) + own_s
+            transfer_s = float(
+                self._links.latency_s[prefill, encoder]
+                + self.num_bytes[idx, 0] * self._links.s_per_byte[prefill, encoder]
+            )
+            if self.is_held[idx, encoder]:
+                predictions.append(ItemPrediction(finish_s, 0.0, transfer_s))
+            else:
+                prepare_s = float(self.prepare_s[idx, encoder])
+                predictions.append(
+                    ItemPrediction(finish_s - own_s - prepare_s, prepare_s + own_s, transfer_s)
+                )
+        return predictions
+
+
+def _curves(
+    pool: Pool, kind: str, items: Sequence[ItemView], unmeasured_s: float = UNMEASURED_S
+) -> tuple[Floats, Floats]:
+    """[items, encoders]: seconds per call and per row."""
+    curves = [pool.curve(f"{kind} {item.modality}", unmeasured_s) for item in items]
+    shape = len(items), len(pool)
+    fixed_s = np.array([curve.fixed_s for curve in curves]).reshape(shape)
+    return fixed_s, np.array([curve.per_unit_s for curve in curves]).reshape(shape)
+
+
+def _queue(pool: Pool, fixed_s: Floats, per_row_s: Floats, now: float) -> tuple[Floats, Floats]:
+    """[items, encoders]: until the device is free of what is queued, all of it taken to be of the item's kind; and how many wait."""
+    total = pool.reported_units + pool.sent_units
+    running, left_s = running_step(pool, np.minimum(pool.first_units, total), fixed_s, per_row_s, now)
+    rest = total - running
+    queue_s = left_s + np.ceil(rest / pool.step_units) * fixed_s + rest * per_row_s
+    return queue_s, pool.num_waiting(rest)

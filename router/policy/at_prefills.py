@@ -1,0 +1,169 @@
+"""The prefill workers' part of a prediction: when the first token would leave each of them.
+
+A worker computes what is queued in packed steps of at most `step_units` tokens, by virtual deadline. A newcomer waits for the
+running step, then for those with smaller deadlines; its first token comes at the end of the step that holds its last
+token, so what is packed behind it into that step counts, too. Of a prompt with media the tokens before an item are computed while
+it is encoded. So the first token comes at
+
+    max(text_s, max over items (arrival of the item + seconds of the tokens from its first one on))
+
+which is never earlier when an item comes later. It leaves out what has not arrived yet.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.errors import RequestError, UnavailableError
+from router.policy.calibration import Kind
+from router.policy.cluster import ClusterView
+from router.policy.pool import Floats, Pool, running_step
+from router.policy.views import RequestView
+
+
+class _Queue(NamedTuple):
+    """[prefills]: seconds until the running step is over; then tokens before the prompt's own, those of them without media, and tokens
+    behind that could be computed beside it."""
+
+    left_s: Floats
+    before: Floats
+    text_before: Floats
+    behind: Floats
+
+
+class PrefillsOutlook:
+    """[prefills] arrays, in seconds unless they say otherwise.
+
+    num_cached, num_uncached   tokens
+    queue_s     until the first of the prompt's own tokens can run, with the ways to the worker and back
+    text_s      until its first token, were all embeddings there
+    work_s      device time of the prompt alone
+    tail_s      [items, prefills]: to compute the tokens from an item's first one on
+    is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
+    cost_s      what it does to others: its work, for every request that waits there
+    """
+
+    def __init__(self, request: RequestView, cluster: ClusterView, now: float, media_s: float):
+        """`media_s`: when the last item is there, at best. Raises UnavailableError and RequestError when nobody can take it."""
+        pool = cluster.prefills
+        self.is_able = able_to_hold(pool, request.num_prefill_blocks, request.block_size)
+        self.step_units = pool.step_units
+        curve, factors = pool.curve("prefill"), cluster.factors(pool)
+        self._fixed_s = curve.fixed_s * factors
+        self._per_token_s, self._per_pair_s = curve.per_unit_s * factors, curve.per_pair_s * factors
+        self._queued_token_s = self._per_token_s + self._per_pair_s * cluster.context_tokens
+        self._fit_prefix(request, cluster)
+        queue = self._queue(request, cluster, now, media_s)
+        self._compute(request, queue, cluster.scheduling.text_share)
+        others = queue.before + queue.behind
+        self._busy_s = queue.left_s + self._steps_s(np.ceil(others / self.step_units), others)
+        self._half_step_s = 0.5 * self._steps_s(1.0, np.minimum(others, self.step_units))
+        self.cost_s = self.work_s * pool.num_waiting(others)
+        self._add_media(request)
+        self._correct(request, cluster)
+
+    def awaiting_s(self, arrivals: Floats, tails_s: Floats, prefill: int) -> Floats:
+        """Until the first token at that worker, if it had to wait for nothing but embeddings that arrive then; any shape. A worker that
+        is busy with others is in the midst of a step."""
+        at_boundary_s = np.minimum(arrivals + self._half_step_s[prefill], self._busy_s[prefill])
+        return self._awaited * (np.maximum(arrivals, at_boundary_s) + tails_s)
+
+    def ttft_s(self, arrivals: Floats, prefill: int) -> float:
+        """Until the first token at that worker. `arrivals`: [items]."""
+        awaiting_s = self.awaiting_s(arrivals, self.tail_s[:, prefill], prefill)
+        needed_s = awaiting_s[self.is_needed[:, prefill]]
+        return max(float(self.text_s[prefill]), float(needed_s.max(initial=0.0)))
+
+    def least_ttft_s(self, earliest_s: Floats) -> Floats:
+        """[prefills]: with every item as early as it can be. `earliest_s`: [items]."""
+        if not len(earliest_s):
+            return self.text_s
+        arrivals = earliest_s[:, None]
+        ready_s = np.maximum(arrivals, np.minimum(arrivals + self._half_step_s, self._busy_s))
+        awaiting_s = np.where(self.is_needed, self._awaited * (ready_s + self.tail_s), 0.0)
+        return np.maximum(self.text_s, awaiting_s.max(0))
+
+    def _correct(self, request: RequestView, cluster: ClusterView) -> None:
+        """By what predictions of this kind have lacked."""
+        computed = cluster.residual(Kind.COMPUTED if request.media else Kind.TEXT)
+        self._awaited = cluster.residual(Kind.AWAITED)
+        self.queue_s = computed * (self.queue_s + cluster.overhead_s)
+        self.text_s = computed * (self.text_s + cluster.overhead_s)
+        self.tail_s += cluster.overhead_s
+
+    def _fit_prefix(self, request: RequestView, cluster: ClusterView) -> None:
+        size = request.block_size
+        depths = cluster.prefixes.depths(request.block_hashes, len(self.is_able))
+        self.num_cached = np.minimum(depths, (request.num_prompt_tokens - 1) // size) * size
+        self.num_uncached = request.num_prompt_tokens - self.num_cached + request.num_companion_tokens
+
+    def _queue(self, request: RequestView, cluster: ClusterView, now: float, media_s: float) -> _Queue:
+        """Reports and what was sent since tell how much there is; of that this door knows its own prompts, and takes all others to
+        be text that goes first."""
+        pool = cluster.prefills
+        total = pool.reported_units + pool.sent_units
+        key, token_s = cluster.key(request, now), self._queued_token_s
+        turn_at = now + media_s + total * token_s if request.media else None
+        own = cluster.pending.ahead(key, now + media_s, token_s, pool.began_at, pool.previous_at, turn_at)
+        others = np.maximum(0.0, pool.reported_units - np.maximum(0.0, own.total - pool.sent_units))
+        before = np.minimum(others + own.before, total)
+        text_before = np.minimum(others + own.text_before, total)
+        running = np.minimum(others + own.running, total)
+        running, left_s = running_step(pool, running, self._fixed_s, token_s, now)
+        running_before = np.minimum(running, others + own.running_before)
+        return _Queue(
+            left_s,
+            np.maximum(0.0, before - running_before),
+            np.maximum(0.0, text_before - running_before),
+            np.maximum(0.0, np.minimum(own.behind, total - before) - (running - running_before)),
+        )
+
+    def _compute(self, request: RequestView, queue: _Queue, text_share: float) -> None:
+        num_tokens = queue.before + self.num_uncached
+        num_steps = np.ceil(num_tokens / self.step_units)
+        if not request.media:  # its share of every step is kept for text
+            kept = np.maximum(1.0, text_share * self.step_units)
+            num_steps = np.minimum(num_steps, np.ceil((queue.text_before + self.num_uncached) / kept))
+        num_computed = np.minimum(num_steps * self.step_units, num_tokens + queue.behind)
+        num_others = np.maximum(0.0, num_computed - self.num_uncached)
+        own_s = self._tokens_s(self.num_uncached, self.num_cached)
+        self.work_s = own_s + self.num_uncached / self.step_units * self._fixed_s
+        self.text_s = queue.left_s + self._steps_s(num_steps, num_others) + own_s
+        before_s = self._steps_s(np.floor(queue.before / self.step_units), queue.before)
+        self.queue_s = np.minimum(queue.left_s + before_s, self.text_s - own_s)
+
+    def _steps_s(self, num_steps: Floats | float, num_tokens: Floats) -> Floats:
+        """Of so many steps that compute so many tokens of other prompts."""
+        return num_steps * self._fixed_s + num_tokens * self._queued_token_s
+
+    def _tokens_s(self, num_tokens: Floats, first: Floats) -> Floats:
+        """Of so many tokens of a prompt from its `first` on, without what a step costs whatever it holds. A token's context are
+        those of earlier steps."""
+        context = first + np.maximum(0.0, num_tokens - self.step_units) / 2
+        return num_tokens * (self._per_token_s + self._per_pair_s * context)
+
+    def _add_media(self, request: RequestView) -> None:
+        shape = len(request.media), len(self.is_able)
+        starts = np.array([float(item.start) for item in request.media]).reshape(-1, 1)
+        ends = np.array([float(item.end) for item in request.media]).reshape(-1, 1)
+        first = np.maximum(starts, self.num_cached)
+        num_tokens = request.num_prompt_tokens - first
+        steps_s = np.ceil(num_tokens / self.step_units) * self._fixed_s
+        self.tail_s = (steps_s + self._tokens_s(num_tokens, first)).reshape(shape)
+        self.is_needed = (ends > self.num_cached).reshape(shape)
+
+
+def able_to_hold(pool: Pool, num_blocks: int, block_size: int) -> NDArray[np.bool_]:
+    """[slots]. Raises UnavailableError if nobody is listed, RequestError if the request is too large for everybody."""
+    if not pool.is_listed.any():
+        raise UnavailableError(f"no {pool.role} worker is ready", retry_after_s=1.0)
+    is_able = pool.is_listed & (pool.num_blocks >= num_blocks)
+    if not is_able.any():
+        largest = int(pool.num_blocks[pool.is_listed].max()) * block_size
+        raise RequestError(
+            f"the request needs {num_blocks * block_size} tokens of KV cache; a {pool.role} worker holds {largest}"
+        )
+    return is_able

@@ -1,0 +1,121 @@
+"""Who holds what: blocks of prompts at prefill workers, media items at encoders.
+
+A key's holders are the bits of one integer, a bit per slot of the pool, so that the matching depths of all workers come out of
+a single walk along a prompt, whatever the number of workers. What workers have told is known; what has been sent to them is
+expected as long as its request lives, and counts as much.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_KEYS = 1 << 20  # known to one index: some 300 MB of them
+
+K = TypeVar("K", bytes, str)
+
+
+class HolderIndex(Generic[K]):
+    """Bounded: the key that was known first is forgotten first. Then a holder is overlooked, and only time is lost."""
+
+    def __init__(self, max_keys: int = MAX_KEYS):
+        self._max_keys = max_keys
+        self._known: dict[K, int] = {}  # key → bits of slots
+        self._expected: dict[K, int] = {}
+        self._expectations: Counter[tuple[int, K]] = Counter()
+        self._of_slot: dict[int, set[K]] = {}  # what is known of each
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def holders(self, key: K) -> int:
+        """Bits of the slots that have the key, or are about to have it."""
+        return self._known.get(key, 0) | self._expected.get(key, 0)
+
+    def add(self, slot: int, keys: Iterable[K]) -> None:
+        """The worker has them."""
+        known, own = self._known, self._of_slot.setdefault(slot, set())
+        for key in keys:
+            known[key] = known.get(key, 0) | 1 << slot
+            own.add(key)
+        while len(known) > self._max_keys:
+            self._forget(next(iter(known)))
+
+    def discard(self, slot: int, keys: Iterable[K]) -> None:
+        """The worker has them no more."""
+        own = self._of_slot.get(slot, set())
+        for key in keys:
+            if key in own:
+                own.remove(key)
+                self._clear(self._known, key, slot)
+
+    def expect(self, slot: int, keys: Iterable[K]) -> None:
+        """The worker is about to have them. May be repeated; `unexpect` ends one of them."""
+        for key in keys:
+            self._expectations[slot, key] += 1
+            self._expected[key] = self._expected.get(key, 0) | 1 << slot
+
+    def unexpect(self, slot: int, keys: Iterable[K]) -> None:
+        """Unknown ones are ignored."""
+        for key in keys:
+            left = self._expectations.get((slot, key), 0) - 1
+            if left > 0:
+                self._expectations[slot, key] = left
+            elif left == 0:
+                del self._expectations[slot, key]
+                self._clear(self._expected, key, slot)
+
+    def drop(self, slot: int) -> None:
+        """The worker is gone, and the slot may be another's."""
+        for key in self._of_slot.pop(slot, ()):
+            self._clear(self._known, key, slot)
+        for expectation in [e for e in self._expectations if e[0] == slot]:
+            del self._expectations[expectation]
+            self._clear(self._expected, expectation[1], slot)
+
+    def depth(self, keys: Sequence[K], slot: int) -> int:
+        """How many of the first keys the slot is known to have without a gap."""
+        for depth, key in enumerate(keys):
+            if not self._known.get(key, 0) >> slot & 1:
+                return depth
+        return len(keys)
+
+    def depths(self, keys: Sequence[K], num_slots: int) -> NDArray[np.float64]:
+        """[num_slots]: `depth` of each."""
+        depths = np.zeros(num_slots)
+        mask = self._known.get(keys[0], 0) if keys else 0
+        depth = 1
+        while mask:
+            left = mask & self._known.get(keys[depth], 0) if depth < len(keys) else 0
+            if left != mask:
+                depths[slots_of(mask & ~left)] = depth
+            mask, depth = left, depth + 1
+        return depths
+
+    def expecting(self, key: K, num_slots: int) -> NDArray[np.float64]:
+        """[num_slots]: 1 where somebody is expected to have the key soon, else 0."""
+        flags = np.zeros(num_slots)
+        flags[slots_of(self._expected.get(key, 0))] = 1.0
+        return flags
+
+    def _forget(self, key: K) -> None:
+        for slot in slots_of(self._known.pop(key)):
+            self._of_slot[int(slot)].discard(key)
+
+    @staticmethod
+    def _clear(masks: dict[K, int], key: K, slot: int) -> None:
+        mask = masks.get(key, 0) & ~(1 << slot)
+        if mask:
+            masks[key] = mask
+        else:
+            masks.pop(key, None)
+
+
+def slots_of(mask: int) -> NDArray[np.intp]:
+    """The bits that are set, smallest first."""
+    octets = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(octets, bitorder="little"))

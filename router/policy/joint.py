@@ -1,0 +1,81 @@
+"""The placement of least cost, over encoders, prefill, decode and codec together.
+
+The optimum without looking at every combination:
+
+* **Prefill workers** are visited in order of a lower bound of what any placement there costs (each item at its earliest, the best
+  link, the best decode worker), computed for all at once; when the bound reaches the best that was found, it is over.
+* **Decode workers** are scored all at once, for a worker that computes and a time of first token.
+* **Encoders**: first each item in order of need where it adds least. If that meets the lower bound, or there are more than
+  `search.MAX_EXACT_ITEMS`, it stands. Otherwise the assignments are searched depth first with the bound that remains.
+
+Of an item's encoders only those are searched that fewer than n others equal or beat in both finish time and cost, with n items that
+need encoding. That keeps an optimum: let item i go to an encoder e that is left out. The n - 1 other items occupy at most
+n - 1 encoders, so one of the n that beat e carries no other item of the request. Move i there: alone on it, i finishes no later than
+on e, where it may even have had to wait; it costs no more; and the others on e finish no later without it. As the time to first
+token never falls when an item comes later, the cost has not grown. Repeating this ends, for every move goes to an encoder
+that stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from router.policy.at_encoders import EncodersOutlook
+from router.policy.cluster import ClusterView
+from router.policy.predict import TIE_RATIO, Outlook
+from router.policy.search import Found, Search
+from router.policy.views import Decision, ItemView, Placement, RequestView
+
+NUM_ALTERNATIVES = 2
+
+
+class JointPolicy:
+    def __init__(self, tie_ratio: float = TIE_RATIO):
+        """`tie_ratio`: of the shortest time to first token; what differs by less is decided by caches and hashing."""
+        self._tie_ratio = tie_ratio
+
+    def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
+        outlook = Outlook(request, cluster, now, self._tie_ratio)
+        search = Search(outlook)
+        best = search.best()
+        prediction = outlook.prediction(_placement(best, cluster))
+        return Decision(_placement(best, cluster), prediction, _alternatives(search, best, outlook))
+
+    def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
+        return place_item(item, cluster, now, excluded)
+
+
+def place_item(item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
+    """Where one item would be ready first. Raises UnavailableError when there is no encoder but those excluded."""
+    encoders = EncodersOutlook([item], cluster, now, excluded)
+    encoders.break_ties(cluster.encoders, TIE_RATIO * float(encoders.finish_s.min()))
+    return encoders.replica_ids[encoders.default()[0]]
+
+
+def _placement(found: Found, cluster: ClusterView) -> Placement:
+    encoders = cluster.encoders.replica_ids
+    return Placement(
+        () if found.prefill is None else tuple(encoders[encoder] for encoder in found.encoders),
+        None if found.prefill is None else cluster.prefills.replica_ids[found.prefill],
+        cluster.decodes.replica_ids[found.decode],
+        found.codec,
+    )
+
+
+def _alternatives(search: Search, best: Found, outlook: Outlook) -> tuple[tuple[Placement, float], ...]:
+    """The next prefill workers by their bound, with the same encoders and decode worker."""
+    others = search.least_s.copy()
+    alternatives = []
+    if best.prefill is not None:
+        others[best.prefill] = np.inf
+    for _ in range(NUM_ALTERNATIVES):
+        prefill = int(others.argmin())
+        if others[prefill] == np.inf:
+            break
+        others[prefill] = np.inf
+        found = Found(np.inf, best.encoders, prefill, best.decode, best.codec)
+        ttft_s = outlook.ttft_s(prefill, best.encoders)
+        alternatives.append((_placement(found, outlook.cluster), ttft_s))
+    return tuple(alternatives)

@@ -1,0 +1,294 @@
+"""All workers of one role, as arrays over slots: what they are, how busy they say they are, how fast they are.
+
+A worker keeps its slot while it lives; then the slot may be another's. What comes often (a load report, a request sent) writes a
+few scalars. What comes rarely (a worker, its curves) marks what is made of it as stale; that is made anew when next read.
+
+A worker that has not measured itself counts as the mean of those of equal hardware, else of all that have, else as
+`UNMEASURED_S` per unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.types.curves import Curve
+from cluster.types.members import Role
+from cluster.types.messages import LoadReport
+from router.policy.views import Worker
+
+UNMEASURED_S = 1e-4  # per unit of work where nobody has measured anything
+UNMEASURED_STEP_UNITS = 2048
+
+Floats = NDArray[np.float64]
+
+
+class CurveArrays(NamedTuple):
+    """[slots] each; the parts of `Curve`."""
+
+    fixed_s: Floats
+    per_unit_s: Floats
+    per_pair_s: Floats
+
+
+@dataclass(eq=False, slots=True)
+class Charge:
+    """Work for a worker that its reports do not count yet."""
+
+    replica_id: str
+    num_units: float
+    num_blocks: float
+    known_at: float = 0.0  # when the worker had heard of it
+    is_counted: bool = True
+
+
+class Pool:
+    """[slots] arrays; slots that are listed may be chosen.
+
+    reported_units, sent_units    work by the last report, and sent since; together what is queued
+    reported_requests, …          the same of requests, running and waiting, and of blocks
+    context_tokens                by the last report
+    first_units                   work that the running step may hold
+    began_at, previous_at         when that step began, as far as was heard, and the one before
+    """
+
+    def __init__(self, role: Role):
+        self.role = role
+        self.slots: dict[str, int] = {}  # replica id → slot
+        self.replica_ids: list[str] = []  # by slot; empty where nobody is
+        self.hardware: list[str] = []  # names of the classes, by index
+        self.is_listed = np.zeros(0, bool)
+        self.classes = np.zeros(0, np.intp)  # index of the hardware class
+        self.salts = np.zeros(0, np.uint64)
+        self.num_blocks = np.zeros(0)
+        self.reported_units = np.zeros(0)
+        self.sent_units = np.zeros(0)
+        self.reported_requests = np.zeros(0)
+        self.sent_requests = np.zeros(0)
+        self.reported_blocks = np.zeros(0)
+        self.sent_blocks = np.zeros(0)
+        self.context_tokens = np.zeros(0)
+        self.first_units = np.zeros(0)
+        self.began_at = np.zeros(0)
+        self.previous_at = np.zeros(0)
+        self._workers: dict[str, Worker] = {}
+        self._measured: dict[str, dict[str, Curve]] = {}  # kind of work → replica id → curve
+        self._step_units: dict[str, int] = {}
+        self._resolved: dict[str, CurveArrays] = {}
+        self._resolved_steps: Floats | None = None
+        self._able: dict[str, NDArray[np.bool_]] = {}  # modality → who takes it
+        self._unseen: dict[str, deque[Charge]] = {}  # by replica id, in order of `known_at`
+
+    def __len__(self) -> int:
+        """Slots, in use or not."""
+        return len(self.replica_ids)
+
+    def add(self, worker: Worker) -> None:
+        """Listed, and idle until it reports. Raises ValueError for a worker that is there."""
+        if worker.replica_id in self.slots:
+            raise ValueError(f"{worker.replica_id} is there already")
+        if "" in self.replica_ids:
+            slot = self.replica_ids.index("")
+            self.replica_ids[slot] = worker.replica_id
+        else:
+            slot = len(self)
+            self.replica_ids.append(worker.replica_id)
+            for name, column in self._columns().items():
+                setattr(self, name, np.append(column, np.zeros(1, column.dtype)))
+        for column in self._columns().values():
+            column[slot] = 0
+        if worker.hardware not in self.hardware:
+            self.hardware.append(worker.hardware)
+        self.slots[worker.replica_id] = slot
+        self.is_listed[slot] = True
+        self.began_at[slot] = self.previous_at[slot] = -np.inf
+        self.classes[slot] = self.hardware.index(worker.hardware)
+        self.salts[slot] = content_hash(worker.replica_id.encode())
+        self.num_blocks[slot] = worker.num_blocks
+        self._workers[worker.replica_id] = worker
+        self._unseen[worker.replica_id] = deque()
+        self._forget_resolved()
+
+    def remove(self, replica_id: str) -> int:
+        """Its slot. Raises KeyError for a worker that is not there."""
+        slot = self.slots.pop(replica_id)
+        self.replica_ids[slot] = ""
+        for column in self._columns().values():
+            column[slot] = 0
+        del self._workers[replica_id]
+        del self._unseen[replica_id]
+        for curves in self._measured.values():
+            curves.pop(replica_id, None)
+        self._step_units.pop(replica_id, None)
+        self._forget_resolved()
+        return slot
+
+    def able(self, modality: str) -> NDArray[np.bool_]:
+        """[slots]: who is listed and takes it."""
+        able = self._able.get(modality)
+        if able is None:
+            able = np.zeros(len(self), bool)
+            for replica_id, worker in self._workers.items():
+                able[self.slots[replica_id]] = not worker.modalities or modality in worker.modalities
+            self._able[modality] = able
+        return able & self.is_listed
+
+    def hardware_of(self, replica_id: str) -> str:
+        return self._workers[replica_id].hardware
+
+    # --- how fast they are
+
+    def measured(self, replica_id: str, curves: dict[str, Curve], max_step_units: int) -> None:
+        """By kind of work. Everything that it was said to be before is forgotten."""
+        for kind in (*self._measured, *curves):
+            of_kind = self._measured.setdefault(kind, {})
+            of_kind.pop(replica_id, None)
+            if kind in curves:
+                of_kind[replica_id] = curves[kind]
+        if max_step_units > 0:
+            self._step_units[replica_id] = max_step_units
+        self._forget_resolved()
+
+    def curve(self, kind: str, unmeasured_s: float = UNMEASURED_S) -> CurveArrays:
+        """Of all workers. `unmeasured_s`: per unit, where nobody has measured it."""
+        if kind not in self._resolved:
+            parts = self._own(kind)
+            self._fill(parts, (0.0, unmeasured_s, 0.0))
+            self._resolved[kind] = CurveArrays(*np.ascontiguousarray(parts.T))
+        return self._resolved[kind]
+
+    def own_curve(self, kind: str) -> CurveArrays:
+        """Of those that have measured it themselves; NaN for the others, who cannot do it."""
+        key = f"own {kind}"
+        if key not in self._resolved:
+            self._resolved[key] = CurveArrays(*np.ascontiguousarray(self._own(kind).T))
+        return self._resolved[key]
+
+    def _own(self, kind: str) -> Floats:
+        """[slots, 3]"""
+        parts = np.full((len(self), 3), np.nan)
+        for replica_id, curve in self._measured.get(kind, {}).items():
+            parts[self.slots[replica_id]] = curve.fixed_s, curve.per_unit_s, curve.per_pair_s
+        return parts
+
+    @property
+    def step_units(self) -> Floats:
+        """[slots]: units that a step holds, at most."""
+        if self._resolved_steps is None:
+            steps = np.full((len(self), 1), np.nan)
+            for replica_id, num_units in self._step_units.items():
+                steps[self.slots[replica_id]] = num_units
+            self._fill(steps, (UNMEASURED_STEP_UNITS,))
+            self._resolved_steps = steps[:, 0]
+        return self._resolved_steps
+
+    def _fill(self, parts: Floats, unmeasured: tuple[float, ...]) -> None:
+        """Rows of NaN become the mean of their hardware class, else of all, else `unmeasured`."""
+        is_missing = np.isnan(parts[:, 0])
+        known = parts[~is_missing]
+        if not is_missing.any():
+            return
+        parts[is_missing] = known.mean(0) if len(known) else unmeasured
+        for index in range(len(self.hardware)):
+            in_class = self.classes == index
+            if (in_class & ~is_missing).any():
+                parts[in_class & is_missing] = parts[in_class & ~is_missing].mean(0)
+
+    def _forget_resolved(self) -> None:
+        self._resolved.clear()
+        self._able.clear()
+        self._resolved_steps = None
+
+    # --- how busy they are
+
+    def num_waiting(self, rest: Floats) -> Floats:
+        """[…, slots]: requests that the running step does not hold, if `rest` of the units are not in it."""
+        total = np.maximum(1.0, self.reported_units + self.sent_units)
+        return (self.reported_requests + self.sent_requests) * np.minimum(1.0, rest / total)
+
+    def reported(self, replica_id: str, load: LoadReport, now: float, round_trip_s: float) -> None:
+        """What was sent less than a round trip ago is not in it. A report of less than the last one and what was sent since tells
+        that a step has ended, and the next has begun."""
+        slot = self.slots[replica_id]
+        expected = self.reported_units[slot]
+        unseen = self._unseen[replica_id]
+        while unseen and unseen[0].known_at <= now - round_trip_s:
+            charge = unseen.popleft()
+            expected += charge.num_units if charge.is_counted else 0.0
+            self.discharge(charge)
+        self.reported_units[slot] = load.num_queued_units
+        self.reported_requests[slot] = load.num_running + load.num_waiting
+        self.reported_blocks[slot] = load.num_used_blocks
+        self.context_tokens[slot] = load.num_context_tokens
+        if load.num_queued_units < expected or self.first_units[slot] <= 0:
+            self._begin(slot, load.num_queued_units, now)
+
+    def charge(self, replica_id: str, num_units: float, num_blocks: float = 0.0) -> Charge:
+        """Work that is to be sent there counts from now on."""
+        charge = Charge(replica_id, num_units, num_blocks)
+        self._count(charge, 1)
+        return charge
+
+    def told(self, charge: Charge, now: float, num_ready: float | None = None) -> bool:
+        """The worker has been sent it, so that its further reports count it; whether it is alone there and begins at once, with
+        `num_ready` of its units."""
+        slot = self.slots.get(charge.replica_id)
+        if slot is None or not charge.is_counted:
+            return False
+        begins = self.reported_units[slot] + self.sent_units[slot] <= charge.num_units
+        if begins:
+            self._begin(slot, charge.num_units if num_ready is None else num_ready, now)
+        charge.known_at = now
+        self._unseen[charge.replica_id].append(charge)
+        return bool(begins)
+
+    def discharge(self, charge: Charge) -> None:
+        """It is done, or will not be, or a report counts it. May be repeated."""
+        if charge.is_counted:
+            charge.is_counted = False
+            self._count(charge, -1)
+
+    def _begin(self, slot: int, num_units: float, now: float) -> None:
+        self.first_units[slot] = num_units
+        self.previous_at[slot], self.began_at[slot] = self.began_at[slot], now
+
+    def _count(self, charge: Charge, sign: int) -> None:
+        slot = self.slots.get(charge.replica_id)
+        if slot is None:
+            return
+        self.sent_units[slot] += sign * charge.num_units
+        self.sent_blocks[slot] += sign * charge.num_blocks
+        self.sent_requests[slot] += sign
+
+    def _columns(self) -> dict[str, NDArray]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+
+
+def running_step(
+    pool: Pool, num_units: Floats, fixed_s: Floats, per_unit_s: Floats, now: float
+) -> tuple[Floats, Floats]:
+    """Units in the step that runs, of so many that may be in it, and the seconds until it ends. One of which nothing was heard for
+    twice its time does not run: the worker had nothing to do when it last spoke."""
+    running = np.minimum(num_units, pool.step_units)
+    step_s = fixed_s + running * per_unit_s
+    age_s = now - pool.began_at
+    is_running = (running > 0) & (age_s <= 2 * step_s)
+    return running * is_running, np.maximum(0.0, step_s - age_s) * is_running
+
+
+def content_hash(content: bytes) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
+
+
+def rendezvous(salts: NDArray[np.uint64], content: bytes) -> Floats:
+    """[slots], 0 to 1: who is the smallest is chosen for a content by everybody alike, and a worker that comes or goes moves
+    none but its own (Thaler and Ravishankar 1998). The mixing is that of splitmix64."""
+    mixed = salts ^ content_hash(content)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (mixed ^ (mixed >> np.uint64(31))) * np.float64(2.0**-64)

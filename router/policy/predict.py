@@ -1,0 +1,131 @@
+"""What a placement of one request would take, and what it costs: the one prediction that all policies share.
+
+The cost of a placement is
+
+    time to first token + KV that is not hidden + decode's first step + what the request does to others
+
+in seconds, plus a little that only decides between equals. "What it does to others" is its own work at each worker, for every request
+that waits there: who is placed into a long queue lengthens it for all who come while it lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from router.policy.at_decodes import DecodesOutlook, Following, StaysOutlook
+from router.policy.at_encoders import EncodersOutlook
+from router.policy.at_prefills import PrefillsOutlook
+from router.policy.calibration import Kind
+from router.policy.cluster import ClusterView
+from router.policy.pool import rendezvous
+from router.policy.sent import kind_of
+from router.policy.views import ItemPrediction, Placement, Prediction, RequestView
+
+TIE_RATIO = 0.01  # of the shortest time to first token: differences below it decide nothing
+
+
+class Outlook:
+    """One request, the cluster and one instant. Slots are indices into the pools' arrays."""
+
+    def __init__(self, request: RequestView, cluster: ClusterView, now: float, tie_ratio: float = TIE_RATIO):
+        """Raises UnavailableError, naming the empty pool; RequestError if nobody can hold the request."""
+        self.request = request
+        self.cluster = cluster
+        self.encoders = EncodersOutlook(request.media, cluster, now)
+        self.earliest_s = self.encoders.earliest_s
+        media_s = float(self.earliest_s.max(initial=0.0))
+        self.prefills = PrefillsOutlook(request, cluster, now, media_s)
+        self.decodes = DecodesOutlook(request, cluster)
+        self.stays = StaysOutlook(request, cluster, self.decodes) if request.may_stay else None
+        self.tie_s = tie_ratio * float(self.prefills.text_s[self.prefills.is_able].min())
+        if self.tie_s > 0:
+            self._break_ties()
+
+    def cost_s(self, placement: Placement) -> float:
+        """Infinite for a placement that cannot be. Raises KeyError for one on workers that are not there."""
+        decode = self._decode(placement)
+        score_s = float(self.decodes.score_s[decode])
+        if placement.prefill is None:
+            if self.stays is None:
+                return np.inf
+            return float(self.stays.score_s(self.decodes)[decode])
+        prefill, encoders = self._slots(placement)
+        if not self.prefills.is_able[prefill] or not all(
+            self.encoders.is_able[idx, encoder] for idx, encoder in enumerate(encoders)
+        ):
+            return np.inf
+        ttft_s = self.ttft_s(prefill, encoders)
+        end_s = float(self._following(placement, prefill).end_s(ttft_s)[decode])
+        needed = self.prefills.is_needed[:, prefill]
+        encode_cost_s = sum(self.encoders.cost_s[idx, e] for idx, e in enumerate(encoders) if needed[idx])
+        return end_s + score_s + float(self.prefills.cost_s[prefill] + encode_cost_s)
+
+    def ttft_s(self, prefill: int, encoders: Sequence[int]) -> float:
+        """Until the first token."""
+        items = self.encoders.predict(prefill, encoders, self.prefills.is_needed[:, prefill])
+        return self._ttft_of(prefill, items)
+
+    def prediction(self, placement: Placement) -> Prediction:
+        """Raises KeyError for a placement on workers that are not there."""
+        decode = self._decode(placement)
+        if placement.prefill is None:
+            return self._predict_stay(decode)
+        prefill, encoders = self._slots(placement)
+        items = self.encoders.predict(prefill, encoders, self.prefills.is_needed[:, prefill])
+        text_s, queue_s = float(self.prefills.text_s[prefill]), float(self.prefills.queue_s[prefill])
+        ttft_s = self._ttft_of(prefill, items)
+        kind = kind_of(self.request, placement.prefill, ttft_s - text_s)
+        low_s, high_s = self.cluster.interval(kind, ttft_s)
+        following = self._following(placement, prefill)
+        blocks_s = float(self.decodes.blocks_s[decode])
+        end_s = float(following.end_s(ttft_s)[decode])
+        at_once_s = max(
+            ttft_s + float(following.after_s[decode]), float(following.before_s[decode]) - blocks_s
+        )
+        return Prediction(
+            media_s=ttft_s - text_s,
+            queue_s=queue_s,
+            prefill_s=text_s - queue_s,
+            ttft_s=ttft_s,
+            transfer_s=at_once_s - ttft_s,
+            first_step_s=end_s - at_once_s + float(self.decodes.first_s[decode]),
+            low_s=low_s,
+            high_s=high_s,
+            items=tuple(items),
+        )
+
+    def _ttft_of(self, prefill: int, items: Sequence[ItemPrediction]) -> float:
+        arrivals = np.array([item.arrival_s for item in items])
+        return self.prefills.ttft_s(arrivals, prefill)
+
+    def _predict_stay(self, decode: int) -> Prediction:
+        assert self.stays is not None, "a request that may not stay"
+        queue_s, prefill_s = float(self.stays.queue_s[decode]), float(self.stays.prefill_s[decode])
+        low_s, high_s = self.cluster.interval(Kind.STAY, queue_s + prefill_s)
+        step_s = float(self.decodes.step_s[decode])
+        return Prediction(0.0, queue_s, prefill_s, queue_s + prefill_s, 0.0, step_s, low_s, high_s)
+
+    def _slots(self, placement: Placement) -> tuple[int, list[int]]:
+        assert placement.prefill is not None
+        encoders = [self.cluster.encoders.slots[encoder] for encoder in placement.encoders]
+        return self.cluster.prefills.slots[placement.prefill], encoders
+
+    def _decode(self, placement: Placement) -> int:
+        return self.cluster.decodes.slots[placement.decode]
+
+    def _following(self, placement: Placement, prefill: int) -> Following:
+        followings = self.decodes.followings(prefill, self.prefills)
+        return next(f for f in followings if f.codec == placement.codec)
+
+    def _break_ties(self) -> None:
+        """Near-equal prefill workers: who has more of the prompt, or is about to; then by rendezvous."""
+        content = self.request.block_hashes[0] if self.request.block_hashes else b""
+        salts = self.cluster.prefills.salts
+        expected = self.cluster.prefixes.expecting(content, len(salts))
+        cached = self.prefills.num_cached / self.request.num_prompt_tokens
+        lack = 1 - np.maximum(cached, 0.5 * expected)
+        self.prefills.cost_s = self.prefills.cost_s + self.tie_s * (lack + 0.1 * rendezvous(salts, content))
+        self.encoders.break_ties(self.cluster.encoders, self.tie_s / max(1, len(self.request.media)))
+        self.decodes.break_ties(self.tie_s)

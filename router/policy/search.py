@@ -1,0 +1,193 @@
+"""The search for the placement of least cost; `joint` says why it finds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from router.policy.at_decodes import Following
+from router.policy.pool import Floats
+from router.policy.predict import Outlook
+
+MAX_EXACT_ITEMS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A placement in slots, and its cost in seconds."""
+
+    cost_s: float
+    encoders: tuple[int, ...]
+    prefill: int | None
+    decode: int
+    codec: str
+
+
+class Search:
+    """One request. `least_s`: [prefills], what any placement there costs at least; infinite where there can be none."""
+
+    def __init__(self, outlook: Outlook):
+        self._outlook = outlook
+        self.num_visited = 0
+        encoders, prefills, decodes = outlook.encoders, outlook.prefills, outlook.decodes
+        self._least_costs = np.where(encoders.is_able, encoders.cost_s, np.inf).min(1, initial=np.inf)
+        self._score_s = decodes.score_s
+        ttft_s = prefills.least_ttft_s(outlook.earliest_s)
+        least_s = decodes.least_end_s(ttft_s, prefills) + float(self._score_s.min()) + prefills.cost_s
+        if len(self._least_costs):
+            least_s = least_s + (prefills.is_needed * self._least_costs[:, None]).sum(0)
+        self.least_s = np.where(prefills.is_able, least_s, np.inf)
+
+    def best(self) -> Found:
+        best = self._best_stay()
+        bounds_s = self.least_s.copy()
+        while True:
+            prefill = int(bounds_s.argmin())
+            if best is not None and bounds_s[prefill] >= best.cost_s - self._outlook.tie_s:
+                return best
+            found = _AtPrefill(self._outlook, prefill, self._score_s, self._least_costs).best()
+            self.num_visited += 1
+            bounds_s[prefill] = np.inf
+            if best is None or found.cost_s < best.cost_s:
+                best = found
+
+    def _best_stay(self) -> Found | None:
+        outlook = self._outlook
+        if outlook.stays is None:
+            return None
+        score_s = outlook.stays.score_s(outlook.decodes)
+        decode = int(score_s.argmin())
+        if score_s[decode] == np.inf:
+            return None
+        return Found(float(score_s[decode]), (), None, decode, "raw")
+
+
+@dataclass
+class _Assignment:
+    """Items in order of need, the first of them with an encoder each."""
+
+    ttft_s: float
+    cost_s: float = 0.0
+    used_s: dict[int, float] = field(default_factory=dict)  # encoder → its device time
+    encoders: tuple[int, ...] = ()
+
+
+class _AtPrefill:
+    """One prefill worker. `_rows`: [items, encoders], the time to first token if only that item had to be waited for."""
+
+    def __init__(self, outlook: Outlook, prefill: int, score_s: Floats, least_costs: Floats):
+        self._outlook = outlook
+        self._prefill = prefill
+        self._score_s = score_s
+        self._needed = [int(idx) for idx in np.flatnonzero(outlook.prefills.is_needed[:, prefill])]
+        self._least_costs = least_costs
+        self._text_s = float(outlook.prefills.text_s[prefill])
+        self._followings: list[Following] = outlook.decodes.followings(prefill, outlook.prefills)
+        if self._needed:
+            encoders, prefills = outlook.encoders, outlook.prefills
+            self._transfers = encoders.transfers(prefill)
+            arrivals = encoders.finish_s + self._transfers
+            self._rows = prefills.awaiting_s(arrivals, prefills.tail_s[:, prefill, None], prefill)
+            self._costs = encoders.cost_s
+
+    def best(self) -> Found:
+        nearest = self._nearest()
+        best = self._found(nearest)
+        least_ttft_s = max([self._text_s, *(float(self._rows[idx].min()) for idx in self._needed)])
+        least_cost_s = sum(float(self._least_costs[idx]) for idx in self._needed)
+        is_least = nearest.ttft_s <= least_ttft_s and nearest.cost_s <= least_cost_s
+        if is_least or not 1 < len(self._needed) <= MAX_EXACT_ITEMS:
+            return best
+        self._floor_s = self._best_decode(least_ttft_s)[0]
+        own_s = float(self._outlook.prefills.cost_s[self._prefill])
+        self._slope_s = own_s + min(float((f.after_s + self._score_s).min()) for f in self._followings)
+        candidates = [self._candidates(idx, least_ttft_s, least_cost_s, best.cost_s) for idx in self._needed]
+        return self._search(_Assignment(self._text_s), candidates, least_ttft_s, best)
+
+    def _nearest(self) -> _Assignment:
+        """Each item in order of need where it adds least."""
+        assignment = _Assignment(self._text_s)
+        for idx in self._needed:
+            added_s = np.maximum(assignment.ttft_s, self._rows[idx]) + self._costs[idx]
+            for encoder, device_s in assignment.used_s.items():
+                row_s = max(assignment.ttft_s, self._row(idx, encoder, device_s))
+                added_s[encoder] = row_s + self._costs[idx, encoder]
+            assignment = self._assign(assignment, idx, int(added_s.argmin()))
+        return assignment
+
+    def _candidates(self, idx: int, least_ttft_s: float, least_cost_s: float, most_s: float) -> list[int]:
+        """The encoders of an item that can be part of something better than `most_s`, and that fewer than n others beat."""
+        row, cost = self._rows[idx], self._costs[idx]
+        others_s = least_cost_s - float(self._least_costs[idx])
+        bound_s = self._least_end_s(np.maximum(least_ttft_s, row)) + cost + others_s
+        left = np.flatnonzero(bound_s < most_s)
+        order = left[np.lexsort((cost[left], row[left]))]
+        kept: list[int] = []
+        for encoder in order:
+            if int((cost[kept] <= cost[encoder]).sum()) < len(self._needed):
+                kept.append(int(encoder))
+        return kept
+
+    def _search(
+        self, assignment: _Assignment, candidates: list[list[int]], least_ttft_s: float, best: Found
+    ) -> Found:
+        """Depth first, the item that is needed first at the top."""
+        depth = len(assignment.encoders)
+        if depth == len(self._needed):
+            found = self._found(assignment)
+            return found if found.cost_s < best.cost_s else best
+        rest_s = sum(float(self._least_costs[idx]) for idx in self._needed[depth + 1 :])
+        for encoder in candidates[depth]:
+            longer = self._assign(assignment, self._needed[depth], encoder)
+            ttft_s = max(longer.ttft_s, least_ttft_s)
+            least_s = max(self._floor_s, ttft_s + self._slope_s)
+            if least_s + longer.cost_s + rest_s < best.cost_s:
+                best = self._search(longer, candidates, least_ttft_s, best)
+        return best
+
+    def _assign(self, assignment: _Assignment, idx: int, encoder: int) -> _Assignment:
+        before_s = assignment.used_s.get(encoder, 0.0)
+        used_s = {
+            **assignment.used_s,
+            encoder: before_s + float(self._outlook.encoders.encode_s[idx, encoder]),
+        }
+        return _Assignment(
+            max(assignment.ttft_s, self._row(idx, encoder, before_s)),
+            assignment.cost_s + float(self._costs[idx, encoder]),
+            used_s,
+            (*assignment.encoders, encoder),
+        )
+
+    def _row(self, idx: int, encoder: int, device_s: float) -> float:
+        """`_rows` of one encoder whose device is kept by other items of the request before."""
+        if device_s <= 0:
+            return float(self._rows[idx, encoder])
+        prefills = self._outlook.prefills
+        arrival_s = (
+            self._outlook.encoders.finish_after(idx, encoder, device_s) + self._transfers[idx, encoder]
+        )
+        return float(prefills.awaiting_s(arrival_s, prefills.tail_s[idx, self._prefill], self._prefill))
+
+    def _least_end_s(self, ttft_s: Floats) -> Floats:
+        """At least what a placement costs beside its encoders, by time to first token, which is never before the least one."""
+        return np.maximum(self._floor_s, ttft_s + self._slope_s)
+
+    def _found(self, assignment: _Assignment) -> Found:
+        outlook = self._outlook
+        ttft_s = assignment.ttft_s
+        cost_s, decode, codec = self._best_decode(ttft_s)
+        encoders = outlook.encoders.default()
+        for idx, encoder in zip(self._needed, assignment.encoders, strict=True):
+            encoders[idx] = encoder
+        cost_s += assignment.cost_s
+        return Found(cost_s, tuple(encoders), self._prefill, decode, codec)
+
+    def _best_decode(self, ttft_s: float) -> tuple[float, int, str]:
+        """Cost without encoders, decode worker and codec."""
+        ends_s = [following.end_s(ttft_s) + self._score_s for following in self._followings]
+        decodes = [int(end_s.argmin()) for end_s in ends_s]
+        costs_s = [float(end_s[decode]) for end_s, decode in zip(ends_s, decodes, strict=True)]
+        least = costs_s.index(min(costs_s))
+        cost_s = costs_s[least] + float(self._outlook.prefills.cost_s[self._prefill])
+        return cost_s, decodes[least], self._followings[least].codec

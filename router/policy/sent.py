@@ -1,0 +1,61 @@
+"""What a door remembers of its own requests while they live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.policy.calibration import Kind
+from router.policy.pool import Charge
+from router.policy.views import ItemView, Placement, Prediction, RequestView
+
+
+@dataclass(eq=False, slots=True)
+class SentItem:
+    """One media item on its way."""
+
+    view: ItemView
+    encoder: str
+    charge: Charge | None  # None: its encoder has it, or it is done
+
+
+@dataclass(eq=False, slots=True)
+class Sent:
+    """A request of this door."""
+
+    request: RequestView
+    placement: Placement
+    prediction: Prediction
+    started_at: float
+    residual: float  # corrections that the prediction contains
+    prefill_factor: float
+    encode_factors: tuple[float, ...]
+    work: Charge  # at prefill, or where the prompt is computed
+    decode: Charge
+    items: list[SentItem]
+    expected: Sequence[bytes]  # blocks
+
+    @property
+    def computes_at(self) -> str:
+        return self.placement.prefill or self.placement.decode
+
+
+def num_early_tokens(
+    request: RequestView, prediction: Prediction, num_tokens: float, num_cached: int
+) -> float:
+    """Of the tokens to compute, those before the first item whose embeddings are on their way."""
+    coming = [
+        item.start
+        for item, predicted in zip(request.media, prediction.items, strict=True)
+        if predicted.arrival_s > 0
+    ]
+    return max(0.0, min(coming) - num_cached) + request.num_companion_tokens if coming else num_tokens
+
+
+def kind_of(request: RequestView, prefill: str | None, media_s: float) -> Kind:
+    """Of a prediction for a placement."""
+    if prefill is None:
+        return Kind.STAY
+    if not request.media:
+        return Kind.TEXT
+    return Kind.AWAITED if media_s > 0 else Kind.COMPUTED

@@ -1,0 +1,109 @@
+"""Clusters and requests for the policy's tests."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+from cluster.scheduling.keys import SchedulingPolicy
+from cluster.types.curves import Curve, Link, ServiceCurves
+from cluster.types.media import Modality
+from cluster.types.members import Role
+from cluster.types.messages import LoadReport
+from router.policy import ClusterView, ItemView, Placement, RequestView, Worker
+
+SCHEDULING = SchedulingPolicy(aging_s=10.0, tokens_per_s=10_000.0, text_share=0.5)
+KV_BYTES, NUM_LAYERS, BLOCK = 100_000.0, 10, 16
+LINK = Link(0.001, 1e9)
+ENCODE, PREFILL, DECODE = Curve(0.01, 1e-4), Curve(0.01, 1e-4), Curve(0.02, 1e-4)
+MAX_TOKENS, MAX_ROWS = 1000, 4000
+
+
+def curves_of(
+    role: Role, speed: float = 1.0, link: Link = LINK, *, may_prefill: bool = False
+) -> ServiceCurves:
+    """`speed`: of a worker that is so many times faster than the others."""
+
+    def faster(curve: Curve) -> Curve:
+        return Curve(curve.fixed_s / speed, curve.per_unit_s / speed, curve.per_pair_s / speed)
+
+    if role is Role.ENCODE:
+        encode = {modality: faster(ENCODE) for modality in Modality}
+        return ServiceCurves(encode=encode, max_step_units=MAX_ROWS, links={"": link})
+    if role is Role.PREFILL:
+        return ServiceCurves(prefill=faster(PREFILL), max_step_units=MAX_TOKENS, links={"": link})
+    return ServiceCurves(decode=faster(DECODE), prefill=faster(PREFILL) if may_prefill else None)
+
+
+def cluster_of(num_encoders: int = 2, num_prefills: int = 2, num_decodes: int = 2, **kwargs) -> ClusterView:
+    """Idle workers e0, …, p0, …, d0, … of equal speed."""
+    cluster = ClusterView(SCHEDULING, KV_BYTES, NUM_LAYERS, **kwargs)
+    for role, prefix, count in (
+        (Role.ENCODE, "e", num_encoders), (Role.PREFILL, "p", num_prefills), (Role.DECODE, "d", num_decodes),
+    ):  # fmt: skip
+        for idx in range(count):
+            add(cluster, f"{prefix}{idx}", role)
+    return cluster
+
+
+def add(cluster: ClusterView, replica_id: str, role: Role, speed: float = 1.0, **fields) -> None:
+    cluster.add(Worker(replica_id, role, num_blocks=fields.pop("num_blocks", 10_000), **fields))
+    cluster.measured(replica_id, curves_of(role, speed))
+
+
+def load(num_units: int = 0, num_requests: int = 0, **fields) -> LoadReport:
+    return LoadReport(num_waiting=num_requests, num_queued_units=num_units, **fields)
+
+
+def hashes(name: str, num_blocks: int) -> list[bytes]:
+    return [f"{name}/{idx}".encode() for idx in range(num_blocks)]
+
+
+def text(num_tokens: int = 160, name: str = "text", **fields) -> RequestView:
+    return RequestView(name, num_tokens, BLOCK, hashes(name, num_tokens // BLOCK), **fields)
+
+
+def media(*num_rows: int, name: str = "media", num_before: int = 40, **fields) -> RequestView:
+    """Images of so many rows, a prompt token for four of them; `num_before` text tokens before each, and as many at the end."""
+    items: list[ItemView] = []
+    start = num_before
+    for idx, rows in enumerate(num_rows):
+        end = start + rows // 4
+        items.append(ItemView(f"{name}-{idx}", Modality.IMAGE, rows, rows * 1024, start, end))
+        start = end + num_before
+    return RequestView(name, start, BLOCK, hashes(name, start // BLOCK), items, **fields)
+
+
+def random_cluster(rng: random.Random, sizes: Sequence[int], **kwargs) -> ClusterView:
+    """Workers of any speed, link and load."""
+    cluster = ClusterView(SCHEDULING, KV_BYTES, NUM_LAYERS, **kwargs)
+    for role, prefix, count in zip((Role.ENCODE, Role.PREFILL, Role.DECODE), "epd", sizes, strict=True):
+        for idx in range(count):
+            replica_id = f"{prefix}{idx}"
+            cluster.add(Worker(replica_id, role, 400, hardware=rng.choice(["a", "b"])))
+            link = Link(rng.choice([1e-4, 1e-2]), rng.choice([1e8, 1e9, 1e10]))
+            if rng.random() < 0.8:
+                curves = curves_of(role, rng.choice([0.2, 0.5, 1, 3]), link, may_prefill=rng.random() < 0.5)
+                cluster.measured(replica_id, curves)
+            if rng.random() < 0.7:
+                num_units = rng.choice([0, 3, 40] if role is Role.DECODE else [0, 0, 300, 4000])
+                num_used = rng.choice([0, 390])
+                at = 1.0 - rng.choice([0.0, 0.02, 0.5])
+                cluster.reported(
+                    replica_id,
+                    load(num_units, num_units and rng.randrange(1, 9), num_used_blocks=num_used),
+                    at,
+                )
+    return cluster
+
+
+def all_placements(request: RequestView, cluster: ClusterView) -> Iterator[Placement]:
+    """Every one that can be written down, whether or not somebody can hold the request."""
+    encoders = itertools.product(cluster.encoders.slots, repeat=len(request.media))
+    pools = list(encoders), cluster.prefills.slots, cluster.decodes.slots, cluster.codecs
+    for chosen, prefill, decode, codec in itertools.product(*pools):
+        yield Placement(chosen, prefill, decode, codec)
+    if request.may_stay:
+        for decode in cluster.decodes.slots:
+            yield Placement((), None, decode)

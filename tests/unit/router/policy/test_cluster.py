@@ -1,0 +1,187 @@
+"""What a door knows of the cluster, and what its own requests add to that."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cluster.types.media import Modality
+from cluster.types.members import Role
+from router.policy import POLICIES, ClusterView, JointPolicy, RequestView, Worker
+from tests.fakes.placement import add, cluster_of, hashes, load, media, text
+
+
+def send(cluster: ClusterView, request: RequestView, now: float = 0.0):
+    decision = JointPolicy().decide(request, cluster, now)
+    cluster.started(request, decision.placement, decision.prediction, now)
+    return decision.placement
+
+
+def queued(pool) -> float:
+    return float((pool.reported_units + pool.sent_units).sum())
+
+
+def test_a_request_counts_from_the_moment_it_is_sent_until_each_stage_is_done():
+    cluster = cluster_of()
+    send(cluster, media(400, num_sequences=2))
+    assert [queued(pool) for pool in (cluster.encoders, cluster.prefills, cluster.decodes)] == [400, 180, 2]
+    cluster.item_done("media", 0)
+    assert queued(cluster.encoders) == 0
+    cluster.prefilled("media")
+    assert (queued(cluster.prefills), queued(cluster.decodes), len(cluster.pending)) == (0, 2, 0)
+    cluster.ended("media")
+    assert queued(cluster.decodes) == 0
+
+
+def test_the_smallest_queue_of_an_encoder_is_known():
+    cluster = cluster_of()
+    assert cluster.num_queued_rows() == 0
+    send(cluster, media(400))
+    assert cluster.num_queued_rows() == 0
+    send(cluster, media(300, name="other"))
+    assert cluster.num_queued_rows() == 300
+    assert cluster_of(num_encoders=0).num_queued_rows(Modality.IMAGE) == 0
+
+
+def test_an_item_that_moves_is_charged_to_the_next_encoder_and_expected_there():
+    cluster = cluster_of()
+    first = send(cluster, media(400)).encoders[0]
+    other = {"e0": "e1", "e1": "e0"}[first]
+    cluster.item_moved("media", 0, other)
+    slots = cluster.encoders.slots
+    assert cluster.encoders.sent_units[slots[first]] == 0
+    assert cluster.encoders.sent_units[slots[other]] == 400
+    assert cluster.media.holders("media-0") == 1 << slots[other]
+
+
+def test_media_that_is_on_its_way_to_an_encoder_is_held_until_the_request_ends_without_it():
+    cluster = cluster_of()
+    send(cluster, media(400))
+    assert cluster.has_media("media-0")
+    cluster.ended("media")
+    assert not cluster.has_media("media-0")
+
+
+def test_what_encoders_say_of_their_caches_is_known_from_then_on():
+    cluster = cluster_of()
+    cluster.media_changed("e1", ["media-0"], [])
+    assert cluster.has_media("media-0")
+    assert JointPolicy().decide(media(4000), cluster, 0.0).placement.encoders == ("e1",)
+    cluster.media_changed("e1", [], ["media-0"])
+    assert not cluster.has_media("media-0")
+
+
+def test_a_lost_worker_is_forgotten_with_its_caches_and_its_slot_serves_the_next():
+    cluster = cluster_of()
+    cluster.media_changed("e1", ["media-0"], [])
+    cluster.blocks_changed("p1", hashes("text", 10), [])
+    send(cluster, text(name="other"))
+    for replica_id in ("e1", "p0", "p1", "d1"):
+        cluster.remove(replica_id)
+    assert not cluster.has_media("media-0")
+    assert len(cluster.pending) == 0
+    add(cluster, "new", Role.PREFILL)
+    assert len(cluster.prefills) == 2
+    prediction = JointPolicy().decide(text(), cluster, 0.0).prediction
+    assert (prediction.queue_s, prediction.prefill_s) == (0, pytest.approx(0.026)), (
+        "no cache, no queue is left"
+    )
+
+
+def test_a_worker_that_is_not_listed_gets_nothing_new():
+    cluster = cluster_of()
+    for replica_id in ("e0", "p0", "d0"):
+        cluster.set_listed(replica_id, False)
+    for policy in POLICIES.values():
+        placement = policy().decide(media(400, 400), cluster, 0.0).placement
+        assert (placement.encoders, placement.prefill, placement.decode) == (("e1", "e1"), "p1", "d1")
+    cluster.set_listed("p0", True)
+    cluster.set_listed("p1", False)
+    assert JointPolicy().decide(text(), cluster, 0.0).placement.prefill == "p0"
+
+
+def test_news_of_those_who_are_not_there_is_ignored():
+    cluster = cluster_of()
+    cluster.reported("x", load(5), 0.0)
+    cluster.media_changed("x", ["a"], [])
+    cluster.blocks_changed("x", [b"a"], [])
+    cluster.set_listed("x", False)
+    cluster.remove("x")
+    for told in (cluster.prefilled, cluster.ended):
+        told("nobody")
+    cluster.item_done("nobody", 0)
+    cluster.item_moved("nobody", 0, "e0")
+    assert not cluster.has_media("a")
+
+
+def test_a_worker_that_is_there_cannot_be_added_again():
+    with pytest.raises(ValueError, match="there already"):
+        cluster_of().add(Worker("p0", Role.PREFILL, 10))
+
+
+class Requests(RuleBasedStateMachine):
+    """Requests in every order of events, workers that report, leave and come."""
+
+    def __init__(self):
+        super().__init__()
+        self.cluster = cluster_of(3, 3, 3)
+        self.alive: set[str] = set()
+        self.num_sent = 0
+        self.replicas = {"e0": Role.ENCODE, "p1": Role.PREFILL, "d2": Role.DECODE}
+        self.now = 0.0
+
+    @rule(num_items=st.integers(0, 3), name=st.sampled_from(["a", "b"]))
+    def send(self, num_items, name):
+        self.num_sent += 1
+        request = media(*[400] * num_items, name=f"{name}{self.num_sent % 4}-{self.num_sent}")
+        send(self.cluster, request, self.now)
+        self.alive.add(request.request_id)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), idx=st.integers(0, 2))
+    def advance(self, data, idx):
+        request_id = data.draw(st.sampled_from(sorted(self.alive)))
+        if idx < len(self.cluster._flights[request_id].items):
+            encoder = data.draw(st.sampled_from(sorted(self.cluster.encoders.slots)))
+            self.cluster.item_moved(request_id, idx, encoder)
+            self.cluster.item_done(request_id, idx)
+        self.cluster.prefilled(request_id)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def end(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.alive)))
+        self.alive.discard(request_id)
+        self.cluster.ended(request_id)
+
+    @rule(data=st.data(), passed=st.sampled_from([0.0, 0.001, 1.0]))
+    def report(self, data, passed):
+        self.now += passed
+        self.cluster.reported(data.draw(st.sampled_from(sorted(self.replicas))), load(), self.now)
+
+    @rule(data=st.data())
+    def restart(self, data):
+        lost = data.draw(st.sampled_from(sorted(self.replicas)))
+        self.cluster.remove(lost)
+        role = self.replicas.pop(lost)
+        self.replicas[f"{lost}+"] = role
+        add(self.cluster, f"{lost}+", role)
+
+    @invariant()
+    def nothing_is_negative(self):
+        for pool in (self.cluster.encoders, self.cluster.prefills, self.cluster.decodes, self.cluster.stays):
+            for column in (pool.sent_units, pool.sent_requests, pool.sent_blocks):
+                assert (column > -1e-9).all()
+
+    @invariant()
+    def nothing_is_left_when_all_have_ended(self):
+        if not self.alive:
+            for pool in (self.cluster.encoders, self.cluster.prefills, self.cluster.decodes):
+                assert not np.any(np.abs(pool.sent_units) > 1e-9)
+            assert len(self.cluster.pending) == 0
+            assert not self.cluster.media._expected and not self.cluster.prefixes._expected
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

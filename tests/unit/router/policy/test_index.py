@@ -1,0 +1,72 @@
+"""Who holds what."""
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.policy.index import HolderIndex, slots_of
+
+KEYS = [f"k{i}".encode() for i in range(6)]
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**32))
+def test_depths_are_those_of_a_plain_set_per_worker(seed):
+    rng = random.Random(seed)
+    index, sets = HolderIndex[bytes](), [set() for _ in range(40)]
+    for _ in range(100):
+        slot, keys = rng.randrange(40), rng.sample(KEYS, rng.randrange(1, 6))
+        if rng.random() < 0.8:
+            index.add(slot, keys)
+            sets[slot].update(keys)
+        elif rng.random() < 0.5:
+            index.discard(slot, keys)
+            sets[slot].difference_update(keys)
+        else:
+            index.drop(slot)
+            sets[slot].clear()
+    expected = [next((d for d, key in enumerate(KEYS) if key not in held), len(KEYS)) for held in sets]
+    assert index.depths(KEYS, 40).tolist() == expected
+    assert [index.depth(KEYS, slot) for slot in range(40)] == expected
+    for key in KEYS:
+        assert slots_of(index.holders(key)).tolist() == [s for s, held in enumerate(sets) if key in held]
+
+
+def test_nothing_matches_a_prompt_without_full_blocks():
+    index = HolderIndex[bytes]()
+    index.add(0, KEYS)
+    assert index.depths([], 3).tolist() == [0, 0, 0]
+
+
+def test_what_is_expected_twice_is_expected_until_both_have_ended():
+    index = HolderIndex[str]()
+    index.expect(3, ["a"])
+    index.expect(3, ["a"])
+    index.unexpect(3, ["a", "b"])
+    assert slots_of(index.holders("a")).tolist() == [3]
+    assert np.flatnonzero(index.expecting("a", 5)).tolist() == [3]
+    index.unexpect(3, ["a"])
+    assert index.holders("a") == 0
+
+
+def test_what_is_known_outlives_what_was_expected_and_a_dropped_slot_has_neither():
+    index = HolderIndex[str]()
+    index.expect(1, ["a", "b"])
+    index.add(1, ["a"])
+    index.unexpect(1, ["a", "b"])
+    assert index.holders("a") == 0b10
+    index.expect(1, ["b"])
+    index.drop(1)
+    assert (index.holders("a"), index.holders("b")) == (0, 0)
+
+
+def test_its_memory_is_bounded_and_the_oldest_goes_first():
+    index = HolderIndex[str](max_keys=3)
+    index.add(0, ["a", "b"])
+    index.add(1, ["a", "c", "d"])
+    assert len(index) == 3
+    assert index.holders("a") == 0
+    index.discard(1, ["a"])
+    assert index.holders("d") == 0b10

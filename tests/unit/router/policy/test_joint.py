@@ -1,0 +1,59 @@
+"""The placement of least cost."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.policy import JointPolicy
+from router.policy.predict import Outlook
+from router.policy.search import Search
+from tests.fakes.placement import (
+    all_placements,
+    media,
+    random_cluster,
+    text,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 3), st.booleans())
+def test_the_search_finds_what_looking_at_everything_finds(seed, num_items, may_stay):
+    rng = random.Random(seed)
+    sizes = rng.randrange(1, 5 if num_items < 3 else 4), rng.randrange(1, 4), rng.randrange(1, 4)
+    cluster = random_cluster(rng, sizes, codecs=("raw", "int8"))
+    rows = [rng.choice([40, 400, 1000, 4000]) for _ in range(num_items)]
+    request = media(*rows, num_before=rng.choice([0, 16, 400])) if rows else text(400, may_stay=may_stay)
+    for item in request.media:
+        if rng.random() < 0.3:
+            cluster.media_changed(f"e{rng.randrange(sizes[0])}", [item.media_hash], [])
+    if rng.random() < 0.5:
+        cached = request.block_hashes[: rng.randrange(len(request.block_hashes) + 1)]
+        cluster.blocks_changed(f"p{rng.randrange(sizes[1])}", cached, [])
+    outlook = Outlook(request, cluster, 1.0, tie_ratio=0.0)
+    least = min(outlook.cost_s(placement) for placement in all_placements(request, cluster))
+    decision = JointPolicy(tie_ratio=0.0).decide(request, cluster, 1.0)
+    assert Search(outlook).best().cost_s == pytest.approx(least)
+    assert outlook.cost_s(decision.placement) == pytest.approx(least)
+
+
+def test_the_bounds_leave_little_to_look_at():
+    rng, num_visited, num_workers = random.Random(3), 0, 60
+    cluster = random_cluster(rng, (num_workers, num_workers, num_workers))
+    for idx in range(40):
+        search = Search(Outlook(media(400, 1000, name=f"r{idx}"), cluster, 1.0))
+        search.best()
+        num_visited += search.num_visited
+    assert num_visited / 40 < num_workers / 10
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None)
+def test_ties_cost_no_more_than_they_may(seed):
+    cluster, request = random_cluster(random.Random(seed), (3, 3, 2)), media(400, 1000)
+    outlook = Outlook(request, cluster, 1.0, tie_ratio=0.0)
+    least = min(outlook.cost_s(placement) for placement in all_placements(request, cluster))
+    chosen = JointPolicy(tie_ratio=0.01).decide(request, cluster, 1.0).placement
+    allowed = 4 * 0.01 * float(outlook.prefills.text_s.min())
+    assert outlook.cost_s(chosen) <= least + allowed
