@@ -119,10 +119,50 @@ class MediaArgs(_Args):
     reduce_from_queued_rows: int = Field(0, ge=0)
 
 
+class AdmissionClassArgs(_Args):
+    """Requests of like importance."""
+
+    name: str
+    max_priority: int | None = None  # takes requests up to it that no class before takes; None: all others
+    max_wait_s: float = Field(60.0, gt=0)  # at the door; who would wait longer is refused at once
+    target_ttft_s: float = Field(0.0, ge=0)  # who would miss it is refused at once; 0: none
+    weight: float = Field(1.0, gt=0)  # of its share of the work while several classes wait
+
+
+class AdmissionArgs(_Args):
+    """Who goes from the door into the cluster, who waits at the door and who is refused (429); see docs/admission.md."""
+
+    # the most important class first; the last is shed first
+    classes: tuple[AdmissionClassArgs, ...] = (
+        AdmissionClassArgs(name="interactive", max_priority=0, weight=8.0),
+        AdmissionClassArgs(name="batch", max_wait_s=300.0),
+    )
+    # predicted work in the cluster, for each worker of a pool; more waits at the door. Two of prefill's steps: less leaves workers idle,
+    # more makes urgent requests wait behind what cannot be called back
+    max_outstanding_s: float = Field(1.0, gt=0)
+    max_queued: int = Field(1024, ge=1)  # requests that wait at this door: it holds their media
+    # that share the cluster evenly, each admitting its part; 1: each takes what load reports say is free
+    num_doors: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _check_classes(self) -> AdmissionArgs:
+        names = [each.name for each in self.classes]
+        *bounds, last = [each.max_priority for each in self.classes] or [0]
+        given = [bound for bound in bounds if bound is not None]
+        if last is not None or len(given) < len(bounds) or given != sorted(set(given)):
+            raise ValueError("max_priority must grow from class to class, and the last class has none")
+        if len(set(names)) < len(names):
+            raise ValueError("two classes have one name")
+        return self
+
+
 class DoorArgs(_Args):
     request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
-    first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token
+    first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token, once a request has been let in
+    # who serves a request. joint: everybody together, so that the first tokens come soonest; the others are there to compare with
+    policy: Literal["joint", "least_loaded", "round_robin", "per_stage", "linear"] = "joint"
     media: MediaArgs = MediaArgs()
+    admission: AdmissionArgs = AdmissionArgs()
 
 
 class ClusterArgs(_Args):
