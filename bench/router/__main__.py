@@ -1,0 +1,62 @@
+"""Policies, splits and overload in the simulator. See README.md.
+
+python -m bench.router simulate --out R.jsonl [--only policies,splits,groups,overload] [--seeds 5]
+python -m bench.router report   R.jsonl [--svg R.svg]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.encoder import records
+from bench.router import report
+from bench.router.cases import NUM_SEEDS, all_cases, names
+from bench.router.run import run
+
+KINDS = ("policies", "splits", "groups", "overload")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(arguments)
+    return COMMANDS[args.command](args)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.router",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    simulate = commands.add_parser("simulate", help="run all cases; a line of JSON each")
+    simulate.add_argument("--out", type=Path, required=True, help="JSON lines; appended to")
+    simulate.add_argument("--only", type=lambda text: text.split(","), default=list(KINDS))
+    simulate.add_argument("--seeds", type=int, default=NUM_SEEDS)
+    simulate.add_argument("--processes", type=int, default=2)
+    tables = commands.add_parser("report", help="tables in Markdown, and a plot")
+    tables.add_argument("files", nargs="+", type=Path)
+    tables.add_argument("--svg", type=Path)
+    return parser
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    cases = [case for case in all_cases(args.seeds) if names(case)["type"] in args.only]
+    records.append(args.out, run(cases, args.processes))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    found = records.read(args.files)
+    print("\n".join(report.tables(found)))
+    if args.svg:
+        args.svg.write_text(report.plot(found))
+    return 0
+
+
+COMMANDS = {"simulate": _simulate, "report": _report}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""Policies by name, for a simulated door."""
+
+from __future__ import annotations
+
+from bench.simulate.oracle import Oracle
+from bench.simulate.simulation import MakePolicy, Simulation
+from bench.simulate.whole import OneDevice, OneDeviceInTurn
+from router.policy import POLICIES, Policy
+
+ORACLE, WHOLE, WHOLE_IN_TURN = "oracle", "data_parallel", "data_parallel_in_turn"
+SEERS: dict[str, MakePolicy] = {ORACLE: Oracle, WHOLE: OneDevice, WHOLE_IN_TURN: OneDeviceInTurn}
+
+
+def maker(name: str) -> MakePolicy:
+    """Raises KeyError for a name that nothing has."""
+    if name in SEERS:
+        return SEERS[name]
+    make = POLICIES[name]
+
+    def made(simulation: Simulation) -> Policy:
+        return make()
+
+    return made

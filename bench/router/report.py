@@ -1,0 +1,236 @@
+"""Tables and a plot from the records of `simulate`. Pure. Values are means over seeds with their 95 % confidence intervals; ratios
+and regrets are taken within a seed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from bench.charts import box, label, svg
+from bench.encoder.records import Record
+from bench.router.cases import DATA_PARALLEL, POLICY_NAMES, SLOS, SPLITS
+from bench.router.policies import ORACLE
+from bench.simulate.results import interval
+
+COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#888888")
+WIDTH, LEFT, BAR, VALUES = 760, 210, 13, 130
+Cells = dict[tuple[Any, ...], dict[int, Record]]  # by seed
+
+
+def tables(records: Sequence[Record]) -> list[str]:
+    """Lines of Markdown: a table for every kind of record there is."""
+    lines = []
+    for kind, make in TABLES.items():
+        found = [record for record in records if record["type"] == kind]
+        if found:
+            origins = "; ".join(dict.fromkeys(f"commit {r['commit']}, {r['date']}" for r in found))
+            seeds = len({record["seed"] for record in found})
+            lines += [f"**{kind}** ({seeds} seeds; {origins})", "", *make(found), ""]
+    return lines
+
+
+def policy_table(records: Iterable[Record]) -> list[str]:
+    cells = _cells(records, "scenario", "policy")
+    lines = _head(
+        "scenario", "policy", "TTFT mean, ms", "p50", "p99", "second token, mean", "regret to oracle", "reused",
+        "MAPE", "coverage",
+    )  # fmt: skip
+    for scenario in dict.fromkeys(key[0] for key in cells):
+        oracle = cells.get((scenario, ORACLE), {})
+        for policy in POLICY_NAMES:
+            cell = cells.get((scenario, policy))
+            if cell is None:
+                continue
+            times = " | ".join(_milliseconds(cell, f"ttft_{which}_s") for which in ("mean", "p50", "p99"))
+            regret = _ratios(cell, oracle, "ttft_mean_s", minus=1.0) if policy != ORACLE else "–"
+            coverage = f"{_mean(cell, 'coverage'):.1%}" if policy != ORACLE else "–"
+            lines.append(
+                f"| {scenario} | {policy} | {times} | {_milliseconds(cell, 'second_mean_s')} | {regret} | "
+                f"{_mean(cell, 'cached_share'):.0%} | {_mean(cell, 'mape'):.1%} | {coverage} |"
+            )
+    return lines
+
+
+def overall_table(records: Iterable[Record]) -> list[str]:
+    """Over all scenarios: the geometric mean of what a policy's mean time to first token is to the oracle's."""
+    cells = _cells(records, "scenario", "policy")
+    lines = _head(
+        "policy", "÷ oracle, geometric mean", "worst scenario", "÷ oracle there", "MAPE", "coverage"
+    )
+    for policy in POLICY_NAMES:
+        ratios = {
+            scenario: statistics.fmean(_pairs(cell, cells[scenario, ORACLE], "ttft_mean_s"))
+            for (scenario, its), cell in cells.items()
+            if its == policy and (scenario, ORACLE) in cells
+        }
+        if not ratios or policy == ORACLE:
+            continue
+        worst = max(ratios, key=lambda name: ratios[name])
+        of_policy = [cell for (_, its), cell in cells.items() if its == policy]
+        mape, coverage = (
+            statistics.fmean(_mean(cell, name) for cell in of_policy) for name in ("mape", "coverage")
+        )
+        lines.append(
+            f"| {policy} | {statistics.geometric_mean(ratios.values()):.3f} | {worst} | {ratios[worst]:.2f} | "
+            f"{mape:.1%} | {coverage:.1%} |"
+        )
+    return lines
+
+
+def split_table(records: Iterable[Record]) -> list[str]:
+    """Highest rates; a ratio is to data parallelism at the same limits."""
+    cells = _cells(records, "slo", "workload", "split")
+    names = [name for name in SPLITS if any(key[2] == name for key in cells)]
+    lines = _head("limits", "workload", *names, "best split ÷ data parallel")
+    for slo, workload in dict.fromkeys(key[:2] for key in cells):
+        baseline = cells.get((slo, workload, DATA_PARALLEL.name), {})
+        shown, ratios = [], {}
+        for name in names:
+            cell = cells.get((slo, workload, name))
+            shown.append(_values(cell, "rate", "{:.1f}") if cell else "–")
+            if cell and name != DATA_PARALLEL.name and _mean(baseline, "rate") > 0:
+                ratios[name] = statistics.fmean(_pairs(cell, baseline, "rate"))
+        best = max(ratios, key=lambda name: ratios[name], default="")
+        ratio = f"{_ratios(cells[slo, workload, best], baseline, 'rate')} ({best})" if best else "–"
+        lines.append(f"| {slo} | {workload} | {' | '.join(shown)} | {ratio} |")
+    return lines
+
+
+def group_table(records: Iterable[Record]) -> list[str]:
+    cells = _cells(records, "split", "rate")
+    lines = _head("cluster", "requests/s", "tokens/s", "TTFT p50, ms", "p99", "reused", "÷ in turn, tokens/s")
+    for (split, rate), cell in cells.items():
+        other = cells.get((split.replace("joint", "in turn"), rate), {})
+        ratio = _ratios(cell, other, "output_tokens_per_s") if "joint" in split and other else "–"
+        times = " | ".join(_milliseconds(cell, f"ttft_{which}_s") for which in ("p50", "p99"))
+        lines.append(
+            f"| {split} | {rate:.0f} | {_values(cell, 'output_tokens_per_s', '{:,.0f}')} | {times} | "
+            f"{_mean(cell, 'cached_share'):.0%} | {ratio} |"
+        )
+    return lines
+
+
+def overload_table(records: Iterable[Record]) -> list[str]:
+    """`good`: prompt tokens, a second, of the requests whose first token came in the time of arrivals and within what their class is
+    promised."""
+    cells = _cells(records, "admission", "load")
+    lines = _head(
+        "admission", "load", "requests/s", "good, tokens/s", "÷ peak", "refused", "TTFT p99, ms",
+        "longest wait at the door, s",
+    )  # fmt: skip
+    for has_gate in dict.fromkeys(key[0] for key in cells):
+        peak = max(_mean(cell, "good_work") for key, cell in cells.items() if key[0] is has_gate)
+        for (its, load), cell in cells.items():
+            if its is not has_gate:
+                continue
+            refused = sum(r["num_refused"] for r in cell.values()) / sum(
+                r["num_requests"] for r in cell.values()
+            )
+            waits = [
+                f"{name} {max(r['longest_wait_s'][name] for r in cell.values()):.1f}"
+                for name in next(iter(cell.values()))["longest_wait_s"]
+            ]
+            lines.append(
+                f"| {'yes' if has_gate else 'no'} | {load:g} | {_mean(cell, 'rate'):.0f} | "
+                f"{_values(cell, 'good_work', '{:,.0f}')} | {_mean(cell, 'good_work') / peak:.0%} | {refused:.0%} | "
+                f"{_milliseconds(cell, 'ttft_p99_s')} | {', '.join(waits)} |"
+            )
+    return lines
+
+
+def plot(records: Sequence[Record]) -> str:
+    """Mean time to first token by scenario and policy, each scenario to its own scale; then the highest rates by split."""
+    y, body = 26.0, [label(8, 16, "mean time to first token, ms")]
+    cells = _cells([r for r in records if r["type"] == "policies"], "scenario", "policy")
+    for scenario in dict.fromkeys(key[0] for key in cells):
+        of_it = {
+            policy: 1e3 * _mean(cell, "ttft_mean_s")
+            for (its, policy), cell in cells.items()
+            if its == scenario
+        }
+        shown = [(policy, of_it[policy]) for policy in POLICY_NAMES if policy in of_it]
+        y = _bars(body, y, scenario, shown, "{:.1f}")
+    for slo in SLOS:
+        cells = _cells([r for r in records if r["type"] == "splits" and r["slo"] == slo], "workload", "split")
+        if not cells:
+            continue
+        body.append(label(8, y + BAR, f"requests/s on 4 GPUs, p99 within {slo}"))
+        y += 2 * BAR
+        for workload in dict.fromkeys(key[0] for key in cells):
+            shown = [
+                (name, _mean(cells[workload, name], "rate")) for name in SPLITS if (workload, name) in cells
+            ]
+            y = _bars(body, y, workload, shown, "{:.2f}")
+    return svg(WIDTH, y, body)
+
+
+def _bars(body: list[str], y: float, name: str, values: Sequence[tuple[str, float]], form: str) -> float:
+    """A group of bars below `y`, to the scale of its largest; where it ends."""
+    body.append(label(8, y + BAR, name))
+    most = max((value for _, value in values), default=0.0) or 1.0
+    for i, (who, value) in enumerate(values):
+        width = (WIDTH - LEFT - VALUES) * value / most
+        body.append(box(LEFT, y, width, BAR - 2, COLOURS[i % len(COLOURS)]))
+        body.append(label(LEFT + width + 5, y + BAR - 3, f"{form.format(value)} · {who}"))
+        y += BAR
+    return y + BAR
+
+
+def _cells(records: Iterable[Record], *names: str) -> Cells:
+    cells: Cells = {}
+    for record in records:
+        cells.setdefault(tuple(record[name] for name in names), {})[record["seed"]] = record
+    return dict(sorted(cells.items(), key=lambda pair: [str(part) for part in pair[0][:-1]]))
+
+
+def _column(cell: dict[int, Record], name: str) -> list[float]:
+    return [record[name] for _, record in sorted(cell.items())]
+
+
+def _mean(cell: dict[int, Record], name: str) -> float:
+    values = _column(cell, name)
+    return statistics.fmean(values) if values else 0.0
+
+
+def _pairs(cell: dict[int, Record], other: dict[int, Record], name: str) -> list[float]:
+    """Ratios within seeds that both have."""
+    return [
+        cell[seed][name] / other[seed][name] for seed in sorted(cell) if seed in other and other[seed][name]
+    ]
+
+
+def _values(cell: dict[int, Record], name: str, form: str) -> str:
+    mean, half = interval(_column(cell, name))
+    return f"{form.format(mean)} ± {form.format(half)}"
+
+
+def _milliseconds(cell: dict[int, Record], name: str) -> str:
+    mean, half = interval([1e3 * value for value in _column(cell, name)])
+    digits = 1 if mean < 1000 else 0
+    return f"{mean:.{digits}f} ± {half:.{digits}f}"
+
+
+def _ratios(cell: dict[int, Record], other: dict[int, Record], name: str, minus: float = 0.0) -> str:
+    """With a confidence interval; a difference to 1 in per cent."""
+    values = [ratio - minus for ratio in _pairs(cell, other, name)]
+    if not values:
+        return "–"
+    mean, half = interval(values)
+    return f"{100 * mean:+.1f} ± {100 * half:.1f} %" if minus else f"{mean:.2f} ± {half:.2f}"
+
+
+def _head(*columns: str) -> list[str]:
+    return [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
+
+
+def both_policy_tables(records: Sequence[Record]) -> list[str]:
+    return [*overall_table(records), "", *policy_table(records)]
+
+
+TABLES: dict[str, Callable[[Sequence[Record]], list[str]]] = {
+    "policies": both_policy_tables,
+    "splits": split_table,
+    "groups": group_table,
+    "overload": overload_table,
+}

@@ -1,0 +1,93 @@
+"""Runs cases in a few processes and gives a record for each, as soon as it is there. A record follows from its case alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+
+from bench.encoder.records import Record
+from bench.router.cases import (
+    DATA_PARALLEL,
+    GROUP_SPLITS,
+    SCENARIOS,
+    SLOS,
+    SPLITS,
+    Case,
+    GroupCase,
+    OverloadCase,
+    PolicyCase,
+    SplitCase,
+    names,
+)
+from bench.router.policies import maker
+from bench.router.simulated_overload import overload
+from bench.simulate.demand import capacity, demand
+from bench.simulate.layouts import workers
+from bench.simulate.results import Slo, Summary, fields
+from bench.simulate.search import highest_rate, run_once
+from bench.simulate.workload import WORKLOADS
+
+NO_LIMIT = Slo(float("inf"))
+
+
+def run(cases: Sequence[Case], num_processes: int) -> Iterator[Record]:
+    with get_context("spawn").Pool(num_processes) as pool:
+        yield from pool.imap_unordered(record, cases)
+
+
+def record(case: Case) -> Record:
+    began_s = time.process_time()
+    match case:
+        case PolicyCase():
+            found = fields(_policy(case))
+        case SplitCase():
+            found = _split(case)
+        case GroupCase():
+            found = fields(_group(case))
+        case OverloadCase():
+            found = overload(case)
+    took = {"cpu_s": round(time.process_time() - began_s, 2)}
+    return names(case) | {"seed": case.seed} | found | took
+
+
+def _policy(case: PolicyCase) -> Summary:
+    scenario = SCENARIOS[case.scenario]
+    return run_once(
+        scenario.specs(),
+        maker(case.policy),
+        scenario.model,
+        WORKLOADS[scenario.workload],
+        scenario.rate,
+        case.num_requests,
+        case.seed,
+        NO_LIMIT,
+    )
+
+
+def _split(case: SplitCase) -> Record:
+    split, slo, workload = SPLITS[case.split], SLOS[case.slo], WORKLOADS[case.workload]
+    specs = workers(split.layout, case.model, case.accelerator)
+
+    def simulate(rate: float) -> Summary:
+        return run_once(
+            specs, maker(split.policy), case.model, workload, rate, case.num_requests, case.seed, slo
+        )
+
+    guess = 0.8 * capacity(workers(DATA_PARALLEL.layout, case.model, case.accelerator), demand(workload))
+    rate, summary = highest_rate(simulate, slo, guess)
+    return {"rate": round(rate, 3)} | (fields(summary) if summary else {})
+
+
+def _group(case: GroupCase) -> Summary:
+    layout, policy = GROUP_SPLITS[case.split]
+    return run_once(
+        workers(layout, case.model, case.accelerator),
+        maker(policy),
+        case.model,
+        WORKLOADS["grouped"],
+        case.rate,
+        case.num_requests,
+        case.seed,
+        NO_LIMIT,
+    )

@@ -1,0 +1,121 @@
+"""What simulated workers keep for reuse: full blocks of prompts, and embeddings. Least recently used goes first. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Changes:
+    """Since somebody was told. A key is in one of them, or in neither if it came and went."""
+
+    added: dict = field(default_factory=dict)
+    evicted: dict = field(default_factory=dict)
+
+    def add(self, key: bytes | str) -> None:
+        if self.evicted.pop(key, self) is self:
+            self.added[key] = None
+
+    def evict(self, key: bytes | str) -> None:
+        if self.added.pop(key, self) is self:
+            self.evicted[key] = None
+
+    def take(self) -> tuple[tuple, tuple]:
+        """(added, evicted), and begin anew."""
+        found = tuple(self.added), tuple(self.evicted)
+        self.added, self.evicted = {}, {}
+        return found
+
+
+class BlockCache:
+    """Counts a worker's KV blocks, without their content. Blocks that somebody holds: shared ones by hash, with the number of
+    holders, and anonymous ones. Others with a hash are kept until their room is needed."""
+
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self.num_anonymous = 0
+        self.changes = Changes()
+        self._held: dict[bytes, int] = {}
+        self._kept: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def num_used(self) -> int:
+        return self.num_anonymous + len(self._held)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._kept)
+
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many of the first blocks are here."""
+        held, kept = self._held, self._kept
+        for i, key in enumerate(hashes):
+            if key not in held and key not in kept:
+                return i
+        return len(hashes)
+
+    def try_take(self, shared: Sequence[bytes], num_new: int) -> bool:
+        """Hold these, which `match` found, and so many new blocks. False: there is no room, and nothing has changed."""
+        num_resting = sum(key not in self._held for key in shared)
+        if self.num_used + num_resting + num_new > self.num_blocks:
+            return False
+        for key in shared:
+            self._kept.pop(key, None)
+            self._held[key] = self._held.get(key, 0) + 1
+        self.num_anonymous += num_new
+        while self.num_used + len(self._kept) > self.num_blocks:
+            key, _ = self._kept.popitem(last=False)
+            self.changes.evict(key)
+        return True
+
+    def name(self, key: bytes) -> bool:
+        """An anonymous block has been filled. False: another with its content was here before, and it stays anonymous."""
+        if key in self._held or key in self._kept:
+            return False
+        self.num_anonymous -= 1
+        self._held[key] = 1
+        self.changes.add(key)
+        return True
+
+    def free(self, keys: Sequence[bytes], num_anonymous: int) -> None:
+        """Of one holder. Blocks with a hash stay until room is needed; the last of a prompt goes first."""
+        self.num_anonymous -= num_anonymous
+        for key in reversed(keys):
+            left = self._held[key] - 1
+            if left:
+                self._held[key] = left
+            else:
+                del self._held[key]
+                self._kept[key] = None
+
+
+class MediaCache:
+    """Embeddings by media hash, within a budget of bytes."""
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._items: OrderedDict[str, int] = OrderedDict()
+
+    def __contains__(self, media_hash: str) -> bool:
+        return media_hash in self._items
+
+    def use(self, media_hash: str) -> bool:
+        """Whether it is here; then it is the last to go."""
+        if media_hash not in self._items:
+            return False
+        self._items.move_to_end(media_hash)
+        return True
+
+    def add(self, media_hash: str, num_bytes: int) -> list[str]:
+        """What had to go for it; the item itself if it is too large."""
+        self._items[media_hash] = num_bytes
+        self._num_bytes += num_bytes
+        evicted = []
+        while self._num_bytes > self._max_bytes:
+            gone, its_bytes = self._items.popitem(last=False)
+            self._num_bytes -= its_bytes
+            evicted.append(gone)
+        return evicted

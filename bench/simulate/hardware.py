@@ -1,0 +1,117 @@
+"""How fast simulated workers are: curves of two models on two accelerators, derived from published figures.
+
+Every figure names its source. *Sheet*: the vendor's data sheet. *Card*: the model's published configuration. *Roofline*: work
+divided by a part of the peak, and then the part is an assumption that the line names. Nothing here was measured by us.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.types.curves import Curve, Link, ServiceCurves
+from cluster.types.media import Modality
+
+BLOCK_SIZE = 64  # tokens; large, for the simulator keeps one key a block
+
+# Roofline: parts of the peak that are reached.
+LANGUAGE_UTILISATION = 0.5  # dense prefill; assumed, between 0.4 and 0.6 of what engines commonly report
+# LMSYS's EPD post (2026-01-12): 4 images of 1080p through the vision encoder of Qwen2.5-VL-72B take 492 ms on two H20 (148 TFLOP/s
+# each). 42,300 patches of 2 × 0.68 GFLOP in that time are 0.39 of the peak.
+VISION_UTILISATION = 0.39
+MEMORY_UTILISATION = 0.8  # of the bandwidth, in decode; assumed
+CALL_S = 2e-3  # scheduling and launching a step; assumed, of the order that graphs and an asynchronous scheduler leave
+ENCODER_CALL_S = 3e-3  # 32 layers without graphs; assumed
+
+# Decoding, resizing and patching on one CPU thread; assumed: about 10 ms for a 640 × 640 JPEG of 400 rows.
+PREPARE = Curve(2e-3, 2e-5)
+PREPARE_THREADS = 8
+
+# Dynamo's simulator moves KV at 64 GB/s by default (mocker-architecture.md); the latency is assumed.
+NETWORK = Link(2e-4, 64e9)
+LOCAL = Link(0.0, 1e15)  # the same memory
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """`num_devices` of one kind that serve one replica together."""
+
+    name: str
+    peak_flops: float
+    bytes_per_s: float
+    num_bytes: float
+    num_devices: int = 1
+    max_step_tokens: int = 8192  # of prefill
+
+
+# Sheet: H200 SXM, dense bfloat16 and HBM3e. The step: what vLLM takes for large GPUs by default.
+H200 = Accelerator("h200", 989e12, 4.8e12, 141e9)
+# Sheet: A100 SXM 80 GB. The step: vLLM's default for smaller GPUs.
+A100 = Accelerator("a100", 312e12, 2.04e12, 80e9, max_step_tokens=2048)
+H200_PAIR = Accelerator("h200x2", 2 * 989e12, 2 * 4.8e12, 2 * 141e9, num_devices=2)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Card figures in bfloat16. One vision row is four patches."""
+
+    name: str
+    num_parameters: float  # of the language half
+    num_layers: int
+    hidden_size: int
+    kv_bytes_per_token: int
+    num_vision_parameters: float
+    bytes_per_row: int  # of embeddings
+
+
+# Card: 28 layers, 4 KV heads of 128, hidden size 3584 (56 KiB of KV a token, 7 KiB an embedding); encoder of 0.68 G parameters.
+VL_7B = Model("vl-7b", 7.6e9, 28, 3584, 57_344, 0.68e9, 7168)
+# Card: 64 layers, 8 KV heads of 128, hidden size 5120.
+VL_32B = Model("vl-32b", 32.8e9, 64, 5120, 262_144, 0.68e9, 10_240)
+
+MODELS = {model.name: model for model in (VL_7B, VL_32B)}
+ACCELERATORS = {each.name: each for each in (H200, A100, H200_PAIR)}
+
+
+def encode_curve(model: Model, accelerator: Accelerator) -> Curve:
+    """Roofline: two operations for each parameter and patch. One device, whatever the replica has: LMSYS saw no gain from splitting a
+    vision encoder (492, 466 and 524 ms on 2, 4 and 8 GPUs)."""
+    flops = VISION_UTILISATION * accelerator.peak_flops / accelerator.num_devices
+    return Curve(ENCODER_CALL_S, 4 * 2 * model.num_vision_parameters / flops)
+
+
+def prefill_curve(model: Model, accelerator: Accelerator) -> Curve:
+    """Roofline: two operations for each parameter and token; attention four for each layer, channel and earlier token."""
+    flops = LANGUAGE_UTILISATION * accelerator.peak_flops
+    per_pair_s = 4 * model.num_layers * model.hidden_size / flops
+    return Curve(CALL_S, 2 * model.num_parameters / flops, per_pair_s)
+
+
+def decode_curve(model: Model, accelerator: Accelerator) -> Curve:
+    """Roofline: weights are read once a step, KV once for each sequence and token; a sequence computes what a prompt token does."""
+    bytes_per_s = MEMORY_UTILISATION * accelerator.bytes_per_s
+    per_sequence_s = 2 * model.num_parameters / (LANGUAGE_UTILISATION * accelerator.peak_flops)
+    weights_s = 2 * model.num_parameters / bytes_per_s
+    return Curve(CALL_S + weights_s, per_sequence_s, model.kv_bytes_per_token / bytes_per_s)
+
+
+def num_kv_blocks(model: Model, accelerator: Accelerator, share: float = 1.0) -> int:
+    """What 0.9 of the memory leaves beside the weights and 5 GB of activations, and a share of that."""
+    left = 0.9 * accelerator.num_bytes - 2 * model.num_parameters - 5e9
+    return int(share * left / (model.kv_bytes_per_token * BLOCK_SIZE))
+
+
+def curves(
+    model: Model, accelerator: Accelerator, phases: str, local: tuple[str, ...] = (), step_tokens: int = 0
+) -> ServiceCurves:
+    """Of a worker with the phases "e", "p" or "d" ("dp": a decode worker that can compute prompts). `local`: workers on the same
+    device."""
+    encode = encode_curve(model, accelerator)
+    is_encoder = "e" in phases
+    return ServiceCurves(
+        encode=dict.fromkeys((Modality.IMAGE, Modality.VIDEO), encode) if is_encoder else {},
+        prepare=dict.fromkeys((Modality.IMAGE, Modality.VIDEO), PREPARE) if is_encoder else {},
+        prefill=prefill_curve(model, accelerator) if "p" in phases else None,
+        decode=decode_curve(model, accelerator) if "d" in phases else None,
+        max_step_units=step_tokens or (4096 if is_encoder else accelerator.max_step_tokens),
+        links={"": NETWORK, **dict.fromkeys(local, LOCAL)},
+    )

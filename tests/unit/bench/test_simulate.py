@@ -1,0 +1,449 @@
+"""The cluster in virtual time: it repeats itself, loses nothing, agrees with queueing theory, and survives deaths and late starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.simulate.caches import BlockCache, Changes, MediaCache
+from bench.simulate.events import EventLoop
+from bench.simulate.flight import Outcome
+from bench.simulate.hardware import BLOCK_SIZE, H200, NETWORK, VL_7B, curves, encode_curve, num_kv_blocks
+from bench.simulate.layouts import Layout, throttled, workers
+from bench.simulate.oracle import Oracle
+from bench.simulate.results import Slo, interval, keeps, summarise
+from bench.simulate.search import highest_rate
+from bench.simulate.simulation import MakePolicy, Simulation
+from bench.simulate.whole import OneDevice, OneDeviceInTurn, unpredicted
+from bench.simulate.worker import NETWORK_S, WorkerSpec
+from bench.simulate.workload import (
+    WORKLOADS,
+    Draft,
+    SimRequest,
+    Workload,
+    block_keys,
+    fixed_text,
+    image_prompts,
+    images,
+)
+from cluster.types.curves import Curve, ServiceCurves
+from cluster.types.members import Role
+from router.policy import POLICIES, ClusterView, Decision, ItemView, Placement, RequestView
+
+SLO = Slo(2.0, 0.05)
+NO_TIME = Curve(1e-9, 0.0)
+
+
+def by_name(name: str) -> MakePolicy:
+    return lambda _: POLICIES[name]()
+
+
+JOINT = by_name("joint")
+
+
+def simulate(
+    specs: list[WorkerSpec],
+    workload: Workload,
+    rate: float,
+    num_requests: int,
+    policy: MakePolicy = JOINT,
+    seed: int = 0,
+    num_doors: int = 1,
+    noise: float = 0.03,
+) -> tuple[Simulation, list[Outcome]]:
+    simulation = Simulation(specs, [policy] * num_doors, VL_7B, seed, noise)
+    outcomes = list(simulation.run(workload.requests(rate, num_requests, seed)))
+    return simulation, outcomes
+
+
+def assert_nothing_is_left(simulation: Simulation) -> None:
+    for encoder in simulation.encoders.values():
+        assert encoder.is_dead or (not encoder.jobs and encoder.num_queued_rows == 0)
+    for prefill in simulation.prefills.values():
+        assert prefill.is_dead or (
+            prefill.blocks.num_used,
+            prefill.num_queued_tokens,
+            len(prefill.flights),
+            len(prefill.chunks),
+        ) == (0, 0, 0, 0)
+    for decode in simulation.decodes.values():
+        if not decode.is_dead:
+            assert decode.num_used_blocks == 0 and decode.num_running == 0 and not decode.flights
+    for door in simulation.doors:
+        assert not door.flights
+
+
+def assert_each_ends_once(outcomes: list[Outcome], num_requests: int) -> None:
+    assert sorted(int(o.request.request_id[1:]) for o in outcomes) == list(range(num_requests))
+
+
+def without_prediction(outcomes: list[Outcome]) -> list[tuple[str, str, float, float, float]]:
+    return [(o.request.request_id, o.status, o.ttft_s, o.second_s, o.finished_at) for o in outcomes]
+
+
+def single(prefill: Curve, decode: Curve = NO_TIME, step_tokens: int = 64) -> list[WorkerSpec]:
+    """One prefill worker that computes one prompt a step, and a decode worker that takes no time."""
+    links = {"": NETWORK}
+    return [
+        WorkerSpec(
+            "p",
+            Role.PREFILL,
+            ServiceCurves(prefill=prefill, max_step_units=step_tokens, links=links),
+            1 << 20,
+        ),
+        WorkerSpec("d", Role.DECODE, ServiceCurves(decode=decode, links=links), 1 << 20),
+    ]
+
+
+class OnlyOne:
+    """Places without thinking."""
+
+    def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
+        return Decision(Placement((), "p", "d"), unpredicted(0))
+
+    def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
+        raise AssertionError("there are no items")
+
+
+# --- a run
+
+
+@pytest.mark.parametrize("workload", ["text", "4-image", "video-mix", "multi-turn", "grouped"])
+def test_a_run_follows_from_its_seed(workload: str) -> None:
+    specs = workers(Layout(1, 2, 2), VL_7B, H200)
+    first, again, other = (
+        without_prediction(simulate(specs, WORKLOADS[workload], 15, 60, seed=seed)[1]) for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("policy", ["joint", "round_robin", "least_loaded", "linear", "per_stage"])
+def test_every_request_ends_once_and_all_memory_comes_back(policy: str) -> None:
+    simulation, outcomes = simulate(
+        workers(Layout(2, 2, 2, may_stay=True), VL_7B, H200),
+        WORKLOADS["multi-turn"],
+        40,
+        150,
+        by_name(policy),
+    )
+    assert_each_ends_once(outcomes, 150)
+    assert {outcome.status for outcome in outcomes} == {"finished"}
+    assert_nothing_is_left(simulation)
+
+
+def test_doors_that_share_no_state_serve_together() -> None:
+    simulation, outcomes = simulate(
+        workers(Layout(2, 2, 2), VL_7B, H200), WORKLOADS["4-image"], 20, 100, num_doors=3
+    )
+    assert_each_ends_once(outcomes, 100)
+    assert_nothing_is_left(simulation)
+
+
+def test_no_time_is_shorter_than_the_work_in_it() -> None:
+    workload = Workload("images", image_prompts(1, 400))
+    _, outcomes = simulate(workers(Layout(2, 3, 1), VL_7B, H200), workload, 30, 100, noise=0.0)
+    encode_s = encode_curve(VL_7B, H200).seconds(400)
+    for outcome in outcomes:
+        assert outcome.ttft_s >= 2 * NETWORK_S + encode_s
+        assert outcome.second_s > outcome.ttft_s
+        assert outcome.finished_at >= outcome.request.arrived_at + outcome.second_s - 1e-9
+
+
+# --- queueing theory
+
+
+def test_a_queue_with_constant_service_waits_as_theory_says() -> None:
+    """M/D/1 (Pollaczek and Khinchine): mean wait = ρ · s / (2 (1 − ρ))."""
+    service_s, load = 0.1, 0.6
+    workload = Workload("constant", fixed_text(64, 1))
+    _, outcomes = simulate(
+        single(Curve(service_s, 0.0)), workload, load / service_s, 8_000, lambda _: OnlyOne(), noise=0.0
+    )
+    waits = [outcome.ttft_s - service_s - 2 * NETWORK_S for outcome in outcomes]
+    expected_s = load * service_s / (2 * (1 - load))
+    assert sum(waits) / len(waits) == pytest.approx(expected_s, rel=0.06)
+
+
+def test_an_answer_takes_a_step_for_each_token_when_it_is_alone() -> None:
+    workload = Workload("one", fixed_text(64, 101))
+    _, (outcome,) = simulate(
+        single(Curve(0.01, 0.0), Curve(0.02, 0.0)), workload, 1, 1, by_name("round_robin"), noise=0.0
+    )
+    assert outcome.tpot_s == pytest.approx(0.02, rel=0.01)
+    assert outcome.second_s - outcome.ttft_s == pytest.approx(0.02, abs=3e-3)
+
+
+def test_answers_that_run_together_slow_each_other_down_by_their_own_cost() -> None:
+    """Ten answers that come at once run in steps of ten: processor sharing without an event for a step."""
+    requests = [SimRequest(f"r{i}", 0.0, 64, 101, [bytes([i])]) for i in range(10)]
+    specs = single(Curve(1e-6, 0.0), Curve(0.01, 0.002), step_tokens=640)
+    simulation = Simulation(specs, [by_name("round_robin")], VL_7B, noise=0.0)
+    outcomes = simulation.run(requests)
+    for outcome in outcomes:
+        assert outcome.tpot_s == pytest.approx(0.01 + 10 * 0.002, rel=0.02)
+
+
+# --- deaths and late starts
+
+
+@pytest.mark.parametrize("dead", ["e:h200-0", "p:h200-2", "d:h200-5"])
+def test_what_a_dead_worker_had_is_served_by_the_others(dead: str) -> None:
+    specs = workers(Layout(2, 3, 2), VL_7B, H200)
+    specs = [replace(s, dies_at=1.0) if s.replica_id == dead else s for s in specs]
+    simulation, outcomes = simulate(specs, WORKLOADS["4-image"], 40, 120)
+    assert_each_ends_once(outcomes, 120)
+    assert {outcome.status for outcome in outcomes} == {"finished"}
+    assert (max(outcome.num_flights for outcome in outcomes) > 1) is not dead.startswith("e")
+    assert_nothing_is_left(simulation)
+
+
+def test_without_any_prefill_worker_requests_fail_and_nothing_is_left() -> None:
+    specs = [
+        replace(s, dies_at=0.5) if s.role is Role.PREFILL else s
+        for s in workers(Layout(1, 1, 1), VL_7B, H200)
+    ]
+    simulation, outcomes = simulate(specs, WORKLOADS["1-image"], 20, 40)
+    assert_each_ends_once(outcomes, 40)
+    assert {outcome.status for outcome in outcomes} == {"finished", "failed"}
+    assert_nothing_is_left(simulation)
+
+
+def test_a_replica_gets_work_from_when_it_has_started() -> None:
+    early, late = workers(Layout(0, 2, 1), VL_7B, H200)[:2]
+    decode = workers(Layout(0, 2, 1), VL_7B, H200)[2]
+    specs = [early, replace(late, ready_at=2.0), decode]
+    simulation = Simulation(specs, [by_name("round_robin")], VL_7B)
+    started: list[float] = []
+    late_prefill = simulation.prefills[late.replica_id]
+    original = late_prefill.start
+    late_prefill.start = lambda flight: (started.append(simulation.loop.now), original(flight))[1]  # type: ignore[method-assign]
+    simulation.run(WORKLOADS["text"].requests(20, 100, 0))
+    assert started and min(started) >= 2.0
+
+
+def test_memory_that_runs_out_sends_the_newest_back_and_all_finish() -> None:
+    specs = workers(Layout(0, 1, 1), VL_7B, H200)
+    specs = [replace(s, num_blocks=40) if s.role is Role.DECODE else s for s in specs]
+    workload = Workload("long answers", fixed_text(256, 400))
+    simulation, outcomes = simulate(specs, workload, 50, 20)
+    assert simulation.decodes[specs[1].replica_id].num_preempted > 0
+    assert {outcome.status for outcome in outcomes} == {"finished"}
+    assert_nothing_is_left(simulation)
+
+
+# --- policies
+
+
+def test_the_joint_policy_is_no_worse_than_least_loaded_where_one_worker_is_slow() -> None:
+    specs = throttled(workers(Layout(0, 3, 2), VL_7B, H200), "p:h200-0", since=0.0, factor=3.0)
+    mean = {
+        name: summarise(simulate(specs, WORKLOADS["text"], 35, 500, by_name(name))[1], SLO).ttft_mean_s
+        for name in ("joint", "least_loaded")
+    }
+    assert mean["joint"] <= 1.02 * mean["least_loaded"]
+
+
+def test_who_sees_everything_is_no_worse_than_taking_turns() -> None:
+    specs = workers(Layout(0, 3, 2), VL_7B, H200)
+    oracle, turns = (
+        summarise(simulate(specs, WORKLOADS["text"], 50, 400, policy)[1], SLO)
+        for policy in (Oracle, by_name("round_robin"))
+    )
+    assert oracle.ttft_mean_s < turns.ttft_mean_s
+    assert oracle.mape < 0.1
+
+
+@pytest.mark.parametrize("policy", [OneDevice, OneDeviceInTurn])
+def test_data_parallelism_keeps_a_request_on_one_device(policy: MakePolicy) -> None:
+    simulation = Simulation(workers(Layout(num_whole=3), VL_7B, H200), [policy], VL_7B)
+    placements = []
+    started = simulation.doors[0].cluster.started
+    simulation.doors[0].cluster.started = lambda view, placement, *rest: (  # type: ignore[method-assign]
+        placements.append(placement),
+        started(view, placement, *rest),
+    )[1]
+    simulation.run(WORKLOADS["4-image"].requests(10, 30, 0))
+    used = [{each[2:] for each in (*p.encoders, p.prefill, p.decode)} for p in placements]
+    assert all(len(devices) == 1 for devices in used)
+    assert len(set.union(*used)) == 3
+    assert_nothing_is_left(simulation)
+
+
+def test_stages_on_one_device_take_its_time_from_each_other() -> None:
+    apart, together = (
+        summarise(simulate(specs, WORKLOADS["4-image"], 8, 150)[1], SLO)
+        for specs in (workers(Layout(1, 1, 1), VL_7B, H200), workers(Layout(num_whole=1), VL_7B, H200))
+    )
+    assert together.ttft_mean_s > 1.1 * apart.ttft_mean_s
+    assert together.tpot_p99_s > 1.2 * apart.tpot_p99_s
+
+
+# --- parts
+
+
+def test_events_run_in_order_of_time_then_of_planning() -> None:
+    loop, ran = EventLoop(), []
+    for name, when in (("c", 2.0), ("a", 1.0), ("b", 1.0)):
+        loop.at(when, ran.append, name)
+    loop.run(until=1.5)
+    assert ran == ["a", "b"]
+    loop.run()
+    assert (ran, loop.now) == (["a", "b", "c"], 2.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.booleans()), max_size=30))
+def test_a_block_cache_holds_what_is_held_and_never_more_than_it_has(
+    steps: list[tuple[int, int, bool]],
+) -> None:
+    """Prompts of four streams come, are computed and leave in any order."""
+    cache, held = BlockCache(8), []
+    known: set[bytes] = set()
+    for stream, num_blocks, is_leaving in steps:
+        if is_leaving and held:
+            cache.free(*held.pop(0))
+        else:
+            keys = [bytes([stream, i]) for i in range(num_blocks)]
+            shared = keys[: cache.match(keys)]
+            if cache.try_take(shared, num_blocks - len(shared)):
+                named = [key for key in keys[len(shared) :] if cache.name(key)]
+                held.append((shared + named, num_blocks - len(shared) - len(named)))
+        added, evicted = cache.changes.take()
+        known = (known | set(added)) - set(evicted)
+        assert cache.num_used + cache.num_cached <= 8
+        assert all(cache.match([key]) == 1 for key in known)
+        assert len(known) == cache.num_used - cache.num_anonymous + cache.num_cached
+    for each in held:
+        cache.free(*each)
+    assert cache.num_used == 0
+
+
+def test_a_media_cache_gives_up_what_was_used_longest_ago() -> None:
+    cache = MediaCache(100)
+    assert cache.add("a", 60) == [] and cache.add("b", 40) == []
+    assert cache.use("a") and not cache.use("c")
+    assert cache.add("c", 30) == ["b"]
+    assert cache.add("too large", 200) == ["a", "c", "too large"]
+
+
+def test_what_came_and_went_between_two_reports_is_not_told() -> None:
+    changes = Changes()
+    changes.add("a")
+    changes.evict("a")
+    changes.evict("b")
+    changes.add("c")
+    assert changes.take() == (("c",), ("b",))
+    assert changes.take() == ((), ())
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_requests_of_a_workload_are_well_formed(workload: Workload) -> None:
+    requests = list(workload.requests(100, 300, seed=3))
+    assert [r.arrived_at for r in requests] == sorted(r.arrived_at for r in requests)
+    assert requests[-1].arrived_at == pytest.approx(3, rel=0.4)
+    for request in requests:
+        assert len(request.block_hashes) == request.num_prompt_tokens // BLOCK_SIZE
+        ends = [0, *(item.end for item in request.media)]
+        assert all(item.start >= end for item, end in zip(request.media, ends[:-1], strict=True))
+        assert ends[-1] < request.num_prompt_tokens
+
+
+def test_prompts_of_one_stream_share_the_keys_of_their_common_prefix_only() -> None:
+    one, two = (Draft(10 * BLOCK_SIZE, 1, stream=7, num_shared_tokens=3 * BLOCK_SIZE + 5) for _ in range(2))
+    first, second = block_keys(one, 1), block_keys(two, 2)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 3 + [False] * 7
+
+
+def test_bursts_have_the_same_rate_and_more_variable_gaps() -> None:
+    gaps = {}
+    for name in ("text", "bursty-text"):
+        at = [request.arrived_at for request in WORKLOADS[name].requests(100, 4000, 0)]
+        gaps[name] = [b - a for a, b in pairwise(at)]
+    squares = {name: sum(g * g for g in each) / len(each) / 0.01**2 for name, each in gaps.items()}
+    assert squares["text"] == pytest.approx(2, rel=0.15)  # Poisson: 1 + 1
+    assert squares["bursty-text"] == pytest.approx(5, rel=0.3)
+
+
+def test_curves_grow_with_work_and_slow_accelerators_hold_less() -> None:
+    found = curves(VL_7B, H200, "epd")
+    assert found.prefill is not None and found.decode is not None
+    assert found.prefill.seconds(2000) < found.prefill.seconds(2000, 1000) < found.prefill.seconds(4000, 1000)
+    assert num_kv_blocks(VL_7B, H200, 0.5) == pytest.approx(num_kv_blocks(VL_7B, H200) / 2, abs=1)
+
+
+def test_images_follow_each_other_in_the_prompt() -> None:
+    items = images(first=5, count=3, num_rows=10, start=100)
+    assert [(i.media_hash, i.start, i.end) for i in items] == [
+        ("image-5", 100, 110),
+        ("image-6", 110, 120),
+        ("image-7", 120, 130),
+    ]
+
+
+# --- results
+
+
+def outcome(number: int, ttft_s: float, status: str = "finished", tpot_s: float = 0.01) -> Outcome:
+    request = SimRequest(f"r{number}", float(number), 100, 11, [])
+    return Outcome(request, status, ttft_s=ttft_s, tpot_s=tpot_s, finished_at=number + 1.0)
+
+
+def test_goodput_counts_what_keeps_both_limits_after_the_warm_up() -> None:
+    outcomes = [outcome(i, 5.0) for i in range(2)]  # a tenth of 20: warm-up
+    outcomes += [outcome(i, 1.0) for i in range(2, 16)]
+    outcomes += [
+        outcome(16, 3.0),
+        outcome(17, 1.0, tpot_s=0.2),
+        outcome(18, 0.0, "refused"),
+        outcome(19, 1.0),
+    ]
+    summary = summarise(outcomes, Slo(2.0, 0.1))
+    assert summary.num_requests == 18 and summary.num_refused == 1
+    assert summary.goodput == pytest.approx(15 / 17)
+    assert not keeps(summary, Slo(10.0, 1.0))
+
+
+def test_a_queue_that_only_grows_keeps_no_promise() -> None:
+    growing = summarise([outcome(i, 0.001 * i) for i in range(300)], SLO)
+    steady = summarise([outcome(i, 0.1) for i in range(300)], SLO)
+    assert growing.ttft_p99_s < SLO.ttft_s and not keeps(growing, SLO)
+    assert keeps(steady, SLO)
+
+
+def test_an_interval_of_five_values_uses_students_quantile() -> None:
+    mean, half = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (mean, half) == (3.0, pytest.approx(2.776 * 1.5811 / 5**0.5, rel=1e-3))
+    assert interval([4.0]) == (4.0, 0.0)
+
+
+@pytest.mark.parametrize("guess", [1.0, 40.0, 500.0])
+def test_the_search_finds_the_highest_rate_from_any_guess(guess: float) -> None:
+    def run(rate: float):
+        return summarise([outcome(i, 0.1 if rate <= 42.0 else 9.0) for i in range(30)], SLO)
+
+    rate, summary = highest_rate(run, SLO, guess)
+    assert 42 / 1.04 <= rate <= 42 and summary is not None
+
+
+def test_the_search_says_so_where_no_rate_is_good() -> None:
+    bad = summarise([outcome(i, 9.0) for i in range(30)], SLO)
+    assert highest_rate(lambda _: bad, SLO, 10.0) == (0.0, None)
+
+
+def test_random_traffic_leaves_nothing_behind() -> None:
+    rng = Random(5)
+    for seed in range(4):
+        counts = [rng.randint(1, 3) for _ in range(3)]
+        specs = workers(Layout(*counts, may_stay=bool(seed % 2)), VL_7B, H200)
+        victim = rng.choice([s for s in specs if sum(o.role is s.role for o in specs) > 1] or specs)
+        specs = [replace(s, dies_at=0.7) if s is victim else s for s in specs]
+        simulation, outcomes = simulate(specs, WORKLOADS["grouped"], 15, 60, seed=seed)
+        assert_each_ends_once(outcomes, 60)
+        assert_nothing_is_left(simulation)

@@ -1,0 +1,243 @@
+"""The router's experiments: cases, records, tables, the plan, admission in front of simulated doors."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.encoder.records import Record
+from bench.router import report
+from bench.router.__main__ import main, make_parser
+from bench.router.cases import (
+    POLICY_NAMES,
+    SCENARIOS,
+    SPLITS,
+    GroupCase,
+    OverloadCase,
+    PolicyCase,
+    SplitCase,
+    all_cases,
+    names,
+)
+from bench.router.policies import ORACLE, maker
+from bench.router.run import record
+from bench.simulate import __main__ as simulate_main
+from bench.simulate.demand import capacity, demand
+from bench.simulate.gate import Gate
+from bench.simulate.hardware import A100, H200, VL_7B
+from bench.simulate.layouts import Layout, workers
+from bench.simulate.plan_report import plan_plot, plan_table
+from bench.simulate.planner import divisions, neighbours, plan
+from bench.simulate.results import Slo
+from bench.simulate.scale import scale
+from bench.simulate.simulation import SCHEDULING, Simulation
+from bench.simulate.workload import WORKLOADS, Workload, fixed_text, image_prompts
+from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
+
+TIMES = {"ttft_mean_s": 0.1, "ttft_p50_s": 0.08, "ttft_p99_s": 0.5, "second_mean_s": 0.12}
+
+
+def a_policy_record(policy: str, seed: int, ttft_s: float) -> Record:
+    rest = {"cached_share": 0.5, "mape": 0.04, "coverage": 0.9, "commit": "c", "date": "d"}
+    name = {"type": "policies", "scenario": "text", "policy": policy, "seed": seed}
+    return TIMES | rest | name | {"ttft_mean_s": ttft_s}
+
+
+# --- cases
+
+
+def test_every_case_is_told_from_the_others_by_its_record() -> None:
+    cases = all_cases(num_seeds=2)
+    keys = {json.dumps(names(case) | {"seed": case.seed}) for case in cases}
+    assert len(keys) == len(cases)
+
+
+def test_cases_name_scenarios_workloads_and_policies_that_exist() -> None:
+    for case in all_cases(num_seeds=1):
+        if isinstance(case, PolicyCase):
+            assert SCENARIOS[case.scenario].workload in WORKLOADS
+            assert callable(maker(case.policy))
+        elif isinstance(case, SplitCase):
+            assert case.workload in WORKLOADS and SPLITS[case.split].layout.num_devices == 4
+
+
+def test_a_policy_that_nobody_knows_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        maker("guess")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_scenario_is_busy_and_not_overloaded(scenario: str) -> None:
+    found = SCENARIOS[scenario]
+    load = found.rate / capacity(found.specs(), demand(WORKLOADS[found.workload]))
+    has_reuse = found.workload in ("multi-turn", "grouped")
+    assert 0.5 < load < (3 if has_reuse else 0.95)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PolicyCase("4 images", "joint", 0, 40),
+        PolicyCase("two kinds of GPU", ORACLE, 0, 40),
+        SplitCase("text-400", "1 EPD, 3 PD", "20 s, 100 ms", 0, num_requests=40),
+        GroupCase("joint", "1 E, 3 P, 4 D, joint", 20.0, 0, 40),
+        OverloadCase(1.0, True, 0, 0.5),
+    ],
+)
+def test_a_record_follows_from_its_case(case: PolicyCase | SplitCase | GroupCase | OverloadCase) -> None:
+    first, again = record(case), record(case)
+    assert {k: v for k, v in first.items() if k != "cpu_s"} == {
+        k: v for k, v in again.items() if k != "cpu_s"
+    }
+    assert first.items() >= names(case).items()
+    json.dumps(first)
+
+
+# --- tables
+
+
+def test_regret_is_taken_within_a_seed() -> None:
+    records = [a_policy_record("joint", seed, ttft_s) for seed, ttft_s in ((0, 0.11), (1, 0.22))]
+    records += [a_policy_record(ORACLE, seed, ttft_s) for seed, ttft_s in ((0, 0.1), (1, 0.2))]
+    line = next(line for line in report.policy_table(records) if "| joint |" in line)
+    assert "+10.0 ± 0.0 %" in line
+    overall = next(line for line in report.overall_table(records) if line.startswith("| joint"))
+    assert "| 1.100 | text | 1.10 | 4.0% | 90.0% |" in overall
+
+
+def test_the_best_split_is_compared_with_data_parallelism() -> None:
+    records = [
+        {
+            "type": "splits",
+            "workload": "4-image",
+            "slo": "2 s, 25 ms",
+            "split": split,
+            "seed": seed,
+            "rate": rate,
+        }
+        for split, rate in (("4 EPD, each request on one", 4.0), ("1 E, 3 PD", 3.0), ("1 E, 2 P, 1 D", 8.0))
+        for seed in (0, 1)
+    ]
+    line = report.split_table(records)[-1]
+    assert "2.00 ± 0.00 (1 E, 2 P, 1 D)" in line
+
+
+def test_overload_is_measured_against_the_peak_of_its_own_kind() -> None:
+    records = [
+        {
+            "type": "overload", "admission": has_gate, "load": load, "seed": 0, "rate": 10.0, "good_work": good,
+            "num_refused": 5, "num_requests": 20, "ttft_p99_s": 1.0, "longest_wait_s": {"interactive": 1.5},
+        }
+        for has_gate, load, good in ((True, 1.0, 100.0), (True, 3.0, 95.0), (False, 1.0, 100.0), (False, 3.0, 20.0))
+    ]  # fmt: skip
+    lines = report.overload_table(records)
+    assert "| 95% | 25% |" in next(line for line in lines if line.startswith("| yes | 3"))
+    assert "| 20% | 25% |" in next(line for line in lines if line.startswith("| no | 3"))
+
+
+def test_the_report_is_markdown_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, plot = tmp_path / "r.jsonl", tmp_path / "r.svg"
+    results.write_text(
+        "\n".join(json.dumps(a_policy_record(policy, 0, 0.1)) for policy in POLICY_NAMES) + "\n"
+    )
+    assert main(["report", str(results), "--svg", str(plot)]) == 0
+    assert "**policies** (1 seeds; commit c, d)" in capsys.readouterr().out
+    assert ElementTree.fromstring(plot.read_text()).tag.endswith("svg")
+
+
+def test_the_commands_have_the_documented_arguments() -> None:
+    args = make_parser().parse_args(["simulate", "--out", "r.jsonl", "--only", "groups", "--seeds", "2"])
+    assert (args.only, args.seeds) == (["groups"], 2)
+
+
+# --- planning
+
+
+def test_arithmetic_finds_the_narrowest_phase() -> None:
+    wanted = demand(Workload("images", image_prompts(4, 400)))
+    assert wanted.num_rows == 1600 and wanted.num_tokens == 2016
+    balanced, starved = (
+        capacity(workers(layout, VL_7B, H200), wanted) for layout in (Layout(2, 5, 1), Layout(1, 6, 1))
+    )
+    assert starved < 0.6 * balanced
+    assert capacity(workers(Layout(0, 6, 2), VL_7B, H200), wanted) == 0
+
+
+def test_devices_that_do_everything_serve_what_their_time_allows() -> None:
+    wanted = demand(Workload("text", fixed_text(1000, 50)))
+    one, four = (capacity(workers(Layout(num_whole=n), VL_7B, H200), wanted) for n in (1, 4))
+    assert four == pytest.approx(4 * one)
+    assert one < capacity(workers(Layout(0, 1, 1), VL_7B, H200), wanted)
+
+
+def test_every_division_of_the_devices_is_considered_once() -> None:
+    found = list(divisions({"h200": 3, "a100": 1}))
+    assert len(found) == len(set(found)) == 10 * 3
+    assert all(sum(layout.num_devices for _, layout in each) == 4 for each in found)
+    assert set(neighbours(found[4])) <= set(found)
+
+
+def test_the_plan_gives_the_most_devices_to_the_phase_that_needs_them() -> None:
+    workload = Workload("images before long texts", image_prompts(1, 4000, num_output=20))
+    plans = plan(workload, Slo(2.0), {"h200": 4}, VL_7B, 40)
+    assert plans[0].division[0][1] == Layout(1, 2, 1, may_stay=True)
+    assert plans[0].rate == max(each.rate for each in plans) > 0
+    assert ElementTree.fromstring(plan_plot(plans, workload.name)).tag.endswith("svg")
+    assert "1E+2P+1D*" in plan_table(plans)[2]
+
+
+def test_too_few_devices_are_an_error() -> None:
+    with pytest.raises(ValueError, match="too few devices"):
+        plan(WORKLOADS["1-image"], Slo(2.0), {"h200": 2}, VL_7B, 50)
+
+
+def test_the_planner_command_writes_a_table_and_a_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "--workload", "text-400", "--gpus", "h200:2", "--requests", "60"]
+    assert simulate_main.main([*command, "--svg", str(tmp_path / "p.svg")]) == 0
+    assert "1P+1D*" in capsys.readouterr().out
+    assert (tmp_path / "p.svg").exists()
+    assert simulate_main.main(["plan", "--workload", "1-image", "--gpus", "h200:1"]) == 1
+
+
+# --- overload
+
+
+def test_admission_refuses_what_cannot_be_served_and_leaves_nothing_behind() -> None:
+    specs = workers(Layout(1, 1, 1), VL_7B, H200)
+    workload = replace(WORKLOADS["tenants"], name="overload")
+    rate = 4 * capacity(specs, demand(workload))
+    classes = (
+        AdmissionClassArgs(name="interactive", max_priority=0, max_wait_s=1.0),
+        AdmissionClassArgs(name="batch", max_wait_s=4.0),
+    )
+    gates: list[Gate] = []
+
+    def gate(simulation: Simulation) -> Gate:
+        gates.append(Gate(simulation, AdmissionArgs(classes=classes), SCHEDULING.text_share))
+        return gates[0]
+
+    simulation = Simulation(specs, [maker("joint")], VL_7B, gate=gate)
+    outcomes = simulation.run(workload.requests(rate, 300, 0))
+    assert len({outcome.request.request_id for outcome in outcomes}) == len(outcomes) == 300
+    assert {outcome.status for outcome in outcomes} == {"finished", "refused"}
+    assert all(o.waited_s <= (4.0 if o.request.priority else 1.0) + 1e-6 for o in outcomes)
+    assert gates[0].is_idle and not simulation.doors[0].flights
+
+
+def test_a_large_cluster_serves_everybody() -> None:
+    found = scale(60, 300, "least_loaded", media=True)
+    assert found["num_ended"] == 300
+    assert found["layout"] == "12E+36P+12D"
+
+
+def test_slower_accelerators_serve_less() -> None:
+    wanted = demand(WORKLOADS["4-image"])
+    assert capacity(workers(Layout(1, 2, 1), VL_7B, A100), wanted) < 0.5 * capacity(
+        workers(Layout(1, 2, 1), VL_7B, H200), wanted
+    )
