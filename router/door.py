@@ -21,19 +21,24 @@ from cluster.ids import new_request_id
 from cluster.media.fetch import FetchedMedia, Fetcher, FetchPolicy
 from cluster.media.processor import MediaProcessor
 from cluster.media.sources import MediaSource
+from cluster.scheduling.keys import SchedulingPolicy
 from cluster.text.defaults import GenerationDefaults, context_length
 from cluster.text.stop import StopStrings
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.members import Member, Role
 from cluster.types.request import GenerateRequest, StopParams
+from router.admission import AdmissionQueue, Capacity
 from router.dispatch import CallDecode, Dispatcher
+from router.entrance import Entrance
 from router.generation import Choice
+from router.ledger import Ledger
 from router.media import MediaPlanner
 from router.media_budget import load_share
 from router.members import MemberTable, Peer
 from router.metrics import DoorMetrics
 from router.openai.translate import ChatCall, CompletionCall, StopRules
-from router.policy import LeastWorkPolicy
+from router.placing import Placing
+from router.policy import POLICIES, ClusterView
 from router.prompts import MediaCaps, PreparedPrompt, PromptBuilder
 
 T = TypeVar("T")
@@ -51,24 +56,32 @@ class Door:
         self._text = TextProcessor.load(args.model, media and media.transformers_processor)
         self._needs_encoder = media is not None
         self._max_model_len = args.max_model_len or context_length(args.model)
-        policy = LeastWorkPolicy()
         rules = args.door.media
+        scheduling = SchedulingPolicy(**args.scheduling.model_dump())
+        self._cluster = ClusterView(scheduling, kv_bytes_per_token=0.0, num_layers=1)
         self._max_item_bytes = 0 if media is None else media.settings.limits.max_bytes
         self._reduce_from_rows = rules.reduce_from_queued_rows
         self._prompts = PromptBuilder(
             self._text,
-            MediaPlanner(media, policy.has_media),
+            MediaPlanner(media, self._cluster.has_media),
             MediaCaps(rules.max_items, rules.max_tokens),
             args.block_size,
             self._max_model_len,
         )
         self._fetcher = Fetcher(FetchPolicy(**rules.fetch.model_dump()), self._clock)
-        self._dispatcher = Dispatcher(policy, call_decode, args.door, args.block_size)
+        self._dispatcher = Dispatcher(
+            Placing(POLICIES[args.door.policy](), self._cluster, args.block_size),
+            Entrance(
+                AdmissionQueue(args.door.admission, args.scheduling.text_share, Capacity(0, 0, 0)),
+                self._clock,
+            ),
+            call_decode,
+            args.door,
+            self._clock,
+        )
         self._members = MemberTable("door", self._dispatcher, read_environment().cluster_secret)
         self._dispatcher.members = self._members
-        self._metrics = DoorMetrics(
-            self.model_id, self._members.all_peers, lambda: self._dispatcher.num_flights
-        )
+        self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._dispatcher)
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="door")
 
     def update_members(self, role: Role, members: list[Member]) -> None:
@@ -86,6 +99,11 @@ class Door:
         return self._dispatcher.num_flights
 
     @property
+    def is_idle(self) -> bool:
+        """No request is on its way, waits to be let in, or counts as work somewhere."""
+        return self._dispatcher.is_idle
+
+    @property
     def peers(self) -> list[Peer]:
         """Every worker this door is connected to."""
         return self._members.all_peers()
@@ -100,23 +118,28 @@ class Door:
         return self._metrics.render()
 
     async def chat(self, call: ChatCall) -> list[Choice]:
-        arrived_at = self._clock.now()
-        prompt = await self.prepare(call)
-        return self._generate(prompt, call, arrived_at)
+        ledger = Ledger(self._clock.now())
+        prompt = await self.prepare(call, ledger)
+        return self._generate(prompt, call, ledger)
 
     async def complete(self, call: CompletionCall) -> list[Choice]:
+        choices: list[Choice] = []
         arrived_at = self._clock.now()
-        prompts = [
-            await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
-            for prompt in call.prompts
-        ]
-        return [choice for prompt in prompts for choice in self._generate(prompt, call, arrived_at)]
+        for prompt in call.prompts:
+            ledger = Ledger(arrived_at)
+            prepared = await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
+            ledger.prepared(arrived_at, self._clock.now())
+            choices += self._generate(prepared, call, ledger)
+        return choices
 
-    async def prepare(self, call: ChatCall) -> PreparedPrompt:
+    async def prepare(self, call: ChatCall, ledger: Ledger) -> PreparedPrompt:
         """What `chat` generates from. Raises ClusterError."""
         self._prompts.check_count(call)
         fetched = await self._fetch(call)
-        return await self._off_loop(self._prompts.chat, call, fetched, self._media_share())
+        fetched_at = self._clock.now()
+        prepared = await self._off_loop(self._prompts.chat, call, fetched, self._media_share())
+        ledger.prepared(fetched_at, self._clock.now())
+        return prepared
 
     async def _fetch(self, call: ChatCall) -> list[FetchedMedia | MediaError]:
         """The bytes of all items, read at once. An item that cannot be read ends the others, unless it may be left out."""
@@ -142,11 +165,10 @@ class Door:
 
     def _media_share(self) -> float:
         """Of its tokens that new media keeps while encoders are behind."""
-        queued = [peer.num_queued_units for peer in self._members.candidates(Role.ENCODE)]
-        return load_share(min(queued, default=0), self._reduce_from_rows)
+        return load_share(self._cluster.num_queued_rows(), self._reduce_from_rows)
 
     def _generate(
-        self, prompt: PreparedPrompt, call: ChatCall | CompletionCall, arrived_at: float
+        self, prompt: PreparedPrompt, call: ChatCall | CompletionCall, ledger: Ledger
     ) -> list[Choice]:
         """One request with all choices of a prompt: they share its computation and its KV."""
         rules = call.stop
@@ -163,9 +185,12 @@ class Door:
                 StopStrings(rules.strings),
                 self._metrics,
                 self._clock,
-                arrived_at,
+                ledger,
+                keeps_ledger=choice_idx == 0,
             )
-            for tokens in self._dispatcher.generate(request, prompt.items, prompt.block_hashes)
+            for choice_idx, tokens in enumerate(
+                self._dispatcher.generate(request, prompt.items, prompt.block_hashes, ledger, call.tenant)
+            )
         ]
 
     def _max_tokens(self, prompt: PreparedPrompt, rules: StopRules) -> int:

@@ -26,6 +26,7 @@ from cluster.media.settings import item_name
 from cluster.types.messages import Cancel, EncoderLost, EncodeTarget, Failed, FeatureGranted, StartEncode
 from router.flight import Flight
 from router.members import Peer
+from router.policy import ClusterView
 
 MAX_ATTEMPTS = 3  # of one item, over all encoders
 
@@ -37,8 +38,9 @@ ChooseEncoder = Callable[
 class EncodeStage:
     """Of all flights of a door."""
 
-    def __init__(self, choose: ChooseEncoder, timeout_s: float):
+    def __init__(self, cluster: ClusterView, choose: ChooseEncoder, timeout_s: float):
         """`timeout_s`: for an item, from its start until its embeddings are with prefill."""
+        self._cluster = cluster
         self._choose = choose
         self._timeout_s = timeout_s
 
@@ -50,7 +52,7 @@ class EncodeStage:
         errand = flight.errands[granted.item_idx]
         if errand.is_shared:  # whoever was to bring it has failed or left
             errand.is_shared = False
-            self._start(flight, granted.item_idx)
+            self._start_anew(flight, granted.item_idx)
         elif errand.has_target:  # what this encoder sent did not arrive
             errand.num_attempts += 1
             if errand.num_attempts > MAX_ATTEMPTS:
@@ -58,14 +60,14 @@ class EncodeStage:
                     UnavailableError(f"the embeddings of media item {granted.item_idx} did not arrive")
                 )
                 return
-            self._start(flight, granted.item_idx)
+            self._start_anew(flight, granted.item_idx)
         errand.has_target = True
         errand.encoder.send(EncodeTarget(granted.request_id, granted.item_idx, granted.grant))
 
     def on_shared(self, flight: Flight, item_idx: int) -> None:
         errand = flight.errands[item_idx]
         errand.is_shared = True
-        flight.refund(errand.encoder, flight.items[item_idx].geometry.num_tokens)
+        self._cluster.item_done(flight.request.request_id, item_idx)
         errand.encoder.send(Cancel(flight.request.request_id, item_idx=item_idx))
 
     def on_failed(self, flight: Flight, peer: Peer, message: Failed) -> None:
@@ -91,14 +93,13 @@ class EncodeStage:
         for item_idx, errand in enumerate(flight.errands):
             if errand.encoder is not peer or flight.has_failed:
                 continue
-            if errand.has_target:
+            if errand.has_target and flight.prefill is not None:
                 flight.prefill.send(EncoderLost(flight.request.request_id, item_idx))
             error = UnavailableError("the encode worker was lost", retry_after_s=1.0)
             self._go_elsewhere(flight, item_idx, error)
 
     def _start(self, flight: Flight, item_idx: int) -> None:
         encoder, item = flight.errands[item_idx].encoder, flight.items[item_idx]
-        flight.charge(encoder, item.geometry.num_tokens)
         request = flight.request
         num_rows_before = sum(earlier.geometry.num_tokens for earlier in flight.items[:item_idx])
         order = (request.priority, request.waited_s, num_rows_before)
@@ -110,14 +111,19 @@ class EncodeStage:
         errand = flight.errands[item_idx]
         errand.num_attempts += 1
         errand.has_target = False
-        flight.refund(errand.encoder, flight.items[item_idx].geometry.num_tokens)
         if errand.num_attempts > MAX_ATTEMPTS:
             flight.fail(error)
             return
         try:
-            flight.move_item(item_idx, self._choose(flight, item_idx, errand.encoder))
+            encoder = self._choose(flight, item_idx, errand.encoder)
         except UnavailableError:
             flight.fail(error)
             return
+        flight.move_item(item_idx, encoder)
         if not errand.is_shared:
-            self._start(flight, item_idx)
+            self._start_anew(flight, item_idx)
+
+    def _start_anew(self, flight: Flight, item_idx: int) -> None:
+        encoder = flight.errands[item_idx].encoder.member.replica_id
+        self._cluster.item_moved(flight.request.request_id, item_idx, encoder)
+        self._start(flight, item_idx)

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.errors import ClusterError, UnavailableError
+from cluster.errors import ClusterError
 from cluster.types.media import MediaItem
 from cluster.types.messages import FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
+from router.ledger import Ledger
 from router.members import Peer
 
 
@@ -30,9 +31,10 @@ class Resume:
 class _Line:
     """What has come for one choice. Decode's first tokens may overtake prefill's: they wait for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_first_token: bool) -> None:
+        """`has_first_token`: there is none to wait for but decode's own."""
         self.queue: asyncio.Queue[TokenEvent | ClusterError | Resume] = asyncio.Queue()
-        self.has_first_token = False
+        self.has_first_token = has_first_token
         self.is_finished = False  # its last token has come
         self._early: list[TokenEvent | Resume] = []
 
@@ -55,14 +57,17 @@ class Flight:
         self,
         request: GenerateRequest,
         items: Sequence[MediaItem],
+        ledger: Ledger,
         encoders: list[Peer],
-        prefill: Peer,
+        prefill: Peer | None,
         decode: Peer,
         returning: frozenset[str] = frozenset(),
     ):
-        """`returning`: media hashes of items that have been shown before, and so will be again."""
+        """`prefill`: None if decode computes the prompt. `returning`: media hashes of items that have been shown before, and so
+        will be again."""
         self.request = request
         self.items = items
+        self.ledger = ledger
         self.errands = [Errand(encoder) for encoder in encoders]  # per media item
         self.prefill = prefill
         self.decode = decode
@@ -70,11 +75,13 @@ class Flight:
         self.has_decode_spoken = False
         self.is_over_at_decode = False  # decode holds nothing for it any more, and so prefill does not either
         self.has_landed = False
+        self.num_tokens = 0  # that have come, of all choices
         self.open_choices = set(range(len(request.sampling)))  # that somebody still reads
         self.has_failed = False
-        self.peers = [*dict.fromkeys([decode, prefill, *encoders])]  # that may hold something for it
-        self._lines = [_Line() for _ in request.sampling]
-        self._charges: list[tuple[Peer, int]] = []  # predicted work not known to be done
+        language = [decode] if prefill is None else [decode, prefill]
+        self.encoding = set(range(len(items)))  # items whose embeddings are not with prefill
+        self.peers = [*dict.fromkeys([*language, *encoders])]  # that may hold something for it
+        self._lines = [_Line(has_first_token=prefill is None) for _ in request.sampling]
 
     @property
     def has_first_token(self) -> bool:
@@ -97,33 +104,14 @@ class Flight:
             self.peers.append(encoder)
             encoder.num_flights += 1
 
-    def charge(self, peer: Peer, num_units: int) -> None:
-        """Count work that is on its way to a worker, so that the next request sees it before the worker reports it."""
-        peer.num_predicted_units += num_units
-        self._charges.append((peer, num_units))
-
-    def refund(self, peer: Peer, num_units: int) -> None:
-        """A charge was made for work that the worker need not do after all."""
-        if (peer, num_units) in self._charges:
-            self._charges.remove((peer, num_units))
-            peer.num_predicted_units -= num_units
-
-    def discharge(self, *, keep: Peer | None = None) -> None:
-        """The work is done (except what `keep` still does)."""
-        for peer, num_units in self._charges:
-            if peer is not keep:
-                peer.num_predicted_units -= num_units
-        self._charges = [charge for charge in self._charges if charge[0] is keep]
-
     def on_tokens(self, peer: Peer, event: TokenEvent) -> None:
-        """Per choice the events of one worker arrive in order: prefill's first token, or whoever's frame came first."""
+        """Per choice the events of one worker arrive in order. Prefill's is the first token, if it has a part in the request."""
         if event.finish_reason is FinishReason.CANCELLED:
             return
+        self.num_tokens += len(event.token_ids)
         line = self._lines[event.choice_idx]
         line.is_finished |= event.finish_reason is not None
         if peer is self.prefill and not line.has_first_token:
-            if event.choice_idx == 0:
-                self.discharge(keep=self.decode)
             line.first(event)
             return
         line.next(event)
@@ -142,13 +130,9 @@ class Flight:
         for line in self._lines:
             line.queue.put_nowait(error)
 
-    async def next_event(self, choice_idx: int, deadline: float) -> TokenEvent | Resume:
-        """Waits until `deadline`, on the event loop's clock, at most; raises what ended the request."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                event = await self._lines[choice_idx].queue.get()
-        except TimeoutError:
-            raise UnavailableError("the request ran out of time") from None
+    async def next_event(self, choice_idx: int) -> TokenEvent | Resume:
+        """Raises what ended the request."""
+        event = await self._lines[choice_idx].queue.get()
         if isinstance(event, ClusterError):
             raise event
         return event

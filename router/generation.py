@@ -9,10 +9,11 @@ from cluster.errors import ClusterError
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.stop import StopStrings
 from cluster.types.messages import FinishReason, TokenEvent
-from router.dispatch import TokenStream
+from router.ledger import Ledger
 from router.metrics import DoorMetrics
 from router.openai.protocol import MediaNote, TextDelta, Usage
 from router.prompts import PreparedPrompt
+from router.streams import TokenStream
 
 
 class Choice:
@@ -26,16 +27,20 @@ class Choice:
         stop_strings: StopStrings,
         metrics: DoorMetrics,
         clock: Clock,
-        arrived_at: float,
+        ledger: Ledger,
+        *,
+        keeps_ledger: bool,
     ):
-        """`arrived_at`: when the HTTP request reached the door, on `clock`."""
+        """`ledger`: of the request, on `clock`; its choices share it, one of them keeps it."""
         self._prompt = prompt
         self._tokens = tokens
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._metrics = metrics
         self._clock = clock
-        self._last_at = arrived_at
+        self.ledger = ledger
+        self._keeps_ledger = keeps_ledger
+        self._last_at = ledger.arrived_at
         self._num_tokens = 0
         self._num_cached_tokens = 0
         self._outcome: str | None = "cancelled"  # what is counted at the end; None once counted
@@ -83,6 +88,8 @@ class Choice:
             self._metrics.cached_tokens.inc(event.num_cached_tokens)
         else:
             self._metrics.itl_s.observe(now - self._last_at)
+        if self._keeps_ledger and self.ledger.token(now, event.timing, event.step_s):
+            self._metrics.ledger(self.ledger)
         self._metrics.generation_tokens.inc(len(event.token_ids))
         self._last_at = now
         self._num_tokens += len(event.token_ids)

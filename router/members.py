@@ -24,6 +24,12 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class PeerListener(Protocol):
+    def on_joined(self, peer: Peer) -> None: ...
+
+    def on_listed(self, peer: Peer) -> None:
+        """`is_listed` may have changed."""
+        ...
+
     def on_message(self, peer: Peer, message: AnyMessage) -> None: ...
 
     def on_lost(self, peer: Peer) -> None: ...
@@ -36,17 +42,12 @@ class Peer:
         self.member = member
         self.load = LoadReport()
         self.num_flights = 0
-        self.num_predicted_units = 0  # work this door has sent that is not known to be done
         self.is_listed = True
+        self.has_joined = False  # the listener knows it
         self._connection: Connection | None = None
 
     def attach(self, connection: Connection) -> None:
         self._connection = connection
-
-    @property
-    def num_queued_units(self) -> int:
-        """The larger of what the worker last said and what we know we have sent since."""
-        return max(self.load.num_queued_units, self.num_predicted_units)
 
     def send(self, message: AnyMessage) -> None:
         assert self._connection is not None
@@ -81,6 +82,7 @@ class MemberTable:
         for peer in list(self._peers.values()):
             if peer.member.role is role:
                 peer.is_listed = peer.member.replica_id in self._listed[role]
+                self._listener.on_listed(peer)
                 self.close_if_drained(peer)
         for member in members:
             self._start_dialling(member)
@@ -121,7 +123,13 @@ class MemberTable:
     async def _connect(self, member: Member) -> None:
         peer = Peer(member)
 
+        def join() -> None:
+            if not peer.has_joined:
+                peer.has_joined = True
+                self._listener.on_joined(peer)
+
         def on_message(_: Connection, message: AnyMessage) -> None:
+            join()  # its greeting may be here before `connect` returns
             if isinstance(message, Tokens):
                 peer.load = message.load
             self._listener.on_message(peer, message)
@@ -138,8 +146,12 @@ class MemberTable:
             member.address, self._name, on_message, on_close, timeout_s=CONNECT_TIMEOUT_S, secret=self._secret
         )
         if not connection.is_open:
+            if peer.has_joined:
+                self._listener.on_lost(peer)
             raise UnavailableError("the connection was lost at once")
         peer.attach(connection)
         peer.is_listed = member.replica_id in self._listed[member.role]
         self._peers[member.replica_id] = peer
+        join()
+        self._listener.on_listed(peer)
         self.close_if_drained(peer)

@@ -15,6 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cluster.types.members import Role
+from router.dispatch import Dispatcher
+from router.ledger import Ledger
 from router.members import Peer
 
 _TTFT_BUCKETS_S = (
@@ -42,7 +44,7 @@ _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2
 
 
 class DoorMetrics:
-    def __init__(self, model_id: str, peers: Callable[[], Iterable[Peer]], num_flights: Callable[[], int]):
+    def __init__(self, model_id: str, peers: Callable[[], Iterable[Peer]], dispatcher: Dispatcher):
         self._registry = CollectorRegistry()
         labels = {"labelnames": ("model_name",), "registry": self._registry}
         name = model_id
@@ -65,6 +67,19 @@ class DoorMetrics:
             "epdg_prompt_tokens_cached", "Prompt tokens whose KV came from the prefix cache", **labels
         ).labels(name)
         self.generation_tokens = Counter("epdg_generation_tokens", "Generated tokens", **labels).labels(name)
+        self._stage_s = Histogram(
+            "epdg_ttft_stage_seconds",
+            "Parts of the time to first token, which sum to it",
+            ("model_name", "stage"),
+            buckets=_TTFT_BUCKETS_S,
+            registry=self._registry,
+        )
+        self.predicted_ttft_s = Histogram(
+            "epdg_predicted_time_to_first_token_seconds",
+            "The same as epdg_time_to_first_token_seconds, as predicted when the request was placed",
+            buckets=_TTFT_BUCKETS_S,
+            **labels,
+        ).labels(name)
         self._finished = Counter(
             "epdg_requests",
             "Choices that ended, by reason: stop, length, cancelled, or an error's name",
@@ -72,10 +87,17 @@ class DoorMetrics:
             registry=self._registry,
         )
         self._model_id = model_id
-        self._registry.register(_Gauges(peers, num_flights))
+        self._registry.register(_Gauges(peers, dispatcher))
 
     def finished(self, reason: str) -> None:
         self._finished.labels(self._model_id, reason).inc()
+
+    def ledger(self, ledger: Ledger) -> None:
+        """The first token of a request is out."""
+        for stage, seconds in ledger.stages().items():
+            self._stage_s.labels(self._model_id, stage).observe(seconds)
+        if ledger.predicted_ttft_s is not None:
+            self.predicted_ttft_s.observe(ledger.predicted_ttft_s)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -127,12 +149,17 @@ class _Gauges(Collector):
 
     _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}
 
-    def __init__(self, peers: Callable[[], Iterable[Peer]], num_flights: Callable[[], int]):
+    def __init__(self, peers: Callable[[], Iterable[Peer]], dispatcher: Dispatcher):
         self._peers = peers
-        self._num_flights = num_flights
+        self._dispatcher = dispatcher
 
     def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily("epdg_door_flights", "Choices on their way", value=self._num_flights())
+        dispatcher = self._dispatcher
+        yield GaugeMetricFamily("epdg_door_flights", "Requests on their way", value=dispatcher.num_flights)
+        yield GaugeMetricFamily(
+            "epdg_door_waiting", "Requests that wait at the door to be let in", value=dispatcher.num_waiting
+        )
+        yield from self._predictions()
         peers = list(self._peers())
         for field, (name, text) in self._FIELDS.items():
             family = GaugeMetricFamily(name, text, labels=("pool", "replica"))
@@ -164,6 +191,28 @@ class _Gauges(Collector):
                 for tensor, field in self._ERRORS.items():
                     error.add_metric([peer.member.replica_id, tensor], getattr(peer.load.sent, field))
         yield error
+
+    def _predictions(self) -> Iterable[Metric]:
+        known = self._dispatcher.calibration
+        if known.num_observed:
+            yield GaugeMetricFamily(
+                "epdg_ttft_prediction_error_ratio",
+                "Mean absolute error of predicted times to first token, as a ratio to the actual ones; recent requests",
+                value=known.mape,
+            )
+            yield GaugeMetricFamily(
+                "epdg_ttft_prediction_coverage_ratio",
+                "Share of times to first token inside their predicted 90 % interval; recent requests",
+                value=known.coverage,
+            )
+        factor = GaugeMetricFamily(
+            "epdg_prediction_factor",
+            "By which predicted durations of a phase are multiplied, as learnt",
+            labels=("pool", "hardware"),
+        )
+        for (role, hardware), value in known.factors.items():
+            factor.add_metric([role.value, hardware], value)
+        yield factor
 
     def _encoders(self, peers: list[Peer]) -> Iterable[Metric]:
         items = CounterMetricFamily(

@@ -34,6 +34,7 @@ from cluster.types.messages import FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
 from encoder_service.runner import EncoderRunner, Piece, Prepared
 from router.door import Door
+from router.ledger import Ledger
 from router.openai.app import build_api
 
 
@@ -87,7 +88,12 @@ class SynchronousEngine:
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def generate(
-        self, request: GenerateRequest, items: Sequence[MediaItem], hashes: Sequence[bytes]
+        self,
+        request: GenerateRequest,
+        items: Sequence[MediaItem],
+        hashes: Sequence[bytes],
+        ledger: Ledger,
+        tenant: str,
     ) -> list[OneToken]:
         """Event loop."""
         if request.stop.max_tokens != 1 or len(request.sampling) != 1 or request.guidance is not None:

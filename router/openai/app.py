@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
 BIG_BODY_BYTES = 256 * 2**10  # parsed in a thread from this size on, so that other streams go on
 CLIENT_GONE_STATUS = 499  # nobody reads it; nginx's number, for the access log
+LEDGER = "x-epdg-ledger"  # in a request: asked for; in the answer: the times until the first token
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -80,7 +82,9 @@ class _Routes:
         door = self._door
         call: CompletionCall = await self._call(
             request,
-            lambda body: completion_call(parse(CompletionRequest, body), door.model_id, door.defaults),
+            lambda body: completion_call(
+                parse(CompletionRequest, body), door.model_id, door.defaults, _tenant(request)
+            ),
         )
         answer = render.CompletionFormat(_new_id("cmpl"), int(time.time()), door.model_id, call.include_usage)
         return await self._answer(request, call, door.complete, answer)
@@ -108,10 +112,16 @@ class _Routes:
         self, request: Request, call: Any, start: Callable[[Any], Awaitable[Any]], answer: render.Format
     ) -> Response:
         num_choices = len(call.sampling)
+        headers: dict[str, str] = {}
+        tell_ledger = functools.partial(headers.__setitem__, LEDGER) if LEDGER in request.headers else None
         if call.stream:
-            return EventStream(stream(lambda: start(call), answer, num_choices, call.include_usage))
+            events = stream(lambda: start(call), answer, num_choices, call.include_usage, tell_ledger)
+            return EventStream(events, headers)
         try:
-            return _json(await until_disconnect(request, whole(lambda: start(call), answer, num_choices)))
+            body = await until_disconnect(
+                request, whole(lambda: start(call), answer, num_choices, tell_ledger)
+            )
+            return _json(body, headers=headers)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE_STATUS)
 
@@ -120,12 +130,14 @@ class EventStream(Response):
     """Sends events as they come. The status line waits for the first event, so an error before it is still a plain
     HTTP error; a later one is an event, after which the stream ends without `[DONE]`."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]):
+    def __init__(self, events: AsyncGenerator[bytes, None], more_headers: Mapping[str, str]):
+        """`more_headers` may grow until the first event is there."""
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
         del self.headers["content-length"]
         self._events = events
+        self._more_headers = more_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -148,6 +160,7 @@ class EventStream(Response):
             async for event in self._events:
                 if not has_started:
                     has_started = True
+                    self.headers.update(self._more_headers)
                     await write({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await write(body(event, True))
         except ClientGoneError:

@@ -8,7 +8,7 @@ While `chat` or `complete` is still waiting, a client that leaves cancels the aw
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -45,6 +45,16 @@ class MediaNote(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
 
 
+class LedgerProtocol(Protocol):
+    """Where the time of a prompt went; see `router.ledger`."""
+
+    def fields(self) -> dict[str, Any]:
+        """For the body of an answer."""
+        ...
+
+    def header(self) -> str: ...
+
+
 class Generation(Protocol):
     """One choice."""
 
@@ -56,6 +66,11 @@ class Generation(Protocol):
     @property
     def usage(self) -> Usage:
         """Up to date at every moment; final after the last delta."""
+        ...
+
+    @property
+    def ledger(self) -> LedgerProtocol:
+        """The same for all choices of a prompt; its time to first token is final with the first delta."""
         ...
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:

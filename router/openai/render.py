@@ -68,16 +68,23 @@ class _Format:
         finish_reasons: Sequence[str],
         usage: dict[str, Any],
         notes: Sequence[MediaNote] = (),
+        ledgers: Sequence[dict[str, Any]] = (),
     ) -> bytes:
+        """`ledgers`: one per prompt, if they were asked for."""
         choices = [
             {"index": idx, **self._content(text), "logprobs": None, "finish_reason": reason}
             for idx, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
         ]
-        media = {"media": notes} if notes else {}
-        return _encode({**self._head, "object": self._kind, "choices": choices, "usage": usage, **media})
+        more: dict[str, Any] = {"media": notes} if notes else {}
+        if ledgers:
+            more["ledger"] = ledgers
+        return _encode({**self._head, "object": self._kind, "choices": choices, "usage": usage, **more})
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         return b'%b[],"usage":%b}\n\n' % (self._prefix, _encode(usage))
+
+    def ledger(self, ledgers: Sequence[dict[str, Any]]) -> bytes:
+        return b'%b[],"ledger":%b%b' % (self._prefix, _encode(ledgers), self._suffix)
 
     def _content(self, text: str) -> dict[str, Any]:
         """What a choice of a whole answer says."""

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -17,6 +17,7 @@ from router.openai.protocol import Generation, TextDelta
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+TellLedger = Callable[[str], None]  # called with the ledger's header before anything is sent
 
 
 class ClientGoneError(Exception):
@@ -44,9 +45,12 @@ async def _disconnected(request: Request) -> None:
 
 
 async def whole(
-    start: Callable[[], Awaitable[list[Generation]]], answer: render.Format, num_choices: int
+    start: Callable[[], Awaitable[list[Generation]]],
+    answer: render.Format,
+    num_choices: int,
+    tell_ledger: TellLedger | None = None,
 ) -> bytes:
-    """The body of a response that is not streamed."""
+    """The body of a response that is not streamed. With `tell_ledger` it contains the ledgers, too."""
     generations = await start()
     try:
         async with asyncio.TaskGroup() as group:
@@ -57,7 +61,11 @@ async def whole(
         await close_all(generations)
     texts, reasons = zip(*(task.result() for task in tasks), strict=True)
     usage = render.usage_fields([generation.usage for generation in generations], num_choices)
-    return answer.body(texts, reasons, usage, generations[0].media_notes)
+    ledgers = []
+    if tell_ledger is not None:
+        tell_ledger(generations[0].ledger.header())
+        ledgers = _ledger_fields(generations, num_choices)
+    return answer.body(texts, reasons, usage, generations[0].media_notes, ledgers)
 
 
 async def stream(
@@ -65,10 +73,13 @@ async def stream(
     answer: render.Format,
     num_choices: int,
     include_usage: bool,
+    tell_ledger: TellLedger | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events. What is raised before the first one is the caller's to answer; later errors are events."""
+    """Server-sent events. What is raised before the first one is the caller's to answer; later errors are events. With `tell_ledger` the
+    ledgers are an event, too, the last but one."""
     generations = await start()
     started: set[int] = set()
+    has_told = False
     try:
         async with contextlib.aclosing(_merged(generations)) as deltas:
             async for index, delta in deltas:
@@ -80,13 +91,23 @@ async def stream(
                 if delta.finish_reason is not None:
                     events += answer.finish(index, delta.finish_reason)
                 if events:
+                    if tell_ledger is not None and not has_told:
+                        has_told = True
+                        tell_ledger(generations[index].ledger.header())
                     yield events
+        if tell_ledger is not None:
+            yield answer.ledger(_ledger_fields(generations, num_choices))
         if include_usage:
             usages = [generation.usage for generation in generations]
             yield answer.usage(render.usage_fields(usages, num_choices))
         yield render.DONE
     finally:
         await close_all(generations)
+
+
+def _ledger_fields(generations: Sequence[Generation], num_choices: int) -> list[dict[str, Any]]:
+    """One per prompt."""
+    return [generation.ledger.fields() for generation in generations[::num_choices]]
 
 
 async def close_all(generations: Sequence[Generation]) -> None:

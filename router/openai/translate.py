@@ -67,6 +67,7 @@ class CompletionCall(msgspec.Struct, frozen=True):
     priority: int = 0
     stream: bool = False
     include_usage: bool = False
+    tenant: str = ""
     cache_salt: str = ""
 
 
@@ -99,8 +100,9 @@ def chat_call(
 
 
 def completion_call(
-    request: CompletionRequest, model_id: str, defaults: GenerationDefaults
+    request: CompletionRequest, model_id: str, defaults: GenerationDefaults, tenant: str = ""
 ) -> CompletionCall:
+    """`tenant`: of the client, as its credentials say."""
     _check(request, model_id)
     return CompletionCall(
         prompts=_prompts(request.prompt),
@@ -110,6 +112,7 @@ def completion_call(
         priority=request.priority or 0,
         stream=bool(request.stream),
         include_usage=_wants_usage(request),
+        tenant=tenant,
         cache_salt=request.cache_salt or "",
     )
 

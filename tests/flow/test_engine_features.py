@@ -16,8 +16,9 @@ from bench.workload import Answer, Case, Reference, make_cases
 from cluster.config.settings import ClusterArgs
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
+from router.ledger import Ledger
 from router.openai.app import build_api
-from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MODEL, cluster_args
 
 MAX_TOKENS = 24
@@ -57,6 +58,7 @@ async def test_answers_that_were_preempted_equal_generate(cases, expected):
     """Blocks for less than three conversations; everybody wants to run, and goes on after `generate`'s last token."""
     args = with_decode(cluster_args(48), kv_blocks=11)
     async with local_cluster(args) as cluster:
+        overcommit(cluster)
         got = await asyncio.gather(*(choices(cluster, case, ignore_eos=True) for case in cases))
         assert cluster.decodes[0]._engine.num_preempted > 0
     async with local_cluster(cluster_args(48)) as cluster:
@@ -80,6 +82,7 @@ async def test_choices_draw_what_they_would_draw_alone_also_after_a_preemption(c
     assert [texts[0] for texts in together] == [texts[0] for texts in first]
     assert any(texts[0] != texts[1] for texts in together)
     async with local_cluster(with_decode(cluster_args(48), kv_blocks=13)) as cluster:
+        overcommit(cluster)
         crowded = await asyncio.gather(*(choices(cluster, case, n=2, **sampled) for case in cases[:8]))
         assert cluster.decodes[0]._engine.num_preempted > 0
     assert crowded == together
@@ -128,7 +131,7 @@ async def test_guided_tokens_equal_transformers_guided_generate(text_model, num_
                 StopParams(MAX_TOKENS),
                 guidance,
             )
-            (stream,) = cluster.door._dispatcher.generate(request, (), ())
+            (stream,) = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
             got = [token_id async for event in stream for token_id in event.token_ids]
             assert got == wanted
 
@@ -149,6 +152,7 @@ async def test_guided_choices_that_were_preempted_do_not_change(cases):
     async with local_cluster(cluster_args(48)) as cluster:
         alone = [await choices(cluster, case, **fields) for case in cases[:8]]
     async with local_cluster(with_decode(cluster_args(48), kv_blocks=14)) as cluster:
+        overcommit(cluster)
         crowded = await asyncio.gather(*(choices(cluster, case, **fields) for case in cases[:8]))
         assert cluster.decodes[0]._engine.num_preempted > 0
     assert crowded == alone

@@ -24,6 +24,7 @@ from cluster.media.processor import MediaProcessor
 from cluster.types.media import MediaProbe, Modality
 from cluster.types.request import GenerateRequest, StopParams
 from router.door import Door
+from router.ledger import Ledger
 from router.openai.app import build_api
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
@@ -225,9 +226,9 @@ async def prompt_and_answer(door: Door, content: list[Part], **fields: object) -
     """Below HTTP, where the ids themselves can be seen."""
     body = {"model": "tiny", "messages": message(content), "temperature": 0, **fields}
     call = chat_call(ChatRequest.model_validate(body), "tiny", door.defaults)
-    prompt = await door.prepare(call)
+    prompt = await door.prepare(call, Ledger(0.0))
     request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, StopParams(MAX_TOKENS))
-    (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes)
+    (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes, Ledger(0.0))
     answer = [token_id async for event in events for token_id in event.token_ids]
     return list(prompt.prompt.token_ids), answer
 

@@ -18,6 +18,7 @@ from decode_service.engine import DecodeEngine
 from decode_service.service import DecodeService
 from kv_transfer.outgoing import Outgoing
 from kv_transfer.wire import Wire
+from router.ledger import Ledger
 from router.openai.app import build_api
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
@@ -90,10 +91,10 @@ async def test_every_token_id_equals_generate(expected):
         for case, answer in expected[:60]:
             body = {"model": "demo", "messages": case.messages, "temperature": 0}
             call = chat_call(ChatRequest.model_validate(body), "demo", door.defaults)
-            prompt = await door.prepare(call)
+            prompt = await door.prepare(call, Ledger(0.0))
             stop = StopParams(MAX_TOKENS, call.stop.token_ids)
             request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, stop)
-            (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes)
+            (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes, Ledger(0.0))
             got = [token_id async for event in events for token_id in event.token_ids]
             assert tuple(got) == answer.token_ids, case.kind
 

@@ -160,9 +160,8 @@ async def test_a_request_whose_items_are_all_bad_is_answered_from_its_words(refe
 
 
 async def until_queued(cluster: LocalCluster, num_rows: int) -> None:
-    (encoder,) = (peer for peer in cluster.door.peers if peer.member.role == "encode")
     async with asyncio.timeout(10):
-        while encoder.num_queued_units < num_rows:
+        while cluster.door._cluster.num_queued_rows() < num_rows:
             await asyncio.sleep(0.002)
 
 

@@ -14,7 +14,8 @@ import transformers as hf
 from cluster.config.settings import ClusterArgs
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from tests.flow.local_cluster import LocalCluster, local_cluster
+from router.ledger import Ledger
+from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MODEL, cluster_args
 
 WINDOW, NUM_TOKENS, BLOCK_SIZE = 32, 100, 8
@@ -67,7 +68,7 @@ async def answers(cluster: LocalCluster, prompt: list[int], num_choices: int = 1
     request = GenerateRequest(
         new_request_id(), Prompt(tuple(prompt)), (SamplingParams(),) * num_choices, StopParams(NUM_TOKENS)
     )
-    streams = cluster.door._dispatcher.generate(request, (), ())
+    streams = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
     return [[token_id async for event in stream for token_id in event.token_ids] for stream in streams]
 
 
@@ -92,6 +93,7 @@ async def test_answers_that_lost_their_window_and_were_computed_anew_equal_gener
     """Short prompts are admitted together and grow out of the pool, which is as small as the longest answer allows."""
     crowd = prompts * 3
     async with local_cluster(window_args(folder, kv_blocks=24), (0, 1, 1)) as cluster:
+        overcommit(cluster)
         got = await asyncio.gather(*(answers(cluster, prompt) for prompt in crowd))
         assert cluster.decodes[0]._engine.num_preempted > 0
     assert got == [[answer] for answer in expected] * 3

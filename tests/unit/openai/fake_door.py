@@ -10,7 +10,17 @@ from router.openai.protocol import MediaNote, TextDelta, Usage
 from router.openai.translate import ChatCall, CompletionCall
 
 
+class FakeLedger:
+    def fields(self) -> dict[str, object]:
+        return {"ttft_ms": 1.5}
+
+    def header(self) -> str:
+        return "ttft;dur=1.5"
+
+
 class FakeGeneration:
+    ledger = FakeLedger()
+
     def __init__(self, door: FakeDoor, words: Sequence[str]):
         self._door, self._words = door, words
         self.usage = Usage(prompt_tokens=7, completion_tokens=0, cached_tokens=4)

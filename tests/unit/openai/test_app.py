@@ -190,6 +190,26 @@ def test_a_stream_ends_with_done_and_has_one_role_per_choice(door):
     assert all(event["usage"] is None for event in events[:-1])
 
 
+def test_the_ledger_comes_when_it_is_asked_for(door):
+    body = {"model": "org/demo", "messages": [{"role": "user", "content": "Hello"}]}
+    answer = call(door, "POST", "/v1/chat/completions", json=body, headers={"x-epdg-ledger": "1"})
+    assert answer.headers["x-epdg-ledger"] == "ttft;dur=1.5" and answer.json()["ledger"] == [{"ttft_ms": 1.5}]
+    answer = call(door, "POST", "/v1/chat/completions", json=body)
+    assert "x-epdg-ledger" not in answer.headers and "ledger" not in answer.json()
+
+
+def test_the_ledger_of_a_stream_is_its_last_event_but_the_usage(door):
+    messages = [{"role": "user", "content": "Hello"}]
+    body = {"model": "org/demo", "messages": messages, "n": 2, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    answer = call(door, "POST", "/v1/chat/completions", json=body, headers={"x-epdg-ledger": "1"})
+    assert answer.headers["x-epdg-ledger"] == "ttft;dur=1.5"
+    lines = answer.text.split("\n\n")
+    *events, ledger, usage = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert ledger["ledger"] == [{"ttft_ms": 1.5}] and ledger["choices"] == [] and usage["usage"] is not None
+    assert all("ledger" not in event for event in events)
+
+
 def test_guidance_priority_and_min_tokens_reach_the_door(door):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     messages = [

@@ -14,6 +14,7 @@ from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopP
 from cluster.types.transfer import Grant
 from router.encoding import MAX_ATTEMPTS, EncodeStage
 from router.flight import Flight
+from router.ledger import Ledger
 from router.members import Peer
 
 ITEMS = [MediaItem(Modality.IMAGE, b"png", name, MediaGeometry(3)) for name in ("a", "b")]
@@ -43,6 +44,20 @@ def grant(lease_id: str) -> Grant:
     return Grant(lease_id, b"", 0, 8, "", (0,), (0,), 1.0)
 
 
+class FakeCluster:
+    """Where the stage says that items are worked on."""
+
+    def __init__(self):
+        self.moved: list[tuple[int, str]] = []
+        self.done: list[int] = []
+
+    def item_moved(self, request_id, item_idx, encoder):
+        self.moved.append((item_idx, encoder))
+
+    def item_done(self, request_id, item_idx):
+        self.done.append(item_idx)
+
+
 @dataclass
 class Stage:
     """A flight with both items at the first of several encoders."""
@@ -55,8 +70,9 @@ class Stage:
         self.encoders = [self._peer(f"e{i}", Role.ENCODE) for i in range(self.num_encoders)]
         self.prefill, decode = self._peer("p", Role.PREFILL), self._peer("d", Role.DECODE)
         self.alive = list(self.encoders)
-        self.stage = EncodeStage(self._choose, 1.0)
-        self.flight = Flight(REQUEST, ITEMS, [self.encoders[0]] * 2, self.prefill, decode)
+        self.cluster = FakeCluster()
+        self.stage = EncodeStage(self.cluster, self._choose, 1.0)
+        self.flight = Flight(REQUEST, ITEMS, Ledger(0.0), [self.encoders[0]] * 2, self.prefill, decode)
         self.stage.start(self.flight)
 
     def _peer(self, name: str, role: Role) -> Peer:
@@ -103,7 +119,7 @@ def test_items_of_a_lost_encoder_go_to_another_and_prefill_is_told_of_those_that
     targets = [m for m in stage.sent("e1") if isinstance(m, EncodeTarget)]
     assert targets == [EncodeTarget("r", 0, grant("anew")), EncodeTarget("r", 1, grant("first"))]
     assert stage.error() is None
-    assert stage.encoders[0].num_predicted_units == 0 and stage.encoders[1].num_predicted_units == 6
+    assert stage.cluster.moved == [(0, "e1"), (1, "e1")]
     assert stage.flight.peers[-1] is stage.encoders[1] and stage.encoders[1].num_flights == 1
 
 

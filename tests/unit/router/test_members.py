@@ -17,6 +17,12 @@ class Listener:
     def __init__(self):
         self.lost: list[str] = []
 
+    def on_joined(self, peer):
+        pass
+
+    def on_listed(self, peer):
+        pass
+
     def on_message(self, peer, message):
         pass
 
@@ -66,7 +72,7 @@ async def test_a_listed_worker_becomes_a_candidate_and_its_load_is_known(table, 
     table.update(Role.DECODE, [await workers.start("d")])
     await until(lambda: table.candidates(Role.DECODE))
     workers.connections[0].send(Tokens((), LoadReport(num_queued_units=7)))
-    await until(lambda: table.peer("d").num_queued_units == 7)
+    await until(lambda: table.peer("d").load.num_queued_units == 7)
     assert table.candidates(Role.PREFILL) == []
 
 
