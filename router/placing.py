@@ -47,7 +47,7 @@ class Placing:
 
     def ticket(self, launch: Launch, class_name: Callable[[int], str], now: float) -> AdmissionTicket:
         """What admission must know of a request; `class_name`: of a priority. Raises ClusterError if nobody could serve it."""
-        view = self.view(launch.request, launch.items, launch.hashes)
+        view = launch.view = self.view(launch.request, launch.items, launch.hashes)
         launch.decision = decision = self._policy.decide(view, self.cluster, now)
         prediction, request = decision.prediction, launch.request
         encode_s = sum(item.encode_s for item in prediction.items)
@@ -84,7 +84,7 @@ class Placing:
 
     def place(self, launch: Launch, now: float) -> tuple[Decision, frozenset[str]]:
         """Where it goes from now on, and which of its items have been shown before, and so will be again. Raises ClusterError."""
-        view = self.view(launch.request, launch.items, launch.hashes)
+        view = launch.view or self.view(launch.request, launch.items, launch.hashes)
         returning = frozenset(
             item.media_hash
             for item in launch.items
@@ -100,11 +100,12 @@ class Placing:
         return self._policy.place_item(item, self.cluster, now, (last,))
 
     def first_token(self, flight: Flight, timing: PrefillTiming | None, now: float) -> None:
-        request_id = flight.request.request_id
+        """Of the flight. What is left of a preempted answer says nothing of predictions: its ledger is that of the first launch."""
+        request_id, ledger = flight.request.request_id, flight.ledger
         self.cluster.prefilled(request_id)
-        ledger = flight.ledger
-        encoded = ledger.timings(len(flight.items))
-        self.cluster.observed(request_id, now - ledger.launched_at, encoded, timing)
+        if ledger.first_token_at is None:
+            encoded = ledger.timings(len(flight.items))
+            self.cluster.observed(request_id, now - ledger.launched_at, encoded, timing)
 
     def landed(self, flight: Flight) -> None:
         """However it ended."""

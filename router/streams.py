@@ -15,7 +15,7 @@ from cluster.types.messages import TokenEvent
 from cluster.types.request import GenerateRequest
 from router.flight import Flight
 from router.ledger import Ledger
-from router.policy import Decision
+from router.policy import Decision, RequestView
 
 
 class Departures(Protocol):
@@ -53,6 +53,7 @@ class Launch:
         self.ledger = ledger
         self.tenant = tenant
         self.is_resumed = is_resumed
+        self.view: RequestView | None = None  # what the policy sees of it, once it was asked
         self.decision: Decision | None = None  # as good as one made now
         self._departures = departures
         self._open_choices = set(range(len(request.sampling)))

@@ -97,7 +97,7 @@ class _AtPrefill:
         least_ttft_s = max([self._text_s, *(float(self._rows[idx].min()) for idx in self._needed)])
         least_cost_s = sum(float(self._least_costs[idx]) for idx in self._needed)
         is_least = nearest.ttft_s <= least_ttft_s and nearest.cost_s <= least_cost_s
-        if is_least or not 1 < len(self._needed) <= MAX_EXACT_ITEMS:
+        if is_least or not 1 <= len(self._needed) <= MAX_EXACT_ITEMS:
             return best
         self._floor_s = self._best_decode(least_ttft_s)[0]
         own_s = float(self._outlook.prefills.cost_s[self._prefill])

@@ -38,13 +38,21 @@ def fill(entrance: Entrance) -> list[str]:
     return names
 
 
+def wait(entrance: Entrance, name: str = "next") -> asyncio.Future[None]:
+    """Behind those who fill it."""
+    future = entrance.enter(ticket(name))
+    assert future is not None, "it was let in"
+    return future
+
+
 async def test_who_waits_goes_when_another_is_done(entrance, monkeypatch):
     monkeypatch.setattr(entrance._queue, "_wait_s", lambda _: 0.0)
     names = fill(entrance)
-    waiting = entrance.enter(ticket("next"))
-    assert waiting is not None and entrance.num_waiting == 1
+    waiting = wait(entrance)
+    assert entrance.num_waiting == 1
     entrance.done(names[0])
     await asyncio.wait_for(waiting, 1)
+    assert entrance.num_waiting == 0
     for name in (*names, "next"):
         entrance.leave(name)
 
@@ -52,8 +60,7 @@ async def test_who_waits_goes_when_another_is_done(entrance, monkeypatch):
 async def test_who_waits_too_long_is_refused_with_a_time_to_come_back(entrance, monkeypatch):
     monkeypatch.setattr(entrance._queue, "_wait_s", lambda _: 0.0)
     names = fill(entrance)
-    waiting = entrance.enter(ticket("next"))
-    assert waiting is not None
+    waiting = wait(entrance)
     with pytest.raises(OverloadedError) as refusal:
         await asyncio.wait_for(waiting, 2)
     assert refusal.value.retry_after_s >= 1
@@ -64,8 +71,7 @@ async def test_who_waits_too_long_is_refused_with_a_time_to_come_back(entrance, 
 async def test_who_leaves_while_waiting_is_forgotten(entrance, monkeypatch):
     monkeypatch.setattr(entrance._queue, "_wait_s", lambda _: 0.0)
     names = fill(entrance)
-    waiting = entrance.enter(ticket("next"))
-    assert waiting is not None
+    waiting = wait(entrance)
     entrance.leave("next")
     assert waiting.cancelled() and entrance.num_waiting == 0
     for name in names:
@@ -76,8 +82,7 @@ async def test_who_would_wait_too_long_is_refused_at_once(entrance):
     names = fill(entrance)
     with pytest.raises(OverloadedError, match="busy"):
         for number in range(100):
-            waiting = entrance.enter(ticket(f"w{number}"))
-            assert waiting is not None
+            wait(entrance, f"w{number}")
             names.append(f"w{number}")
     for name in names:
         entrance.leave(name)
@@ -86,9 +91,9 @@ async def test_who_would_wait_too_long_is_refused_at_once(entrance):
 async def test_a_report_of_free_workers_lets_the_next_in(entrance, monkeypatch):
     monkeypatch.setattr(entrance._queue, "_wait_s", lambda _: 0.0)
     names = fill(entrance)
-    waiting = entrance.enter(ticket("next"))
-    assert waiting is not None
+    waiting = wait(entrance)
     entrance.report(Capacity(1, 4, 100), Reported())
     await asyncio.wait_for(waiting, 1)
+    assert entrance.num_waiting == 0
     for name in (*names, "next"):
         entrance.leave(name)
