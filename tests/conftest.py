@@ -1,4 +1,8 @@
-"""For every test: no hub, no outside network; torch on one thread, so that parallel tests do not fight for cores."""
+"""For every test: no hub, no outside network; torch on one thread, so that parallel tests do not fight for cores.
+
+Property tests try the same examples in every run, and no example has a deadline: a change is judged by what it changed.
+`--hypothesis-profile=search` looks for others; what it finds belongs into the test as an `@example`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,14 @@ import socket
 import sys
 
 import pytest
+from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("search", deadline=None)
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.load_profile("same")
 
 _connect = socket.socket.connect
 

@@ -72,7 +72,7 @@ def let_everything_end(rig: Rig, relay: Relay) -> None:
         relay.play(5)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(st.lists(st.one_of(starts, on_worker, on_worker, others), max_size=80), st.integers(0, 3), cuts)
 def test_whatever_the_order_of_events_everything_returns(events, post_polls, cut):
     rig = Rig()
@@ -88,7 +88,7 @@ def test_whatever_the_order_of_events_everything_returns(events, post_polls, cut
     assert sorted(rig.ended) == sorted(set(rig.ended))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.one_of(starts, on_worker, cancels), max_size=60), st.integers(0, 3), cuts)
 def test_whatever_the_order_of_messages_every_good_request_is_answered(events, post_polls, cut):
     """Also those whose embeddings were to come for a request that is cancelled."""

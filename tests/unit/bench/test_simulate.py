@@ -298,7 +298,7 @@ def test_events_run_in_order_of_time_then_of_planning() -> None:
     assert (ran, loop.now) == (["a", "b", "c"], 2.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.booleans()), max_size=30))
 def test_a_block_cache_holds_what_is_held_and_never_more_than_it_has(
     steps: list[tuple[int, int, bool]],

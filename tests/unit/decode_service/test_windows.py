@@ -208,7 +208,7 @@ request_sizes = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     window=st.integers(1, 24),
     max_draft=st.integers(0, 5),

@@ -33,7 +33,7 @@ def sum_of(data: np.ndarray) -> int:
 
 
 @pytest.mark.skipif(not VARIANTS, reason="no native kernels for this CPU, or no compiler")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=st.lists(sizes, max_size=6), seed=st.integers(0, 99), gap=st.integers(0, 9))
 def test_native_and_numpy_agree_wherever_the_bytes_lie(lengths: list[int], seed: int, gap: int) -> None:
     parts = [data_of(gap + length, seed + i)[gap:] for i, length in enumerate(lengths)]
@@ -41,7 +41,7 @@ def test_native_and_numpy_agree_wherever_the_bytes_lie(lengths: list[int], seed:
     assert {native_checksum(descriptors(*parts), native) for native in VARIANTS.values()} == {expected}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=sizes, seed=st.integers(0, 99), cuts=st.lists(st.floats(0, 1), max_size=5))
 def test_how_the_stream_is_cut_does_not_matter(size: int, seed: int, cuts: list[float]) -> None:
     data = data_of(size, seed)
@@ -49,7 +49,7 @@ def test_how_the_stream_is_cut_does_not_matter(size: int, seed: int, cuts: list[
     assert checksum(descriptors(*parts)) == sum_of(data)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(size=sizes, seed=st.integers(0, 99), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_every_flipped_bit_shows(size: int, seed: int, place: float, bit: int) -> None:
     assume(size > 0)
@@ -59,7 +59,7 @@ def test_every_flipped_bit_shows(size: int, seed: int, place: float, bit: int) -
     assert sum_of(data) != before
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     first=st.integers(0, 1023),
     distance=st.sampled_from([1, 2, 8, 255, 256, 257, 512, 768]),
@@ -77,7 +77,7 @@ def test_exchanging_two_words_shows_even_where_they_differ_in_one_bit(
 
 
 @given(seed=st.integers(0, 99), block=st.sampled_from([8, 64, 2048, 4096]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_exchanging_two_blocks_shows(seed: int, block: int) -> None:
     data = data_of(4 * block, seed)
     parts = np.split(data, 4)
@@ -106,7 +106,7 @@ def blocks_of(*shapes: tuple[int, int], seed: int = 0) -> list[torch.Tensor]:
     return [torch.from_numpy(data_of(n * size, seed + i)).view(n, size) for i, (n, size) in enumerate(shapes)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 70), st.integers(0, 99), st.data())
 def test_every_flipped_bit_changes_the_sum_that_gpus_make(count, size, seed, data):
     blocks = blocks_of((count, size), (count, 24), seed=seed)

@@ -83,7 +83,7 @@ def bound(rows: Tensor, is_key: bool, name: CodecName) -> Tensor:
 
 @each_codec
 @each_dtype
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     heads=st.integers(1, 3),
     widths=st.tuples(st.integers(1, 140), st.integers(1, 140)),

@@ -326,7 +326,7 @@ def test_a_post_must_name_whole_rows(make):
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 63), st.integers(1, 64)), min_size=1, max_size=40)
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_runs_are_the_descriptors_bytes_in_order_with_neighbours_merged(rows):
     table, memories = RegionTable(), [BlockMemory(feature_like(), 128) for _ in range(3)]
     for memory in memories:
@@ -347,7 +347,7 @@ def feature_like():
     return MemoryLayout((SegmentSpec(1, (1,), torch.uint8),))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 40))
 def test_pieces_hold_the_same_bytes_and_are_all_full_but_the_last(lengths, max_bytes):
     whole = torch.arange(sum(lengths), dtype=torch.int32)

@@ -190,7 +190,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a_shared_block_is_free_when_the_last_holder_gives_it_back():

@@ -70,7 +70,7 @@ def test_two_short_images_in_one_block_are_not_one_swapped_pair():
     assert block_hashes(ab, 4) != block_hashes(ba, 4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 20), st.integers(1, 20), st.integers(0, 20), st.integers(1, 8))
 def test_other_media_change_every_hash_from_the_block_where_the_span_starts(
     before, inside, after, block_size
@@ -82,7 +82,7 @@ def test_other_media_change_every_hash_from_the_block_where_the_span_starts(
     assert all(a != b for a, b in zip(one[first:], two[first:], strict=True))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 5), max_size=40), st.lists(st.integers(0, 5), max_size=40), st.integers(1, 8))
 def test_hashes_are_equal_exactly_as_far_as_the_tokens_are(left, right, block_size):
     one, two = block_hashes(Prompt(tuple(left)), block_size), block_hashes(Prompt(tuple(right)), block_size)

@@ -15,7 +15,7 @@ from cluster.errors import ConfigError, MediaError
 from cluster.media.processor import MediaProcessor
 from cluster.types.media import MediaProbe, Modality
 
-RELAXED = settings(deadline=None, max_examples=40, derandomize=True)
+RELAXED = settings(max_examples=40, derandomize=True)
 SIDE = st.integers(1, 400)
 
 

@@ -45,7 +45,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 @each_variant
 @each_dtype
 @each_format
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     widths=st.sampled_from([(16, 16), (24, 16), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128),
                             (256, 256), (20, 12), (6, 10)]),

@@ -55,7 +55,7 @@ def exact(linear: nn.Linear, x: Tensor) -> Tensor:
 
 @each_variant
 @each_dtype
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.sampled_from([1, 2, 5, 6, 7, 12, 19, 191, 193, 400]),
     inputs=st.integers(1, 200),
@@ -137,7 +137,7 @@ def test_not_a_number_and_infinity_stay_in_their_row(kernels: Kernels):
 
 @each_variant
 @each_dtype
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 20),
     inputs=st.integers(1, 150),

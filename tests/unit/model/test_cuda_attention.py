@@ -192,7 +192,7 @@ def test_splits_are_few_enough_to_fit_and_none_is_tiny(rows: int, context: int, 
 
 
 @needs_triton
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     contexts=st.lists(st.integers(0, 150), min_size=1, max_size=3),
     window=st.sampled_from([None, 1, 5, 70]),

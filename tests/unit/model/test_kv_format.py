@@ -28,7 +28,7 @@ def memory(
     return BlockMemory(MemoryLayout(kv_segments(shapes, BLOCK_SIZE, dtype, kv_cache_dtype)), NUM_BLOCKS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     width=st.integers(1, 200),
     exponent=st.integers(-10, 10),

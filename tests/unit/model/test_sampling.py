@@ -115,7 +115,7 @@ def test_neighbouring_positions_and_seeds_draw_independently() -> None:
         assert statistic < CHI_SQUARE_999[3]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**31),
     temperature=st.floats(0.1, 3.0),
@@ -133,7 +133,7 @@ def test_filters_keep_what_transformers_keeps(
     assert torch.isfinite(ours[1]).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.permutations(range(8)), st.integers(1, 8))
 def test_a_token_does_not_depend_on_its_batch(order: list[int], size: int) -> None:
     logits = torch.randn(8, 301, generator=torch.Generator().manual_seed(0))
@@ -149,7 +149,7 @@ def test_a_token_does_not_depend_on_its_batch(order: list[int], size: int) -> No
     assert together == [alone[i] for i in rows]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     width=st.integers(1, 300),
     scores=st.lists(
@@ -234,7 +234,7 @@ def assert_same_draws(
 
 
 @each_variant
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**40),
     width=st.one_of(st.integers(1, 70), st.integers(100, 3000)),

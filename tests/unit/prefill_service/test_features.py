@@ -397,7 +397,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(arrivals, min_size=2, max_size=6), st.lists(events, max_size=60))
 def test_whatever_the_order_of_events_nothing_leaks_and_nobody_is_forgotten(first, happened):
     model = Model()

@@ -339,4 +339,4 @@ class Door(RuleBasedStateMachine):
 
 
 TestDoor = Door.TestCase
-TestDoor.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDoor.settings = settings(max_examples=60, stateful_step_count=40)

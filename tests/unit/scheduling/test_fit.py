@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.scheduling.fit import StepFit
@@ -64,6 +64,7 @@ steps = st.lists(st.tuples(st.integers(0, 512), st.floats(0, 1e5), st.floats(0, 
 
 
 @given(steps)
+@example([(1, 0.0, 0.0), (1, 4e-83, 1.0)])
 def test_whatever_was_seen_no_part_is_negative_or_endless(seen: list[tuple[int, float, float]]):
     fit = StepFit(512, 8192)
     for step in seen:

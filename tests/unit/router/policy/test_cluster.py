@@ -184,4 +184,4 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestRequests.settings = settings(max_examples=25, stateful_step_count=25)

@@ -17,7 +17,7 @@ from tests.fakes.placement import (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), st.integers(0, 3), st.booleans())
 @example(
     1644, 1, False
@@ -52,7 +52,7 @@ def test_the_bounds_leave_little_to_look_at():
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_ties_cost_no_more_than_they_may(seed):
     cluster, request = random_cluster(random.Random(seed), (3, 3, 2)), media(400, 1000)
     outlook = Outlook(request, cluster, 1.0, tie_ratio=0.0)
