@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,7 +53,6 @@ sequences = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(steps=st.lists(sequences, min_size=1, max_size=4))
 def test_every_sequence_gets_its_own_inputs_whatever_was_run_before(steps) -> None:
     graphs = DecodeGraphs(echo, matrix(), FakeCapture())
