@@ -191,7 +191,7 @@ class Dispatcher:
             self._item_done(flight, message.item_idx)
         elif isinstance(message, Encoded):  # prefill has been told by the encoder's own notification
             flight.ledger.encoded(message.item_idx, message.timing, message.cached)
-            self._cluster.item_done(message.request_id, message.item_idx)
+            self._cluster.item_done(message.request_id, message.item_idx, self._clock.now())
             self._item_done(flight, message.item_idx)
         elif isinstance(message, Preempted):
             flight.on_preempted()

@@ -100,7 +100,7 @@ class SimDoor:
 
     def item_done(self, flight: Flight, item_idx: int) -> None:
         if not flight.is_over:
-            self.cluster.item_done(flight.request_id, item_idx)
+            self.cluster.item_done(flight.request_id, item_idx, self._loop.now)
 
     def first_token(self, flight: Flight, timing: PrefillTiming) -> None:
         if flight.is_over:

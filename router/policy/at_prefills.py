@@ -12,6 +12,7 @@ which is never earlier when an item comes later. It leaves out what has not arri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from cluster.errors import RequestError, UnavailableError
 from router.policy.calibration import Kind
 from router.policy.cluster import ClusterView
+from router.policy.pending import block_key
 from router.policy.pool import Floats, Pool, running_step
 from router.policy.views import RequestView
 
@@ -46,8 +48,8 @@ class PrefillsOutlook:
     cost_s      what it does to others: its work, for every request that waits there
     """
 
-    def __init__(self, request: RequestView, cluster: ClusterView, now: float, media_s: float):
-        """`media_s`: when the last item is there, at best. Raises UnavailableError and RequestError when nobody can take it."""
+    def __init__(self, request: RequestView, cluster: ClusterView, now: float, earliest_s: Floats):
+        """`earliest_s`: [items], when each is there, at best. Raises UnavailableError and RequestError when nobody can take it."""
         pool = cluster.prefills
         self.is_able = able_to_hold(pool, request.num_prefill_blocks, request.block_size)
         self.step_units = pool.step_units
@@ -56,13 +58,14 @@ class PrefillsOutlook:
         self._per_token_s, self._per_pair_s = curve.per_unit_s * factors, curve.per_pair_s * factors
         self._queued_token_s = self._per_token_s + self._per_pair_s * cluster.context_tokens
         self._fit_prefix(request, cluster)
+        self._add_media(request)
+        media_s = np.where(self.is_needed, earliest_s[:, None], 0.0).max(0, initial=0.0)
         queue = self._queue(request, cluster, now, media_s)
         self._compute(request, queue, cluster.scheduling.text_share)
         others = queue.before + queue.behind
         self._busy_s = queue.left_s + self._steps_s(np.ceil(others / self.step_units), others)
         self._half_step_s = 0.5 * self._steps_s(1.0, np.minimum(others, self.step_units))
         self.cost_s = self.work_s * pool.num_waiting(others)
-        self._add_media(request)
         self._correct(request, cluster)
 
     def awaiting_s(self, arrivals: Floats, tails_s: Floats, prefill: int) -> Floats:
@@ -95,19 +98,35 @@ class PrefillsOutlook:
         self.tail_s += cluster.overhead_s
 
     def _fit_prefix(self, request: RequestView, cluster: ClusterView) -> None:
-        size = request.block_size
-        depths = cluster.prefixes.depths(request.block_hashes, len(self.is_able))
+        size, hashes, num_slots = request.block_size, request.block_hashes, len(self.is_able)
+        depths = cluster.prefixes.depths(hashes, num_slots)
+        trusted = self._computing(hashes, depths, cluster)
+        if trusted:  # the step that computes them is over before the prompt's turn
+            expected = cluster.prefixes.depths(hashes, num_slots, trusted)
+            depths = np.minimum(expected, depths + self.step_units // size)
         self.num_cached = np.minimum(depths, (request.num_prompt_tokens - 1) // size) * size
         self.num_uncached = request.num_prompt_tokens - self.num_cached + request.num_companion_tokens
 
-    def _queue(self, request: RequestView, cluster: ClusterView, now: float, media_s: float) -> _Queue:
+    def _computing(self, hashes: Sequence[bytes], depths: Floats, cluster: ClusterView) -> int:
+        """Bits of the slots whose running step computes the prompt's first block that they lack."""
+        if not len(cluster.pending) or depths.min(initial=np.inf) >= len(hashes):
+            return 0
+        keys = {depth: block_key(hashes[int(depth)]) for depth in set(depths.tolist()) if depth < len(hashes)}
+        first_blocks = np.array([keys.get(depth, 0) for depth in depths.tolist()], np.int64)
+        return sum(
+            1 << int(slot)
+            for slot in np.flatnonzero(cluster.pending.computing(cluster.prefills, first_blocks))
+        )
+
+    def _queue(self, request: RequestView, cluster: ClusterView, now: float, media_s: Floats) -> _Queue:
         """Reports and what was sent since tell how much there is; of that this door knows its own prompts, and takes all others to
         be text that goes first."""
         pool = cluster.prefills
         total = pool.reported_units + pool.sent_units
-        key, token_s = cluster.key(request, now), self._queued_token_s
-        turn_at = now + media_s + total * token_s if request.media else None
-        own = cluster.pending.ahead(key, now + media_s, token_s, pool.began_at, pool.previous_at, turn_at)
+        keys, token_s = cluster.keys(request, now, self.num_uncached), self._queued_token_s
+        soon = now + media_s
+        not_before = np.where(self.is_needed.any(0), soon + total * token_s, soon)
+        own = cluster.pending.ahead(pool, now, keys, soon, token_s, not_before)
         others = np.maximum(0.0, pool.reported_units - np.maximum(0.0, own.total - pool.sent_units))
         before = np.minimum(others + own.before, total)
         text_before = np.minimum(others + own.text_before, total)

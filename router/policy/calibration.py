@@ -1,7 +1,8 @@
 """What predictions are corrected by, and how much they are to be trusted: both learnt from what happened.
 
-A factor per (role, hardware), and one per kind of prediction for the whole time to first token: the exponential moving average of
-log(actual / uncorrected), robust because an observation moves it by a bounded step (Huber), and bounded itself.
+A factor per (role, hardware), and one per kind of prediction for the whole time to first token: the median of actual / uncorrected over
+a window. Not the mean, which a few bursts that nobody could foresee pull up for everybody: whoever comes later and goes first
+can only lengthen a wait.
 
 The interval is that of adaptive conformal inference (Gibbs and Candès, "Adaptive Conformal Inference Under Distribution
 Shift", NeurIPS 2021): quantiles of log(actual / predicted) over a window, at a level that rises after every hit and falls after
@@ -13,16 +14,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from cluster.types.members import Role
 
-FORGETTING = 0.05  # weight of a new observation
-MAX_SURPRISE = 0.5  # of a logarithm, in one observation
 MAX_FACTOR = 4.0  # and its inverse
-WINDOW = 256  # observations
+FACTOR_WINDOW = 64  # observations that a factor is the median of
+NUM_ASSUMED = 8  # observations of no error, before the first
+WINDOW = 256  # observations that an interval is of
 TARGET_COVERAGE = 0.9
 LEVEL_STEP = 0.01  # Gibbs and Candès' gamma
 ROUND_TRIP_S = 0.001  # before the first observation
@@ -51,40 +52,56 @@ class CalibrationStatistics:
     residuals: Mapping[Kind, float]  # on top of them
 
 
+class Window:
+    """The last observations, in order of size."""
+
+    def __init__(self, size: int, assumed: Sequence[float] = ()):
+        self._size = size
+        self._in_time = deque(assumed)
+        self.ordered = sorted(assumed)
+
+    def observe(self, value: float) -> None:
+        self._in_time.append(value)
+        insort(self.ordered, value)
+        if len(self.ordered) > self._size:
+            del self.ordered[bisect_left(self.ordered, self._in_time.popleft())]
+
+    @property
+    def median(self) -> float:
+        middle = len(self.ordered) // 2
+        return (self.ordered[middle] + self.ordered[~middle]) / 2
+
+
 class Factor:
     """Multiplies predictions of one kind."""
 
     def __init__(self) -> None:
-        self._log = 0.0
+        self._ratios = Window(FACTOR_WINDOW, [1.0] * NUM_ASSUMED)
         self.value = 1.0
 
     def observe(self, actual: float, uncorrected: float) -> None:
         """Observations without a duration say nothing."""
-        if actual <= 0 or uncorrected <= 0:
-            return
-        surprise = math.log(actual / uncorrected) - self._log
-        self._log += FORGETTING * max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
-        self._log = max(-math.log(MAX_FACTOR), min(math.log(MAX_FACTOR), self._log))
-        self.value = math.exp(self._log)
+        if actual > 0 and uncorrected > 0:
+            self._ratios.observe(max(1 / MAX_FACTOR, min(MAX_FACTOR, actual / uncorrected)))
+            self.value = self._ratios.median
 
 
 class ConformalInterval:
     """Of the logarithm of actual / predicted."""
 
     def __init__(self) -> None:
-        self._window: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._scores = Window(WINDOW)
         self._miss_rate = 1 - TARGET_COVERAGE
 
     def bounds(self) -> tuple[float, float]:
         """Ratios to what is predicted."""
-        num_seen = len(self._sorted)
-        if num_seen < MIN_OBSERVED:
+        scores = self._scores.ordered
+        if len(scores) < MIN_OBSERVED:
             return 1 / MAX_FACTOR, MAX_FACTOR
         tail = max(0.0, min(0.5, self._miss_rate / 2))
-        num_out = math.floor(tail * (num_seen + 1))  # below it, and as many above
-        low = self._sorted[max(0, num_out - 1)]
-        high = self._sorted[min(num_seen - 1, num_seen - num_out)]
+        num_out = math.floor(tail * (len(scores) + 1))  # below it, and as many above
+        low = scores[max(0, num_out - 1)]
+        high = scores[min(len(scores) - 1, len(scores) - num_out)]
         return math.exp(low), math.exp(high)
 
     def observe(self, ratio: float, is_inside: bool) -> None:
@@ -92,11 +109,7 @@ class ConformalInterval:
         miss = 0.0 if is_inside else 1.0
         self._miss_rate += LEVEL_STEP * (1 - TARGET_COVERAGE - miss)
         self._miss_rate = max(0.0, min(1.0, self._miss_rate))
-        score = math.log(ratio)
-        self._window.append(score)
-        insort(self._sorted, score)
-        if len(self._window) > WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._window.popleft())]
+        self._scores.observe(math.log(ratio))
 
 
 class Accuracy:
@@ -126,11 +139,12 @@ class Accuracy:
 class Calibration:
     """All that a door has learnt about its predictions.
 
-    overhead_s      of a time to first token that no worker accounts for: the ways there and back, and the door itself
+    overhead_s      of a time to first token that no worker accounts for: the ways there and back, and the door itself; their median
     round_trip_s    the shortest of them lately: the ways alone
     """
 
     def __init__(self) -> None:
+        self._overheads = Window(FACTOR_WINDOW, [0.0])
         self.overhead_s = 0.0
         self.round_trip_s = ROUND_TRIP_S
         self._factors: dict[tuple[Role, str], Factor] = {}
@@ -156,7 +170,8 @@ class Calibration:
 
     def observe_overhead(self, overhead_s: float) -> None:
         overhead_s = max(0.0, min(overhead_s, MAX_OVERHEAD_S))
-        self.overhead_s += FORGETTING * (overhead_s - self.overhead_s)
+        self._overheads.observe(overhead_s)
+        self.overhead_s = self._overheads.median
         forgotten = 1.0 if overhead_s < self.round_trip_s else ROUND_TRIP_FORGETTING
         self.round_trip_s += forgotten * (overhead_s - self.round_trip_s)
 

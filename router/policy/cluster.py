@@ -189,12 +189,14 @@ class ClusterView:
         self.pending.add(
             request.request_id,
             slot,
-            self.key(request, now),
+            float(self.keys(request, now, np.float64(num_tokens))),
             num_tokens,
             num_early,
             is_text=not request.media,
             told_at=np.nextafter(now, -np.inf) if begins else now,  # before the step that begins with it
             ready_at=now + max((item.arrival_s for item in flight.prediction.items), default=0.0),
+            num_coming=sum(item.arrival_s > 0 for item in flight.prediction.items),
+            first_block=flight.expected[0] if flight.expected else None,
         )
         self.prefixes.expect(slot, flight.expected)
         context = num_cached + max(0.0, num_tokens - pool.step_units[slot]) / 2
@@ -209,11 +211,14 @@ class ClusterView:
             encoded_s = predicted.queue_s + predicted.encode_s or UNMEASURED_S * item.num_rows
             flight.items[item_idx] = self._take_on(item, encoder, encoded_s)
 
-    def item_done(self, request_id: str, item_idx: int) -> None:
-        """Its embeddings have arrived, or are not needed."""
+    def item_done(self, request_id: str, item_idx: int, came_at: float | None = None) -> None:
+        """Its encoder has no more to do for it. `came_at`: when its embeddings were there; None: they come with another request's."""
         flight = self._flights.get(request_id)
-        if flight is not None:
-            self._let_go(flight.items[item_idx])
+        if flight is None:
+            return
+        self._let_go(flight.items[item_idx])
+        if flight.prediction.items[item_idx].arrival_s > 0:
+            self.pending.item_done(request_id, came_at)
 
     def prefilled(self, request_id: str) -> None:
         """Its first token is there."""
@@ -300,13 +305,11 @@ class ClusterView:
         curves = [self.encoders.curve(f"encode {modality}").per_unit_s for modality in Modality]
         return np.mean(curves, axis=0)
 
-    def key(self, request: RequestView, now: float) -> float:
-        """Its virtual deadline at prefill."""
-        num_tokens = request.num_prompt_tokens + request.num_companion_tokens
-        ticket = Ticket(
-            request.request_id, now - request.waited_s, num_tokens, not request.media, request.priority
-        )
-        return virtual_deadline(ticket, self.scheduling)
+    def keys(self, request: RequestView, now: float, num_tokens: Floats) -> Floats:
+        """Its virtual deadline at prefill workers that lack so many of its tokens."""
+        arrived_at = now - request.waited_s
+        ticket = Ticket(request.request_id, arrived_at, 0, not request.media, request.priority)
+        return virtual_deadline(ticket, self.scheduling) + num_tokens / self.scheduling.tokens_per_s
 
     def factors(self, pool: Pool) -> Floats:
         """[slots]"""

@@ -34,7 +34,7 @@ class HolderIndex(Generic[K]):
 
     def holders(self, key: K) -> int:
         """Bits of the slots that have the key, or are about to have it."""
-        return self._known.get(key, 0) | self._expected.get(key, 0)
+        return self._holders(key, -1)
 
     def add(self, slot: int, keys: Iterable[K]) -> None:
         """The worker has them."""
@@ -84,13 +84,13 @@ class HolderIndex(Generic[K]):
                 return depth
         return len(keys)
 
-    def depths(self, keys: Sequence[K], num_slots: int) -> NDArray[np.float64]:
-        """[num_slots]: `depth` of each."""
+    def depths(self, keys: Sequence[K], num_slots: int, trusted: int = 0) -> NDArray[np.float64]:
+        """[num_slots]: `depth` of each; of the slots whose bits are set in `trusted` with what they are expected to have."""
         depths = np.zeros(num_slots)
-        mask = self._known.get(keys[0], 0) if keys else 0
+        mask = self._holders(keys[0], trusted) if keys else 0
         depth = 1
         while mask:
-            left = mask & self._known.get(keys[depth], 0) if depth < len(keys) else 0
+            left = mask & self._holders(keys[depth], trusted) if depth < len(keys) else 0
             if left != mask:
                 depths[slots_of(mask & ~left)] = depth
             mask, depth = left, depth + 1
@@ -101,6 +101,9 @@ class HolderIndex(Generic[K]):
         flags = np.zeros(num_slots)
         flags[slots_of(self._expected.get(key, 0))] = 1.0
         return flags
+
+    def _holders(self, key: K, trusted: int) -> int:
+        return self._known.get(key, 0) | self._expected.get(key, 0) & trusted
 
     def _forget(self, key: K) -> None:
         for slot in slots_of(self._known.pop(key)):

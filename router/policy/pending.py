@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.policy.pool import Floats
+from router.policy.pool import Floats, Pool
 
 
 class Ahead(NamedTuple):
@@ -34,7 +34,9 @@ class PendingPrompts:
         self._early = np.zeros(64)
         self._is_text = np.zeros(64, bool)
         self._told_at = np.zeros(64)
-        self._ready_at = np.zeros(64)  # instant when the last embeddings are there
+        self._ready_at = np.zeros(64)  # instant when the last embeddings are there, as it was predicted
+        self._num_coming = np.zeros(64)  # items whose embeddings are not there
+        self._first_blocks = np.zeros(64, np.int64)  # key of the first block that is to be computed; 0: none
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -49,6 +51,8 @@ class PendingPrompts:
         is_text: bool,
         told_at: float,
         ready_at: float,
+        num_coming: int,
+        first_block: bytes | None,
     ) -> None:
         row = len(self._ids)
         if row == len(self._slots):
@@ -59,6 +63,16 @@ class PendingPrompts:
         self._slots[row], self._keys[row] = slot, key
         self._tokens[row], self._early[row] = num_tokens, num_early
         self._is_text[row], self._told_at[row], self._ready_at[row] = is_text, told_at, ready_at
+        self._num_coming[row], self._first_blocks[row] = num_coming, block_key(first_block)
+
+    def item_done(self, request_id: str, came_at: float | None) -> None:
+        """One of its items that were on their way is not any more. `came_at`: when its embeddings were there; None: they come
+        with another request's. Unknown ones are ignored."""
+        row = self._rows.get(request_id)
+        if row is not None:
+            self._num_coming[row] -= 1
+            if self._num_coming[row] <= 0 and came_at is not None:
+                self._ready_at[row] = came_at
 
     def remove(self, request_id: str) -> None:
         """Unknown ones are ignored."""
@@ -78,33 +92,36 @@ class PendingPrompts:
         for request_id in [i for i in self._ids if self._slots[self._rows[i]] == slot]:
             self.remove(request_id)
 
+    def computing(self, pool: Pool, first_blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[slots]: whether the running step holds a prompt whose first block is this one, which is to be computed."""
+        slots, own = self._slots[: len(self)], self._first_blocks[: len(self)]
+        began_at = pool.began_at[slots]
+        has_begun = self._told_at[: len(self)] < began_at
+        has_begun &= self._is_ready(began_at, began_at) | (self._early[: len(self)] > 0)
+        found = np.zeros(len(pool), bool)
+        found[slots[has_begun & (own != 0) & (own == first_blocks[slots])]] = True
+        return found
+
     def ahead(
-        self,
-        key: float,
-        soon: float,
-        token_s: Floats,
-        began_at: Floats,
-        previous_at: Floats,
-        turn_at: Floats | None,
+        self, pool: Pool, now: float, keys: Floats, soon: Floats, token_s: Floats, not_before: Floats
     ) -> Ahead:
-        """Of a prompt with that virtual deadline; equals go first. `soon`: the instant when it has its own embeddings. [slots]: how
-        long a token takes; when the running step began, and the one before it: early tokens run in the first step after they
-        were sent; when its turn comes, None: when those are computed that can run as soon as it can."""
-        num_rows, num_slots = len(self._ids), len(token_s)
+        """Of a prompt with these virtual deadlines; equals go first. [slots] each: the instant when it has its own embeddings, and how
+        long a token takes. Its turn comes when those are computed that go before it and can run as soon as it can, and
+        `not_before`. Early tokens run in the first step after they were sent."""
+        num_rows, num_slots = len(self), len(pool)
         slots, tokens = self._slots[:num_rows], self._tokens[:num_rows]
-        told_at, ready_at = self._told_at[:num_rows], self._ready_at[:num_rows]
-        early = self._early[:num_rows] * (told_at >= previous_at[slots])
+        told_at, began_at = self._told_at[:num_rows], pool.began_at[slots]
+        early = self._early[:num_rows] * (told_at >= pool.previous_at[slots])
         left = tokens - self._early[:num_rows] + early
 
         def by_slot(tokens: Floats) -> Floats:
             return np.bincount(slots, tokens, num_slots).astype(np.float64, copy=False)
 
-        is_before = self._keys[:num_rows] <= key
-        able = np.where(ready_at <= soon, left, early)
-        if turn_at is None:
-            turn_at = soon + by_slot(able * is_before) * token_s
-        before = np.where(ready_at <= turn_at[slots], left, early) * is_before
-        running = np.where(ready_at <= began_at[slots], left, early) * (told_at < began_at[slots])
+        is_before = self._keys[:num_rows] <= keys[slots]
+        able = np.where(self._is_ready(soon[slots], now), left, early)
+        turn_at = np.maximum(not_before, soon + by_slot(able * is_before) * token_s)
+        before = np.where(self._is_ready(turn_at[slots], now), left, early) * is_before
+        running = np.where(self._is_ready(began_at, now), left, early) * (told_at < began_at)
         return Ahead(
             by_slot(left),
             by_slot(before),
@@ -114,5 +131,15 @@ class PendingPrompts:
             by_slot(running * is_before),
         )
 
+    def _is_ready(self, at: Floats, now: float | Floats) -> NDArray[np.bool_]:
+        """[rows]: whether all embeddings are there by that instant. What is not there now is not there any earlier, whatever was
+        predicted."""
+        return (self._ready_at[: len(self)] <= at) & ((self._num_coming[: len(self)] <= 0) | (at > now))
+
     def _columns(self) -> dict[str, NDArray]:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+
+
+def block_key(block_hash: bytes | None) -> int:
+    """Zero for none. Of this process alone."""
+    return 0 if block_hash is None else hash(block_hash)

@@ -35,8 +35,7 @@ class Outlook:
         self.cluster = cluster
         self.encoders = EncodersOutlook(request.media, cluster, now)
         self.earliest_s = self.encoders.earliest_s
-        media_s = float(self.earliest_s.max(initial=0.0))
-        self.prefills = PrefillsOutlook(request, cluster, now, media_s)
+        self.prefills = PrefillsOutlook(request, cluster, now, self.earliest_s)
         self.decodes = DecodesOutlook(request, cluster)
         self.stays = StaysOutlook(request, cluster, self.decodes) if request.may_stay else None
         self.tie_s = tie_ratio * float(self.prefills.text_s[self.prefills.is_able].min())

@@ -8,7 +8,15 @@ import pytest
 from cluster.types.members import Role
 from cluster.types.messages import EncodeTiming, PrefillTiming
 from router.policy import JointPolicy
-from router.policy.calibration import MAX_FACTOR, WINDOW, Calibration, ConformalInterval, Factor
+from router.policy.calibration import (
+    FACTOR_WINDOW,
+    MAX_FACTOR,
+    NUM_ASSUMED,
+    WINDOW,
+    Calibration,
+    ConformalInterval,
+    Factor,
+)
 from tests.fakes.placement import cluster_of, media, text
 
 
@@ -19,16 +27,24 @@ def test_a_factor_finds_the_ratio_whatever_the_noise():
     assert factor.value == pytest.approx(2.0, rel=0.1)
 
 
-def test_a_hiccup_hardly_moves_a_factor_and_nothing_moves_it_out_of_bounds():
+def test_a_factor_is_what_half_of_the_observations_exceed_however_long_the_others_take():
+    rng, factor = random.Random(1), Factor()
+    for _ in range(400):
+        factor.observe(1.2 if rng.random() < 0.7 else rng.uniform(2.0, 50.0), 1.0)
+    assert factor.value == 1.2
+
+
+def test_a_few_hiccups_do_not_move_a_factor_and_nothing_moves_it_out_of_bounds():
     factor = Factor()
-    factor.observe(1000.0, 1.0)
-    assert factor.value < 1.03
-    for _ in range(1000):
+    for _ in range(NUM_ASSUMED - 1):
         factor.observe(1000.0, 1.0)
-    assert factor.value == pytest.approx(MAX_FACTOR)
-    for _ in range(1000):
+    assert factor.value == 1.0
+    for _ in range(FACTOR_WINDOW):
+        factor.observe(1000.0, 1.0)
+    assert factor.value == MAX_FACTOR
+    for _ in range(FACTOR_WINDOW):
         factor.observe(0.001, 1.0)
-    assert factor.value == pytest.approx(1 / MAX_FACTOR)
+    assert factor.value == 1 / MAX_FACTOR
 
 
 def test_what_took_no_time_says_nothing():

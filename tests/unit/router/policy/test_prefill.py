@@ -16,6 +16,7 @@ from cluster.types.members import Role
 from router.policy import ClusterView, Placement, Prediction, RequestView, Worker
 from router.policy.predict import Outlook
 from tests.fakes.placement import (
+    BLOCK,
     ENCODE,
     LINK,
     MAX_TOKENS,
@@ -150,6 +151,46 @@ def test_of_a_prompt_that_waits_for_its_media_the_text_before_it_runs_at_once():
     assert predict(cluster, text(160), now=1.1).ttft_s == pytest.approx(PREFILL.seconds(160))
 
 
+def test_embeddings_that_are_late_are_not_taken_to_be_there():
+    cluster = cluster_of()
+    sent = send(cluster, media(400, num_before=0), Placement(("e0",), "p0", "d0"))
+    late = sent.items[0].arrival_s + 0.01
+    assert predict(cluster, text(160), now=late).ttft_s == pytest.approx(PREFILL.seconds(160))
+    cluster.item_done("media", 0, came_at=late)
+    assert predict(cluster, text(160), now=late).ttft_s == pytest.approx(PREFILL.seconds(100 + 160))
+
+
+def test_a_prompt_whose_media_are_in_its_prefix_waits_for_nobodys_embeddings():
+    cluster = cluster_of(num_prefills=1)
+    cold, warm = media(4000, name="cold", num_before=0), media(4000, name="warm", num_before=40)
+    cluster.blocks_changed("p0", warm.block_hashes, [])
+    at_e0 = Placement(("e0",), "p0", "d0")
+    assert send(cluster, cold, at_e0).items[0].arrival_s > 0.4
+    prediction = predict(cluster, warm, now=0.2, placement=at_e0)
+    assert prediction.ttft_s == pytest.approx(PREFILL.seconds(8))
+
+
+def test_what_the_running_step_computes_of_a_prompt_is_there_when_its_turn_comes():
+    cluster = cluster_of(num_prefills=1)
+    first, second = text(640, "shared"), text(656, "shared")
+    send(cluster, RequestView("first", 640, BLOCK, first.block_hashes), now=0.0)
+    prediction = predict(cluster, second, now=0.05)
+    assert prediction.queue_s == pytest.approx(PREFILL.seconds(640) - 0.05)
+    assert prediction.ttft_s == pytest.approx(PREFILL.seconds(640) - 0.05 + PREFILL.seconds(16))
+    other = predict(cluster, text(656, "other"), now=0.05)
+    assert other.ttft_s == pytest.approx(PREFILL.seconds(640) - 0.05 + PREFILL.seconds(656))
+
+
+def test_who_has_most_of_it_cached_goes_before_longer_ones():
+    cluster = cluster_of(num_prefills=1)
+    send(cluster, text(1000, "running"))
+    send(cluster, text(1000, "waiting"))
+    known = text(4000, "known")
+    cluster.blocks_changed("p0", known.block_hashes[:-1], [])
+    assert predict(cluster, known).ttft_s < PREFILL.seconds(1000) + PREFILL.seconds(MAX_TOKENS) + 1e-9
+    assert predict(cluster, text(4000, "new")).ttft_s > 0.6
+
+
 def test_a_report_that_comes_in_the_midst_of_a_step_does_not_begin_it_anew():
     cluster = cluster_of()
     send(cluster, text(1000, "a"), now=1.0)
@@ -164,6 +205,7 @@ def test_text_does_not_wait_for_all_of_a_video_that_is_there():
     cluster.media_changed("e0", ["media-0"], [])
     cluster.measured("e0", curves_of(Role.ENCODE, link=Link(0.0, 1e15)))
     send(cluster, media(20_000, num_before=0), Placement(("e0",), "p0", "d0"), now=0.0)
+    cluster.item_done("media", 0, came_at=0.005)
     prediction = predict(cluster, text(160, priority=1), now=0.01)
     assert prediction.ttft_s == pytest.approx(PREFILL.seconds(MAX_TOKENS)), (
         "a part of each step is kept for text"
