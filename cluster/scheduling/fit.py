@@ -23,7 +23,7 @@ MAX_SURPRISE = 2.0  # a step counts as at most this many times its prediction
 FAST_STEP_RATIO = 0.5  # below this part of its prediction, the past is wrong
 KEPT_AFTER_FAST_STEP = 0.25  # weight left to the past then
 NUM_SWEEPS = 4  # eight fit no better, one overshoots after a change of speed
-FAINT = 1e-12  # a part of less weight hardly moves: a step of next to no context says nothing of what context costs
+FAINT = 1e-12  # a part of less weight stays where it is: a step of next to no context says nothing of what context costs
 FIT_ORDER = (1, 2, 0)  # what cannot be told apart is put down to the units: the careful reading
 
 
@@ -104,5 +104,6 @@ class StepFit:
         for _ in range(NUM_SWEEPS):
             for i in FIT_ORDER:
                 row = self._moments[i]
-                missing = self._targets[i] - sum(x * part for x, part in zip(row, self._parts, strict=True))
-                self._parts[i] = max(0.0, self._parts[i] + missing / (row[i] + FAINT))
+                if row[i] > FAINT:
+                    rest = sum(row[j] * self._parts[j] for j in range(3) if j != i)
+                    self._parts[i] = max(0.0, (self._targets[i] - rest) / row[i])
