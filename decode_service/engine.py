@@ -45,8 +45,6 @@ from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover
 from kv_transfer.receiver import Aborted, Completed, LeaseEvent
 
-NOTHING_TRAVELS = KvReady(first_tokens=(), position_deltas=(0,), first_recomputed=0)  # of a text prompt
-
 
 class DecodeEngine:
     def __init__(
@@ -169,7 +167,8 @@ class DecodeEngine:
         if request.phase is Phase.CLOSING:
             self._end(request)
         elif isinstance(event, Completed):
-            self._take_over(request, msgspec.msgpack.decode(event.payload, type=KvReady))
+            request.ready = msgspec.msgpack.decode(event.payload, type=KvReady)
+            self._take_over(request)
         else:
             why = event.reason if isinstance(event, Aborted) else "its lease ran out"
             self._fail(request, UnavailableError(f"the prompt's KV cache did not arrive: {why}"))
@@ -203,7 +202,7 @@ class DecodeEngine:
             request.admitted_at = self._clock.now()
             self._num_admitted_sequences += request.num_sequences
             if request.prefills:
-                self._take_over(request, NOTHING_TRAVELS)
+                self._take_over(request)
             else:
                 self._grant(request)
 
@@ -219,21 +218,19 @@ class DecodeEngine:
             grant = msgspec.structs.replace(grant, token_s=self._stretches.token_s)
         self._outbox.send(request.door, DecodeGranted(request.request_id, grant))
 
-    def _take_over(self, request: DecodeRequest, ready: KvReady) -> None:
+    def _take_over(self, request: DecodeRequest) -> None:
         """What travels of the KV is here."""
-        request.ready = ready
-        if ready.first_recomputed is None:
+        first_recomputed = request.ready.first_recomputed
+        if first_recomputed is None:
             return self._begin(request)
         request.move(Phase.CATCHING_UP)
-        request.num_computed_tokens = ready.first_recomputed
+        request.num_computed_tokens = first_recomputed
         self._stretches.add(self._ticket(request), request)
 
     def _begin(self, request: DecodeRequest) -> None:
         """All KV is here. A choice that its first token ends, as the door has been told, needs no blocks."""
-        ready = request.ready
-        assert ready is not None
         request.move(Phase.RUNNING)
-        for choice, token_id in zip(request.choices, ready.first_tokens, strict=True):
+        for choice, token_id in zip(request.choices, request.ready.first_tokens, strict=True):
             if choice.is_done:
                 continue
             finish_reason = choice.append(token_id)
@@ -241,7 +238,7 @@ class DecodeEngine:
                 self._tell_first(request, choice, finish_reason)
             if finish_reason is not None:
                 self._end_choice(request, choice)
-        sources, targets = share_prompts(request, ready.position_deltas, self._blocks)
+        sources, targets = share_prompts(request, request.ready.position_deltas, self._blocks)
         if sources:
             self._runner.copy_blocks(sources, targets)
         for choice in request.live_choices:

@@ -23,6 +23,8 @@ from cluster.types.messages import FinishReason, KvReady, PrefillTiming
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from cluster.worker.outbox import DoorId
 
+NOTHING_TRAVELS = KvReady(first_tokens=(), position_deltas=(0,), first_recomputed=0)  # of a text prompt
+
 
 class Phase(Enum):
     WAITING = "waiting"
@@ -127,7 +129,7 @@ class DecodeRequest:
         default_factory=list
     )  # for the other choices' last prompt blocks, likewise
     num_computed_tokens: int = 0  # of the prompt, while the request catches up
-    ready: KvReady | None = None  # what prefill said, likewise
+    ready: KvReady = NOTHING_TRAVELS  # what prefill said, once it has
     admitted_at: float = 0.0
     began_at: float | None = None  # when its KV was complete, until its first step is over
     computing_s: float = 0.0  # in stretches with tokens of its prompt
@@ -165,7 +167,6 @@ class DecodeRequest:
 
     def next_part(self, max_tokens: int) -> PromptPart:
         """Of the prompt, at most so many tokens; they count as computed from now on. For a request that catches up."""
-        assert self.ready is not None
         start = self.num_computed_tokens
         token_ids = self.request.prompt.token_ids[start : start + max_tokens]
         self.num_computed_tokens += len(token_ids)

@@ -87,7 +87,6 @@ class Stretches:
         for request, drawn in zip(chosen, self._compute(parts), strict=True):
             request.computing_s += self._turns.ran_s
             if drawn:
-                assert request.ready is not None
                 request.ready = msgspec.structs.replace(request.ready, first_tokens=drawn)
         return [request for request in chosen if request.num_missing_tokens == 0]
 

@@ -1,4 +1,4 @@
-"""What the fetcher gives and how often it asks, against a host on loopback that the operator trusts."""
+"""What the fetcher gives and refuses, against a host on loopback that the operator trusts."""
 
 from __future__ import annotations
 
@@ -11,36 +11,11 @@ import time
 
 import pytest
 
-from cluster.errors import MediaError, OverloadedError, UnavailableError
+from cluster.errors import MediaError, OverloadedError
 from cluster.media.fetch import Fetcher, FetchPolicy
-from cluster.media.sources import MediaSource
-from cluster.types.media import Modality
-from tests.contract.fetch_host import MediaHost, Request, answer, redirect
+from tests.contract.fetch_host import Request, answer, redirect
+from tests.contract.fetching import MEBIBYTE, drip_body, fetcher_of, read
 from tests.fakes.clock import ManualClock
-
-MEBIBYTE = 2**20
-
-
-@pytest.fixture
-async def host():
-    async with MediaHost() as host:
-        yield host
-
-
-def fetcher_of(host: MediaHost, clock: ManualClock | None = None, **policy) -> Fetcher:
-    return Fetcher(FetchPolicy(internal_hosts=(host.at,), **policy), clock or ManualClock())
-
-
-@pytest.fixture
-async def fetcher(host: MediaHost):
-    fetcher = fetcher_of(host)
-    yield fetcher
-    await fetcher.aclose()
-
-
-async def read(fetcher: Fetcher, url: str, max_bytes: int = MEBIBYTE, item_idx: int = 2, tenant: str = ""):
-    source = MediaSource(Modality.IMAGE, url, "messages.0")
-    return await fetcher.read(source, max_bytes, item_idx=item_idx, tenant=tenant)
 
 
 async def test_the_bytes_and_their_digest_come_back(host, fetcher):
@@ -193,14 +168,6 @@ async def test_an_empty_body_is_refused(host, fetcher):
         await read(fetcher, host.url("/a"))
 
 
-async def drip_body(request: Request, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-    while not writer.is_closing():
-        writer.write(b"x")
-        await asyncio.sleep(0.01)
-    raise ConnectionResetError
-
-
 async def drip_head(request: Request, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\n")
     while not writer.is_closing():
@@ -282,85 +249,6 @@ async def test_a_host_that_never_speaks_tls_is_given_up_in_time(host):
     await fetcher.aclose()
 
 
-# One URL, many callers
-
-
-def slow_answer(body: bytes, delay_s: float = 0.05):
-    async def handle(request: Request, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(delay_s)
-        await answer(body)(request, writer)
-
-    return handle
-
-
-async def test_fifty_callers_of_one_url_make_one_request(host, fetcher):
-    host.handlers["/a"] = slow_answer(b"pixels")
-    media = await asyncio.gather(*(read(fetcher, host.url("/a")) for _ in range(50)))
-    assert len(host.requests) == 1
-    assert {item.data for item in media} == {b"pixels"}
-
-
-async def test_an_error_reaches_every_caller_under_its_own_name(host, fetcher):
-    host.handlers["/a"] = slow_answer(b"")
-    errors = await asyncio.gather(
-        *(read(fetcher, host.url("/a"), item_idx=idx) for idx in range(5)), return_exceptions=True
-    )
-    assert [str(error) for error in errors] == [f"item {idx} (image): empty" for idx in range(5)]
-    assert len(host.requests) == 1
-
-
-async def test_tenants_do_not_share_a_download_or_a_kept_answer(host, fetcher):
-    host.handlers["/a"] = answer(b"pixels", cache_control="max-age=60")
-    for _ in range(2):
-        await asyncio.gather(*(read(fetcher, host.url("/a"), tenant=tenant) for tenant in "abab"))
-        assert len(host.requests) == 2
-
-
-async def test_a_smaller_cap_has_a_download_of_its_own(host, fetcher):
-    host.handlers["/a"] = slow_answer(b"x" * 100)
-    small, large = await asyncio.gather(
-        read(fetcher, host.url("/a"), 99), read(fetcher, host.url("/a"), 100), return_exceptions=True
-    )
-    assert isinstance(small, MediaError)
-    assert len(large.data) == 100
-
-
-async def test_a_caller_that_leaves_does_not_disturb_the_others(host, fetcher):
-    host.handlers["/a"] = slow_answer(b"pixels", 0.1)
-    callers = [asyncio.create_task(read(fetcher, host.url("/a"))) for _ in range(3)]
-    await asyncio.sleep(0.05)
-    callers[0].cancel()
-    results = await asyncio.gather(*callers, return_exceptions=True)
-    assert isinstance(results[0], asyncio.CancelledError)
-    assert [media.data for media in results[1:]] == [b"pixels"] * 2
-
-
-async def test_the_last_caller_to_leave_closes_the_connection(host, fetcher):
-    host.handlers["/a"] = drip_body
-    callers = [asyncio.create_task(read(fetcher, host.url("/a"))) for _ in range(3)]
-    await asyncio.sleep(0.05)
-    assert host.num_open == 1
-    for caller in callers:
-        caller.cancel()
-    await host.until_closed()
-    host.handlers["/a"] = answer(b"pixels")
-    assert (await read(fetcher, host.url("/a"))).data == b"pixels"
-
-
-async def test_closing_tells_those_who_wait(host):
-    host.handlers["/a"] = drip_body
-    fetcher = fetcher_of(host)
-    caller = asyncio.create_task(read(fetcher, host.url("/a")))
-    await asyncio.sleep(0.05)
-    await fetcher.aclose()
-    with pytest.raises(UnavailableError):
-        await caller
-    with pytest.raises(UnavailableError):
-        await read(fetcher, host.url("/a"))
-    await host.until_closed()
-    await fetcher.aclose()
-
-
 async def test_no_file_is_left_open(host):
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
@@ -376,80 +264,3 @@ async def test_no_file_is_left_open(host):
     await asyncio.sleep(0)
     assert len(os.listdir("/proc/self/fd")) == before
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-# What is kept
-
-
-async def test_an_answer_is_kept_only_as_long_as_its_host_says(host):
-    clock = ManualClock()
-    fetcher = fetcher_of(host, clock)
-    host.handlers["/a"] = answer(b"pixels", cache_control="max-age=60")
-    for at, num_requests in ((0, 1), (59, 1), (60, 2), (119, 2), (121, 3)):
-        clock.at = at
-        assert (await read(fetcher, host.url("/a"))).data == b"pixels"
-        assert len(host.requests) == num_requests
-    await fetcher.aclose()
-
-
-@pytest.mark.parametrize(
-    "control", ["", "no-store", "no-cache, max-age=60", "max-age=0", "max-age=60, no-store"]
-)
-async def test_without_permission_a_url_is_asked_again(host, fetcher, control):
-    host.handlers["/a"] = answer(b"pixels", cache_control=control)
-    for _ in range(2):
-        await read(fetcher, host.url("/a"))
-    assert len(host.requests) == 2
-
-
-async def test_a_redirect_that_may_not_be_kept_is_asked_again(host, fetcher):
-    host.handlers["/a"] = redirect("/b")
-    host.handlers["/b"] = answer(b"pixels", cache_control="max-age=60")
-    for _ in range(2):
-        await read(fetcher, host.url("/a"))
-    assert [request.path for request in host.requests] == ["/a", "/b"] * 2
-
-
-async def test_a_kept_answer_is_held_against_the_cap_of_who_asks(host, fetcher):
-    host.handlers["/a"] = answer(b"x" * 100, cache_control="max-age=60")
-    await read(fetcher, host.url("/a"))
-    with pytest.raises(MediaError, match="larger than 99 bytes"):
-        await read(fetcher, host.url("/a"), 99)
-    assert len(host.requests) == 1
-
-
-def versioned(body: bytes, etag: str):
-    async def handle(request: Request, writer: asyncio.StreamWriter) -> None:
-        if request.headers.get("if-none-match") == etag:
-            await answer(b"", "304 Not Modified", content_length="", etag=etag)(request, writer)
-        else:
-            await answer(body, etag=etag)(request, writer)
-
-    return handle
-
-
-async def test_an_unchanged_item_is_not_sent_again_and_a_changed_one_is(host, fetcher):
-    host.handlers["/a"] = redirect("/b")
-    host.handlers["/b"] = versioned(b"old", '"1"')
-    for _ in range(3):
-        assert (await read(fetcher, host.url("/a"))).data == b"old"
-    asked = [request.headers.get("if-none-match") for request in host.requests]
-    assert asked == [None, None, None, '"1"', None, '"1"']
-    host.handlers["/b"] = versioned(b"new", '"2"')
-    assert (await read(fetcher, host.url("/a"))).data == b"new"
-
-
-async def test_validators_go_only_to_the_url_that_gave_them(host, fetcher):
-    host.handlers["/a"] = redirect("/b")
-    host.handlers["/b"] = versioned(b"old", '"1"')
-    await read(fetcher, host.url("/a"))
-    host.handlers["/a"] = redirect("/c")
-    host.handlers["/c"] = answer(b"other")
-    assert (await read(fetcher, host.url("/a"))).data == b"other"
-    assert "if-none-match" not in host.requests[-1].headers
-
-
-async def test_equal_contents_are_stored_once(host, fetcher):
-    host.handlers |= {path: answer(b"x" * 1000, cache_control="max-age=60") for path in ("/a", "/b", "/c")}
-    media = [await read(fetcher, host.url(path)) for path in ("/a", "/b", "/c")]
-    assert len({id(item.data) for item in media}) == 1

@@ -16,12 +16,11 @@ from unittest.mock import patch
 
 import torch
 
-from cluster.errors import UnsupportedError
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec, feature_layout
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
+from cluster.types.media import MediaItem, Modality
 from cluster.types.messages import (
     AnyMessage,
     Cancel,
@@ -32,7 +31,7 @@ from cluster.types.messages import (
     StartEncode,
     StartPrefill,
 )  # fmt: skip
-from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
+from cluster.types.request import GenerateRequest, Prompt
 from cluster.worker.outbox import Outbox
 from cluster.worker.turns import no_turns
 from decode_service.engine import DecodeEngine
@@ -46,6 +45,7 @@ from prefill_service import transfer as prefill_transfer
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore
 from tests.fakes.clock import ManualClock
+from tests.fakes.requests import first_token, item_value, kv_value, place
 
 BLOCK_SIZE = 4
 TIMEOUT_S, MARGIN_S = 10.0, 2.0
@@ -53,11 +53,7 @@ KV_LAYOUT = MemoryLayout((SegmentSpec(BLOCK_SIZE, (1,), torch.int64),))
 FEATURE_LAYOUT = feature_layout(1, BLOCK_SIZE, torch.int64)
 DOOR = 1
 POLICY = SchedulingPolicy(aging_s=5.0, tokens_per_s=1e9, text_share=0.5)
-FIRST_TOKEN = 50  # what prefill draws behind an original prompt; each later token is one more
-UNPLACEABLE_TOKEN = 7
-LAST_PROMPT_TOKEN = 40
-
-
+MAX_BATCH_SEQUENCES = 2  # of a decode step
 ENCODER_LIMITS = EncoderLimits(
     max_batch_items=4,
     max_batch_rows=16,
@@ -68,69 +64,6 @@ ENCODER_LIMITS = EncoderLimits(
     max_queued_rows=1000,
     num_prepare_threads=2,
 )
-
-
-def make_item(name: str, num_rows: int) -> MediaItem:
-    return MediaItem(Modality.IMAGE, name.encode(), name, MediaGeometry(num_rows))
-
-
-def make_video(name: str, num_frames: int, rows_per_frame: int = 2) -> MediaItem:
-    """Can be cut between its frames."""
-    geometry = MediaGeometry(num_frames * rows_per_frame, (num_frames, 2, 2 * rows_per_frame))
-    return MediaItem(Modality.VIDEO, name.encode(), name, geometry)
-
-
-def make_request(
-    request_id: str,
-    num_tokens: int,
-    items: Sequence[MediaItem] = (),
-    max_tokens: int = 4,
-    stop: tuple[int, ...] = (),
-    num_choices: int = 1,
-    negative: int = 0,
-    is_split: bool = False,
-) -> GenerateRequest:
-    """`num_tokens` of text, an item behind every third of them; `negative`: tokens of a companion's prompt; `is_split`: a token of
-    text stands behind each item's first row."""
-    token_ids: list[int] = []
-    media: list[PlacedMedia] = []
-    left = deque(items)
-    for position in range(num_tokens):
-        token_ids.append(100 + position)
-        if (left and position % 3 == 2) or (left and position == num_tokens - 1):
-            while left:
-                item = left.popleft()
-                num_rows, offset = item.geometry.num_tokens, len(token_ids)
-                ranges = ((offset, 1), (offset + 2, num_rows - 1)) if is_split else ((offset, num_rows),)
-                media.append(PlacedMedia(item.modality, item.media_hash, ranges, item.geometry))
-                token_ids += [9, 8, *[9] * (num_rows - 1)] if is_split else [9] * num_rows
-                if position < num_tokens - 1:
-                    break
-    token_ids.append(LAST_PROMPT_TOKEN)
-    prompt = Prompt(tuple(token_ids), tuple(media))
-    guidance = Guidance(2.0, Prompt(tuple(range(300, 300 + negative)))) if negative else None
-    sampling = (SamplingParams(),) * num_choices
-    return GenerateRequest(request_id, prompt, sampling, StopParams(max_tokens, stop), guidance)
-
-
-def place(prompt: Prompt) -> SimpleNamespace:
-    """What the model says of a prompt's positions; some families cannot place every prompt."""
-    if prompt.token_ids[0] == UNPLACEABLE_TOKEN:
-        raise UnsupportedError("this prompt has no positions")
-    return SimpleNamespace(delta=0)
-
-
-def item_value(media_hash: str, row: int = 0) -> int:
-    """What an embedding row of an item holds."""
-    return 1000 + sum(media_hash.encode()) + 10_000 * row
-
-
-def kv_value(prompt: Prompt, position: int) -> int:
-    """What the KV of a prompt token holds."""
-    for item in prompt.media:
-        for _, row, _ in item.pieces(position, position + 1):
-            return item_value(item.media_hash, row)
-    return prompt.token_ids[position]
 
 
 class Inbox:
@@ -195,7 +128,9 @@ class Rig:
         cache_blocks: int = 6,
         encoder_limits: EncoderLimits = ENCODER_LIMITS,
         encoder_policy: SchedulingPolicy = POLICY,
+        window: int | None = None,
     ):
+        """`window`: tokens that decode's model looks back; None: all."""
         self.clock = ManualClock()
         self.network = InProcessNetwork()
         self.executor = ManualExecutor()
@@ -241,20 +176,27 @@ class Rig:
             )
 
         self.prefill = self._worker("prefill", prefill, outgoing=self._kv, incoming=features)
-        decode_runner = SimpleNamespace(
+        self.decode = self._worker(
+            "decode",
+            lambda mover, outbox: self._decode_engine(mover, outbox, window),
+            incoming=self._decode_kv,
+        )
+        self.workers = {"encoder": self.encoder, "prefill": self.prefill, "decode": self.decode}
+
+    def _decode_engine(self, mover: Mover, outbox: Outbox, window: int | None) -> DecodeEngine:
+        runner = SimpleNamespace(
             run=self._run_decode,
-            propose=lambda batch: None,
+            propose=self._propose,
             forget=lambda choice: None,
             copy_blocks=self._decode_kv.copy_blocks,
             compute=self.compute,
             num_drafted=0,
             num_accepted=0,
         )
-        self.decode = self._worker("decode", lambda mover, outbox: DecodeEngine(
-            decode_runner, self.pools["decode"], mover, outbox, self.clock, POLICY, 2,
-            self.ended.append, no_turns(self.clock), max_stretch_tokens=BLOCK_SIZE),
-            incoming=self._decode_kv)  # fmt: skip
-        self.workers = {"encoder": self.encoder, "prefill": self.prefill, "decode": self.decode}
+        return DecodeEngine(
+            runner, self.pools["decode"], mover, outbox, self.clock, POLICY, MAX_BATCH_SEQUENCES,
+            self.ended.append, no_turns(self.clock), window, max_stretch_tokens=BLOCK_SIZE,
+        )  # fmt: skip
 
     def _worker(self, name: str, build: Callable[[Mover, Outbox], Any], **memories: BlockMemory) -> Worker:
         inbox = Inbox()
@@ -389,7 +331,10 @@ class Rig:
         for part in parts:
             for position, token_id in enumerate(part.token_ids, part.start):
                 _write(self._decode_kv, part.block_table, position, token_id)
-        return [tuple(_first_token(part.token_ids[-1]) for _ in part.draws) for part in parts]
+        return [tuple(first_token(part.token_ids[-1]) for _ in part.draws) for part in parts]
+
+    def _propose(self, batch: Sequence[Any]) -> None:
+        """Nothing is drafted."""
 
     def _run_decode(self, batch: Sequence[Any]) -> list[list[list[int]]]:
         """Checks every branch's prompt and answer, writes what a model would, says the next number."""
@@ -411,14 +356,9 @@ def _first_tokens(requests: Sequence[Any]) -> list[tuple[int, ...]]:
     tokens: list[tuple[int, ...]] = []
     for request in requests:
         assert request.is_complete
-        token_id = _first_token(request.main.prompt.token_ids[-1])
+        token_id = first_token(request.main.prompt.token_ids[-1])
         tokens.append((token_id,) * len(request.request.sampling))
     return tokens
-
-
-def _first_token(last: int) -> int:
-    """Behind a prompt that ends so. A resumed request goes on counting where its first attempt stopped."""
-    return FIRST_TOKEN if last == LAST_PROMPT_TOKEN else last + 1
 
 
 def _write(memory: BlockMemory, block_table: Sequence[int], position: int, value: int) -> None:

@@ -29,7 +29,7 @@ from cluster.types.messages import (
     Tokens,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
-from tests.fakes.engines import TIMEOUT_S, Rig
+from tests.fakes.engines import MARGIN_S, TIMEOUT_S, Rig
 
 
 @dataclass
@@ -121,6 +121,15 @@ class Relay:
             for name in self.rig.workers:
                 while self.rig.workers[name].said:
                     self.hear_one(name)
+
+    def finish(self) -> None:
+        """Whoever is left lands; whatever is under way ends, by its deadline if need be; then nothing is held."""
+        for request_id in list(self.stories):
+            self.land(request_id)
+        self.play(20)
+        self.rig.clock.at += TIMEOUT_S + MARGIN_S
+        self.play(5)
+        self.rig.audit()
 
     def _hear(self, name: str, message: AnyMessage) -> None:
         if isinstance(message, Tokens):

@@ -7,8 +7,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig, make_item, make_request, make_video
+from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig
 from tests.fakes.relay import Relay
+from tests.fakes.requests import make_item, make_request, make_video
 
 NAMES = ("encoder", "prefill", "decode")
 ITEMS = {name: make_item(name, num_rows) for name, num_rows in (("a", 3), ("b", 4), ("c", 9), ("bad", 5))}

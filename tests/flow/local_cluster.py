@@ -6,6 +6,7 @@ Ends with the audit of the style page: every block free or cached, every lease c
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -67,7 +68,9 @@ async def local_cluster(
     lease_margin_s: float = 5.0,
     num_doors: int = 1,
 ) -> AsyncIterator[LocalCluster]:
-    """`num_replicas`: encoders, prefill and decode workers."""
+    """`num_replicas`: encoders, prefill and decode workers. A cluster that has ended is a web of references with all its memory:
+    it goes before the next one comes, for by itself the collector visits so large a process only now and then."""
+    gc.collect()
     unique = secrets.token_hex(4)
     encoders = [EncoderService(args, f"e{i}-{unique}") for i in range(num_replicas[0])]
     prefills = [
@@ -101,3 +104,4 @@ async def local_cluster(
             await door.aclose()
         for service in services:
             await service.stop()
+        by_id.clear()  # FastAPI remembers the routes of an API that has ended, and with them its door

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers as hf
 
 from bench.workload import Reference, make_cases
 from cluster.config.settings import ClusterArgs
@@ -23,48 +20,34 @@ from router.ledger import Ledger
 from tests.fakes.staying import let_stay
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MAX_TOKENS, MODEL, check_all, cluster_args
+from tests.flow.text_models import (
+    BLOCK_SIZE,
+    GREEDY,
+    WINDOW,
+    answers,
+    draw_prompts,
+    generated,
+    save_mistral,
+)  # fmt: skip
 
-NUM_TOKENS, BLOCK_SIZE, WINDOW, STRETCH = 40, 8, 32, 20
+NUM_TOKENS, STRETCH = 40, 20
 LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 24, 33, 64, 150)
-GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.5, top_p=0.95, seed=5)
-BASE = {
-    "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3, "eos_token_id": None,
-    "bos_token_id": None,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["whole", "window"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that looks back to the beginning, or `WINDOW` tokens; the demo model's tokenizer is for the door."""
-    path = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(6)
-    window = WINDOW if request.param == "window" else None
-    hf.MistralForCausalLM(hf.MistralConfig(**BASE, sliding_window=window)).save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(MODEL / name, path / name)
-    return path
+    return save_mistral(tmp_path_factory.mktemp(request.param), WINDOW if request.param == "window" else None)
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[tuple[int, ...]]:
-    draw = torch.Generator().manual_seed(8)
-    return [tuple(torch.randint(5, 900, (length,), generator=draw).tolist()) for length in LENGTHS]
+    return draw_prompts(LENGTHS)
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    model = hf.MistralForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    answers = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False
-            )
-        answers.append(output[0, len(prompt) :].tolist())
-    return answers
+    return generated(folder, prompts, NUM_TOKENS)
 
 
 def folder_args(folder: Path, decode: dict[str, Any] | None = None, **changes: Any) -> ClusterArgs:
@@ -78,20 +61,6 @@ def cut_stretches(cluster: LocalCluster) -> None:
         decode._engine._stretches._budget = StepBudget(10.0, BLOCK_SIZE, STRETCH)
 
 
-async def answers(
-    cluster: LocalCluster, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY, num_choices: int = 1
-) -> list[list[int]]:
-    request = GenerateRequest(
-        new_request_id(), Prompt(prompt), (sampling,) * num_choices, StopParams(NUM_TOKENS)
-    )
-    streams = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
-    try:
-        return [[token_id async for event in stream for token_id in event.token_ids] for stream in streams]
-    finally:
-        for stream in streams:
-            await stream.aclose()
-
-
 @pytest.mark.parametrize("num_choices", [1, 2])
 @pytest.mark.parametrize("speculation", ["off", "ngram", "draft"])
 @pytest.mark.parametrize("stays", [lambda _: True, lambda number: number % 2], ids=["all", "every other"])
@@ -103,7 +72,9 @@ async def test_prompts_that_decode_computes_are_answered_like_generate(
     async with local_cluster(args, (0, 1, 1)) as cluster:
         cut_stretches(cluster)
         policy = let_stay(cluster.door, stays)
-        got = await asyncio.gather(*(answers(cluster, p, num_choices=num_choices) for p in prompts))
+        got = await asyncio.gather(
+            *(answers(cluster, p, NUM_TOKENS, num_choices=num_choices) for p in prompts)
+        )
         assert policy.num_stayed >= len(prompts) // 2
     assert got == [[answer] * num_choices for answer in expected]
 
@@ -115,7 +86,7 @@ async def test_prompts_that_are_preempted_and_computed_here_again_are_answered_l
         overcommit(cluster)
         cut_stretches(cluster)
         let_stay(cluster.door)
-        got = await asyncio.gather(*(answers(cluster, prompt) for prompt in prompts * 2))
+        got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts * 2))
         assert cluster.decodes[0]._engine.num_preempted > 0
     assert got == [[answer] for answer in expected] * 2
 
@@ -126,9 +97,13 @@ async def test_a_seed_draws_what_it_draws_where_prefill_computes_the_prompt(fold
     async with local_cluster(folder_args(folder, **changes), (0, 1, 1)) as cluster:
         cut_stretches(cluster)
         let_stay(cluster.door, lambda _: False)
-        moved = await asyncio.gather(*(answers(cluster, prompt, SAMPLED, 2) for prompt in prompts))
+        moved = await asyncio.gather(
+            *(answers(cluster, prompt, NUM_TOKENS, SAMPLED, 2) for prompt in prompts)
+        )
         let_stay(cluster.door)
-        stayed = await asyncio.gather(*(answers(cluster, prompt, SAMPLED, 2) for prompt in prompts))
+        stayed = await asyncio.gather(
+            *(answers(cluster, prompt, NUM_TOKENS, SAMPLED, 2) for prompt in prompts)
+        )
     assert stayed == moved
 
 
@@ -181,7 +156,9 @@ async def test_clients_that_leave_while_decode_computes_their_prompts_leave_noth
     async def one(cluster: LocalCluster, prompt: tuple[int, ...]) -> None:
         try:
             async with asyncio.timeout(rng.choice([rng.uniform(0, 0.1), None])):
-                ends.append(len((await answers(cluster, prompt, num_choices=rng.choice([1, 2])))[0]))
+                ends.append(
+                    len((await answers(cluster, prompt, NUM_TOKENS, num_choices=rng.choice([1, 2])))[0])
+                )
         except TimeoutError:
             ends.append(-1)
 
@@ -196,4 +173,4 @@ async def test_a_prompt_that_decode_cannot_hold_is_refused_by_name(folder):
     async with local_cluster(folder_args(folder, {"kv_blocks": 8}), (0, 1, 1)) as cluster:
         let_stay(cluster.door)
         with pytest.raises(ClusterError, match="tokens of KV cache; a decode worker holds 64"):
-            await answers(cluster, tuple(range(5, 100)))
+            await answers(cluster, tuple(range(5, 100)), NUM_TOKENS)

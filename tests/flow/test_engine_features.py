@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from router.ledger import Ledger
 from router.openai.app import build_api
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MODEL, cluster_args
+from tests.flow.text_models import SIZES, save_text_model
 
 MAX_TOKENS = 24
 NEGATIVE = "Say three numbers."
@@ -90,17 +90,8 @@ async def test_choices_draw_what_they_would_draw_alone_also_after_a_preemption(c
 
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2 with the demo model's tokenizer: transformers' guided `generate` runs on text models."""
-    folder = tmp_path_factory.mktemp("text-model")
-    torch.manual_seed(4)
-    config = hf.Qwen2Config(
-        vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    hf.Qwen2ForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(MODEL / name, folder / name)
-    return folder
+    """A random Qwen2: transformers' guided `generate` runs on text models."""
+    return save_text_model(tmp_path_factory.mktemp("text-model"), hf.Qwen2Config(**SIZES), seed=4)
 
 
 @pytest.mark.parametrize("num_negative_tokens", [0, 1, 23])

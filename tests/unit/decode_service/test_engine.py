@@ -14,8 +14,9 @@ from cluster.types.messages import (
     ReturnGrant,
     Tokens,
 )  # fmt: skip
-from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig, make_item, make_request
+from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig
 from tests.fakes.relay import Relay
+from tests.fakes.requests import make_item, make_request
 
 
 @pytest.fixture
@@ -27,12 +28,7 @@ def rig():
 def relay(rig):
     relay = Relay(rig)
     yield relay
-    for request_id in relay.stories:
-        relay.land(request_id)
-    relay.play(20)
-    rig.clock.at += TIMEOUT_S + MARGIN_S
-    relay.play(5)
-    rig.audit()
+    relay.finish()
 
 
 def ask_decode(rig, relay):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +17,12 @@ from cluster.model.attention_torch import TorchAttention
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.types.messages import Cancel
 from cluster.types.request import num_window_blocks
-from cluster.worker.turns import no_turns
-from decode_service.engine import DecodeEngine
 from decode_service.state import Branch
-from tests.fakes.engines import BLOCK_SIZE, MARGIN_S, POLICY, TIMEOUT_S, Rig, kv_value, make_request
+from tests.fakes.engines import BLOCK_SIZE, Rig
 from tests.fakes.relay import Relay
+from tests.fakes.requests import kv_value, make_request
 from tests.flow.tiny_models import TEXT_FAMILIES
 
-MAX_BATCH = 2
 BACKENDS = {"torch": TorchAttention, "best": lambda: make_backend(torch.device("cpu"), torch.float32)}
 
 
@@ -34,24 +31,9 @@ class WindowRig(Rig):
     and checks through the table alone, so a block that somebody else uses by now is found."""
 
     def __init__(self, window: int, *, max_draft: int = 0, seed: int = 0, **sizes: int):
-        super().__init__(**sizes)
+        super().__init__(window=window, **sizes)
         self.window, self.max_draft = window, max_draft
-        self.num_drafted = 0
         self._draw = random.Random(seed)
-        runner = SimpleNamespace(
-            run=self._run_decode,
-            propose=self._propose,
-            forget=lambda choice: None,
-            copy_blocks=self._decode_kv.copy_blocks,
-            compute=self.compute,
-            num_drafted=0,
-            num_accepted=0,
-        )
-        worker = self.decode
-        worker.engine = DecodeEngine(
-            runner, self.pools["decode"], worker.mover, worker.outbox, self.clock, POLICY, MAX_BATCH,
-            self.ended.append, no_turns(self.clock), window, BLOCK_SIZE,
-        )  # fmt: skip
 
     @property
     def most_blocks(self) -> int:
@@ -79,7 +61,6 @@ class WindowRig(Rig):
             length = self._draw.randint(0, max(0, room))
             wrong_at = self._draw.randint(0, length)  # length: nowhere
             choice.drafts = [choice.token_ids[-1] + 1 + i + (i == wrong_at) for i in range(length)]
-            self.num_drafted += length
 
     def _run_decode(self, batch: Sequence[Any]) -> list[list[list[int]]]:
         return [[self._advance(request, choice) for choice in request.live_choices] for request in batch]
@@ -108,16 +89,6 @@ class WindowRig(Rig):
         return self._decode_kv.segments[0][block_id, position % BLOCK_SIZE]
 
 
-def finish(rig: Rig, relay: Relay) -> None:
-    """Whoever is left lands; then nothing is held any more."""
-    for request_id in list(relay.stories):
-        relay.land(request_id)
-    relay.play(20)
-    rig.clock.at += TIMEOUT_S + MARGIN_S
-    relay.play(5)
-    rig.audit()
-
-
 def test_a_long_answer_holds_no_more_than_its_window() -> None:
     rig = WindowRig(10, decode_blocks=24)
     relay = Relay(rig)
@@ -129,7 +100,7 @@ def test_a_long_answer_holds_no_more_than_its_window() -> None:
             used.append(rig.pools["decode"].num_referenced)
     assert story.tokens == list(range(50, 110))
     assert len(used) > 50 and set(used) == {3}  # behind a step the window has nine tokens, of 20 + 60
-    finish(rig, relay)
+    relay.finish()
 
 
 def test_a_prompt_is_given_back_behind_the_window_as_soon_as_it_is_there() -> None:
@@ -140,7 +111,7 @@ def test_a_prompt_is_given_back_behind_the_window_as_soon_as_it_is_there() -> No
         before = rig.pools["decode"].num_referenced
         relay.play(1)
     assert (before, rig.pools["decode"].num_referenced) == (10, 2)
-    finish(rig, relay)
+    relay.finish()
 
 
 def test_a_prompt_that_choices_share_is_free_when_the_last_of_them_has_left_it() -> None:
@@ -153,7 +124,7 @@ def test_a_prompt_that_choices_share_is_free_when_the_last_of_them_has_left_it()
     assert [table[:2] for table in tables] == [[0, tables[0][1]]] * 3  # shared
     relay.play()
     assert [line.tokens for line in story.lines] == [list(range(50, 62))] * 3
-    finish(rig, relay)
+    relay.finish()
 
 
 def test_a_request_whose_window_fits_is_taken_though_its_whole_answer_would_not_fit() -> None:
@@ -164,7 +135,7 @@ def test_a_request_whose_window_fits_is_taken_though_its_whole_answer_would_not_
         relay.play(100)
         assert (story.tokens == list(range(50, 100))) is is_taken
         assert (story.error is None) is is_taken
-        finish(rig, relay)
+        relay.finish()
 
 
 def test_what_is_held_behind_a_window_is_at_most_what_the_whole_answer_needs() -> None:
@@ -182,7 +153,7 @@ def test_a_request_that_leaves_with_a_hole_in_its_table_gives_back_the_rest_once
     rig.receive("decode", Cancel("r", 1))
     relay.play(2)
     relay.land("r")
-    finish(rig, relay)
+    relay.finish()
     assert rig.pools["decode"].num_referenced == 0
 
 
@@ -196,7 +167,7 @@ def test_the_copy_meant_for_a_choice_that_ended_early_is_free_at_once() -> None:
     while not rig.decode.engine.load().num_running:
         relay.play(1)
     assert rig.pools["decode"].num_referenced == 1
-    finish(rig, relay)
+    relay.finish()
 
 
 request_sizes = st.tuples(
@@ -253,7 +224,7 @@ def test_the_pool_is_used_within_bounds_and_gets_everything_back(
         assert story.error is None
         wanted = list(range(50, 50 + request.stop.max_tokens))
         assert [line.tokens for line in story.lines] == [wanted] * len(request.sampling)
-    finish(rig, relay)
+    relay.finish()
     assert rig.pools["decode"].num_referenced == 0
 
 

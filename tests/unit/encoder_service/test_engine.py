@@ -5,7 +5,8 @@ import torch
 
 from cluster.types.messages import CacheChanged, Cancel, Encoded, Failed
 from tests.fakes.encoder import EncoderRig
-from tests.fakes.engines import DOOR, TIMEOUT_S, item_value, make_item
+from tests.fakes.engines import DOOR, TIMEOUT_S
+from tests.fakes.requests import item_value, make_item
 
 ITEM, LARGE = make_item("a", 5), make_item("large", 20)
 

@@ -10,7 +10,7 @@ from encoder_service.budget import RECOVERY_S, CallBudget
 from encoder_service.failures import is_out_of_memory
 from tests.fakes.clock import ManualClock
 from tests.fakes.encoder import EncoderRig
-from tests.fakes.engines import make_item, make_video
+from tests.fakes.requests import make_item, make_video
 
 NUM_ROWS = 5
 ITEM_BYTES = 8 * NUM_ROWS  # of a prepared item of the rig

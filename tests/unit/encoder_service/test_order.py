@@ -7,7 +7,8 @@ from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.media import MediaGeometry, MediaItem, MediaOptions, Modality
 from cluster.types.messages import Cancel, Encoded, Failed
 from tests.fakes.encoder import EncoderRig
-from tests.fakes.engines import DOOR, item_value, make_item, make_video
+from tests.fakes.engines import DOOR
+from tests.fakes.requests import item_value, make_item, make_video
 
 ROWS_PER_S = 10.0
 POLICY = SchedulingPolicy(aging_s=5.0, tokens_per_s=ROWS_PER_S, text_share=0.5)

@@ -9,17 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
-from cluster.types.media import MediaGeometry, MediaItem, Modality
+from cluster.types.media import MediaItem
 from encoder_service.preparation import Preparation, PreparationLimits
 from encoder_service.runner import Prepared
 from tests.fakes.engines import ManualExecutor
+from tests.fakes.requests import make_item
 
 POLICY = SchedulingPolicy(aging_s=5.0, tokens_per_s=10.0, text_share=0.5)
 LONG_ROWS = 100
-
-
-def make(name: str, num_rows: int) -> MediaItem:
-    return MediaItem(Modality.IMAGE, name.encode(), name, MediaGeometry(num_rows))
 
 
 def prepare(item: MediaItem) -> Prepared:
@@ -37,7 +34,7 @@ class Bench:
 
     def put(self, name: str, num_rows: int, arrived_at: float = 0.0, priority: int = 0) -> None:
         ticket = Ticket(name, arrived_at, num_rows, priority=priority)
-        self.preparation.put(ticket, make(name, num_rows))
+        self.preparation.put(ticket, make_item(name, num_rows))
 
     def run_all(self) -> list[str]:
         """Names, in the order in which they were prepared."""
@@ -172,6 +169,6 @@ def test_real_threads_prepare_everything_once(num_threads):
         limits = PreparationLimits(num_threads, 1 << 20, LONG_ROWS)
         preparation = Preparation(prepare, executor, limits, POLICY, on_done)
         for i in range(200):
-            preparation.put(Ticket(str(i), 0.0, 1 + i), make(str(i), 1 + i))
+            preparation.put(Ticket(str(i), 0.0, 1 + i), make_item(str(i), 1 + i))
         assert all_done.wait(10.0)
     assert sorted(done, key=int) == [str(i) for i in range(200)] and preparation.held_bytes == 0

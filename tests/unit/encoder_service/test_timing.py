@@ -7,7 +7,7 @@ import pytest
 
 from cluster.types.messages import Encoded, EncodeTiming
 from tests.fakes.encoder import EncoderRig
-from tests.fakes.engines import make_item, make_video
+from tests.fakes.requests import make_item, make_video
 
 PREPARE_S, CALL_S = 0.5, 2.0
 ITEM = make_item("a", 5)

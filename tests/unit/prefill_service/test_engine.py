@@ -13,35 +13,14 @@ from cluster.types.media import MediaGeometry, Modality, PlacedMedia
 from cluster.types.messages import Failed, FeatureGranted, FinishReason, Tokens
 from cluster.types.request import Prompt
 from prefill_service.state import PromptSequence
-from tests.fakes.engines import (
-    DOOR,
-    FEATURE_LAYOUT,
-    MARGIN_S,
-    TIMEOUT_S,
-    UNPLACEABLE_TOKEN,
-    Rig,
-    item_value,
-    make_item,
-    make_request,
-)
+from tests.fakes.engines import DOOR, FEATURE_LAYOUT, TIMEOUT_S, Rig
 from tests.fakes.relay import Relay
+from tests.fakes.requests import UNPLACEABLE_TOKEN, item_value, make_item, make_request
 
 
 @pytest.fixture
 def rig():
     return Rig()
-
-
-@pytest.fixture
-def relay(rig):
-    relay = Relay(rig)
-    yield relay
-    for request_id in relay.stories:
-        relay.land(request_id)
-    relay.play(20)
-    rig.clock.at += TIMEOUT_S + MARGIN_S
-    relay.play(5)
-    rig.audit()
 
 
 def only_to(relay, *names):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from cluster.types.messages import PrefillTiming, Tokens
 from prefill_service.timing import Part, Stopwatch
-from tests.fakes.engines import MARGIN_S, TIMEOUT_S, Rig, make_item, make_request
-from tests.fakes.relay import Relay
+from tests.fakes.engines import Rig
+from tests.fakes.requests import make_item, make_request
 
 STEP_S = 0.5
 
@@ -41,18 +41,6 @@ class TimedRig(Rig):
 @pytest.fixture
 def rig():
     return TimedRig()
-
-
-@pytest.fixture
-def relay(rig):
-    relay = Relay(rig)
-    yield relay
-    for request_id in relay.stories:
-        relay.land(request_id)
-    relay.play(20)
-    rig.clock.at += TIMEOUT_S + MARGIN_S
-    relay.play(5)
-    rig.audit()
 
 
 def hand_over(relay):

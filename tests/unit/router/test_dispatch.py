@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 import msgspec
 import pytest
 
-from cluster.clock import SystemClock
-from cluster.config.settings import AdmissionArgs, DoorArgs
-from cluster.errors import MediaError, RequestError, UnavailableError, to_info
-from cluster.scheduling.keys import SchedulingPolicy
-from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
-from cluster.types.members import Member, Role
+from cluster.errors import MediaError, RequestError, UnavailableError
+from cluster.types.members import Role
 from cluster.types.messages import (
     Admitted,
     Cancel,
@@ -21,152 +16,20 @@ from cluster.types.messages import (
     DecodeTarget,
     Encoded,
     EncodeTarget,
-    Failed,
     FeatureGranted,
     FeatureShared,
     FinishReason,
-    LoadReport,
     Preempted,
     ReturnGrant,
     StartDecode,
     StartEncode,
     StartPrefill,
-    TokenEvent,
-    Tokens,
 )  # fmt: skip
-from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from cluster.types.request import SamplingParams, StopParams
 from cluster.types.transfer import Grant
-from router.admission import AdmissionQueue, Capacity
-from router.dispatch import Dispatcher
-from router.entrance import Entrance
 from router.ledger import Ledger
-from router.members import Peer
-from router.placing import Placing
-from router.policy import ClusterView, JointPolicy
 from router.streams import Launch
-from tests.fakes.staying import StayingPolicy
-
-ITEM = MediaItem(Modality.IMAGE, b"png", "hash", MediaGeometry(3))
-REQUEST = GenerateRequest(
-    "r",
-    Prompt((1, 2, 9, 9, 9, 3), (PlacedMedia(ITEM.modality, "hash", ((2, 3),), ITEM.geometry),)),
-    (SamplingParams(),),
-    StopParams(3),
-)
-
-
-TEXT = GenerateRequest("r", Prompt((1, 2, 3)), (SamplingParams(), SamplingParams()), StopParams(3))
-
-
-class FakeConnection:
-    def __init__(self):
-        self.sent: list = []
-
-    def send(self, message) -> None:
-        self.sent.append(message)
-
-
-class FakeMembers:
-    """The part of the member table that a dispatcher uses."""
-
-    def __init__(self):
-        self.peers = {role: Peer(Member(role.value, role, "", "", "", 8)) for role in Role}
-        self.connections = {role: FakeConnection() for role in Role}
-        self.drained: list[Peer] = []
-        for role, peer in self.peers.items():
-            peer.attach(self.connections[role])
-
-    def peer(self, replica_id):
-        return self.peers[Role(replica_id)]
-
-    def close_if_drained(self, peer):
-        self.drained.append(peer)
-
-
-@dataclass
-class Door:
-    dispatcher: Dispatcher
-    members: FakeMembers
-    cluster: ClusterView
-    calls: dict[str, asyncio.Future] = field(default_factory=dict)
-
-    def tell(self, role: Role, message) -> None:
-        self.dispatcher.on_message(self.members.peers[role], message)
-
-    def token(
-        self,
-        role: Role,
-        *token_ids: int,
-        reason: FinishReason | None = None,
-        name: str = "r",
-        choice: int = 0,
-    ) -> None:
-        event = TokenEvent(name, token_ids, reason, choice_idx=choice)
-        self.tell(role, Tokens((event,), LoadReport()))
-
-    def fail(self, role: Role, error=None, item_idx=None) -> None:
-        self.tell(role, Failed("r", to_info(error or UnavailableError(f"{role} gave up")), item_idx))
-
-    def generate(self, request, items, hashes=()):
-        return self.dispatcher.generate(request, items, hashes, Ledger(self.dispatcher._clock.now()))
-
-    def units(self) -> dict[Role, float]:
-        """Work that counts as sent and is not known to be done."""
-        pools = (self.cluster.encoders, self.cluster.prefills, self.cluster.decodes)
-        return {pool.role: float(pool.sent_units.sum()) for pool in pools}
-
-    def sent(self, role: Role) -> list[str]:
-        return [type(message).__name__ for message in self.members.connections[role].sent]
-
-    async def start(self) -> tuple[asyncio.Task, list[int]]:
-        got: list[int] = []
-
-        async def read() -> FinishReason | None:
-            (stream,) = self.generate(REQUEST, [ITEM], [b"block"])
-            async for event in stream:
-                got.extend(event.token_ids)
-                if event.finish_reason is not None:
-                    return event.finish_reason
-            return None
-
-        task = asyncio.ensure_future(read())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        self.tell(Role.PREFILL, Admitted("r"))
-        await asyncio.sleep(0)
-        return task, got
-
-
-@pytest.fixture
-async def door():
-    calls: dict[str, asyncio.Future] = {}
-
-    async def call_decode(replica_id: str, request_id: str) -> None:
-        await calls.setdefault(request_id, asyncio.get_running_loop().create_future())
-
-    timeouts = DoorArgs(first_token_timeout_s=0.2, request_timeout_s=0.4)
-    clock = SystemClock()
-    cluster = ClusterView(SchedulingPolicy(5.0, 2000.0, 0.3), 1.0, 2)
-    queue = AdmissionQueue(AdmissionArgs(), 0.3, Capacity(0, 0, 0))
-    dispatcher = Dispatcher(
-        Placing(JointPolicy(), cluster, 16), Entrance(queue, clock), call_decode, timeouts, clock
-    )
-    door = Door(dispatcher, FakeMembers(), cluster, calls)
-    door.dispatcher.members = door.members
-    for peer in door.members.peers.values():
-        door.dispatcher.on_joined(peer)
-    yield door
-    for call in calls.values():
-        if not call.done():
-            call.set_result(None)
-    await asyncio.sleep(0.01)
-    assert door.dispatcher.num_flights == 0
-    for role, peer in door.members.peers.items():
-        assert peer.num_flights == 0, role
-        cancels = [m for m in door.members.connections[role].sent if m == Cancel("r")]
-        assert len(cancels) <= 1, role
-    assert not door.dispatcher._calls
-    assert not any(door.units().values()) and queue.is_idle
+from tests.unit.router.scripted_door import ITEM, REQUEST
 
 
 def grant(lease_id: str) -> Grant:
@@ -414,88 +277,3 @@ async def test_an_encoder_is_told_the_class_of_a_request_and_how_long_it_has_wai
     (start,) = door.members.connections[Role.ENCODE].sent
     assert (start.priority, start.waited_s) == (3, 1.5)
     door.dispatcher.close(flight, 0)
-
-
-@pytest.fixture
-def staying(door):
-    """A door whose text prompts are computed by decode."""
-    door.dispatcher._placing._policy = StayingPolicy()
-    return door
-
-
-async def begin(door, request=TEXT):
-    """Its streams, of which the first is being read."""
-    streams = door.generate(request, (), [])
-    task = asyncio.ensure_future(anext(streams[0]))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    return streams, task
-
-
-async def test_a_prompt_that_decode_computes_concerns_nobody_else(staying):
-    (first, second), task = await begin(staying)
-    assert [staying.sent(role) for role in Role] == [[], [], ["StartDecode"]]
-    assert staying.members.connections[Role.DECODE].sent[0].prefills and "r" in staying.calls
-    assert staying.members.peers[Role.PREFILL].num_flights == 0
-    for choice in (1, 0):
-        staying.token(Role.DECODE, 5 + choice, choice=choice)
-    assert (await task).token_ids == (5,) and (await anext(second)).token_ids == (6,)
-    for choice in (0, 1):
-        staying.token(Role.DECODE, 7, reason=FinishReason.STOP, choice=choice)
-    assert (await anext(first)).token_ids == (await anext(second)).token_ids == (7,)
-    assert staying.dispatcher.num_flights == 0
-    assert [staying.sent(role) for role in Role] == [[], [], ["StartDecode"]]  # it is over there
-
-
-async def test_a_request_with_media_takes_the_ordinary_way_still(staying):
-    task, _ = await staying.start()
-    assert not staying.members.connections[Role.DECODE].sent[0].prefills
-    assert staying.sent(Role.PREFILL) == ["StartPrefill"]
-    task.cancel()
-    await asyncio.wait([task])
-
-
-@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
-async def test_only_the_loss_of_decode_ends_a_request_that_stays_there(staying, role):
-    (_, second), task = await begin(staying)
-    staying.dispatcher.on_lost(staying.members.peers[role])
-    if role is Role.DECODE:
-        with pytest.raises(UnavailableError, match="decode worker was lost"):
-            await task
-    else:
-        staying.token(Role.DECODE, 5, reason=FinishReason.STOP)
-        assert (await task).token_ids == (5,)
-    await second.aclose()
-
-
-async def test_a_request_that_stays_is_called_off_at_decode_alone(staying):
-    streams, task = await begin(staying)
-    await streams[1].aclose()
-    assert staying.members.connections[Role.DECODE].sent[-1] == Cancel("r", 1)
-    task.cancel()
-    await asyncio.wait([task])
-    assert [staying.sent(role) for role in Role] == [[], [], ["StartDecode", "Cancel", "Cancel"]]
-
-
-async def test_silence_ends_a_request_that_stays_at_its_deadline(staying):
-    (_, second), task = await begin(staying)
-    with pytest.raises(UnavailableError, match="out of time"):
-        await task
-    await second.aclose()
-
-
-async def test_what_is_left_of_a_preempted_answer_that_stayed_may_stay_again(staying):
-    (first, second), task = await begin(staying)
-    for choice in (0, 1):
-        staying.token(Role.DECODE, 5 + choice, choice=choice)
-    assert (await task).token_ids == (5,) and (await anext(second)).token_ids == (6,)
-    staying.tell(Role.DECODE, Preempted("r"))
-    reading = [asyncio.ensure_future(anext(stream)) for stream in (first, second)]
-    await asyncio.sleep(0.01)
-    starts = [m for m in staying.members.connections[Role.DECODE].sent if isinstance(m, StartDecode)]
-    assert all(start.prefills for start in starts) and staying.sent(Role.PREFILL) == []
-    assert [s.request.prompt.token_ids for s in starts] == [(1, 2, 3), (1, 2, 3, 5), (1, 2, 3, 6)]
-    for start, token_id in zip(starts[1:], (7, 8), strict=True):
-        staying.token(Role.DECODE, token_id, reason=FinishReason.STOP, name=start.request.request_id)
-    assert [(await each).token_ids for each in reading] == [(7,), (8,)]
-    staying.members.connections[Role.DECODE].sent.clear()

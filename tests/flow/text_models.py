@@ -1,0 +1,74 @@
+"""Folders of random text models with the demo model's tokenizer, which the door wants; what `generate` and a cluster answer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers as hf
+
+from cluster.ids import new_request_id
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from router.ledger import Ledger
+from tests.flow.local_cluster import LocalCluster
+from tests.flow.test_law import MODEL
+
+BLOCK_SIZE, WINDOW = 8, 32
+GREEDY = SamplingParams()
+SIZES = {
+    "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3, "eos_token_id": None,
+    "bos_token_id": None,
+}  # fmt: skip
+
+
+def save_text_model(folder: Path, config: hf.PretrainedConfig, seed: int) -> Path:
+    torch.manual_seed(seed)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(MODEL / name, folder / name)
+    return folder
+
+
+def save_mistral(folder: Path, window: int | None) -> Path:
+    """Looks back `window` tokens, or to the beginning."""
+    return save_text_model(folder, hf.MistralConfig(**SIZES, sliding_window=window), seed=6)
+
+
+def draw_prompts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    draw = torch.Generator().manual_seed(8)
+    return [tuple(torch.randint(5, 900, (length,), generator=draw).tolist()) for length in lengths]
+
+
+def generated(folder: Path, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[list[int]]:
+    """What transformers answers, greedily."""
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
+            )
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers
+
+
+async def answers(
+    cluster: LocalCluster,
+    prompt: tuple[int, ...],
+    num_tokens: int,
+    sampling: SamplingParams = GREEDY,
+    num_choices: int = 1,
+) -> list[list[int]]:
+    """Of all choices. Who is cancelled leaves nothing open."""
+    stop = StopParams(num_tokens)
+    request = GenerateRequest(new_request_id(), Prompt(prompt), (sampling,) * num_choices, stop)
+    streams = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
+    try:
+        return [[token_id async for event in stream for token_id in event.token_ids] for stream in streams]
+    finally:
+        for stream in streams:
+            await stream.aclose()
