@@ -118,11 +118,12 @@ class EncoderEngine:
         for delivery in self._deliveries.expired():
             self._fail(delivery, UnavailableError("encoding waited too long"))
         batch = self._select()
-        if batch:
-            self._tell_doors()  # what has been taken on: nobody else need encode it
-            self._encode(batch)
+        self._tell_doors(self.load())  # and what has been taken on: nobody else need encode it
+        if not batch:
+            return self._deliveries.wait_s()
+        self._encode(batch)
         self._tell_doors()
-        return 0 if batch else self._deliveries.wait_s()
+        return 0
 
     def start(self, door: DoorId, message: StartEncode, came_at: float) -> None:
         """Asked for anew, an item of a request is one delivery still: what was sent before did not arrive. `came_at`: when the message
@@ -353,12 +354,12 @@ class EncoderEngine:
                 if delivery.target is not None:
                     self._deliveries.send(delivery)
 
-    def _tell_doors(self) -> None:
+    def _tell_doors(self, load: LoadReport | None = None) -> None:
         changes = self._cache.take_changes(self._items)
         if changes is not None:
             self._outbox.broadcast(changes)
         self._speed.tell()
-        self._outbox.flush(self.load())
+        self._outbox.flush(load)
 
     def _count(self, **more: int) -> None:
         changes = {name: getattr(self._totals, name) + number for name, number in more.items()}

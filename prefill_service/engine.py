@@ -96,11 +96,12 @@ class PrefillEngine:
     def step(self) -> float | None:
         for request_id in self._deadlines.expired():
             self._expire(request_id)
-        if self._admit():
-            self._outbox.flush(self.load())  # decode reserves its blocks while the prompts are computed
-        has_run = self._run_chunks()
+        self._admit()
+        self._tell_doors(self.load())  # before the step: decode reserves blocks for what was admitted
+        if not self._run_chunks():
+            return self._deadlines.wait_s()
         self._tell_doors()
-        return 0 if has_run else self._deadlines.wait_s()
+        return 0
 
     def start(self, door: DoorId, message: StartPrefill, came_at: float) -> None:
         """`came_at`: when the message was here, however long the engine was busy since."""
@@ -175,12 +176,12 @@ class PrefillEngine:
             held_bytes=self._features.held_bytes,
         )
 
-    def _tell_doors(self) -> None:
+    def _tell_doors(self, load: LoadReport | None = None) -> None:
         changes = self._blocks.take_changes()
         if changes is not None:
             self._outbox.broadcast(changes)
         self._speed.tell()
-        self._outbox.flush(self.load())
+        self._outbox.flush(load)
 
     def _note_waiting(self, request: PrefillRequest, at: float) -> None:
         """It is in no step: does it wait for the device, or for embeddings?"""
@@ -198,13 +199,10 @@ class PrefillEngine:
         is_text = not request.main.prompt.media
         return Ticket(name, request.arrived_at, num_tokens, is_text, request.request.priority)
 
-    def _admit(self) -> bool:
-        """Blocks for whoever is next; whether anybody got some. A request that waits for embeddings holds its blocks, and
-        stops nobody else."""
-        has_admitted = False
+    def _admit(self) -> None:
+        """Blocks for whoever is next. A request that waits for embeddings holds its blocks, and stops nobody else."""
         while any(self._try_admit(ticket) for ticket in self._admission.heads()):
-            has_admitted = True
-        return has_admitted
+            pass
 
     def _try_admit(self, ticket: Ticket) -> bool:
         request = self._requests[ticket.request_id]

@@ -159,7 +159,8 @@ class Dispatcher:
         """What concerns no request first, and tokens, which are most of it."""
         replica_id = peer.member.replica_id
         if isinstance(message, Tokens):
-            self._cluster.reported(replica_id, message.load, self._clock.now())
+            if message.load is not None:
+                self._cluster.reported(replica_id, message.load, self._clock.now())
             if self._entrance.num_waiting:
                 self._report()
             for event in message.events:

@@ -131,7 +131,7 @@ class MemberTable:
         def on_message(_: Connection, message: AnyMessage) -> None:
             join()  # its greeting may be here before `connect` returns
             if isinstance(message, Tokens):
-                peer.load = message.load
+                peer.load = message.load or peer.load
             self._listener.on_message(peer, message)
 
         def on_close(_: Connection) -> None:

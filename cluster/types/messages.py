@@ -40,7 +40,7 @@ from cluster.types.media import MediaItem
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, SentTotals
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class FinishReason(StrEnum):
@@ -252,10 +252,10 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(Message, frozen=True):
-    """One frame per step for all of one door's requests; load rides along."""
+    """One frame per step for all of one door's requests; load rides along where it counts all that had come by then."""
 
     events: tuple[TokenEvent, ...]
-    load: LoadReport
+    load: LoadReport | None = None
 
 
 class Failed(Message, frozen=True):

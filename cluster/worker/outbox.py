@@ -1,7 +1,10 @@
 """What an engine wants to tell the doors, gathered during a step and handed over once at its end.
 
-Tokens of all requests of one door travel in one frame per step. The load report rides on every frame; a door that gets
+Tokens of all requests of one door travel in one frame per step. The load report rides on the frame; a door that gets
 no frame this step is sent the load alone when it has changed, so an idle worker says nothing.
+
+Who computes for long at a time (encode, prefill) tells its load when a step begins, not when one ends: what doors have sent
+meanwhile would not be in it, just when the answers to that step make clients send more.
 """
 
 from __future__ import annotations
@@ -48,9 +51,9 @@ class Outbox:
     def token(self, door: DoorId, event: TokenEvent) -> None:
         self._events[door].append(event)
 
-    def flush(self, load: LoadReport) -> None:
-        """Hand over everything gathered since the last flush."""
-        changed = load != self._last_load
+    def flush(self, load: LoadReport | None = None) -> None:
+        """Hand over everything gathered since the last flush. None: the load is told with the next flush."""
+        changed = load is not None and load != self._last_load
         out = [(door, message) for door, message in self._messages if door in self._doors]
         for door in self._doors:
             events = self._events.get(door)
@@ -58,6 +61,6 @@ class Outbox:
                 out.append((door, Tokens(tuple(events or ()), load)))
         self._messages.clear()
         self._events.clear()
-        self._last_load = load
+        self._last_load = load or self._last_load
         if out:
             self._deliver(out)

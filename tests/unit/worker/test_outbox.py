@@ -63,3 +63,19 @@ def test_a_new_door_is_greeted_first_with_what_is_true_then():
     assert [message for _, message in delivered[0]][:3] == [
         CacheChanged(("a", "b"), ()), Measured(ServiceCurves(max_step_units=2)), CacheChanged(("c",), ())
     ]  # fmt: skip
+
+
+def test_a_load_that_is_not_told_is_told_with_the_next_flush():
+    outbox, delivered = make()
+    outbox.add_door(1)
+    outbox.flush(LoadReport(num_running=1))
+    delivered.clear()
+    event = TokenEvent("r", (5,))
+    outbox.token(1, event)
+    outbox.flush()
+    assert delivered == [[(1, Tokens((event,), None))]]
+    outbox.flush()
+    outbox.flush(LoadReport(num_running=1))
+    assert len(delivered) == 1, "nothing has changed"
+    outbox.flush(LoadReport(num_running=2))
+    assert delivered[1:] == [[(1, Tokens((), LoadReport(num_running=2)))]]
