@@ -55,14 +55,23 @@ class Answer:
 
     @property
     def predicted_s(self) -> tuple[float, float, float] | None:
-        """(expected, low, high) time from placing to the first token."""
+        """(expected, low, high) time from placing to the first token; the ledger's times begin at the door."""
         told = self.ledger.get("predicted_ms")
-        return None if told is None else (told["ttft"] / 1e3, told["low"] / 1e3, told["high"] / 1e3)
+        if told is None:
+            return None
+        expected, low, high = (
+            (told[name] - self._before_placing_ms) / 1e3 for name in ("ttft", "low", "high")
+        )
+        return expected, low, high
 
     @property
     def placed_ttft_s(self) -> float:
         """What was predicted: the time from placing to the first token, on the door's clock."""
-        return (self.ledger["ttft_ms"] - sum(self.stage_ms(name) for name in BEFORE_PLACING)) / 1e3
+        return (self.ledger["ttft_ms"] - self._before_placing_ms) / 1e3
+
+    @property
+    def _before_placing_ms(self) -> float:
+        return sum(self.stage_ms(name) for name in BEFORE_PLACING)
 
     def stage_ms(self, name: str) -> float:
         return self.ledger.get("actual_ms", {}).get(name, 0.0)
