@@ -124,20 +124,21 @@ class PrefillsOutlook:
         pool = cluster.prefills
         total = pool.reported_units + pool.sent_units
         keys, token_s = cluster.keys(request, now, self.num_uncached), self._queued_token_s
-        soon = now + media_s
-        not_before = np.where(self.is_needed.any(0), soon + total * token_s, soon)
-        own = cluster.pending.ahead(pool, now, keys, soon, token_s, not_before)
+        own = cluster.pending.running(pool, now, keys)
         others = np.maximum(0.0, pool.reported_units - np.maximum(0.0, own.total - pool.sent_units))
-        before = np.minimum(others + own.before, total)
-        text_before = np.minimum(others + own.text_before, total)
         running = np.minimum(others + own.running, total)
         running, left_s = running_step(pool, running, self._fixed_s, token_s, now)
         running_before = np.minimum(running, others + own.running_before)
+        soon = now + media_s
+        not_before = np.where(self.is_needed.any(0), soon + total * token_s, now + left_s)
+        ahead = cluster.pending.ahead(pool, now, keys, soon, token_s, not_before)
+        before = np.minimum(others + ahead.before, total)
+        text_before = np.minimum(others + ahead.text_before, total)
         return _Queue(
             left_s,
             np.maximum(0.0, before - running_before),
             np.maximum(0.0, text_before - running_before),
-            np.maximum(0.0, np.minimum(own.behind, total - before) - (running - running_before)),
+            np.maximum(0.0, np.minimum(ahead.behind, total - before) - (running - running_before)),
         )
 
     def _compute(self, request: RequestView, queue: _Queue, text_share: float) -> None:

@@ -10,15 +10,20 @@ from numpy.typing import NDArray
 from router.policy.pool import Floats, Pool
 
 
-class Ahead(NamedTuple):
+class Running(NamedTuple):
     """[slots] each, in tokens of this door's prompts that are not known to be computed."""
 
-    total: Floats
+    total: Floats  # running or not
+    running: Floats  # in the step that runs, if it can hold them
+    running_before: Floats  # … of those that go before a new one
+
+
+class Ahead(NamedTuple):
+    """[slots] each, likewise."""
+
     before: Floats  # that go before a new one, if their embeddings come before its turn
     text_before: Floats  # … of prompts without media
     behind: Floats  # that could be computed beside it
-    running: Floats  # in the step that runs, if it can hold them
-    running_before: Floats  # … of those that go before
 
 
 class PendingPrompts:
@@ -102,36 +107,45 @@ class PendingPrompts:
         found[slots[has_begun & (own != 0) & (own == first_blocks[slots])]] = True
         return found
 
+    def running(self, pool: Pool, now: float, keys: Floats) -> Running:
+        """`keys`: [slots], virtual deadlines of a new prompt; equals go first."""
+        slots = self._slots[: len(self)]
+        began_at = pool.began_at[slots]
+        running = self._left(pool, began_at, now) * (self._told_at[: len(self)] < began_at)
+        is_before = self._keys[: len(self)] <= keys[slots]
+        return Running(
+            self._by_slot(self._left(pool, np.inf, now), pool),
+            self._by_slot(running, pool),
+            self._by_slot(running * is_before, pool),
+        )
+
     def ahead(
         self, pool: Pool, now: float, keys: Floats, soon: Floats, token_s: Floats, not_before: Floats
     ) -> Ahead:
-        """Of a prompt with these virtual deadlines; equals go first. [slots] each: the instant when it has its own embeddings, and how
-        long a token takes. Its turn comes when those are computed that go before it and can run as soon as it can, and
-        `not_before`. Early tokens run in the first step after they were sent."""
-        num_rows, num_slots = len(self), len(pool)
-        slots, tokens = self._slots[:num_rows], self._tokens[:num_rows]
-        told_at, began_at = self._told_at[:num_rows], pool.began_at[slots]
-        early = self._early[:num_rows] * (told_at >= pool.previous_at[slots])
-        left = tokens - self._early[:num_rows] + early
-
-        def by_slot(tokens: Floats) -> Floats:
-            return np.bincount(slots, tokens, num_slots).astype(np.float64, copy=False)
-
-        is_before = self._keys[:num_rows] <= keys[slots]
-        able = np.where(self._is_ready(soon[slots], now), left, early)
-        turn_at = np.maximum(not_before, soon + by_slot(able * is_before) * token_s)
-        before = np.where(self._is_ready(turn_at[slots], now), left, early) * is_before
-        running = np.where(self._is_ready(began_at, now), left, early) * (told_at < began_at)
+        """Of a prompt with these virtual deadlines. [slots] each: the instant when it has its own embeddings, and how long a token
+        takes. Its turn comes when those are computed that go before it and can run as soon as it can, and `not_before`."""
+        slots, is_text = self._slots[: len(self)], self._is_text[: len(self)]
+        is_before = self._keys[: len(self)] <= keys[slots]
+        able = self._left(pool, soon[slots], now)
+        turn_at = np.maximum(not_before, soon + self._by_slot(able * is_before, pool) * token_s)
+        at_turn = self._left(pool, turn_at[slots], now)
         return Ahead(
-            by_slot(left),
-            by_slot(before),
-            by_slot(before * self._is_text[:num_rows]),
-            by_slot(able * ~is_before),
-            by_slot(running),
-            by_slot(running * is_before),
+            self._by_slot(at_turn * is_before, pool),
+            self._by_slot(at_turn * is_before * is_text, pool),
+            self._by_slot(at_turn * ~is_before, pool),
         )
 
-    def _is_ready(self, at: Floats, now: float | Floats) -> NDArray[np.bool_]:
+    def _left(self, pool: Pool, at: Floats | float, now: float) -> Floats:
+        """[rows]: tokens that are not known to be computed and can run at that instant. Early ones run in the first step after they
+        were sent."""
+        early, tokens = self._early[: len(self)], self._tokens[: len(self)]
+        unknown = early * (self._told_at[: len(self)] >= pool.previous_at[self._slots[: len(self)]])
+        return np.where(self._is_ready(at, now), tokens - early + unknown, unknown)
+
+    def _by_slot(self, tokens: Floats, pool: Pool) -> Floats:
+        return np.bincount(self._slots[: len(self)], tokens, len(pool)).astype(np.float64, copy=False)
+
+    def _is_ready(self, at: Floats | float, now: float | Floats) -> NDArray[np.bool_]:
         """[rows]: whether all embeddings are there by that instant. What is not there now is not there any earlier, whatever was
         predicted."""
         return (self._ready_at[: len(self)] <= at) & ((self._num_coming[: len(self)] <= 0) | (at > now))
