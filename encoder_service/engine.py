@@ -179,7 +179,7 @@ class EncoderEngine:
             self._outbox.send(door, Failed(message.request_id, to_info(error), message.item_idx))
             self._cache.note(item.media_hash)  # the door thought that it would be here
             return
-        arrived_at = self._clock.now() - message.waited_s
+        arrived_at = came_at - message.waited_s
         num_rows = message.num_rows_before + item.num_call_rows
         ticket = Ticket(item.media_hash, arrived_at, num_rows, priority=message.priority)
         delivery = Delivery(

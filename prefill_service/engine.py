@@ -111,7 +111,7 @@ class PrefillEngine:
         except ClusterError as error:  # a prompt that this family cannot place
             self._release_features(message.request)
             return self._outbox.send(door, Failed(request_id, to_info(error)))
-        arrived_at = self._clock.now() - message.request.waited_s
+        arrived_at = came_at - message.request.waited_s
         request = PrefillRequest(message.request, door, arrived_at, sequences, Stopwatch(came_at))
         request.stopwatch.turn_to(Part.BLOCKS, self._clock.now())
         request.main.items_ready = self._features.ready_items(request_id, len(message.request.prompt.media))

@@ -1,8 +1,9 @@
-"""The cluster in virtual time. Nothing here measures a real one.
+"""The cluster in virtual time. Nothing here measures a real one; `replay` compares with one that was recorded.
 
 python -m bench.simulate run   --workload 4-image --layout 1,4,3 --rate 20 --policy joint
 python -m bench.simulate plan  --workload 4-image --slo-ttft-s 2 --slo-tpot-s 0.05 --gpus h200:8 [--svg plan.svg]
 python -m bench.simulate scale --replicas 1000 --requests 1000000
+python -m bench.simulate replay TRACE [--out records.jsonl]
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from bench.simulate.hardware import ACCELERATORS, MODELS
 from bench.simulate.layouts import Layout, workers
+from bench.simulate.overheads import measure
 from bench.simulate.plan_report import plan_plot, plan_table
 from bench.simulate.planner import plan
+from bench.simulate.recording import read
+from bench.simulate.replay import NUM_RUNS, replay, table
 from bench.simulate.results import Slo, fields
 from bench.simulate.scale import scale
 from bench.simulate.search import run_once
@@ -29,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(arguments)
     try:
         return COMMANDS[args.command](args)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
 
@@ -51,6 +56,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--gpus", type=_devices, required=True, help=f"NAME:COUNT,… of {','.join(ACCELERATORS)}"
     )
     planner.add_argument("--svg", type=Path)
+    again = commands.add_parser(
+        "replay", help="a recorded live run (bench.router.live --record-for-simulator)"
+    )
+    again.add_argument("trace", type=Path)
+    again.add_argument("--out", type=Path, help="every compared request, as a line of JSON")
+    again.add_argument(
+        "--recorded-placements", action="store_true", help="where and when the live door placed requests"
+    )
     for command in (run, planner):
         command.add_argument("--workload", choices=WORKLOADS, required=True)
         command.add_argument("--model", choices=MODELS, default="vl-7b")
@@ -95,6 +108,22 @@ def _scale(args: argparse.Namespace) -> int:
     return 0
 
 
+def _replay(args: argparse.Namespace) -> int:
+    recording = read(args.trace)
+    overheads = measure(recording, [block for block in recording.blocks if block.repetition == 0])
+    runs = (replay(recording, overheads, seed, args.recorded_placements) for seed in range(NUM_RUNS))
+    found = [each for run in runs for each in run if each.is_compared]
+    if args.out:
+        args.out.write_text("".join(json.dumps(each.fields()) + "\n" for each in found))
+    told = ", ".join(f"{name[:-2]} {1e3 * seconds:.2f}" for name, seconds in asdict(overheads).items())
+    print(
+        f"Overheads in ms, measured on the first repetition: {told}. Compared: the other repetitions, "
+        f"simulated {NUM_RUNS} times.\n"
+    )
+    print("\n".join(table(found)))
+    return 0
+
+
 def _layout(text: str) -> Layout:
     return Layout(*(int(count) for count in text.split(",")))
 
@@ -106,7 +135,7 @@ def _devices(text: str) -> dict[str, int]:
     return counts
 
 
-COMMANDS = {"run": _run, "plan": _plan, "scale": _scale}
+COMMANDS = {"run": _run, "plan": _plan, "scale": _scale, "replay": _replay}
 
 if __name__ == "__main__":
     sys.exit(main())

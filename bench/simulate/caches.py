@@ -92,30 +92,45 @@ class BlockCache:
 
 
 class MediaCache:
-    """Embeddings by media hash, within a budget of bytes."""
+    """Embeddings by media hash, within a budget of bytes. Those whose next use nobody expects go first, the newest of them at first."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._items: OrderedDict[str, int] = OrderedDict()
+        self._expected: set[str] = set()
 
     def __contains__(self, media_hash: str) -> bool:
         return media_hash in self._items
 
-    def use(self, media_hash: str) -> bool:
-        """Whether it is here; then it is the last to go."""
+    def use(self, media_hash: str, keep: bool = False) -> bool:
+        """Whether it is here. If another use of it is expected, from now on or since before, it is the last to go then."""
         if media_hash not in self._items:
             return False
-        self._items.move_to_end(media_hash)
+        if keep:
+            self._expected.add(media_hash)
+        if media_hash in self._expected:
+            self._items.move_to_end(media_hash)
         return True
 
-    def add(self, media_hash: str, num_bytes: int) -> list[str]:
-        """What had to go for it; the item itself if it is too large."""
-        self._items[media_hash] = num_bytes
-        self._num_bytes += num_bytes
+    def make_room(self, num_bytes: int) -> list[str]:
+        """For so many; what had to go for them."""
         evicted = []
-        while self._num_bytes > self._max_bytes:
+        while self._items and self._num_bytes + num_bytes > self._max_bytes:
             gone, its_bytes = self._items.popitem(last=False)
             self._num_bytes -= its_bytes
+            self._expected.discard(gone)
             evicted.append(gone)
+        return evicted
+
+    def add(self, media_hash: str, num_bytes: int, keep: bool = True) -> list[str]:
+        """What had to go for it; the item itself if it is too large. `keep`: another use is expected."""
+        evicted = self.make_room(num_bytes)
+        if num_bytes > self._max_bytes:
+            return [*evicted, media_hash]
+        self._items[media_hash] = num_bytes
+        self._items.move_to_end(media_hash, last=keep)
+        self._num_bytes += num_bytes
+        if keep:
+            self._expected.add(media_hash)
         return evicted

@@ -12,7 +12,6 @@ from heapq import heappop, heappush
 from bench.simulate.device import Device
 from bench.simulate.events import EventLoop
 from bench.simulate.flight import Flight
-from bench.simulate.hardware import BLOCK_SIZE
 from bench.simulate.prefill import SimPrefill
 from bench.simulate.worker import Network, WorkerSpec
 from cluster.types.messages import LoadReport
@@ -21,7 +20,8 @@ EPSILON = 1e-6  # of a step
 
 
 class SimDecode:
-    """`local`: computes prompts on the same device, for requests that stay here."""
+    """`local`: computes prompts on the same device, for requests that stay here; a step of the others follows each of its calls. Calls of
+    other workers on the device have a token of each sequence in them."""
 
     def __init__(
         self,
@@ -30,10 +30,12 @@ class SimDecode:
         device: Device,
         network: Network,
         noise: Callable[[], float],
+        block_size: int,
         local: SimPrefill | None = None,
     ):
         self.spec, self.is_dead, self.local = spec, False, local
         self._loop, self.device, self._network, self._noise = loop, device, network, noise
+        self._block_size = block_size
         device.decode = self
         self.flights: OrderedDict[str, Flight] = OrderedDict()  # with blocks, in order of their grants
         self._waiting: deque[Flight] = deque()
@@ -47,6 +49,7 @@ class SimDecode:
         self.num_used_blocks = 0.0
         self._version = 0
         self._is_paused = False
+        self._resumed_v = -math.inf
         self.slowdown = 1.0
         self.num_preempted = 0
 
@@ -66,14 +69,15 @@ class SimDecode:
         if not self._running:  # nobody's step is in progress
             self._v = float(math.ceil(self._v - EPSILON))
         flight.counted_v = self._v
-        flight.joined_v = math.ceil(self._v - EPSILON) + self._is_paused
+        rides = self._is_paused and self.local is None
+        flight.joined_v = math.ceil(self._v - EPSILON) + rides
         self._num_joined += 1
         heappush(self._ends, (flight.joined_v + flight.num_output_tokens - 1, self._num_joined, flight))
         self._running[flight.request_id] = flight
         self._context_tokens += flight.num_tokens
         wait_s = self.device.free_at - now if self._is_paused else 0.0
         step_s = self._expected_step_s(0.0)
-        wait_s += (flight.joined_v - self._v - self._is_paused) * step_s
+        wait_s += (flight.joined_v - self._v - rides) * step_s
         flight.door.second_token(flight, now + wait_s + step_s)
         self._replan()
         self.report()
@@ -91,16 +95,21 @@ class SimDecode:
             self._grant()
 
     def pause(self, call_s: float) -> float:
-        """The step in progress ends first; then the call runs, with one token of each sequence in it."""
+        """The step in progress ends first; then the call runs."""
         self._advance()
         self._is_paused = True
         self._version += 1
         if not self._running or self.is_dead or self.spec.curves.decode is None:
             return call_s
-        rest = math.ceil(self._v - EPSILON) - self._v
-        rest_s = max(0.0, rest * self._step_s)
-        self._progress(max(0.0, rest))
-        self._v = float(math.ceil(self._v - EPSILON))
+        until = float(math.ceil(self._v - EPSILON))
+        if self.local is not None:
+            until = max(until, self._resumed_v + 1)
+        rest = max(0.0, until - self._v)
+        rest_s = rest * self._step_s
+        self._progress(rest)
+        self._v = until
+        if self.local is not None:
+            return rest_s + call_s
         curve = self.spec.curves.decode
         return rest_s + call_s + self.slowdown * (self._expected_step_s(0.0) - curve.fixed_s)
 
@@ -109,8 +118,9 @@ class SimDecode:
         if self.is_dead:
             return
         self._at = self._loop.now
-        if self._running:
+        if self._running and self.local is None:
             self._progress(1.0)
+        self._resumed_v = float(math.ceil(self._v - EPSILON))
         self._settle()
 
     def num_generated(self, flight: Flight) -> int:
@@ -150,7 +160,7 @@ class SimDecode:
         has_granted = False
         while self._waiting:
             flight = self._waiting[0]
-            need = -(-flight.num_tokens // BLOCK_SIZE)
+            need = -(-flight.num_tokens // self._block_size)
             if self.num_used_blocks + need > self.spec.num_blocks:
                 break
             has_granted = True
@@ -177,7 +187,7 @@ class SimDecode:
         self._v += steps
         tokens = steps * len(self._running)
         self._context_tokens += tokens
-        self.num_used_blocks += tokens / BLOCK_SIZE
+        self.num_used_blocks += tokens / self._block_size
 
     def _replan(self) -> None:
         """When something happens next, if nobody comes: an answer ends, or memory does."""
@@ -188,7 +198,7 @@ class SimDecode:
             heappop(self._ends)
         num = len(self._running)
         steps = max(0.0, self._ends[0][0] - self._v)
-        until_full = (self.spec.num_blocks - self.num_used_blocks) * BLOCK_SIZE / num
+        until_full = (self.spec.num_blocks - self.num_used_blocks) * self._block_size / num
         steps = max(0.0, min(steps, until_full))
         self._step_s = self._expected_step_s(steps / 2) * self._noise()
         self._loop.after(steps * self._step_s, self._wake, self._version)
@@ -230,7 +240,7 @@ class SimDecode:
         if self._running.pop(flight.request_id, None) is not None:
             generated = self._v - flight.counted_v
             self._context_tokens -= flight.num_tokens + generated
-        self.num_used_blocks -= flight.num_blocks + generated / BLOCK_SIZE
+        self.num_used_blocks -= flight.num_blocks + generated / self._block_size
         flight.num_blocks = 0
         if not self._running:
             self._context_tokens = 0.0

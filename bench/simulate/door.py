@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bench.simulate.flight import Flight, Outcome
-from bench.simulate.hardware import BLOCK_SIZE
 from bench.simulate.worker import WorkerSpec
 from bench.simulate.workload import SimRequest
 from cluster.errors import ClusterError
@@ -38,7 +37,7 @@ class SimDoor:
         self.cluster.add(
             Worker(spec.replica_id, spec.role, spec.num_blocks, spec.hardware, spec.device, modalities)
         )
-        self.cluster.measured(spec.replica_id, spec.curves)
+        self.cluster.measured(spec.replica_id, spec.told or spec.curves)
 
     def measured(self, replica_id: str, curves: ServiceCurves) -> None:
         if replica_id in self._members:
@@ -64,9 +63,9 @@ class SimDoor:
             return self.fly(request)
         self._gate.offer(self, request)
 
-    def admitted(self, request: SimRequest) -> None:
+    def admitted(self, request: SimRequest, decision: Decision | None = None) -> None:
         self._waited_s[request.request_id] = self._loop.now - request.arrived_at
-        self.fly(request)
+        self.fly(request, decision=decision)
 
     def refuse(self, request: SimRequest, status: str) -> None:
         self._land(request, status)
@@ -78,13 +77,13 @@ class SimDoor:
         except ClusterError:
             return None
 
-    def fly(self, request: SimRequest, num_generated: int = 0) -> None:
-        """Place it and send it off; also what is left of it when it has lost its worker."""
+    def fly(self, request: SimRequest, num_generated: int = 0, decision: Decision | None = None) -> None:
+        """Place it, unless that is decided, and send it off; also what is left of it when it has lost its worker."""
         number = self._num_flights.get(request.request_id, 0) + 1
         self._num_flights[request.request_id] = number
         view, now = self._view(request, num_generated), self._loop.now
         try:
-            decision = self._policy.decide(view, self.cluster, now)
+            decision = decision or self._policy.decide(view, self.cluster, now)
         except ClusterError:
             return self._land(request, "failed")
         flight = self._make_flight(request, view, decision, num_generated)
@@ -101,6 +100,8 @@ class SimDoor:
     def item_done(self, flight: Flight, item_idx: int) -> None:
         if not flight.is_over:
             self.cluster.item_done(flight.request_id, item_idx, self._loop.now)
+            if self._gate is not None and not any(flight.is_missing):
+                self._gate.encoded(flight.request)
 
     def first_token(self, flight: Flight, timing: PrefillTiming) -> None:
         if flight.is_over:
@@ -123,6 +124,12 @@ class SimDoor:
             self._gate.first_token(request)
         if flight.num_output_tokens <= 1:
             self.finished(flight)
+
+    def bring(self, flight: Flight, item_idx: int) -> None:
+        """Nobody else does any more."""
+        if not flight.is_over:
+            encoder = self._simulation.encoders[flight.encoders[item_idx]]
+            self._network.tell(encoder.start, flight, item_idx)
 
     def second_token(self, flight: Flight, expected_at: float) -> None:
         """Told by decode when it takes a request on; not a frame."""
@@ -148,7 +155,8 @@ class SimDoor:
         self.cluster.remove(spec.replica_id)
         for flight in list(self.flights.values()):
             for i, replica_id in enumerate(flight.encoders):
-                if replica_id == spec.replica_id and flight.is_missing[i]:
+                has_come = flight.timings[i] is not None or flight.is_complete
+                if replica_id == spec.replica_id and not has_come:
                     self._move_item(flight, i)
             is_decode = spec.replica_id == flight.decode.spec.replica_id
             if is_decode or (spec.replica_id == flight.prefill.spec.replica_id and not flight.is_at_decode):
@@ -203,21 +211,22 @@ class SimDoor:
     def _view(self, request: SimRequest, num_generated: int) -> RequestView:
         num_tokens = request.num_prompt_tokens + num_generated
         num_flights = self._num_flights.get(request.request_id, 0)
-        bytes_per_row = self._simulation.bytes_per_row
+        model = self._simulation.model
+        block_size = model.block_size
         media = tuple(
-            ItemView(i.media_hash, i.modality, i.num_rows, i.num_rows * bytes_per_row, i.start, i.end)
+            ItemView(i.media_hash, i.modality, i.num_rows, i.num_tokens * model.bytes_per_row, i.start, i.end)
             for i in request.media
         )
-        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        num_blocks = -(-num_tokens // block_size)
         num_left = request.num_output_tokens - num_generated
         return RequestView(
             request_id=f"{request.request_id}/{num_flights}",
             num_prompt_tokens=num_tokens,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             block_hashes=request.block_hashes,
             media=media,
             num_prefill_blocks=num_blocks,
-            num_decode_blocks=-(-(num_tokens + num_left) // BLOCK_SIZE),
+            num_decode_blocks=-(-(num_tokens + num_left) // block_size),
             priority=request.priority,
             waited_s=self._loop.now - request.arrived_at,
             may_stay=not request.media and self._simulation.may_stay,
@@ -244,4 +253,6 @@ class SimDoor:
             list(placement.encoders),
             [True] * len(request.media),
             [None] * len(request.media),
+            [False] * len(request.media),
+            frozenset(item.media_hash for item in request.media if self.cluster.has_media(item.media_hash)),
         )

@@ -1,5 +1,6 @@
 """A simulated encoder: items are prepared on CPU threads, then computed in calls by the rules of the real one, kept by their
-hash within a budget of bytes, and sent."""
+hash within a budget of bytes, and sent. As in the real one, whatever happens during a call is looked at when it is over: who asks
+waits for that, be it only for something from the cache, and so does what has been prepared."""
 
 from __future__ import annotations
 
@@ -12,14 +13,12 @@ from bench.simulate.caches import Changes, MediaCache
 from bench.simulate.device import Device, Sender
 from bench.simulate.events import EventLoop
 from bench.simulate.flight import Flight
-from bench.simulate.hardware import PREPARE_THREADS
 from bench.simulate.worker import Network, WorkerSpec
 from bench.simulate.workload import Item
 from cluster.scheduling.keys import OrderKey, SchedulingPolicy, Ticket, order_key
 from cluster.types.messages import EncodeTiming, LoadReport
 from encoder_service.scheduler import CallLimits, Candidate, select_batch
 
-MAX_ITEMS = 16  # of one call
 CALLS_AHEAD = 4  # so many calls' worth of ready items is all that choosing one looks at
 
 
@@ -61,32 +60,37 @@ class SimEncoder:
         self._num_threads_busy = 0
         self.ready: list[tuple[OrderKey, int, Job]] = []
         self.batch: list[tuple[Job, int]] = []
+        self.asked: list[tuple[Flight, int, float]] = []  # during the call; since when
+        self._prepared_during_call: list[Job] = []
         self._num_asked = 0
         self.num_queued_rows = 0
         self._sender = Sender()
         self.slowdown = 1.0
 
     def start(self, flight: Flight, item_idx: int) -> None:
-        if self.is_dead or flight.is_over:
+        if self.batch:
+            self.asked.append((flight, item_idx, self._loop.now))
+        else:
+            self._start(flight, item_idx, self._loop.now)
+
+    def _start(self, flight: Flight, item_idx: int, asked_at: float) -> None:
+        if self.is_dead or not is_wanted(flight, item_idx):
             return
-        item, now = flight.request.media[item_idx], self._loop.now
-        if self._cache.use(item.media_hash):
-            return self._send(flight, item_idx, EncodeTiming())
+        item = flight.request.media[item_idx]
+        if self._cache.use(item.media_hash, item.media_hash in flight.returning):
+            return self._send(flight, item_idx, EncodeTiming(queued_s=self._loop.now - asked_at))
         job = self.jobs.get(item.media_hash)
         if job is not None:
-            job.asked.append((flight, item_idx, now))
+            job.asked.append((flight, item_idx, asked_at))
             return
-        arrived_at, priority = flight.request.arrived_at, flight.request.priority
-        num_rows = sum(each.num_rows for each in flight.request.media[: item_idx + 1])
-        ticket = Ticket(flight.request_id, arrived_at, num_rows, is_text=False, priority=priority)
-        num_bytes = item.num_rows * self.spec.bytes_per_row
+        num_bytes = item.num_tokens * self.spec.bytes_per_row
         job = Job(
             item,
             num_bytes,
-            order_key(ticket, self.policy),
+            self.order(flight, item_idx),
             item.num_rows,
-            [(flight, item_idx, now)],
-            now,
+            [(flight, item_idx, asked_at)],
+            asked_at,
         )
         self.jobs[item.media_hash] = job
         self.changes.add(item.media_hash)
@@ -95,6 +99,15 @@ class SimEncoder:
         heappush(self._unprepared, (job.order, self._num_asked, job))
         self._prepare()
         self.report()
+
+    def order(self, flight: Flight, item_idx: int) -> OrderKey:
+        """Of who is looked at now: as the real one counts, what he had waited when he was placed, before that."""
+        arrived_at = flight.request.arrived_at + self._loop.now - flight.decided_at
+        num_rows = sum(each.num_rows for each in flight.request.media[: item_idx + 1])
+        ticket = Ticket(
+            flight.request_id, arrived_at, num_rows, is_text=False, priority=flight.request.priority
+        )
+        return order_key(ticket, self.policy)
 
     def report(self) -> None:
         """To all doors."""
@@ -112,14 +125,14 @@ class SimEncoder:
         max_rows = self.spec.curves.max_step_units
         candidates, by_hash = [], {}
         self._drop_unwanted()
-        for order, _, job in self.ready[: CALLS_AHEAD * MAX_ITEMS]:
+        for order, _, job in self.ready[: CALLS_AHEAD * self.spec.max_items]:
             num_rows = min(job.num_rows_left, max_rows)
             in_pieces = job.item.num_rows > max_rows
             candidates.append(
                 Candidate(job.item.media_hash, order, job.item.modality, num_rows, 0, 0, in_pieces)
             )
             by_hash[job.item.media_hash] = job
-        chosen = select_batch(candidates, CallLimits(MAX_ITEMS, max_rows, 1 << 62), 1 << 62)
+        chosen = select_batch(candidates, CallLimits(self.spec.max_items, max_rows, 1 << 62), 1 << 62)
         if not chosen:
             return None
         now = self._loop.now
@@ -128,6 +141,8 @@ class SimEncoder:
         self.ready = [entry for entry in self.ready if id(entry[2]) not in picked]
         for job, _ in self.batch:
             job.begun_at = job.begun_at or now
+        for gone in self._cache.make_room(sum(job.num_bytes for job, _ in self.batch)):
+            self.changes.evict(gone)
         num_rows = sum(rows for _, rows in self.batch)
         return self.true_call_s(self.batch[0][0].item, num_rows) * self._noise()
 
@@ -150,6 +165,12 @@ class SimEncoder:
                 insort(self.ready, (job.order, self._num_asked, job))
             else:
                 self._complete(job)
+        prepared, self._prepared_during_call = self._prepared_during_call, []
+        for job in prepared:
+            self._ready(job)
+        asked, self.asked = self.asked, []
+        for each in asked:
+            self._start(*each)
         self.report()
         self.device.wake(self)
 
@@ -168,7 +189,7 @@ class SimEncoder:
         return any(each is job for each, _ in self.batch)
 
     def _prepare(self) -> None:
-        while self._unprepared and self._num_threads_busy < PREPARE_THREADS:
+        while self._unprepared and self._num_threads_busy < self.spec.num_prepare_threads:
             _, _, job = heappop(self._unprepared)
             self._num_threads_busy += 1
             job.prepared_at = self._loop.now + self.true_prepare_s(job.item)
@@ -179,15 +200,22 @@ class SimEncoder:
             return
         self._num_threads_busy -= 1
         self._prepare()
+        if self.batch:
+            self._prepared_during_call.append(job)
+        else:
+            self._ready(job)
+
+    def _ready(self, job: Job) -> None:
         self._num_asked += 1
         insort(self.ready, (job.order, self._num_asked, job))
         self.device.wake(self)
 
     def _drop_unwanted(self) -> None:
-        """Of the items that could run next, those that prefill has found in its prefix cache, or whose requests are over."""
-        for entry in self.ready[: CALLS_AHEAD * MAX_ITEMS]:
+        """Of the items that could run next, those that nobody waits for any more. As in the real one, what prefill has found in its
+        prefix cache is encoded all the same."""
+        for entry in self.ready[: CALLS_AHEAD * self.spec.max_items]:
             job = entry[2]
-            if not any(not flight.is_over and flight.is_missing[idx] for flight, idx, _ in job.asked):
+            if not any(is_wanted(flight, idx) for flight, idx, _ in job.asked):
                 self.ready.remove(entry)
                 del self.jobs[job.item.media_hash]
                 self.num_queued_rows -= job.num_rows_left
@@ -196,7 +224,8 @@ class SimEncoder:
     def _complete(self, job: Job) -> None:
         now = self._loop.now
         del self.jobs[job.item.media_hash]
-        for gone in self._cache.add(job.item.media_hash, job.num_bytes):
+        keep = any(job.item.media_hash in flight.returning for flight, _, _ in job.asked)
+        for gone in self._cache.add(job.item.media_hash, job.num_bytes, keep):
             self.changes.evict(gone)
         for flight, item_idx, asked_at in job.asked:
             timing = EncodeTiming(
@@ -207,9 +236,9 @@ class SimEncoder:
             self._send(flight, item_idx, timing)
 
     def _send(self, flight: Flight, item_idx: int, timing: EncodeTiming) -> None:
-        if flight.is_over or not flight.is_missing[item_idx]:
+        if not is_wanted(flight, item_idx):
             return
-        num_bytes = flight.request.media[item_idx].num_rows * self.spec.bytes_per_row
+        num_bytes = flight.request.media[item_idx].num_tokens * self.spec.bytes_per_row
         link = self.spec.link(flight.prefill.spec.replica_id)
         there_at = self._sender.send(self._loop.now, num_bytes, link)
         timing = EncodeTiming(
@@ -223,3 +252,8 @@ class SimEncoder:
         flight.timings[item_idx] = timing
         flight.prefill.item_ready(flight, item_idx)
         self._network.tell(flight.door.item_done, flight, item_idx)
+
+
+def is_wanted(flight: Flight, item_idx: int) -> bool:
+    """Whether the encoder is to bring the item; another request's may."""
+    return not flight.is_over and not flight.is_shared[item_idx]

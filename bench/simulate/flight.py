@@ -35,10 +35,13 @@ class Flight:
     encoders: list[str]
     is_missing: list[bool]  # by item: its embeddings are not at prefill yet, and are needed
     timings: list[EncodeTiming | None]
+    is_shared: list[bool]  # by item: another request brings them
+    returning: frozenset[str]  # hashes of media that some encoder had when it was placed
     is_over: bool = False
 
     # at prefill
     asked_at: float = 0.0
+    started_at: float = 0.0  # looked at
     admitted_at: float = 0.0
     blocked_at: float | None = None
     media_s: float = 0.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.simulate.hardware import BLOCK_SIZE
 from bench.simulate.workload import SimRequest
 from cluster.config.settings import AdmissionArgs
 from router.admission import AdmissionQueue, Admitted, Capacity, Refused
 from router.fair_queue import AdmissionTicket
+from router.policy import Decision
 
 if TYPE_CHECKING:
     from bench.simulate.door import SimDoor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class Gate:
     def __init__(self, simulation: Simulation, args: AdmissionArgs, text_share: float):
-        self._loop = simulation.loop
+        self._loop, self._block_size = simulation.loop, simulation.model.block_size
         num_blocks = sum(decode.spec.num_blocks for decode in simulation.decodes.values())
         capacity = Capacity(len(simulation.encoders), len(simulation.prefills), num_blocks)
         self._queue = AdmissionQueue(args, text_share, capacity)
@@ -42,17 +42,21 @@ class Gate:
             is_text=not request.media,
             work_s=encode_s + prediction.prefill_s,
             encode_s=encode_s,
-            num_blocks=-(-num_tokens // BLOCK_SIZE),
+            num_blocks=-(-num_tokens // self._block_size),
             ttft_s=prediction.ttft_s,
             arrived_at=request.arrived_at,
         )
         self._waiting[request.request_id] = door, request
         answer = self._queue.offer(ticket, self._loop.now)
         if isinstance(answer, Admitted):
-            self._admit(request.request_id)
+            self._admit(request.request_id, decision)
         elif isinstance(answer, Refused):
             self._refuse(request.request_id)
         self._watch()
+
+    def encoded(self, request: SimRequest) -> None:
+        self._queue.encoded(request.request_id)
+        self._go()
 
     def first_token(self, request: SimRequest) -> None:
         self._queue.done(request.request_id)
@@ -80,9 +84,10 @@ class Gate:
         self._woken_at = float("inf")
         self._go()
 
-    def _admit(self, request_id: str) -> None:
+    def _admit(self, request_id: str, decision: Decision | None = None) -> None:
+        """`decision`: the one that it was offered with; None: the cluster is another one by now."""
         door, request = self._waiting.pop(request_id)
-        door.admitted(request)
+        door.admitted(request, decision)
 
     def _refuse(self, request_id: str) -> None:
         door, request = self._waiting.pop(request_id)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cluster.types.curves import Curve, Link, ServiceCurves
 from cluster.types.media import Modality
 
-BLOCK_SIZE = 64  # tokens; large, for the simulator keeps one key a block
+BLOCK_SIZE = 64  # tokens, of the workloads; large, for the simulator keeps one key a block
 
 # Roofline: parts of the peak that are reached.
 LANGUAGE_UTILISATION = 0.5  # dense prefill; assumed, between 0.4 and 0.6 of what engines commonly report
@@ -61,6 +61,7 @@ class Model:
     kv_bytes_per_token: int
     num_vision_parameters: float
     bytes_per_row: int  # of embeddings
+    block_size: int = BLOCK_SIZE
 
 
 # Card: 28 layers, 4 KV heads of 128, hidden size 3584 (56 KiB of KV a token, 7 KiB an embedding); encoder of 0.68 G parameters.
@@ -97,7 +98,7 @@ def decode_curve(model: Model, accelerator: Accelerator) -> Curve:
 def num_kv_blocks(model: Model, accelerator: Accelerator, share: float = 1.0) -> int:
     """What 0.9 of the memory leaves beside the weights and 5 GB of activations, and a share of that."""
     left = 0.9 * accelerator.num_bytes - 2 * model.num_parameters - 5e9
-    return int(share * left / (model.kv_bytes_per_token * BLOCK_SIZE))
+    return int(share * left / (model.kv_bytes_per_token * model.block_size))
 
 
 def curves(

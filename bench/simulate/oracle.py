@@ -18,11 +18,9 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from bench.simulate.encoder import MAX_ITEMS, SimEncoder
-from bench.simulate.hardware import BLOCK_SIZE, PREPARE_THREADS
+from bench.simulate.encoder import SimEncoder
 from bench.simulate.prefill import SimPrefill
 from bench.simulate.whole import unpredicted
-from bench.simulate.worker import NETWORK_S
 from cluster.errors import UnavailableError
 from cluster.scheduling.chunks import ChunkScheduler, usable_prefix
 from cluster.scheduling.keys import OrderKey, Ticket, order_key
@@ -73,6 +71,7 @@ class _Plan:
 class Oracle:
     def __init__(self, simulation: Simulation):
         self._simulation = simulation
+        self._network_s = simulation.network.delay_s
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
         encoders = [e for e in self._simulation.encoders.values() if not e.is_dead]
@@ -86,7 +85,7 @@ class Oracle:
             by_encoder = [self._item_ready_at(e, item, coming, request, now) for e in encoders]
             place = _nearly_least(by_encoder, [encoder.num_queued_rows for encoder in encoders])
             encoder, ready_at = encoders[place], by_encoder[place]
-            coming[encoder.spec.replica_id].append(_new(item, request, encoder, now))
+            coming[encoder.spec.replica_id].append(self._new(item, request, encoder, now))
             chosen.append(encoder.spec.replica_id)
             link = encoder.spec.link("")
             arrivals.append(ready_at + link.seconds(item.num_bytes))
@@ -95,7 +94,7 @@ class Oracle:
         place = _nearly_least(
             [cost for cost, _ in outlooks], [p.num_queued_tokens + len(p.coming) for p in prefills]
         )
-        prefill, ttft_s = prefills[place], outlooks[place][1] - now + NETWORK_S
+        prefill, ttft_s = prefills[place], outlooks[place][1] - now + self._network_s
         num_tokens = request.num_prompt_tokens
         decode = min(decodes, key=lambda d: (d.true_step_s(1, num_tokens), d.num_used_blocks))
         placement = Placement(tuple(chosen), prefill.spec.replica_id, decode.spec.replica_id)
@@ -120,10 +119,10 @@ class Oracle:
         now: float,
     ) -> float:
         if encoder.has(item.media_hash):
-            return now + NETWORK_S
+            return now + self._network_s
         extra = coming[encoder.spec.replica_id]
         if item.media_hash not in encoder.jobs:
-            extra = [*extra, _new(item, request, encoder, now)]
+            extra = [*extra, self._new(item, request, encoder, now)]
         return run_ahead(encoder, extra, now)[item.media_hash]
 
     def _all_ready(
@@ -148,15 +147,16 @@ class Oracle:
         without = self._plan(prefill, ready, now)
         others = sum(_play(prefill, without).values())
         plan = self._plan(prefill, ready, now)
-        blocks = prefill.blocks.match(request.block_hashes) * BLOCK_SIZE
-        num_cached = usable_prefix(blocks, request.num_prompt_tokens, BLOCK_SIZE, ())
+        size = request.block_size
+        blocks = prefill.blocks.match(request.block_hashes) * size
+        num_cached = usable_prefix(blocks, request.num_prompt_tokens, size, ())
         num_tokens, name = request.num_prompt_tokens, request.request_id
         arrived_at = now - request.waited_s
         ticket = Ticket(name, arrived_at, num_tokens - num_cached, not request.media, request.priority)
         pairs = zip(request.media, arrivals, strict=True)
         at = [0.0 if item.end <= num_cached else when for item, when in pairs]
         plan.add(ticket, num_tokens, num_cached, [item.start for item in request.media], at)
-        plan.clock = max(plan.clock, now + NETWORK_S) if len(plan.computed) == 1 else plan.clock
+        plan.clock = max(plan.clock, now + self._network_s) if len(plan.computed) == 1 else plan.clock
         done_at = _play(prefill, plan)
         return sum(done_at.values()) - others, done_at[name]
 
@@ -176,17 +176,17 @@ class Oracle:
             plan.add(ticket, flight.num_tokens, num_computed, [i.start for i in flight.request.media], at)
         return plan
 
+    def _new(self, item: ItemView, request: RequestView, encoder: SimEncoder, now: float) -> _Coming:
+        num_rows = sum(each.num_rows for each in request.media if each.start <= item.start)
+        ticket = Ticket(request.request_id, now - request.waited_s, num_rows, False, request.priority)
+        order = order_key(ticket, encoder.policy)
+        return _Coming(item.media_hash, item.num_rows, order, now + self._network_s)
+
 
 def _nearly_least(costs: list[float], queued: list[int]) -> int:
     """Where the cost is least; of those within a millisecond of it, where the least is queued."""
     enough = min(costs) + NEAR_S
     return min((queued[i], cost, i) for i, cost in enumerate(costs) if cost <= enough)[2]
-
-
-def _new(item: ItemView, request: RequestView, encoder: SimEncoder, now: float) -> _Coming:
-    num_rows = sum(each.num_rows for each in request.media if each.start <= item.start)
-    ticket = Ticket(request.request_id, now - request.waited_s, num_rows, False, request.priority)
-    return _Coming(item.media_hash, item.num_rows, order_key(ticket, encoder.policy), now + NETWORK_S)
 
 
 def run_ahead(encoder: SimEncoder, extra: list[_Coming], now: float) -> dict[str, float]:
@@ -204,9 +204,14 @@ def run_ahead(encoder: SimEncoder, extra: list[_Coming], now: float) -> dict[str
     for job in encoder.jobs.values():
         if job.prepared_at and job.item.media_hash not in done_at and not encoder.is_in_call(job):
             waiting.append((job.prepared_at, job.order, job.item.media_hash, job.num_rows_left))
-    threads += [now] * (PREPARE_THREADS - len(threads))
+    threads += [now] * (encoder.spec.num_prepare_threads - len(threads))
     heapify(threads)
     unprepared = [_Coming(j.item.media_hash, j.num_rows_left, j.order, now) for j in encoder.unprepared()]
+    for flight, item_idx, _ in encoder.asked:
+        item = flight.request.media[item_idx]
+        if not encoder.has(item.media_hash) and item.media_hash not in encoder.jobs:
+            order = encoder.order(flight, item_idx)
+            unprepared.append(_Coming(item.media_hash, item.num_rows, order, clock))
     curves = encoder.spec.curves
     image = next(iter(curves.prepare))
     for each in sorted([*unprepared, *extra], key=lambda c: (c.at, c.order)):
@@ -235,7 +240,11 @@ def _calls(
             heappush(ready, (order, media_hash, num_rows))
             next_idx += 1
         batch, num_rows = [], 0
-        while ready and len(batch) < MAX_ITEMS and (not batch or num_rows + ready[0][2] <= max_rows):
+        while (
+            ready
+            and len(batch) < encoder.spec.max_items
+            and (not batch or num_rows + ready[0][2] <= max_rows)
+        ):
             _, media_hash, rows = heappop(ready)
             batch.append(media_hash)
             num_rows += rows

@@ -1,4 +1,5 @@
-"""A simulated prefill worker: memory, order and steps by the objects that the real one uses; durations by its curve."""
+"""A simulated prefill worker: memory, order and steps by the objects that the real one uses; durations by its curve. As in the real
+one, who asks during a step is looked at when it is over: then what the step has computed can be reused."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from collections.abc import Callable
 from bench.simulate.caches import BlockCache
 from bench.simulate.device import Device, Sender
 from bench.simulate.events import EventLoop
+from bench.simulate.features import Features
 from bench.simulate.flight import Flight
-from bench.simulate.hardware import BLOCK_SIZE
+from bench.simulate.hardware import Model
 from bench.simulate.worker import Network, WorkerSpec
 from cluster.scheduling.admission import PromptAdmission
 from cluster.scheduling.chunks import ChunkScheduler, usable_prefix
@@ -28,8 +30,7 @@ class SimPrefill:
         network: Network,
         policy: SchedulingPolicy,
         noise: Callable[[], float],
-        kv_bytes_per_token: float,
-        num_layers: int,
+        model: Model,
         is_local: bool = False,
     ):
         self.spec, self.is_waiting, self.is_dead = spec, False, False
@@ -40,12 +41,20 @@ class SimPrefill:
             policy,
             noise,
         )
-        self._kv_bytes, self._num_layers, self._is_local = kv_bytes_per_token, num_layers, is_local
+        self._kv_bytes, self._num_layers, self._is_local = (
+            model.kv_bytes_per_token,
+            model.num_layers,
+            is_local,
+        )
+        self._block_size = model.block_size
+        self._context = 0.0  # computed tokens that a token of the last step saw, on average
         self.blocks = BlockCache(1 << 40 if is_local else spec.num_blocks)
         self._admission = PromptAdmission(policy, self.blocks.num_blocks)
         self.chunks = ChunkScheduler(policy)
         self.flights: OrderedDict[str, Flight] = OrderedDict()
-        self.coming: dict[str, Flight] = {}  # sent here, and not yet arrived; for those who know everything
+        self.coming: dict[str, Flight] = {}  # sent here, and not yet looked at; for those who know everything
+        self._asked: list[Flight] = []  # during the step
+        self._features = Features()
         self.batch: list[tuple[Flight, int]] = []
         self.num_queued_tokens = 0
         self._sender = Sender()
@@ -53,25 +62,67 @@ class SimPrefill:
 
     @property
     def max_step_tokens(self) -> int:
-        return self.spec.curves.max_step_units
+        """Of the next step, if its tokens see as much context as the last one's."""
+        curves, target_s = self.spec.curves, self.spec.step_target_s / self.slowdown
+        assert curves.prefill is not None
+        token_s = curves.prefill.per_unit_s + curves.prefill.per_pair_s * self._context
+        room_s = target_s - curves.prefill.fixed_s
+        if token_s * curves.max_step_units <= room_s:
+            return curves.max_step_units
+        return self._block_size if room_s <= 0 else max(self._block_size, int(room_s / token_s))
 
     def start(self, flight: Flight) -> None:
-        self.coming.pop(flight.request_id, None)
-        if self.is_dead or flight.is_over:
-            return
+        """Room for its embeddings is asked for at once."""
         flight.asked_at = self._loop.now
-        self.flights[flight.request_id] = flight
-        self.num_queued_tokens += flight.num_tokens
-        self._admission.push(self.ticket(flight, flight.num_tokens))
+        if not self.is_dead and not flight.is_over:
+            self._reserve_features(flight)
+        if self.batch:
+            self._asked.append(flight)
+            return
+        self._start(flight)
         self._admit()
         self.report()
 
+    def _reserve_features(self, flight: Flight) -> None:
+        for i, item in enumerate(flight.request.media):
+            flight.is_shared[i] = self._features.reserve(flight, i)
+            if flight.is_shared[i]:
+                flight.is_missing[i] = not self._features.is_here(item.media_hash)
+                self._network.tell(flight.door.item_done, flight, i)
+
+    def _release_features(self, flight: Flight, num_tokens: int) -> None:
+        """Of the items before so many tokens."""
+        for i, item in enumerate(flight.request.media):
+            heir = self._features.release(flight, i) if item.end <= num_tokens else None
+            if heir is not None:
+                other, item_idx = heir
+                other.is_shared[item_idx] = False
+                self._network.tell(other.door.bring, other, item_idx)
+
+    def _start(self, flight: Flight) -> None:
+        self.coming.pop(flight.request_id, None)
+        if self.is_dead or flight.is_over:
+            return
+        flight.started_at = self._loop.now
+        self.flights[flight.request_id] = flight
+        self.num_queued_tokens += flight.num_tokens
+        self._admission.push(self.ticket(flight, flight.num_tokens))
+
     def ticket(self, flight: Flight, num_tokens: int) -> Ticket:
+        """Its arrival, as the real one counts it: what it had waited when it was placed, before it was looked at here."""
         request = flight.request
-        return Ticket(flight.request_id, request.arrived_at, num_tokens, not request.media, request.priority)
+        arrived_at = request.arrived_at + (flight.started_at or self._loop.now) - flight.decided_at
+        return Ticket(flight.request_id, arrived_at, num_tokens, not request.media, request.priority)
 
     def item_ready(self, flight: Flight, item_idx: int) -> None:
-        if self.is_dead or flight.is_over or not flight.is_missing[item_idx]:
+        """Its encoder has brought it, for all who share it."""
+        if self.is_dead:
+            return
+        for consumer in self._features.arrived(flight.request.media[item_idx].media_hash):
+            self._item_ready(*consumer)
+
+    def _item_ready(self, flight: Flight, item_idx: int) -> None:
+        if flight.is_over or not flight.is_missing[item_idx]:
             return
         flight.is_missing[item_idx] = False
         if flight.request_id not in self.chunks:
@@ -92,6 +143,7 @@ class SimPrefill:
 
     def cancel(self, flight: Flight) -> None:
         """Frees what it holds. Repeats and unknown ones are ignored."""
+        self._release_features(flight, flight.num_tokens)
         if self.flights.pop(flight.request_id, None) is None:
             return
         self.num_queued_tokens -= flight.num_tokens - flight.num_computed
@@ -107,14 +159,15 @@ class SimPrefill:
         if not chunks:
             return None
         self.batch = [(self.flights[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks]
-        return self.true_step_s([(f.num_computed, count) for f, count in self.batch]) * self._noise()
+        step = [(flight.num_computed, count) for flight, count in self.batch]
+        self._context = mean_context(step)
+        return self.true_step_s(step) * self._noise()
 
     def true_step_s(self, batch: list[tuple[int, int]]) -> float:
         """Of a step with so many (computed tokens, tokens to compute) of each prompt, without noise."""
         num_tokens = sum(count for _, count in batch)
-        context = sum(computed * count for computed, count in batch) / num_tokens
         assert self.spec.curves.prefill is not None
-        return self.slowdown * self.spec.curves.prefill.seconds(num_tokens, context)
+        return self.slowdown * self.spec.curves.prefill.seconds(num_tokens, mean_context(batch))
 
     def finish(self, took_s: float) -> None:
         if self.is_dead:
@@ -128,6 +181,7 @@ class SimPrefill:
             flight.computing_s += took_s
             self.num_queued_tokens -= count
             self._name_blocks(flight)
+            self._release_features(flight, flight.num_computed)
             flight.is_complete = flight.num_computed == flight.num_tokens
             if flight.is_complete:
                 self.chunks.remove(flight.request_id)
@@ -139,6 +193,9 @@ class SimPrefill:
                 self._push(flight, begun_at + took_s / self._num_layers, self._loop.now)
             if flight.is_complete:
                 self._first_token(flight)
+        asked, self._asked = self._asked, []
+        for flight in asked:
+            self._start(flight)
         self._admit()
         self.report()
         self.device.wake(self)
@@ -162,13 +219,13 @@ class SimPrefill:
 
     def _try_admit(self, ticket: Ticket) -> bool:
         flight = self.flights[ticket.request_id]
-        num_blocks = -(-flight.num_tokens // BLOCK_SIZE)
+        num_blocks = -(-flight.num_tokens // self._block_size)
         if not self._admission.has_share(ticket, num_blocks):
             return False
         hashes = flight.view.block_hashes
         num_found = 0 if self._is_local else self.blocks.match(hashes)
-        num_cached = usable_prefix(num_found * BLOCK_SIZE, flight.num_tokens, BLOCK_SIZE, ())
-        shared = list(hashes[: num_cached // BLOCK_SIZE])
+        num_cached = usable_prefix(num_found * self._block_size, flight.num_tokens, self._block_size, ())
+        shared = list(hashes[: num_cached // self._block_size])
         if not self.blocks.try_take(shared, num_blocks - len(shared)):
             return False
         self._admission.admit(ticket, num_blocks)
@@ -179,6 +236,7 @@ class SimPrefill:
         for i, item in enumerate(flight.request.media):
             if item.end <= num_cached:
                 flight.is_missing[i] = False
+        self._release_features(flight, num_cached)
         self.chunks.add(self.ticket(flight, flight.num_tokens - num_cached), flight.num_tokens)
         self.chunks.set_computed(flight.request_id, num_cached)
         self.chunks.set_ready(flight.request_id, flight.num_ready)
@@ -194,7 +252,7 @@ class SimPrefill:
         if self._is_local:
             return
         hashes = flight.view.block_hashes
-        num_full = min(flight.num_computed // BLOCK_SIZE, len(hashes))
+        num_full = min(flight.num_computed // self._block_size, len(hashes))
         for i in range(flight.num_named, num_full):
             if self.blocks.name(hashes[i]):
                 flight.shared.append(hashes[i])
@@ -218,10 +276,13 @@ class SimPrefill:
         flight.decode.join(flight)
 
     def _first_token(self, flight: Flight) -> None:
+        blocks_s = flight.admitted_at - flight.started_at
         timing = PrefillTiming(
-            blocks_s=flight.admitted_at - flight.asked_at,
+            blocks_s=blocks_s,
             media_s=flight.media_s,
-            queued_s=max(0.0, self._loop.now - flight.admitted_at - flight.media_s - flight.computing_s),
+            queued_s=max(
+                0.0, self._loop.now - flight.asked_at - blocks_s - flight.media_s - flight.computing_s
+            ),
             computing_s=flight.computing_s,
         )
         self._network.tell(flight.door.first_token, flight, timing)
@@ -244,3 +305,8 @@ class SimPrefill:
             return
         self.blocks.free(flight.shared, flight.num_anonymous)
         flight.shared, flight.num_anonymous = [], 0
+
+
+def mean_context(batch: list[tuple[int, int]]) -> float:
+    """Earlier tokens that a token of a step sees: of (computed tokens, tokens to compute) of each prompt."""
+    return sum(computed * count for computed, count in batch) / sum(count for _, count in batch)

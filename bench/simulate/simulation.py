@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle
 from random import Random
 
 from bench.simulate.decode import SimDecode
@@ -14,7 +16,7 @@ from bench.simulate.flight import Outcome
 from bench.simulate.gate import Gate
 from bench.simulate.hardware import Model
 from bench.simulate.prefill import SimPrefill
-from bench.simulate.worker import Network, WorkerSpec
+from bench.simulate.worker import NETWORK_S, Network, WorkerSpec
 from bench.simulate.workload import SimRequest
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.curves import Curve, ServiceCurves
@@ -31,7 +33,7 @@ SimWorker = SimEncoder | SimPrefill | SimDecode
 
 
 class Simulation:
-    """`policies`: makers of one for each door. Requests go to the doors in turn."""
+    """`policies`: makers of one for each door."""
 
     def __init__(
         self,
@@ -40,16 +42,18 @@ class Simulation:
         model: Model,
         seed: int = 0,
         noise: float = NOISE,
+        scheduling: SchedulingPolicy = SCHEDULING,
+        network_s: float = NETWORK_S,
         gate: Callable[[Simulation], Gate] | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
     ):
         self.loop = EventLoop()
-        self.network = Network(self.loop)
-        self.model, self.bytes_per_row = model, model.bytes_per_row
+        self.network = Network(self.loop, network_s)
+        self.model = model
         self.specs = {spec.replica_id: spec for spec in specs}
         self.outcomes: list[Outcome] = []
         self._on_outcome = on_outcome or self.outcomes.append
-        self.scheduling = SCHEDULING
+        self.scheduling = scheduling
         self._rng, self._noise = Random(f"noise {seed}"), noise
         self._devices: dict[str, Device] = {}
         self.encoders: dict[str, SimEncoder] = {}
@@ -63,7 +67,7 @@ class Simulation:
             SimDoor(
                 self,
                 make(self),
-                ClusterView(SCHEDULING, model.kv_bytes_per_token, model.num_layers),
+                ClusterView(scheduling, model.kv_bytes_per_token, model.num_layers),
                 the_gate,
             )
             for make in policies
@@ -72,9 +76,14 @@ class Simulation:
         for spec in specs:
             self._plan(spec)
 
-    def run(self, requests: Iterable[SimRequest], until: float = float("inf")) -> list[Outcome]:
-        """Serve all of them; in the order in which they ended."""
-        self._arrivals = enumerate(requests)
+    def run(
+        self,
+        requests: Iterable[SimRequest],
+        until: float = float("inf"),
+        doors: Sequence[SimDoor] | None = None,
+    ) -> list[Outcome]:
+        """Serve all of them; in the order in which they ended. They go to these doors in turn; None: to all."""
+        self._arrivals = zip(cycle(doors or self.doors), requests, strict=False)
         self._next_arrival()
         self.loop.run(until)
         return self.outcomes
@@ -82,17 +91,25 @@ class Simulation:
     def worker(self, replica_id: str) -> SimWorker:
         return self.encoders.get(replica_id) or self.prefills.get(replica_id) or self.decodes[replica_id]
 
+    def set_curves(self, replica_id: str, curves: ServiceCurves, told: ServiceCurves) -> None:
+        """From its next call on a worker is so fast; all doors hear of it at once."""
+        worker = self.worker(replica_id)
+        worker.spec = replace(worker.spec, curves=curves, told=told)
+        if isinstance(worker, SimDecode) and worker.local is not None:
+            worker.local.spec = worker.spec
+        self._each_door(SimDoor.measured, replica_id, told)
+
     def landed(self, outcome: Outcome) -> None:
         self._on_outcome(outcome)
 
     def _next_arrival(self) -> None:
-        for number, request in self._arrivals:
-            self.loop.at(max(self.loop.now, request.arrived_at), self._arrive, number, request)
+        for door, request in self._arrivals:
+            self.loop.at(max(self.loop.now, request.arrived_at), self._arrive, door, request)
             return
 
-    def _arrive(self, number: int, request: SimRequest) -> None:
+    def _arrive(self, door: SimDoor, request: SimRequest) -> None:
         self._next_arrival()
-        self.doors[number % len(self.doors)].arrive(request)
+        door.arrive(request)
 
     def _draw(self) -> float:
         return max(0.5, 1.0 + self._noise * self._rng.gauss(0.0, 1.0)) if self._noise else 1.0
@@ -102,24 +119,16 @@ class Simulation:
         device = self._devices.setdefault(name, Device(self.loop))
         common = (self.loop, device, self.network)
         if spec.role is Role.ENCODE:
-            self.encoders[spec.replica_id] = SimEncoder(spec, *common, SCHEDULING, self._draw)
+            self.encoders[spec.replica_id] = SimEncoder(spec, *common, self.scheduling, self._draw)
         elif spec.role is Role.PREFILL:
             self.prefills[spec.replica_id] = self._make_prefill(spec, device, is_local=False)
         else:
             local = self._make_prefill(spec, device, is_local=True) if spec.curves.prefill else None
-            self.decodes[spec.replica_id] = SimDecode(spec, *common, self._draw, local)
+            self.decodes[spec.replica_id] = SimDecode(spec, *common, self._draw, self.model.block_size, local)
 
     def _make_prefill(self, spec: WorkerSpec, device: Device, is_local: bool) -> SimPrefill:
         return SimPrefill(
-            spec,
-            self.loop,
-            device,
-            self.network,
-            SCHEDULING,
-            self._draw,
-            self.model.kv_bytes_per_token,
-            self.model.num_layers,
-            is_local,
+            spec, self.loop, device, self.network, self.scheduling, self._draw, self.model, is_local
         )
 
     def _plan(self, spec: WorkerSpec) -> None:

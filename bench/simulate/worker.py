@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.simulate.events import EventLoop
+from bench.simulate.hardware import PREPARE_THREADS
 from cluster.types.curves import Link, ServiceCurves
 from cluster.types.members import Role
 from cluster.types.messages import LoadReport
@@ -19,13 +21,17 @@ NETWORK_S = 5e-4  # a frame between a door and a worker
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One replica. `curves` is what it measures of itself.
+    """One replica. `curves` is how fast it is.
 
-    ready_at      when it has started, in seconds of the run
-    dies_at       when it is killed, if at all
-    throttled     (from when, so many times slower), if at all; it measures that, too, a second later
-    cache_bytes   encoder: for embeddings
-    max_batch     decode: sequences in one step
+    told                  how fast it says that it is; None: the truth
+    ready_at              when it has started, in seconds of the run
+    dies_at               when it is killed, if at all
+    throttled             (from when, so many times slower), if at all; it measures that, too, a second later
+    step_target_s         prompts: no step of more than a block is planned to last longer
+    cache_bytes           encoder: for embeddings
+    max_items             encoder: in one call
+    num_prepare_threads   encoder
+    max_batch             decode: sequences in one step
     """
 
     replica_id: str
@@ -35,7 +41,11 @@ class WorkerSpec:
     hardware: str = ""
     device: str = ""
     bytes_per_row: int = 0
+    told: ServiceCurves | None = None
+    step_target_s: float = math.inf
     cache_bytes: int = 4 << 30
+    max_items: int = 16
+    num_prepare_threads: int = PREPARE_THREADS
     max_batch: int = 256
     ready_at: float = 0.0
     dies_at: float | None = None
@@ -46,14 +56,14 @@ class WorkerSpec:
 
 
 class Network:
-    """Frames reach their door or worker `NETWORK_S` later."""
+    """Frames reach their door or worker `delay_s` later."""
 
-    def __init__(self, loop: EventLoop):
-        self._loop = loop
+    def __init__(self, loop: EventLoop, delay_s: float = NETWORK_S):
+        self._loop, self.delay_s = loop, delay_s
         self.doors: Sequence[SimDoor] = ()
 
     def tell(self, call: Callable[..., object], *args: Any) -> None:
-        self._loop.at(self._loop.now + NETWORK_S, call, *args)
+        self._loop.at(self._loop.now + self.delay_s, call, *args)
 
     def tell_doors(
         self,
@@ -62,7 +72,7 @@ class Network:
         media: tuple[Sequence[str], Sequence[str]] = ((), ()),
         blocks: tuple[Sequence[bytes], Sequence[bytes]] = ((), ()),
     ) -> None:
-        self._loop.at(self._loop.now + NETWORK_S, self._deliver, replica_id, load, media, blocks)
+        self._loop.at(self._loop.now + self.delay_s, self._deliver, replica_id, load, media, blocks)
 
     def _deliver(
         self,

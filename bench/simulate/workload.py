@@ -19,16 +19,21 @@ TAIL_TOKENS = 16  # of the question and the template's end, behind the media
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One media item of a prompt: [start, end) are its tokens, one for each embedding row."""
+    """One media item of a prompt: [start, end) are its tokens, one for each embedding that travels."""
 
     media_hash: str
     modality: Modality
-    num_rows: int
+    num_rows: int  # that the encoder computes
     start: int
+    num_pooled: int = 0  # embeddings; 0: one for each row
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pooled or self.num_rows
 
     @property
     def end(self) -> int:
-        return self.start + self.num_rows
+        return self.start + self.num_tokens
 
 
 @dataclass(eq=False, slots=True)

@@ -333,6 +333,15 @@ def test_a_media_cache_gives_up_what_was_used_longest_ago() -> None:
     assert cache.add("too large", 200) == ["a", "c", "too large"]
 
 
+def test_embeddings_that_nobody_expects_to_be_used_again_go_first() -> None:
+    cache = MediaCache(100)
+    assert cache.add("kept", 40) == []
+    assert cache.add("new", 40, keep=False) == [] and cache.use("new")
+    assert cache.make_room(30) == ["new"] and cache.add("newer", 30, keep=False) == []
+    assert cache.use("newer", keep=True)  # now it is expected, and the last to go
+    assert cache.add("last", 50) == ["kept"]
+
+
 def test_what_came_and_went_between_two_reports_is_not_told() -> None:
     changes = Changes()
     changes.add("a")
