@@ -99,7 +99,8 @@ class SimDoor:
 
     def item_done(self, flight: Flight, item_idx: int) -> None:
         if not flight.is_over:
-            self.cluster.item_done(flight.request_id, item_idx, self._loop.now)
+            came_at = None if flight.is_missing[item_idx] else self._loop.now  # None: another brings it
+            self.cluster.item_done(flight.request_id, item_idx, came_at)
             if self._gate is not None and not any(flight.is_missing):
                 self._gate.encoded(flight.request)
 

@@ -87,7 +87,7 @@ class SimEncoder:
         job = Job(
             item,
             num_bytes,
-            self.order(flight, item_idx),
+            self.order(flight, item_idx, asked_at),
             item.num_rows,
             [(flight, item_idx, asked_at)],
             asked_at,
@@ -100,9 +100,9 @@ class SimEncoder:
         self._prepare()
         self.report()
 
-    def order(self, flight: Flight, item_idx: int) -> OrderKey:
-        """Of who is looked at now: as the real one counts, what he had waited when he was placed, before that."""
-        arrived_at = flight.request.arrived_at + self._loop.now - flight.decided_at
+    def order(self, flight: Flight, item_idx: int, asked_at: float) -> OrderKey:
+        """Its arrival is what it had waited when it was placed, before it was here."""
+        arrived_at = flight.request.arrived_at + asked_at - flight.decided_at
         num_rows = sum(each.num_rows for each in flight.request.media[: item_idx + 1])
         ticket = Ticket(
             flight.request_id, arrived_at, num_rows, is_text=False, priority=flight.request.priority

@@ -210,7 +210,7 @@ def run_ahead(encoder: SimEncoder, extra: list[_Coming], now: float) -> dict[str
     for flight, item_idx, _ in encoder.asked:
         item = flight.request.media[item_idx]
         if not encoder.has(item.media_hash) and item.media_hash not in encoder.jobs:
-            order = encoder.order(flight, item_idx)
+            order = encoder.order(flight, item_idx, asked_at)
             unprepared.append(_Coming(item.media_hash, item.num_rows, order, clock))
     curves = encoder.spec.curves
     image = next(iter(curves.prepare))

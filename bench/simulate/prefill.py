@@ -109,9 +109,9 @@ class SimPrefill:
         self._admission.push(self.ticket(flight, flight.num_tokens))
 
     def ticket(self, flight: Flight, num_tokens: int) -> Ticket:
-        """Its arrival, as the real one counts it: what it had waited when it was placed, before it was looked at here."""
+        """Its arrival, as the real one counts it: what it had waited when it was placed, before it was here."""
         request = flight.request
-        arrived_at = request.arrived_at + (flight.started_at or self._loop.now) - flight.decided_at
+        arrived_at = request.arrived_at + (flight.asked_at or self._loop.now) - flight.decided_at
         return Ticket(flight.request_id, arrived_at, num_tokens, not request.media, request.priority)
 
     def item_ready(self, flight: Flight, item_idx: int) -> None:
