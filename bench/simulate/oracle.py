@@ -207,7 +207,7 @@ def run_ahead(encoder: SimEncoder, extra: list[_Coming], now: float) -> dict[str
     threads += [now] * (encoder.spec.num_prepare_threads - len(threads))
     heapify(threads)
     unprepared = [_Coming(j.item.media_hash, j.num_rows_left, j.order, now) for j in encoder.unprepared()]
-    for flight, item_idx, _ in encoder.asked:
+    for flight, item_idx, asked_at in encoder.asked:
         item = flight.request.media[item_idx]
         if not encoder.has(item.media_hash) and item.media_hash not in encoder.jobs:
             order = encoder.order(flight, item_idx, asked_at)

@@ -226,6 +226,42 @@ def test_first_tokens_come_for_every_choice_at_once(rig, relay):
     relay.play()
 
 
+def test_prompts_that_came_during_a_step_go_in_the_order_in_which_their_clients_asked(rig, relay):
+    """Both are looked at together; the second had waited at its door, but less than the first has waited here."""
+    rig.prefill.engine._budget = StepBudget(1.0, 1, 4)
+    first, second = make_request("first", 4), make_request("second", 4)
+    relay.start(first)
+    only_to(relay, "prefill")
+    rig.clock.at += 2.0
+    relay.start(msgspec.structs.replace(second, waited_s=1.0))
+    only_to(relay, "prefill")
+    rig.turn(6)
+    assert [event.request_id for event in events(rig)] == ["first", "second"]
+    relay.play()
+
+
+def test_the_load_that_is_told_after_a_step_counts_what_came_during_it(rig, relay):
+    loads = []
+    outbox = rig.prefill.engine._outbox
+    flush = outbox.flush
+
+    def told(load=None):
+        loads.append(load and load.num_queued_units)
+        flush(load)
+
+    outbox.flush = told
+    relay.start(make_request("running", 8))
+    only_to(relay, "prefill")
+    rig.prefill.inbox.run()
+    relay.start(make_request("comes during the step", 5))
+    only_to(relay, "prefill")
+    rig.prefill.engine.step()  # as the loop does: without what waits in the inbox
+    assert loads == [9, None]
+    rig.prefill.step()
+    assert loads[2:] == [6, None]
+    relay.play()
+
+
 def test_a_text_prompt_does_not_wait_for_a_long_media_prompt(rig, relay):
     item = make_item("a", 20)
     relay.start(make_request("long", 40, [item]), [item])
