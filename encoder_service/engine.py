@@ -119,15 +119,13 @@ class EncoderEngine:
             self._fail(delivery, UnavailableError("encoding waited too long"))
         batch = self._select()
         self._tell_doors(self.load())  # and what has been taken on: nobody else need encode it
-        if not batch:
-            return self._deliveries.wait_s()
-        self._encode(batch)
-        self._tell_doors()
-        return 0
+        if batch:
+            self._encode(batch)
+            self._tell_doors()
+        return 0 if batch else self._deliveries.wait_s()
 
     def start(self, door: DoorId, message: StartEncode, came_at: float) -> None:
-        """Asked for anew, an item of a request is one delivery still: what was sent before did not arrive. `came_at`: when the message
-        was here, however long the engine was busy since."""
+        """Asked for anew, an item of a request is one delivery still: what was sent before did not arrive. `came_at`: when the message was here."""
         earlier = self._deliveries.get(delivery_key(message.request_id, message.item_idx))
         if earlier is not None:
             self._deliveries.end(earlier, "asked for anew")
