@@ -40,6 +40,7 @@ from router.openai.translate import ChatCall, CompletionCall, StopRules
 from router.placing import Placing
 from router.policy import POLICIES, ClusterView
 from router.prompts import MediaCaps, PreparedPrompt, PromptBuilder
+from router.tracing import tracing_to
 
 T = TypeVar("T")
 NUM_THREADS = 2  # for headers, hashing and tokenising, beside the event loop
@@ -82,6 +83,8 @@ class Door:
         self._members = MemberTable("door", self._dispatcher, read_environment().cluster_secret)
         self._dispatcher.members = self._members
         self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._dispatcher)
+        endpoint = args.door.otlp_traces_endpoint
+        self._tracing = tracing_to(endpoint, self.model_id, self._clock) if endpoint else None
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="door")
 
     def update_members(self, role: Role, members: list[Member]) -> None:
@@ -91,6 +94,8 @@ class Door:
     async def aclose(self) -> None:
         await self._members.aclose()
         await self._fetcher.aclose()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -118,7 +123,7 @@ class Door:
         return self._metrics.render()
 
     async def chat(self, call: ChatCall) -> list[Choice]:
-        ledger = Ledger(self._clock.now())
+        ledger = Ledger(self._clock.now(), call.trace_parent)
         prompt = await self.prepare(call, ledger)
         return self._generate(prompt, call, ledger)
 
@@ -126,7 +131,7 @@ class Door:
         choices: list[Choice] = []
         arrived_at = self._clock.now()
         for prompt in call.prompts:
-            ledger = Ledger(arrived_at)
+            ledger = Ledger(arrived_at, call.trace_parent)
             prepared = await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
             ledger.prepared(arrived_at, self._clock.now())
             choices += self._generate(prepared, call, ledger)
@@ -187,6 +192,7 @@ class Door:
                 self._clock,
                 ledger,
                 keeps_ledger=choice_idx == 0,
+                tracing=self._tracing,
             )
             for choice_idx, tokens in enumerate(
                 self._dispatcher.generate(request, prompt.items, prompt.block_hashes, ledger, call.tenant)

@@ -14,6 +14,7 @@ from router.metrics import DoorMetrics
 from router.openai.protocol import MediaNote, TextDelta, Usage
 from router.prompts import PreparedPrompt
 from router.streams import TokenStream
+from router.tracing import Tracing
 
 
 class Choice:
@@ -30,8 +31,9 @@ class Choice:
         ledger: Ledger,
         *,
         keeps_ledger: bool,
+        tracing: Tracing | None = None,
     ):
-        """`ledger`: of the request, on `clock`; its choices share it, one of them keeps it."""
+        """`ledger`: of the request, on `clock`; its choices share it, one of them keeps it. `tracing`: where it goes in the end."""
         self._prompt = prompt
         self._tokens = tokens
         self._detokenizer = detokenizer
@@ -40,6 +42,7 @@ class Choice:
         self._clock = clock
         self.ledger = ledger
         self._keeps_ledger = keeps_ledger
+        self._tracing = tracing
         self._last_at = ledger.arrived_at
         self._num_tokens = 0
         self._num_cached_tokens = 0
@@ -77,6 +80,8 @@ class Choice:
         await self._tokens.aclose()
         if self._outcome is not None:
             self._metrics.finished(self._outcome)
+            if self._keeps_ledger and self._tracing is not None:
+                self._tracing.ended(self.ledger, self._outcome, self.usage)
             self._outcome = None
 
     def _measure(self, event: TokenEvent) -> None:

@@ -36,8 +36,10 @@ STAGES = (
 class Ledger:
     """Of one request. Instants are seconds of the door's clock; each `…_at` is set when that has happened."""
 
-    def __init__(self, arrived_at: float):
+    def __init__(self, arrived_at: float, trace_parent: str = ""):
+        """`trace_parent`: the client's span (W3C Trace Context), if it sent one."""
         self.arrived_at = arrived_at
+        self.trace_parent = trace_parent
         self.fetched_at = self.prepared_at = self.admitted_at = self.launched_at = arrived_at
         self.first_token_at: float | None = None
         self.second_token_at: float | None = None

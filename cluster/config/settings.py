@@ -161,6 +161,9 @@ class DoorArgs(_Args):
     first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token, once a request has been let in
     # who serves a request. joint: everybody together, so that the first tokens come soonest; the others are there to compare with
     policy: Literal["joint", "least_loaded", "round_robin", "per_stage", "linear"] = "joint"
+    otlp_traces_endpoint: str = (
+        ""  # of an OpenTelemetry collector, as http://localhost:4318/v1/traces; empty: no traces
+    )
     media: MediaArgs = MediaArgs()
     admission: AdmissionArgs = AdmissionArgs()
 

@@ -73,7 +73,13 @@ class _Routes:
         door = self._door
         call: ChatCall = await self._call(
             request,
-            lambda body: chat_call(parse(ChatRequest, body), door.model_id, door.defaults, _tenant(request)),
+            lambda body: chat_call(
+                parse(ChatRequest, body),
+                door.model_id,
+                door.defaults,
+                _tenant(request),
+                _trace_parent(request),
+            ),
         )
         answer = render.ChatFormat(_new_id("chatcmpl"), int(time.time()), door.model_id, call.include_usage)
         return await self._answer(request, call, door.chat, answer)
@@ -83,7 +89,11 @@ class _Routes:
         call: CompletionCall = await self._call(
             request,
             lambda body: completion_call(
-                parse(CompletionRequest, body), door.model_id, door.defaults, _tenant(request)
+                parse(CompletionRequest, body),
+                door.model_id,
+                door.defaults,
+                _tenant(request),
+                _trace_parent(request),
             ),
         )
         answer = render.CompletionFormat(_new_id("cmpl"), int(time.time()), door.model_id, call.include_usage)
@@ -200,6 +210,10 @@ class _Edge:
                 raise
             answer = await _answer_error(Request(scope), error)
             await answer(scope, receive, send_noting)
+
+
+def _trace_parent(request: Request) -> str:
+    return request.headers.get("traceparent", "")
 
 
 def _tenant(request: Request) -> str:

@@ -57,6 +57,7 @@ class ChatCall(msgspec.Struct, frozen=True):
     media_rules: MediaRules = MediaRules()
     tenant: str = ""  # whose media: what one tenant has sent or fetched is never found by another
     cache_salt: str = ""  # … and whose KV
+    trace_parent: str = ""  # the client's span
 
 
 class CompletionCall(msgspec.Struct, frozen=True):
@@ -69,10 +70,15 @@ class CompletionCall(msgspec.Struct, frozen=True):
     include_usage: bool = False
     tenant: str = ""
     cache_salt: str = ""
+    trace_parent: str = ""
 
 
 def chat_call(
-    request: ChatRequest, model_id: str, defaults: GenerationDefaults, tenant: str = ""
+    request: ChatRequest,
+    model_id: str,
+    defaults: GenerationDefaults,
+    tenant: str = "",
+    trace_parent: str = "",
 ) -> ChatCall:
     """`tenant`: of the client, as its credentials say."""
     _check(request, model_id)
@@ -96,11 +102,16 @@ def chat_call(
         ),
         tenant=tenant,
         cache_salt=request.cache_salt or "",
+        trace_parent=trace_parent,
     )
 
 
 def completion_call(
-    request: CompletionRequest, model_id: str, defaults: GenerationDefaults, tenant: str = ""
+    request: CompletionRequest,
+    model_id: str,
+    defaults: GenerationDefaults,
+    tenant: str = "",
+    trace_parent: str = "",
 ) -> CompletionCall:
     """`tenant`: of the client, as its credentials say."""
     _check(request, model_id)
@@ -114,6 +125,7 @@ def completion_call(
         include_usage=_wants_usage(request),
         tenant=tenant,
         cache_salt=request.cache_salt or "",
+        trace_parent=trace_parent,
     )
 
 

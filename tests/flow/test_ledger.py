@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import http.server
 import json
+import queue
 import random
+import threading
 import time
 
 import httpx
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from bench.workload import make_case
 from router.openai.app import build_api
@@ -70,3 +75,48 @@ async def test_the_ledger_of_a_stream_comes_at_its_end_and_in_its_headers():
             (ledger,) = json.loads(lines[-2].removeprefix("data: "))["ledger"]
             assert answer.headers["x-epdg-ledger"].startswith(f"ttft;dur={ledger['ttft_ms']}")
             assert set(ledger["actual_ms"]) > {"prefill", "first_step"}
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Of OpenTelemetry spans; keeps what it is sent."""
+
+    sent: queue.Queue[ExportTraceServiceRequest]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.sent.put(ExportTraceServiceRequest.FromString(body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+async def test_a_collector_gets_the_stages_of_every_request():
+    class Kept(Collector):
+        sent = queue.Queue()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Kept) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        args = cluster_args(64)
+        door = args.door.model_copy(
+            update={"otlp_traces_endpoint": f"http://127.0.0.1:{server.server_port}/v1/traces"}
+        )
+        async with local_cluster(args.model_copy(update={"door": door})) as cluster:
+            transport = httpx.ASGITransport(build_api(cluster.door))
+            async with httpx.AsyncClient(transport=transport, base_url="http://door", timeout=60) as client:
+                body = {"model": cluster.door.model_id, "prompt": "a b c", "max_tokens": 4, "min_tokens": 4}
+                trace_parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+                answer = await client.post(
+                    "/v1/completions", json=body, headers={"traceparent": trace_parent}
+                )
+                answer.raise_for_status()
+        sent = Kept.sent.get(timeout=10)  # closing the door has sent it
+        server.shutdown()
+    spans = [
+        span for resource in sent.resource_spans for scope in resource.scope_spans for span in scope.spans
+    ]
+    assert {"prefill", "first_step", "decode"} <= {span.name for span in spans}
+    assert {span.trace_id.hex() for span in spans} == {"0af7651916cd43dd8448eb211c80319c"}
