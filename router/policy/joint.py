@@ -5,6 +5,7 @@ The optimum without looking at every combination:
 * **Prefill workers** are visited in order of a lower bound of what any placement there costs (each item at its earliest, the best
   link, the best decode worker), computed for all at once; when the bound reaches the best that was found, it is over.
 * **Decode workers** are scored all at once, for a worker that computes and a time of first token.
+* There is a limit to what one decision may look at (`search.MAX_PREFILLS`, `MAX_STEPS`); beyond it the best that was found stands.
 * **Encoders**: first each item in order of need where it adds least. If that meets the lower bound, or there are more than
   `search.MAX_EXACT_ITEMS`, it stands. Otherwise the assignments are searched depth first with the bound that remains.
 

@@ -27,8 +27,8 @@ from tests.contract.agents import (
     write_without_cma,
 )
 
-DEADLINE_S = 5.0
-DETECTION_S = 1.0  # from a peer's death to the error
+DEADLINE_S = 20.0
+DETECTION_S = 5.0  # from a peer's death to the error; a fraction of a second on an idle machine
 
 
 @contextlib.contextmanager

@@ -133,10 +133,10 @@ async def test_prompts_whose_end_decode_computes_give_the_same_answers(expected,
     recomputed: list[int] = []
     take_over = DecodeEngine._take_over
 
-    def watch(engine, request, ready):
-        if ready.first_recomputed is not None:
-            recomputed.append(len(request.request.prompt.token_ids) - ready.first_recomputed)
-        take_over(engine, request, ready)
+    def watch(engine, request):
+        if request.ready.first_recomputed is not None:
+            recomputed.append(len(request.request.prompt.token_ids) - request.ready.first_recomputed)
+        take_over(engine, request)
 
     monkeypatch.setattr(DecodeEngine, "_take_over", watch)
     monkeypatch.setattr(Outgoing, "block_s", 1e9)

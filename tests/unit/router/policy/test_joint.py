@@ -6,11 +6,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.policy import JointPolicy
+from router.policy import JointPolicy, search
 from router.policy.predict import Outlook
 from router.policy.search import Search
 from tests.fakes.placement import (
     all_placements,
+    cluster_of,
+    load,
     media,
     random_cluster,
     text,
@@ -45,10 +47,30 @@ def test_the_bounds_leave_little_to_look_at():
     rng, num_visited, num_workers = random.Random(3), 0, 60
     cluster = random_cluster(rng, (num_workers, num_workers, num_workers))
     for idx in range(40):
-        search = Search(Outlook(media(400, 1000, name=f"r{idx}"), cluster, 1.0))
-        search.best()
-        num_visited += search.num_visited
+        each = Search(Outlook(media(400, 1000, name=f"r{idx}"), cluster, 1.0))
+        each.best()
+        num_visited += each.num_visited
     assert num_visited / 40 < num_workers / 10
+
+
+def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_little(monkeypatch):
+    """Equal workers with unequal queues: bounds say little, for all items would go to the same encoder."""
+    rng, cluster = random.Random(2), cluster_of(24, 24, 24)
+    for prefix in "ep":
+        for idx in range(24):
+            cluster.reported(f"{prefix}{idx}", load(rng.randint(0, 4000), rng.randint(1, 9)), 1.0)
+    requests = [media(*[rng.randint(200, 900) for _ in range(3)], name=f"r{idx}") for idx in range(10)]
+    outlooks = [Outlook(request, cluster, 1.0) for request in requests]
+    searches = [Search(outlook) for outlook in outlooks]
+    found_s = [each.best().cost_s for each in searches]
+    assert all(each.num_steps <= search.MAX_STEPS for each in searches)
+    assert all(each.num_visited <= search.MAX_PREFILLS for each in searches)
+    monkeypatch.setattr(search, "MAX_STEPS", 10**6)
+    monkeypatch.setattr(search, "MAX_PREFILLS", 24)
+    least = [Search(outlook) for outlook in outlooks]
+    least_s = [each.best().cost_s for each in least]
+    assert sum(each.num_steps for each in least) > 5 * sum(each.num_steps for each in searches)
+    assert sum(found_s) <= 1.005 * sum(least_s)
 
 
 @given(st.integers(0, 2**32))
