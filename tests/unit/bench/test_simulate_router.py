@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from bench.router.cases import (
     all_cases,
     names,
 )
+from bench.router.decisions import decisions, loaded_cluster, table
 from bench.router.policies import ORACLE, maker
 from bench.router.run import record
 from bench.simulate import __main__ as simulate_main
@@ -241,3 +243,13 @@ def test_slower_accelerators_serve_less() -> None:
     assert capacity(workers(Layout(1, 2, 1), VL_7B, A100), wanted) < 0.5 * capacity(
         workers(Layout(1, 2, 1), VL_7B, H200), wanted
     )
+
+
+def test_a_decision_is_measured_for_each_kind_of_request_over_pools_of_the_size_asked_for():
+    found = decisions(num_workers=6, num_decisions=14)
+    assert [(each["workers_per_pool"], each["images"]) for each in found] == [(6, 0), (6, 1), (6, 4)]
+    assert all(0 < each["p50_ms"] <= each["p99_ms"] for each in found)
+    cluster = loaded_cluster(6, random.Random(1))
+    assert [len(pool) for pool in (cluster.encoders, cluster.prefills, cluster.decodes)] == [6, 6, 6]
+    assert cluster.prefills.reported_units.max() > 0
+    assert len(table(found)) == 5

@@ -1,0 +1,93 @@
+"""What a decision costs: CPU time of the joint policy over large pools, with queues of any length, for text and for one and four images."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from random import Random
+from statistics import median
+
+from bench.encoder.records import Record
+from bench.engine.measure import percentile
+from bench.simulate.hardware import BLOCK_SIZE, H200, VL_7B
+from bench.simulate.layouts import Layout, workers
+from bench.simulate.simulation import SCHEDULING
+from cluster.types.media import Modality
+from cluster.types.members import Role
+from cluster.types.messages import LoadReport
+from router.policy import ClusterView, ItemView, JointPolicy, RequestView, Worker
+
+MOST_QUEUED = {Role.ENCODE: 8000, Role.PREFILL: 16000, Role.DECODE: 64}  # units
+NUM_WARM_UP = 10
+
+
+def decisions(num_workers: int, num_decisions: int = 200, seed: int = 0) -> list[Record]:
+    """A record for each kind of request; `num_workers`: of each pool."""
+    rng, policy = Random(seed), JointPolicy()
+    found = []
+    for num_images in (0, 1, 4):
+        cluster = loaded_cluster(num_workers, rng)
+        took_ms = []
+        for number in range(num_decisions):
+            request = a_request(f"{num_images}/{number}", num_images, rng)
+            began_s = time.process_time()
+            policy.decide(request, cluster, 1.0 + number / 1000)
+            took_ms.append(1e3 * (time.process_time() - began_s))
+        found.append(
+            {
+                "type": "decision",
+                "workers_per_pool": num_workers,
+                "images": num_images,
+                "p50_ms": round(median(took_ms[NUM_WARM_UP:]), 3),
+                "p99_ms": round(percentile(took_ms[NUM_WARM_UP:], 0.99), 3),
+            }
+        )
+    return found
+
+
+def loaded_cluster(num_workers: int, rng: Random) -> ClusterView:
+    """Equal workers with queues of any length: where bounds say least."""
+    cluster = ClusterView(SCHEDULING, VL_7B.kv_bytes_per_token, VL_7B.num_layers)
+    for spec in workers(Layout(num_workers, num_workers, num_workers), VL_7B, H200):
+        worker = Worker(
+            spec.replica_id, spec.role, spec.num_blocks, spec.hardware, spec.device, tuple(spec.curves.encode)
+        )
+        cluster.add(worker)
+        cluster.measured(spec.replica_id, spec.curves)
+        num_requests = rng.randint(0, 8)
+        num_units = rng.randint(1, MOST_QUEUED[spec.role]) if num_requests else 0
+        cluster.reported(
+            spec.replica_id, LoadReport(num_waiting=num_requests, num_queued_units=num_units), 1.0
+        )
+    return cluster
+
+
+def a_request(name: str, num_images: int, rng: Random) -> RequestView:
+    start, media = rng.randint(100, 3000), []
+    for idx in range(num_images):
+        rows = rng.randint(200, 1500)
+        media.append(
+            ItemView(f"{name}-{idx}", Modality.IMAGE, rows, rows * VL_7B.bytes_per_row, start, start + rows)
+        )
+        start += rows
+    num_blocks = start // BLOCK_SIZE
+    hashes = [f"{name}/{idx}".encode() for idx in range(num_blocks)]
+    return RequestView(
+        name,
+        start + 16,
+        BLOCK_SIZE,
+        hashes,
+        media,
+        num_prefill_blocks=num_blocks,
+        num_decode_blocks=num_blocks,
+    )
+
+
+def table(records: Sequence[Record]) -> list[str]:
+    """Markdown."""
+    lines = ["| workers per pool | images | p50, ms | p99, ms |", "| --- | --- | --- | --- |"]
+    for each in records:
+        lines.append(
+            f"| {each['workers_per_pool']} | {each['images']} | {each['p50_ms']:.2f} | {each['p99_ms']:.2f} |"
+        )
+    return lines
