@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -32,6 +33,7 @@ from cluster.config.settings import REPOSITORY
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0  # for running requests to end and Serve to shut down, before what is left is killed
 NOISE_LINES = 60
+FREE_PORTS = range(20_000, 32_768)
 # Ray's own timers in every process, slowed down: with these, and Serve's health check at 5 s instead of 0.5, an idle
 # cluster's four replicas cost 2.4 % of a core instead of 4.4 % (`python -m bench.footprint`). None of them is on a request's path; deaths are noticed by end-of-file.
 QUIET = {
@@ -78,9 +80,14 @@ def cluster_environment(folder: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """Nobody listens there now; it is below the ports that the system gives to connections, so that none takes it before it is used.
+    Raises OSError when there is none."""
+    for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("", port))
+            return port
+    raise OSError(f"no port is free between {FREE_PORTS[0]} and {FREE_PORTS[-1]}")
 
 
 def processes_of(folder: Path) -> list[int]:

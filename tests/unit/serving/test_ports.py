@@ -1,0 +1,23 @@
+"""Ports for a cluster on this machine."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from cluster.serving import launch
+
+
+def test_a_port_is_one_that_no_connection_is_given():
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert launch.free_port() in launch.FREE_PORTS
+    assert launch.FREE_PORTS[-1] < int(first)
+
+
+def test_a_port_is_one_where_nobody_listens(monkeypatch):
+    port = launch.free_port()
+    monkeypatch.setattr(launch, "FREE_PORTS", range(port, port + 1))
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(OSError, match="no port is free"):
+            launch.free_port()
+    assert launch.free_port() == port
