@@ -17,7 +17,6 @@ def test_a_port_is_one_that_no_connection_is_given():
 def test_a_port_is_one_where_nobody_listens(monkeypatch):
     port = launch.free_port()
     monkeypatch.setattr(launch, "FREE_PORTS", range(port, port + 1))
-    with socket.create_server(("127.0.0.1", port)):
-        with pytest.raises(OSError, match="no port is free"):
-            launch.free_port()
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="no port is free"):
+        launch.free_port()
     assert launch.free_port() == port
