@@ -161,8 +161,8 @@ class Dispatcher:
         if isinstance(message, Tokens):
             if message.load is not None:
                 self._cluster.reported(replica_id, message.load, self._clock.now())
-            if self._entrance.num_waiting:
-                self._report()
+                if self._entrance.num_waiting:
+                    self._report()
             for event in message.events:
                 flight = self._flights.get(event.request_id)
                 if flight is not None:

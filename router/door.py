@@ -11,9 +11,9 @@ import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from cluster.clock import SystemClock
+from cluster.clock import Clock, SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ClusterError, ContextLengthError, MediaError
@@ -40,7 +40,9 @@ from router.openai.translate import ChatCall, CompletionCall, StopRules
 from router.placing import Placing
 from router.policy import POLICIES, ClusterView
 from router.prompts import MediaCaps, PreparedPrompt, PromptBuilder
-from router.tracing import tracing_to
+
+if TYPE_CHECKING:
+    from router.tracing import Tracing
 
 T = TypeVar("T")
 NUM_THREADS = 2  # for headers, hashing and tokenising, beside the event loop
@@ -83,8 +85,7 @@ class Door:
         self._members = MemberTable("door", self._dispatcher, read_environment().cluster_secret)
         self._dispatcher.members = self._members
         self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._dispatcher)
-        endpoint = args.door.otlp_traces_endpoint
-        self._tracing = tracing_to(endpoint, self.model_id, self._clock) if endpoint else None
+        self._tracing = _tracing(args, self._clock)
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="door")
 
     def update_members(self, role: Role, members: list[Member]) -> None:
@@ -217,3 +218,12 @@ class Door:
     async def _off_loop(self, function: Callable[..., T], *args: object) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, functools.partial(function, *args))
+
+
+def _tracing(args: ClusterArgs, clock: Clock) -> Tracing | None:
+    """Imported where it is wanted: OpenTelemetry's exporter takes a quarter of a second."""
+    if not args.door.otlp_traces_endpoint:
+        return None
+    from router.tracing import tracing_to
+
+    return tracing_to(args.door.otlp_traces_endpoint, args.model_id, clock)

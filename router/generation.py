@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
 
 from cluster.clock import Clock
 from cluster.errors import ClusterError
@@ -14,7 +15,9 @@ from router.metrics import DoorMetrics
 from router.openai.protocol import MediaNote, TextDelta, Usage
 from router.prompts import PreparedPrompt
 from router.streams import TokenStream
-from router.tracing import Tracing
+
+if TYPE_CHECKING:
+    from router.tracing import Tracing
 
 
 class Choice:

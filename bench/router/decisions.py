@@ -1,11 +1,12 @@
-"""What a decision costs: CPU time of the joint policy over large pools, with queues of any length, for text and for one and four images."""
+"""What a decision costs: CPU time of the joint policy over large pools, with queues of any length, for text and for images; and what the limit
+to what it looks at loses, which is found by looking at (nearly) everything."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from random import Random
-from statistics import median
+from statistics import fmean, median
 
 from bench.encoder.records import Record
 from bench.engine.measure import percentile
@@ -16,23 +17,32 @@ from cluster.types.media import Modality
 from cluster.types.members import Role
 from cluster.types.messages import LoadReport
 from router.policy import ClusterView, ItemView, JointPolicy, RequestView, Worker
+from router.policy.predict import Outlook
+from router.policy.search import Search
 
-MOST_QUEUED = {Role.ENCODE: 8000, Role.PREFILL: 16000, Role.DECODE: 64}  # units
+MOST_QUEUED = {Role.ENCODE: 8000, Role.PREFILL: 16_000, Role.DECODE: 64}  # units
 NUM_WARM_UP = 10
+NUM_UNLIMITED, UNLIMITED_STEPS = 10, 100_000  # searches without limit; a second each at four images
+MOST_UNLIMITED = 64  # workers per pool for which that is done
 
 
 def decisions(num_workers: int, num_decisions: int = 200, seed: int = 0) -> list[Record]:
     """A record for each kind of request; `num_workers`: of each pool."""
     rng, policy = Random(seed), JointPolicy()
     found = []
-    for num_images in (0, 1, 4):
+    for num_images in (0, 1, 2, 4):
         cluster = loaded_cluster(num_workers, rng)
+        requests = [a_request(f"{num_images}/{number}", num_images, rng) for number in range(num_decisions)]
         took_ms = []
-        for number in range(num_decisions):
-            request = a_request(f"{num_images}/{number}", num_images, rng)
+        for number, request in enumerate(requests):
             began_s = time.process_time()
             policy.decide(request, cluster, 1.0 + number / 1000)
             took_ms.append(1e3 * (time.process_time() - began_s))
+        losses = (
+            [loss(request, cluster) for request in requests[:NUM_UNLIMITED]]
+            if num_workers <= MOST_UNLIMITED
+            else []
+        )
         found.append(
             {
                 "type": "decision",
@@ -40,13 +50,21 @@ def decisions(num_workers: int, num_decisions: int = 200, seed: int = 0) -> list
                 "images": num_images,
                 "p50_ms": round(median(took_ms[NUM_WARM_UP:]), 3),
                 "p99_ms": round(percentile(took_ms[NUM_WARM_UP:], 0.99), 3),
+                "loss": round(fmean(losses), 5) if losses else None,
             }
         )
     return found
 
 
+def loss(request: RequestView, cluster: ClusterView) -> float:
+    """By what part the cost of the placement that is found exceeds that of the best of many more."""
+    outlook = Outlook(request, cluster, 1.0)
+    best = Search(outlook, len(cluster.prefills), UNLIMITED_STEPS).best()
+    return Search(outlook).best().cost_s / best.cost_s - 1
+
+
 def loaded_cluster(num_workers: int, rng: Random) -> ClusterView:
-    """Equal workers with queues of any length: where bounds say least."""
+    """Equal workers with queues of any length."""
     cluster = ClusterView(SCHEDULING, VL_7B.kv_bytes_per_token, VL_7B.num_layers)
     for spec in workers(Layout(num_workers, num_workers, num_workers), VL_7B, H200):
         worker = Worker(
@@ -85,9 +103,12 @@ def a_request(name: str, num_images: int, rng: Random) -> RequestView:
 
 def table(records: Sequence[Record]) -> list[str]:
     """Markdown."""
-    lines = ["| workers per pool | images | p50, ms | p99, ms |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| workers per pool | images | p50, ms | p99, ms | cost above the least |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for each in records:
-        lines.append(
-            f"| {each['workers_per_pool']} | {each['images']} | {each['p50_ms']:.2f} | {each['p99_ms']:.2f} |"
-        )
+        lost = "" if each["loss"] is None else f"{each['loss']:.2%}"
+        took = f"{each['p50_ms']:.2f} | {each['p99_ms']:.2f}"
+        lines.append(f"| {each['workers_per_pool']} | {each['images']} | {took} | {lost} |")
     return lines

@@ -47,13 +47,8 @@ class SimEncoder:
         noise: Callable[[], float],
     ):
         self.spec, self.is_waiting, self.is_dead = spec, False, False
-        self._loop, self.device, self._network, self.policy, self._noise = (
-            loop,
-            device,
-            network,
-            policy,
-            noise,
-        )
+        self._loop, self.device, self._network = loop, device, network
+        self.policy, self._noise = policy, noise
         self._cache, self.changes = MediaCache(spec.cache_bytes), Changes()
         self.jobs: dict[str, Job] = {}
         self._unprepared: list[tuple[OrderKey, int, Job]] = []

@@ -34,18 +34,9 @@ class SimPrefill:
         is_local: bool = False,
     ):
         self.spec, self.is_waiting, self.is_dead = spec, False, False
-        self._loop, self.device, self._network, self._policy, self._noise = (
-            loop,
-            device,
-            network,
-            policy,
-            noise,
-        )
-        self._kv_bytes, self._num_layers, self._is_local = (
-            model.kv_bytes_per_token,
-            model.num_layers,
-            is_local,
-        )
+        self._loop, self.device, self._network = loop, device, network
+        self._policy, self._noise, self._is_local = policy, noise, is_local
+        self._kv_bytes, self._num_layers = model.kv_bytes_per_token, model.num_layers
         self._block_size = model.block_size
         self._context = 0.0  # computed tokens that a token of the last step saw, on average
         self.blocks = BlockCache(1 << 40 if is_local else spec.num_blocks)

@@ -111,12 +111,10 @@ class PrefillsOutlook:
         """Bits of the slots whose running step computes the prompt's first block that they lack."""
         if not len(cluster.pending) or depths.min(initial=np.inf) >= len(hashes):
             return 0
-        keys = {depth: block_key(hashes[int(depth)]) for depth in set(depths.tolist()) if depth < len(hashes)}
-        first_blocks = np.array([keys.get(depth, 0) for depth in depths.tolist()], np.int64)
-        return sum(
-            1 << int(slot)
-            for slot in np.flatnonzero(cluster.pending.computing(cluster.prefills, first_blocks))
-        )
+        different, which = np.unique(depths.astype(np.intp), return_inverse=True)
+        keys = [block_key(hashes[depth] if depth < len(hashes) else None) for depth in different.tolist()]
+        computing = cluster.pending.computing(cluster.prefills, np.array(keys, np.int64)[which])
+        return sum(1 << slot for slot in np.flatnonzero(computing).tolist())
 
     def _queue(self, request: RequestView, cluster: ClusterView, now: float, media_s: Floats) -> _Queue:
         """Reports and what was sent since tell how much there is; of that this door knows its own prompts, and takes all others to

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from bench.simulate.caches import BlockCache, Changes, MediaCache
-from bench.simulate.events import EventLoop
 from bench.simulate.flight import Outcome
-from bench.simulate.hardware import BLOCK_SIZE, H200, NETWORK, VL_7B, curves, encode_curve, num_kv_blocks
+from bench.simulate.hardware import H200, NETWORK, VL_7B, encode_curve
 from bench.simulate.layouts import Layout, throttled, workers
 from bench.simulate.oracle import Oracle
-from bench.simulate.results import Slo, interval, keeps, summarise
-from bench.simulate.search import highest_rate
+from bench.simulate.results import Slo, summarise
 from bench.simulate.simulation import MakePolicy, Simulation
 from bench.simulate.whole import OneDevice, OneDeviceInTurn, unpredicted
 from bench.simulate.worker import NETWORK_S, WorkerSpec
 from bench.simulate.workload import (
     WORKLOADS,
-    Draft,
     SimRequest,
     Workload,
-    block_keys,
     fixed_text,
     image_prompts,
-    images,
 )
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Role
@@ -238,6 +229,18 @@ def test_memory_that_runs_out_sends_the_newest_back_and_all_finish() -> None:
     assert_nothing_is_left(simulation)
 
 
+def test_random_traffic_leaves_nothing_behind() -> None:
+    rng = Random(5)
+    for seed in range(4):
+        counts = [rng.randint(1, 3) for _ in range(3)]
+        specs = workers(Layout(*counts, may_stay=bool(seed % 2)), VL_7B, H200)
+        victim = rng.choice([s for s in specs if sum(o.role is s.role for o in specs) > 1] or specs)
+        specs = [replace(s, dies_at=0.7) if s is victim else s for s in specs]
+        simulation, outcomes = simulate(specs, WORKLOADS["grouped"], 15, 60, seed=seed)
+        assert_each_ends_once(outcomes, 60)
+        assert_nothing_is_left(simulation)
+
+
 # --- policies
 
 
@@ -283,176 +286,3 @@ def test_stages_on_one_device_take_its_time_from_each_other() -> None:
     )
     assert together.ttft_mean_s > 1.1 * apart.ttft_mean_s
     assert together.tpot_p99_s > 1.2 * apart.tpot_p99_s
-
-
-# --- parts
-
-
-def test_events_run_in_order_of_time_then_of_planning() -> None:
-    loop, ran = EventLoop(), []
-    for name, when in (("c", 2.0), ("a", 1.0), ("b", 1.0)):
-        loop.at(when, ran.append, name)
-    loop.run(until=1.5)
-    assert ran == ["a", "b"]
-    loop.run()
-    assert (ran, loop.now) == (["a", "b", "c"], 2.0)
-
-
-@settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.booleans()), max_size=30))
-def test_a_block_cache_holds_what_is_held_and_never_more_than_it_has(
-    steps: list[tuple[int, int, bool]],
-) -> None:
-    """Prompts of four streams come, are computed and leave in any order."""
-    cache, held = BlockCache(8), []
-    known: set[bytes] = set()
-    for stream, num_blocks, is_leaving in steps:
-        if is_leaving and held:
-            cache.free(*held.pop(0))
-        else:
-            keys = [bytes([stream, i]) for i in range(num_blocks)]
-            shared = keys[: cache.match(keys)]
-            if cache.try_take(shared, num_blocks - len(shared)):
-                named = [key for key in keys[len(shared) :] if cache.name(key)]
-                held.append((shared + named, num_blocks - len(shared) - len(named)))
-        added, evicted = cache.changes.take()
-        known = (known | set(added)) - set(evicted)
-        assert cache.num_used + cache.num_cached <= 8
-        assert all(cache.match([key]) == 1 for key in known)
-        assert len(known) == cache.num_used - cache.num_anonymous + cache.num_cached
-    for each in held:
-        cache.free(*each)
-    assert cache.num_used == 0
-
-
-def test_a_media_cache_gives_up_what_was_used_longest_ago() -> None:
-    cache = MediaCache(100)
-    assert cache.add("a", 60) == [] and cache.add("b", 40) == []
-    assert cache.use("a") and not cache.use("c")
-    assert cache.add("c", 30) == ["b"]
-    assert cache.add("too large", 200) == ["a", "c", "too large"]
-
-
-def test_embeddings_that_nobody_expects_to_be_used_again_go_first() -> None:
-    cache = MediaCache(100)
-    assert cache.add("kept", 40) == []
-    assert cache.add("new", 40, keep=False) == [] and cache.use("new")
-    assert cache.make_room(30) == ["new"] and cache.add("newer", 30, keep=False) == []
-    assert cache.use("newer", keep=True)  # now it is expected, and the last to go
-    assert cache.add("last", 50) == ["kept"]
-
-
-def test_what_came_and_went_between_two_reports_is_not_told() -> None:
-    changes = Changes()
-    changes.add("a")
-    changes.evict("a")
-    changes.evict("b")
-    changes.add("c")
-    assert changes.take() == (("c",), ("b",))
-    assert changes.take() == ((), ())
-
-
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
-def test_requests_of_a_workload_are_well_formed(workload: Workload) -> None:
-    requests = list(workload.requests(100, 300, seed=3))
-    assert [r.arrived_at for r in requests] == sorted(r.arrived_at for r in requests)
-    assert requests[-1].arrived_at == pytest.approx(3, rel=0.4)
-    for request in requests:
-        assert len(request.block_hashes) == request.num_prompt_tokens // BLOCK_SIZE
-        ends = [0, *(item.end for item in request.media)]
-        assert all(item.start >= end for item, end in zip(request.media, ends[:-1], strict=True))
-        assert ends[-1] < request.num_prompt_tokens
-
-
-def test_prompts_of_one_stream_share_the_keys_of_their_common_prefix_only() -> None:
-    one, two = (Draft(10 * BLOCK_SIZE, 1, stream=7, num_shared_tokens=3 * BLOCK_SIZE + 5) for _ in range(2))
-    first, second = block_keys(one, 1), block_keys(two, 2)
-    assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 3 + [False] * 7
-
-
-def test_bursts_have_the_same_rate_and_more_variable_gaps() -> None:
-    gaps = {}
-    for name in ("text", "bursty-text"):
-        at = [request.arrived_at for request in WORKLOADS[name].requests(100, 4000, 0)]
-        gaps[name] = [b - a for a, b in pairwise(at)]
-    squares = {name: sum(g * g for g in each) / len(each) / 0.01**2 for name, each in gaps.items()}
-    assert squares["text"] == pytest.approx(2, rel=0.15)  # Poisson: 1 + 1
-    assert squares["bursty-text"] == pytest.approx(5, rel=0.3)
-
-
-def test_curves_grow_with_work_and_slow_accelerators_hold_less() -> None:
-    found = curves(VL_7B, H200, "epd")
-    assert found.prefill is not None and found.decode is not None
-    assert found.prefill.seconds(2000) < found.prefill.seconds(2000, 1000) < found.prefill.seconds(4000, 1000)
-    assert num_kv_blocks(VL_7B, H200, 0.5) == pytest.approx(num_kv_blocks(VL_7B, H200) / 2, abs=1)
-
-
-def test_images_follow_each_other_in_the_prompt() -> None:
-    items = images(first=5, count=3, num_rows=10, start=100)
-    assert [(i.media_hash, i.start, i.end) for i in items] == [
-        ("image-5", 100, 110),
-        ("image-6", 110, 120),
-        ("image-7", 120, 130),
-    ]
-
-
-# --- results
-
-
-def outcome(number: int, ttft_s: float, status: str = "finished", tpot_s: float = 0.01) -> Outcome:
-    request = SimRequest(f"r{number}", float(number), 100, 11, [])
-    return Outcome(request, status, ttft_s=ttft_s, tpot_s=tpot_s, finished_at=number + 1.0)
-
-
-def test_goodput_counts_what_keeps_both_limits_after_the_warm_up() -> None:
-    outcomes = [outcome(i, 5.0) for i in range(2)]  # a tenth of 20: warm-up
-    outcomes += [outcome(i, 1.0) for i in range(2, 16)]
-    outcomes += [
-        outcome(16, 3.0),
-        outcome(17, 1.0, tpot_s=0.2),
-        outcome(18, 0.0, "refused"),
-        outcome(19, 1.0),
-    ]
-    summary = summarise(outcomes, Slo(2.0, 0.1))
-    assert summary.num_requests == 18 and summary.num_refused == 1
-    assert summary.goodput == pytest.approx(15 / 17)
-    assert not keeps(summary, Slo(10.0, 1.0))
-
-
-def test_a_queue_that_only_grows_keeps_no_promise() -> None:
-    growing = summarise([outcome(i, 0.001 * i) for i in range(300)], SLO)
-    steady = summarise([outcome(i, 0.1) for i in range(300)], SLO)
-    assert growing.ttft_p99_s < SLO.ttft_s and not keeps(growing, SLO)
-    assert keeps(steady, SLO)
-
-
-def test_an_interval_of_five_values_uses_students_quantile() -> None:
-    mean, half = interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (mean, half) == (3.0, pytest.approx(2.776 * 1.5811 / 5**0.5, rel=1e-3))
-    assert interval([4.0]) == (4.0, 0.0)
-
-
-@pytest.mark.parametrize("guess", [1.0, 40.0, 500.0])
-def test_the_search_finds_the_highest_rate_from_any_guess(guess: float) -> None:
-    def run(rate: float):
-        return summarise([outcome(i, 0.1 if rate <= 42.0 else 9.0) for i in range(30)], SLO)
-
-    rate, summary = highest_rate(run, SLO, guess)
-    assert 42 / 1.04 <= rate <= 42 and summary is not None
-
-
-def test_the_search_says_so_where_no_rate_is_good() -> None:
-    bad = summarise([outcome(i, 9.0) for i in range(30)], SLO)
-    assert highest_rate(lambda _: bad, SLO, 10.0) == (0.0, None)
-
-
-def test_random_traffic_leaves_nothing_behind() -> None:
-    rng = Random(5)
-    for seed in range(4):
-        counts = [rng.randint(1, 3) for _ in range(3)]
-        specs = workers(Layout(*counts, may_stay=bool(seed % 2)), VL_7B, H200)
-        victim = rng.choice([s for s in specs if sum(o.role is s.role for o in specs) > 1] or specs)
-        specs = [replace(s, dies_at=0.7) if s is victim else s for s in specs]
-        simulation, outcomes = simulate(specs, WORKLOADS["grouped"], 15, 60, seed=seed)
-        assert_each_ends_once(outcomes, 60)
-        assert_nothing_is_left(simulation)

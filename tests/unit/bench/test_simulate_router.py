@@ -247,9 +247,10 @@ def test_slower_accelerators_serve_less() -> None:
 
 def test_a_decision_is_measured_for_each_kind_of_request_over_pools_of_the_size_asked_for():
     found = decisions(num_workers=6, num_decisions=14)
-    assert [(each["workers_per_pool"], each["images"]) for each in found] == [(6, 0), (6, 1), (6, 4)]
+    assert [(each["workers_per_pool"], each["images"]) for each in found] == [(6, 0), (6, 1), (6, 2), (6, 4)]
+    assert all(each["loss"] >= 0 for each in found)
     assert all(0 < each["p50_ms"] <= each["p99_ms"] for each in found)
     cluster = loaded_cluster(6, random.Random(1))
     assert [len(pool) for pool in (cluster.encoders, cluster.prefills, cluster.decodes)] == [6, 6, 6]
     assert cluster.prefills.reported_units.max() > 0
-    assert len(table(found)) == 5
+    assert len(table(found)) == 6

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.policy import JointPolicy, search
+from router.policy import JointPolicy
 from router.policy.predict import Outlook
-from router.policy.search import Search
+from router.policy.search import MAX_PREFILLS, MAX_STEPS, Search
 from tests.fakes.placement import (
     all_placements,
     cluster_of,
@@ -53,7 +53,7 @@ def test_the_bounds_leave_little_to_look_at():
     assert num_visited / 40 < num_workers / 10
 
 
-def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_little(monkeypatch):
+def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_little():
     """Equal workers with unequal queues: bounds say little, for all items would go to the same encoder."""
     rng, cluster = random.Random(2), cluster_of(24, 24, 24)
     for prefix in "ep":
@@ -63,11 +63,9 @@ def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_li
     outlooks = [Outlook(request, cluster, 1.0) for request in requests]
     searches = [Search(outlook) for outlook in outlooks]
     found_s = [each.best().cost_s for each in searches]
-    assert all(each.num_steps <= search.MAX_STEPS for each in searches)
-    assert all(each.num_visited <= search.MAX_PREFILLS for each in searches)
-    monkeypatch.setattr(search, "MAX_STEPS", 10**6)
-    monkeypatch.setattr(search, "MAX_PREFILLS", 24)
-    least = [Search(outlook) for outlook in outlooks]
+    assert all(each.num_steps <= MAX_STEPS for each in searches)
+    assert all(each.num_visited <= MAX_PREFILLS for each in searches)
+    least = [Search(outlook, max_prefills=24, max_steps=10**6) for outlook in outlooks]
     least_s = [each.best().cost_s for each in least]
     assert sum(each.num_steps for each in least) > 5 * sum(each.num_steps for each in searches)
     assert sum(found_s) <= 1.005 * sum(least_s)
