@@ -83,7 +83,12 @@ class DecodeEngine:
         self._window = sliding_window
         self.fit = StepFit(max_batch_sequences, 8192)  # a large step: so many sequences of so many tokens
         self._speed = Speed(
-            outbox, clock, decode=self.fit, prefill=self._stretches.fit, max_step_units=max_stretch_tokens
+            outbox,
+            clock,
+            decode=self.fit,
+            prefill=self._stretches.fit,
+            max_step_units=max_stretch_tokens,
+            codecs=mover.codecs,
         )
         self._num_running_sequences = self._num_context_tokens = 0  # of requests that run
         self._num_sequences = 0  # of all requests
@@ -127,7 +132,9 @@ class DecodeEngine:
     def start(self, door: DoorId, message: StartDecode) -> None:
         now = self._clock.now()
         arrived_at = now - message.request.waited_s
-        request = DecodeRequest(message.request, door, message.timeout_s, arrived_at, now, message.prefills)
+        request = DecodeRequest(
+            message.request, door, message.timeout_s, arrived_at, now, message.prefills, message.codec
+        )
         self._requests[request.request_id] = request
         self._num_sequences += request.num_sequences
         num_blocks, block_size = self._blocks.num_blocks, self._blocks.block_size
@@ -212,7 +219,8 @@ class DecodeEngine:
         request.move(Phase.GRANTED)
         granted = [block_id for table in request.prompt_blocks for block_id in table]
         generations = self._blocks.generations(granted)
-        lengths = [len(prompt.token_ids) for prompt in request.request.prompts]
+        is_coded = request.codec != "raw"
+        lengths = [len(prompt.token_ids) for prompt in request.request.prompts] if is_coded else ()
         grant = self._mover.grant(request.lease_id, granted, generations, request.timeout_s, lengths)
         if self._takes_ends:
             grant = msgspec.structs.replace(grant, token_s=self._stretches.token_s)

@@ -122,6 +122,7 @@ class DecodeRequest:
     arrived_at: float  # when the client asked, on this worker's clock
     started_at: float = 0.0  # when this worker was asked
     prefills: bool = False  # no KV comes: the prompt is computed here
+    codec: str = "raw"  # in which the KV comes where it can
     phase: Phase = Phase.WAITING
     lease_id: str = ""
     prompt_blocks: list[list[int]] = field(default_factory=list)  # per prompt, until the choices take them

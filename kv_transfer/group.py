@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.types.curves import Link
+from cluster.types.curves import CodecSpeed, Link
 from cluster.types.transfer import Grant, Mark, SentTotals
 from kv_transfer.agent import LayoutMismatchError, TransferError
 from kv_transfer.mover import Mover, MoverEvent, MoverFailed
@@ -141,6 +141,13 @@ class GroupMover:
         """Of all ranks together, each of which sends its share: as fast as rank 0's, times their number."""
         own, num_ranks = self._mover.links, 1 + len(self._links)
         return {peer: Link(link.latency_s, num_ranks * link.bytes_per_s) for peer, link in own.items()}
+
+    @property
+    def codecs(self) -> dict[str, CodecSpeed]:
+        """Likewise: each rank codes its share."""
+        num_ranks = 1 + len(self._links)
+        own = self._mover.codecs
+        return {name: CodecSpeed(speed.ratio, speed.s_per_byte / num_ranks) for name, speed in own.items()}
 
     def grant(
         self,

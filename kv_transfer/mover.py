@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
-from cluster.types.curves import Link
+from cluster.types.curves import CodecSpeed, Link
 from cluster.types.transfer import Grant, SentTotals
 from kv_transfer.agent import Agent, TransferError
 from kv_transfer.outgoing import Outgoing
@@ -102,6 +102,15 @@ class Mover:
     def links(self) -> dict[str, Link]:
         """`Sender.links`."""
         return {} if self._sender is None else self._sender.links
+
+    @property
+    def codecs(self) -> dict[str, CodecSpeed]:
+        """In which KV can leave or come here, beside raw."""
+        if self._sender is not None and (wire := self._sender.wire) is not None:
+            return {wire.codec.name: wire.encoding}
+        if self._receiver is not None and (wire := self._receiver.wire) is not None:
+            return {wire.codec.name: wire.decoding}
+        return {}
 
     def grant(
         self,

@@ -101,7 +101,7 @@ class Receiver:
         self._memory = memory
         self._clock = clock
         self._margin_s = margin_s
-        self._wire = wire
+        self.wire = wire
         agent.register(memory)
         if wire is not None:
             agent.register(wire.memory)
@@ -160,18 +160,17 @@ class Receiver:
 
     def _coded_part(self, run_lengths: Sequence[int]) -> CodedPart | None:
         """None where nothing is to travel coded, or there is no room for it."""
-        if self._wire is None or not (first_blocks := self._wire.first_blocks(run_lengths)):
+        if self.wire is None or not (first_blocks := self.wire.first_blocks(run_lengths)):
             return None
-        wire_ids = self._wire.try_take(len(first_blocks))
+        wire_ids = self.wire.try_take(len(first_blocks))
         if wire_ids is None:
             return None
         return CodedPart(
-            base_address=self._wire.memory.base_address,
-            num_blocks=self._wire.memory.num_blocks,
+            base_address=self.wire.memory.base_address,
+            num_blocks=self.wire.memory.num_blocks,
             block_ids=tuple(wire_ids),
-            generations=self._wire.generations(wire_ids),
+            generations=self.wire.generations(wire_ids),
             first_blocks=tuple(first_blocks),
-            decode_bytes_per_s=self._wire.speed.decode,
         )
 
     def cancel(self, lease_id: str) -> None:
@@ -218,8 +217,8 @@ class Receiver:
     def _close(self, lease: _Lease, event: LeaseEvent) -> None:
         """Under the lock."""
         del self._leases[lease.lease_id]
-        if lease.grant.coded is not None and self._wire is not None:
-            self._wire.free(lease.grant.coded.block_ids)
+        if lease.grant.coded is not None and self.wire is not None:
+            self.wire.free(lease.grant.coded.block_ids)
         self._events.append(event)
 
     def poll(self) -> list[LeaseEvent]:
@@ -281,7 +280,7 @@ class Receiver:
             return False
         if not envelope.coded:
             return True
-        wire, part = self._wire, grant.coded
+        wire, part = self.wire, grant.coded
         if wire is None or part is None or not _fit(envelope.coded, len(part.block_ids)):
             return False
         wire_ids = [part.block_ids[i] for i in envelope.coded]

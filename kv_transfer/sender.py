@@ -134,8 +134,7 @@ class Sender:
         if link is None or link.bytes_per_s is None:
             return None
         wire = self.wire if is_coded else None
-        ratio = wire.ratio if wire is not None and wire.is_forced else 1.0
-        return self.memory.layout.block_bytes / ratio / link.bytes_per_s
+        return self.memory.layout.block_bytes * (1.0 if wire is None else wire.ratio) / link.bytes_per_s
 
     def open(self, grant: Grant) -> Outgoing:
         """Take a grant up; its time runs from here.
@@ -220,9 +219,6 @@ class Sender:
         peer = self._connect(outgoing)
         grant, coding, raw = outgoing._grant, outgoing._coding, write.sources
         if coding is not None:
-            if coding.is_wanted is None:
-                link = self._links.get(peer)
-                coding.decide(None if link is None else link.bytes_per_s)
             coded, raw = coding.encode(write.sources, write.segment_ids)
             if coded.local_ids:
                 part = coding.part

@@ -4,7 +4,8 @@
     writer  codes a group into a wire block of its own, writes that one to the owner's, keeps it until the lease ends
     owner   when all is there: decodes into the KV blocks, then the lease is complete
 
-A group without a wire block, on either side, goes raw, and so does what is no whole group. Thread-safe but for the bytes:
+Whether KV is to travel coded is the door's decision: decode grants wire blocks then. A group without one, on either side, goes raw,
+and so does what is no whole group. Thread-safe but for the bytes:
 `encode` and `decode` belong to the agent's thread.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
+from cluster.types.curves import CodecSpeed
 from cluster.types.transfer import CodedPart
 from kv_transfer.agent import TransferError
 from kv_transfer.codecs import GROUP_TOKENS, Codec, CodecName
@@ -45,15 +47,14 @@ class Speed:
 
 
 class Wire:
-    def __init__(self, kv: BlockMemory, codec: CodecName, num_tokens: int, *, is_forced: bool = True):
-        """Room for `num_tokens` of KV. ValueError for a layout that cannot be coded. `is_forced`: code whatever the link; else only
-        where that is faster. Measures the codec: call it before `kv` holds anything."""
+    def __init__(self, kv: BlockMemory, codec: CodecName, num_tokens: int):
+        """Room for `num_tokens` of KV. ValueError for a layout that cannot be coded. Measures the codec: call it before `kv` holds
+        anything."""
         self.codec = Codec(kv.layout, codec)
         self.memory = BlockMemory(
             self.codec.wire_layout, max(1, num_tokens // GROUP_TOKENS), kv.buffer.device
         )
-        self.ratio = self.codec.blocks_per_group * kv.layout.block_bytes / self.memory.layout.block_bytes
-        self.is_forced = is_forced
+        self.ratio = self.memory.layout.block_bytes / (self.codec.blocks_per_group * kv.layout.block_bytes)
         self._kv = kv
         self._pool = BlockPool(self.memory.num_blocks, GROUP_TOKENS)
         self._lock = threading.Lock()
@@ -61,6 +62,14 @@ class Wire:
         self._num_until_look = LOOK_EVERY
         self.speed = self._measured()
         self._num_until_look = 0
+
+    @property
+    def encoding(self) -> CodecSpeed:
+        return CodecSpeed(self.ratio, 1 / self.speed.encode)
+
+    @property
+    def decoding(self) -> CodecSpeed:
+        return CodecSpeed(self.ratio, 1 / self.speed.decode)
 
     @property
     def blocks_per_group(self) -> int:
@@ -119,15 +128,6 @@ class Wire:
         self.codec.decode_groups(self.memory, wire_ids, self._kv, groups)
         self._kv.synchronize()
 
-    def pays(self, link: float | None, peer_decodes: float) -> bool:
-        """Whether coded KV is there sooner over a link of `link` bytes per second, to a peer that decodes so many; None: nobody
-        knows yet. One after the other, as for a single group: code, send less, decode."""
-        if self.is_forced:
-            return True
-        if link is None:
-            return False
-        return 1 / self.speed.encode + 1 / (self.ratio * link) + 1 / peer_decodes < 1 / link
-
     def _measured(self) -> Speed:
         per_group = self.blocks_per_group
         count = min(MEASURED_GROUPS, self.memory.num_blocks, self._kv.num_blocks // per_group)
@@ -157,20 +157,15 @@ class BlockWrite:
 
 
 class Coding:
-    """The writer's half of a lease's coded part. Decided once for the lease; for each group with its first write, because a group
-    goes layer by layer, and if some of it went raw all must. Belongs to the agent's thread."""
+    """The writer's half of a lease's coded part. Whether a group has room here is decided with its first write, because it goes layer
+    by layer, and if some of it went raw all must. Belongs to the agent's thread."""
 
     def __init__(self, wire: Wire, part: CodedPart):
         self.wire = wire
         self.part = part
-        self.is_wanted: bool | None = None  # None: not decided yet
         firsts = enumerate(part.first_blocks)
         self._group_of = {first + i: group for group, first in firsts for i in range(wire.blocks_per_group)}
         self._wire_ids: dict[int, int | None] = {}  # of the groups that were begun; None: raw
-
-    def decide(self, link: float | None) -> None:
-        """`link`: its bytes per second, if they are known."""
-        self.is_wanted = self.wire.pays(link, self.part.decode_bytes_per_s)
 
     def covers(self, place: int) -> bool:
         """Whether this block of the grant travels coded."""
@@ -194,7 +189,7 @@ class Coding:
         for group in places:
             is_whole = layers is not None and len(places[group]) == self.wire.blocks_per_group
             if group not in self._wire_ids:
-                self._wire_ids[group] = self.wire.take_one() if is_whole and self.is_wanted else None
+                self._wire_ids[group] = self.wire.take_one() if is_whole else None
             elif self._wire_ids[group] is not None and not is_whole:
                 raise TransferError(f"group {group} was begun whole and goes on in parts")
         wire_ids = {group: wire_id for group in places if (wire_id := self._wire_ids[group]) is not None}

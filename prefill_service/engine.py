@@ -89,6 +89,7 @@ class PrefillEngine:
             prefill=budget.fit,
             max_step_units=budget.most_tokens,
             links=lambda: mover.links,
+            codecs=mover.codecs,
         )
         blocks.watch()
         outbox.greet_with(lambda: BlocksChanged(blocks.content(), ()))

@@ -234,6 +234,7 @@ class Dispatcher:
             [self.members.peer(replica_id) for replica_id in placement.encoders],
             None if placement.prefill is None else self.members.peer(placement.prefill),
             self.members.peer(placement.decode),
+            placement.codec,
             returning,
         )
 
@@ -254,7 +255,7 @@ class Dispatcher:
     def _start_decode(self, flight: Flight) -> None:
         request = flight.request
         timeout_s = self._timeouts.first_token_timeout_s
-        flight.decode.send(StartDecode(request, timeout_s, prefills=flight.prefill is None))
+        flight.decode.send(StartDecode(request, timeout_s, flight.prefill is None, flight.codec))
         call = asyncio.ensure_future(self._call_decode(flight.decode.member.replica_id, request.request_id))
         self._calls.add(call)
         call.add_done_callback(lambda done: self._on_call_done(flight, done))

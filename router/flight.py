@@ -61,9 +61,10 @@ class Flight:
         encoders: list[Peer],
         prefill: Peer | None,
         decode: Peer,
+        codec: str = "raw",
         returning: frozenset[str] = frozenset(),
     ):
-        """`prefill`: None if decode computes the prompt. `returning`: media hashes of items that have been shown before, and so
+        """`prefill`: None if decode computes the prompt. `codec`: of its KV on the wire. `returning`: media hashes of items that have been shown before, and so
         will be again."""
         self.request = request
         self.items = items
@@ -71,6 +72,7 @@ class Flight:
         self.errands = [Errand(encoder) for encoder in encoders]  # per media item
         self.prefill = prefill
         self.decode = decode
+        self.codec = codec
         self.returning = returning
         self.has_decode_spoken = False
         self.is_over_at_decode = False  # decode holds nothing for it any more, and so prefill does not either

@@ -88,7 +88,7 @@ class TransferArgs(_Args):
     """How KV travels from prefill to decode."""
 
     # raw: exactly as computed; int8, int4: coded, a half or a quarter of the bytes, a little less exact, int4 only where a probe
-    # of the model allows it; auto: int8 over links so slow that it is sooner there
+    # of the model allows it; auto: int8 where that is predicted to be sooner there, else raw
     codec: Literal["raw", "int8", "int4", "auto"] = "raw"
     wire_tokens: int = Field(16_384, ge=64)  # that may be on their way coded, of each worker; others go raw
     # auto: over links so slow that it is sooner there, decode computes the end of a prompt anew

@@ -29,6 +29,13 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
+class CodecSpeed(msgspec.Struct, frozen=True, array_like=True):
+    """Of a worker that codes KV (prefill) or decodes it (decode)."""
+
+    ratio: float  # of the bytes that travel to those of raw KV
+    s_per_byte: float  # of raw KV
+
+
 class ServiceCurves(msgspec.Struct, frozen=True):
     """Of one worker; what its phase does not do is absent."""
 
@@ -38,3 +45,4 @@ class ServiceCurves(msgspec.Struct, frozen=True):
     decode: Curve | None = None  # a step; units: sequences, context: tokens of a sequence, on average
     max_step_units: int = 0  # prompt tokens or embedding rows in one step, at most
     links: dict[str, Link] = {}  # to the workers that it writes to, by replica id; "": to any other
+    codecs: dict[str, CodecSpeed] = {}  # in which KV can travel from or to it, beside raw

@@ -40,7 +40,7 @@ from cluster.types.media import MediaItem
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, SentTotals
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class FinishReason(StrEnum):
@@ -66,6 +66,7 @@ class StartDecode(Message, frozen=True):
     request: GenerateRequest
     timeout_s: float  # until the first step; the request fails when its KV has not come by then
     prefills: bool = False  # compute the prompt there, a text without a companion: no KV comes, the first token is decode's
+    codec: str = "raw"  # in which the KV is to come where it can; raw: exactly as computed
 
 
 class DecodeGranted(Message, frozen=True):

@@ -41,14 +41,13 @@ class SentTotals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CodedPart(msgspec.Struct, frozen=True):
-    """Room in the owner's wire memory for groups of a grant's blocks, in which they may travel coded."""
+    """Room in the owner's wire memory for groups of a grant's blocks, which travel coded then."""
 
     base_address: int  # as in `Grant`, of the wire memory
     num_blocks: int
     block_ids: tuple[int, ...]  # one for each group
     generations: tuple[int, ...]
     first_blocks: tuple[int, ...]  # place in the grant's blocks where the group begins
-    decode_bytes_per_s: float  # of raw bytes, at the owner's
 
 
 class Grant(msgspec.Struct, frozen=True):

@@ -92,11 +92,11 @@ def load_language(
 def _make_wire(
     args: ClusterArgs, setup: WorkerSetup, model: LanguageModel, kv: BlockMemory, codec: CodecName
 ) -> Wire:
-    wire = Wire(kv, codec, args.transfer.wire_tokens, is_forced=args.transfer.codec != "auto")
+    wire = Wire(kv, codec, args.transfer.wire_tokens)
     if codec == "int4":
         logger.info("%s: int4 on the wire: %s", setup.replica_id, check_codec(model, kv, wire))
     logger.info(
-        "%s: %s on the wire, %.2f times fewer bytes; codes %.1f and decodes %.1f GB/s",
+        "%s: %s on the wire, %.2f of the bytes; codes %.1f and decodes %.1f GB/s",
         setup.replica_id, codec, wire.ratio, wire.speed.encode / 1e9, wire.speed.decode / 1e9,
     )  # fmt: skip
     return wire

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from cluster.clock import Clock
 from cluster.scheduling.fit import StepFit
-from cluster.types.curves import Curve, Link, ServiceCurves
+from cluster.types.curves import CodecSpeed, Curve, Link, ServiceCurves
 from cluster.types.media import Modality
 from cluster.types.messages import Measured
 from cluster.worker.outbox import Outbox
@@ -18,6 +18,7 @@ PAUSE_S = 1.0  # between two tellings, at least
 LINK_BYTES = 1 << 20  # of a typical write
 
 NO_FITS: Mapping[Modality, StepFit] = {}
+NO_CODECS: Mapping[str, CodecSpeed] = {}
 
 
 class Speed:
@@ -32,13 +33,14 @@ class Speed:
         decode: StepFit | None = None,
         max_step_units: int = 0,
         links: Callable[[], Mapping[str, Link]] = dict,
+        codecs: Mapping[str, CodecSpeed] = NO_CODECS,
     ):
         """The fits are the engine's; see `ServiceCurves` for what each is about. `links`: to every worker that was written to."""
         self._outbox = outbox
         self._clock = clock
         self._encode, self._prepare, self._prefill, self._decode = encode, prepare, prefill, decode
         self._max_step_units = max_step_units
-        self._links = links
+        self._links, self._codecs = links, codecs
         self._told: ServiceCurves | None = None
         self._told_at = -PAUSE_S
         outbox.greet_with(self._greeting)
@@ -52,6 +54,7 @@ class Speed:
             self._decode and self._decode.curve(),
             self._max_step_units,
             _with_mean(self._links()),
+            dict(self._codecs),
         )
 
     def tell(self) -> None:

@@ -7,13 +7,13 @@ KV travels layer by layer while prefill computes, once decode has given the bloc
     first token + all new KV - prefill's own time            (prefill makes KV faster than the link takes it)
     decode's wait for blocks + all KV of the prompt          (cached blocks travel, too)
 
-so it is max(first token + after_s, before_s) for each decode worker, which never falls when the first token comes later.
+so it is max(first token + after_s, before_s) for each decode worker, which never falls when the first token comes later. KV that travels
+coded is coded layer by layer as it is sent, and decoded when all of it is there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,15 +24,6 @@ from router.policy.pool import Floats, rendezvous
 from router.policy.views import RequestView
 
 STRETCH_S = 0.05  # of a prompt that decode computes between two of its steps
-
-
-class Codec(NamedTuple):
-    ratio: float  # of the bytes that travel to those of raw KV
-    s_per_byte: float  # of raw KV, to code and to decode
-
-
-# int8: half of 16 bit and a scale per group; coding and decoding at a few GB/s each, what a CPU core does.
-CODECS = {"raw": Codec(1.0, 0.0), "int8": Codec(0.52, 1e-9)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +84,12 @@ class DecodesOutlook:
         last, new, total = self._bytes(prefills.num_uncached[prefill], prefills.step_units[prefill])
         latency_s, s_per_byte = links.latency_s[:, prefill], links.s_per_byte[:, prefill]
         followings = []
-        for name in self._cluster.codecs:
-            codec = CODECS[name]
-            byte_s = s_per_byte * codec.ratio + codec.s_per_byte
-            after_s = latency_s + np.maximum(last * byte_s, new * byte_s - prefills.work_s[prefill])
-            followings.append(Following(name, after_s, self.blocks_s + total * byte_s + latency_s))
+        for name, ratio in self._cluster.codecs.items():
+            encode_s, decode_s = self._codec_s(name)
+            byte_s = encode_s[prefill] + ratio * s_per_byte
+            end_s = latency_s + total * decode_s
+            after_s = end_s + np.maximum(last * byte_s, new * byte_s - prefills.work_s[prefill])
+            followings.append(Following(name, after_s, end_s + self.blocks_s + total * byte_s))
         return followings
 
     def least_end_s(self, ttft_s: Floats, prefills: PrefillsOutlook) -> Floats:
@@ -105,12 +97,18 @@ class DecodesOutlook:
         links = self._cluster.kv_links.speeds
         last, new, total = self._bytes(prefills.num_uncached, prefills.step_units)
         least_s = np.full(len(ttft_s), np.inf)
-        for name in self._cluster.codecs:
-            codec = CODECS[name]
-            byte_s = links.least_s_per_byte * codec.ratio + codec.s_per_byte
+        for name, ratio in self._cluster.codecs.items():
+            encode_s, decode_s = self._codec_s(name)
+            byte_s = encode_s + ratio * links.least_s_per_byte
             after_s = np.maximum(last * byte_s, new * byte_s - prefills.work_s)
-            least_s = np.minimum(least_s, np.maximum(ttft_s + after_s, total * byte_s))
+            end_s = np.maximum(ttft_s + after_s, total * byte_s) + total * decode_s.min()
+            least_s = np.minimum(least_s, end_s)
         return least_s + links.least_latency_s
+
+    def _codec_s(self, name: str) -> tuple[Floats, Floats]:
+        """[prefills], [decodes]: for a byte of raw KV, to code and to decode it."""
+        kind, cluster = f"codec {name}", self._cluster
+        return cluster.prefills.curve(kind, 0.0).per_unit_s, cluster.decodes.curve(kind, 0.0).per_unit_s
 
     def _bytes(self, num_uncached: Floats, step_units: Floats) -> tuple[Floats, Floats, float]:
         """Of the last layer of the last step, of new KV, and of all KV."""

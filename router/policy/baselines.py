@@ -37,7 +37,7 @@ class StagedPolicy(ABC):
             tuple(cluster.encoders.replica_ids[encoder] for encoder in encoders),
             cluster.prefills.replica_ids[prefill],
             cluster.decodes.replica_ids[decode],
-            cluster.codecs[0],
+            next(iter(cluster.codecs)),
         )
         return Decision(placement, outlook.prediction(placement))
 

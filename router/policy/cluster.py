@@ -48,11 +48,11 @@ class ClusterView:
         num_layers: int,
         codecs: Sequence[str] = ("raw",),
     ):
-        """`codecs`: what KV may travel in."""
+        """`codecs`: what KV may travel in; of equals the first is taken."""
         self.scheduling = scheduling
         self.kv_bytes_per_token = kv_bytes_per_token
         self.num_layers = num_layers
-        self.codecs = tuple(codecs)
+        self.codecs = dict.fromkeys(codecs, 1.0)  # with the part of raw KV's bytes that travels
         self.encoders, self.prefills, self.decodes = Pool(Role.ENCODE), Pool(Role.PREFILL), Pool(Role.DECODE)
         self.stays = Pool(Role.DECODE)  # the same workers; what is queued there are prompts
         self.feature_links = Links(self.encoders, self.prefills)
@@ -104,6 +104,10 @@ class ClusterView:
         kinds |= {f"prepare {m}": curve for m, curve in curves.prepare.items()}
         kinds |= {"prefill": curves.prefill} if curves.prefill is not None else {}
         kinds |= {"decode": curves.decode} if curves.decode is not None else {}
+        for name, speed in curves.codecs.items():
+            kinds[f"codec {name}"] = Curve(0.0, speed.s_per_byte)
+            if name in self.codecs:
+                self.codecs[name] = speed.ratio
         for pool in self._pools_of(replica_id):
             pool.measured(replica_id, kinds, curves.max_step_units)
             links = {self.encoders: self.feature_links, self.prefills: self.kv_links}.get(pool)

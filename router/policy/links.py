@@ -9,7 +9,7 @@ import numpy as np
 from cluster.types.curves import Link
 from router.policy.pool import Floats, Pool
 
-UNMEASURED = Link(1e-3, 1e9)  # where nobody has sent anything yet
+UNMEASURED = Link(1e-3, 1e10)  # where nobody has sent anything yet: fast, so KV goes raw until more is known
 
 
 class Speeds(NamedTuple):

@@ -61,7 +61,7 @@ class Placement:
     encoders: tuple[str, ...]  # per media item
     prefill: str | None  # None: the decode worker computes the prompt itself
     decode: str
-    codec: str = "raw"  # expected on the wire of the KV
+    codec: str = "raw"  # of the KV on the wire, where it can be coded
 
 
 @dataclass(frozen=True, slots=True)

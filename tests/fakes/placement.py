@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.types.curves import Curve, Link, ServiceCurves
+from cluster.types.curves import CodecSpeed, Curve, Link, ServiceCurves
 from cluster.types.media import Modality
 from cluster.types.members import Role
 from cluster.types.messages import LoadReport
@@ -16,6 +16,7 @@ from router.policy import ClusterView, ItemView, Placement, RequestView, Worker
 SCHEDULING = SchedulingPolicy(aging_s=10.0, tokens_per_s=10_000.0, text_share=0.5)
 KV_BYTES, NUM_LAYERS, BLOCK = 100_000.0, 10, 16
 LINK = Link(0.001, 1e9)
+CODECS = {"int8": CodecSpeed(0.52, 0.5e-9)}
 ENCODE, PREFILL, DECODE = Curve(0.01, 1e-4), Curve(0.01, 1e-4), Curve(0.02, 1e-4)
 MAX_TOKENS, MAX_ROWS = 1000, 4000
 
@@ -31,9 +32,13 @@ def curves_of(
     if role is Role.ENCODE:
         encode = {modality: faster(ENCODE) for modality in Modality}
         return ServiceCurves(encode=encode, max_step_units=MAX_ROWS, links={"": link})
+    codecs = {name: CodecSpeed(each.ratio, each.s_per_byte / speed) for name, each in CODECS.items()}
     if role is Role.PREFILL:
-        return ServiceCurves(prefill=faster(PREFILL), max_step_units=MAX_TOKENS, links={"": link})
-    return ServiceCurves(decode=faster(DECODE), prefill=faster(PREFILL) if may_prefill else None)
+        return ServiceCurves(
+            prefill=faster(PREFILL), max_step_units=MAX_TOKENS, links={"": link}, codecs=codecs
+        )
+    prefill = faster(PREFILL) if may_prefill else None
+    return ServiceCurves(decode=faster(DECODE), prefill=prefill, codecs=codecs)
 
 
 def cluster_of(num_encoders: int = 2, num_prefills: int = 2, num_decodes: int = 2, **kwargs) -> ClusterView:

@@ -2,13 +2,15 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from cluster.errors import RequestError, UnavailableError
-from cluster.types.curves import Curve, Link, ServiceCurves
+from cluster.types.curves import CodecSpeed, Curve, Link, ServiceCurves
 from cluster.types.media import Modality
 from cluster.types.members import Role
 from router.policy import POLICIES, JointPolicy, Worker
+from tests.fakes import placement
 from tests.fakes.placement import (
     DECODE,
     ENCODE,
@@ -184,11 +186,32 @@ def test_of_a_prompt_of_several_steps_only_the_last_ones_last_layer_is_not_hidde
     assert decide(text(3000), cluster).prediction.transfer_s == pytest.approx(expected_s)
 
 
-def test_kv_is_coded_where_the_link_is_slow_and_raw_where_it_is_fast():
+@pytest.mark.parametrize(
+    ("bytes_per_s", "decode_byte_s", "codec"), [(1e7, 1e-9, "int8"), (1e7, 1e-7, "raw"), (1e10, 1e-9, "raw")]
+)
+def test_kv_is_coded_where_that_is_sooner(bytes_per_s, decode_byte_s, codec):
+    """1/2 of 1/10^7 and the codec, against 1/10^7: seconds per byte."""
     cluster = cluster_of(1, 1, 1, codecs=("raw", "int8"))
-    assert decide(text(960), cluster).placement.codec == "raw"
+    cluster.measured("p0", curves_of(Role.PREFILL, link=Link(0.001, bytes_per_s)))
+    decoding = {"int8": CodecSpeed(0.52, decode_byte_s)}
+    cluster.measured("d0", msgspec.structs.replace(curves_of(Role.DECODE), codecs=decoding))
+    assert decide(text(960), cluster).placement.codec == codec
+
+
+def test_coded_kv_is_decoded_when_all_of_it_is_there():
+    cluster = cluster_of(1, 1, 1, codecs=("int8",))
+    decoding = {"int8": CodecSpeed(0.52, 1e-8)}
+    hidden = decide(text(960), cluster).prediction.transfer_s
+    cluster.measured("d0", msgspec.structs.replace(curves_of(Role.DECODE), codecs=decoding))
+    longer_s = decide(text(960), cluster).prediction.transfer_s - hidden
+    assert longer_s == pytest.approx((1e-8 - 0.5e-9) * 960 * cluster.kv_bytes_per_token, rel=0.01)
+
+
+def test_kv_goes_raw_where_nobody_has_measured_a_codec(monkeypatch):
+    monkeypatch.setattr(placement, "CODECS", {})
+    cluster = cluster_of(1, 1, 1, codecs=("raw", "int8"))
     cluster.measured("p0", curves_of(Role.PREFILL, link=Link(0.001, 1e7)))
-    assert decide(text(960), cluster).placement.codec == "int8"
+    assert decide(text(960), cluster).placement.codec == "raw"
 
 
 def test_a_decode_worker_without_blocks_is_avoided_and_waiting_for_blocks_is_predicted():
