@@ -52,6 +52,7 @@ class DecodesOutlook:
         pool = cluster.decodes
         self._request = request
         self._cluster = cluster
+        self._followings: dict[int, list[Following]] = {}  # by prefill worker
         self.is_able = able_to_hold(pool, request.num_decode_blocks, request.block_size)
         self.num_sequences = pool.reported_units + pool.sent_units
         curve = pool.curve("decode")
@@ -80,6 +81,11 @@ class DecodesOutlook:
 
     def followings(self, prefill: int, prefills: PrefillsOutlook) -> list[Following]:
         """Per codec."""
+        if prefill not in self._followings:
+            self._followings[prefill] = self._followings_of(prefill, prefills)
+        return self._followings[prefill]
+
+    def _followings_of(self, prefill: int, prefills: PrefillsOutlook) -> list[Following]:
         links = self._cluster.kv_links.speeds
         last, new, total = self._bytes(prefills.num_uncached[prefill], prefills.step_units[prefill])
         latency_s, s_per_byte = links.latency_s[:, prefill], links.s_per_byte[:, prefill]

@@ -111,9 +111,12 @@ class PrefillsOutlook:
         """Bits of the slots whose running step computes the prompt's first block that they lack."""
         if not len(cluster.pending) or depths.min(initial=np.inf) >= len(hashes):
             return 0
-        different, which = np.unique(depths.astype(np.intp), return_inverse=True)
+        lacking = np.full(len(depths), block_key(hashes[0]), np.int64)
+        begun = np.flatnonzero(depths)
+        different, which = np.unique(depths[begun].astype(np.intp), return_inverse=True)
         keys = [block_key(hashes[depth] if depth < len(hashes) else None) for depth in different.tolist()]
-        computing = cluster.pending.computing(cluster.prefills, np.array(keys, np.int64)[which])
+        lacking[begun] = np.array(keys, np.int64)[which]
+        computing = cluster.pending.computing(cluster.prefills, lacking)
         return sum(1 << slot for slot in np.flatnonzero(computing).tolist())
 
     def _queue(self, request: RequestView, cluster: ClusterView, now: float, media_s: Floats) -> _Queue:
