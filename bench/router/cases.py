@@ -85,6 +85,7 @@ SPLITS = {
     each.name: each
     for each in (
         DATA_PARALLEL,
+        Split("4 EPD", Layout(num_whole=4)),
         Split("1 E, 3 PD", Layout(num_encode=1, num_colocated=3)),
         Split("1 EPD, 3 PD", Layout(num_whole=1, num_colocated=3)),
         Split("1 E, 2 P, 1 D", Layout(1, 2, 1, may_stay=True)),

@@ -53,7 +53,8 @@ def policy_table(records: Iterable[Record]) -> list[str]:
 
 
 def overall_table(records: Iterable[Record]) -> list[str]:
-    """Over all scenarios: the geometric mean of what a policy's mean time to first token is to the oracle's."""
+    """Over all scenarios: the geometric mean of what a policy's mean time to first token is to the oracle's. The oracle's error of
+    prediction is what is left without knowing the future."""
     cells = _cells(records, "scenario", "policy")
     lines = _head(
         "policy", "÷ oracle, geometric mean", "worst scenario", "÷ oracle there", "MAPE", "coverage"
@@ -64,13 +65,16 @@ def overall_table(records: Iterable[Record]) -> list[str]:
             for (scenario, its), cell in cells.items()
             if its == policy and (scenario, ORACLE) in cells
         }
-        if not ratios or policy == ORACLE:
+        if not ratios:
             continue
         worst = max(ratios, key=lambda name: ratios[name])
         of_policy = [cell for (_, its), cell in cells.items() if its == policy]
         mape, coverage = (
             statistics.fmean(_mean(cell, name) for cell in of_policy) for name in ("mape", "coverage")
         )
+        if policy == ORACLE:
+            lines.append(f"| {policy} | – | – | – | {mape:.1%} | – |")
+            continue
         lines.append(
             f"| {policy} | {statistics.geometric_mean(ratios.values()):.3f} | {worst} | {ratios[worst]:.2f} | "
             f"{mape:.1%} | {coverage:.1%} |"

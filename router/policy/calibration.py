@@ -23,9 +23,10 @@ from cluster.types.members import Role
 MAX_FACTOR = 4.0  # and its inverse
 FACTOR_WINDOW = 64  # observations that a factor is the median of
 NUM_ASSUMED = 8  # observations of no error, before the first
-WINDOW = 256  # observations that an interval is of
+INTERVAL_WINDOW = 128  # … that an interval is of
+ACCURACY_WINDOW = 256  # … that are told as the error and the coverage of late
 TARGET_COVERAGE = 0.9
-LEVEL_STEP = 0.01  # Gibbs and Candès' gamma
+LEVEL_STEP = 0.03  # Gibbs and Candès' gamma: over n observations 1 / (gamma n) is what their coverage may be off, whatever happens
 ROUND_TRIP_S = 0.001  # before the first observation
 ROUND_TRIP_FORGETTING = 0.01  # upwards; downwards at once
 MAX_OVERHEAD_S = 0.1  # what is longer is a hiccup
@@ -43,7 +44,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CalibrationStatistics:
-    """Over the last `WINDOW` observations. NaN before the first."""
+    """Over the last `ACCURACY_WINDOW` observations. NaN before the first."""
 
     num_observed: int
     mape: float  # mean absolute percentage error of ttft_s, as a ratio to the actual
@@ -90,7 +91,7 @@ class ConformalInterval:
     """Of the logarithm of actual / predicted."""
 
     def __init__(self) -> None:
-        self._scores = Window(WINDOW)
+        self._scores = Window(INTERVAL_WINDOW)
         self._miss_rate = 1 - TARGET_COVERAGE
 
     def bounds(self) -> tuple[float, float]:
@@ -116,7 +117,7 @@ class Accuracy:
     """How good the last predictions were."""
 
     def __init__(self) -> None:
-        self._window: deque[tuple[float, bool]] = deque(maxlen=WINDOW)
+        self._window: deque[tuple[float, bool]] = deque(maxlen=ACCURACY_WINDOW)
         self.num_observed = 0
 
     def observe(self, actual: float, predicted: float, is_inside: bool) -> None:

@@ -9,10 +9,10 @@ from cluster.types.members import Role
 from cluster.types.messages import EncodeTiming, PrefillTiming
 from router.policy import JointPolicy
 from router.policy.calibration import (
+    ACCURACY_WINDOW,
     FACTOR_WINDOW,
     MAX_FACTOR,
     NUM_ASSUMED,
-    WINDOW,
     Calibration,
     ConformalInterval,
     Factor,
@@ -76,11 +76,11 @@ def test_statistics_are_of_the_last_predictions():
     assert math.isnan(calibration.statistics().mape)
     calibration.observe_ttft("text", 2.0, 1.0, 1.0, (0.9, 1.1))
     assert (calibration.statistics().mape, calibration.statistics().coverage) == (0.5, 0.0)
-    for _ in range(WINDOW):
+    for _ in range(ACCURACY_WINDOW):
         calibration.observe_ttft("text", 1.0, 1.1, 1.0, (0.9, 1.1))
     statistics = calibration.statistics()
     assert statistics.mape == pytest.approx(0.1)
-    assert (statistics.coverage, statistics.num_observed) == (1.0, WINDOW + 1)
+    assert (statistics.coverage, statistics.num_observed) == (1.0, ACCURACY_WINDOW + 1)
 
 
 def serve(cluster, request, now, ttft_s, *timings) -> None:
