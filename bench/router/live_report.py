@@ -60,7 +60,7 @@ def tables(records: Sequence[Record]) -> list[str]:
 
 
 def ttft_table(records: Sequence[Record]) -> list[str]:
-    """Ratios to BASELINE in the same phase, with their 95 % bootstrap interval."""
+    """Ratios to BASELINE in the same phase, and over all of them, with their 95 % bootstrap interval."""
     lines = _head(
         "phase",
         "policy",
@@ -106,15 +106,16 @@ def prediction_table(records: Sequence[Record]) -> list[str]:
 
 
 def _ttfts(records: Iterable[Record]) -> dict[tuple[str, str], list[float]]:
-    """By (phase, policy), and of a grouped phase by what was cold and warm, too."""
+    """By (phase, policy), of a grouped phase by what was cold and warm, too; then of all phases."""
     cells: dict[tuple[str, str], list[float]] = {}
     for record in records:
         phase, policy = record["phase"], record["policy"]
-        cells.setdefault((phase, policy), []).extend(record["ttfts_s"])
+        for name in (phase, "all"):
+            cells.setdefault((name, policy), []).extend(record["ttfts_s"])
         if phase == "grouped":
             for kind, ttft_s in zip(record["kinds"], record["ttfts_s"], strict=True):
                 cells.setdefault((f"{phase}, {kind}", policy), []).append(ttft_s)
-    return dict(sorted(cells.items(), key=lambda cell: cell[0][0]))
+    return dict(sorted(cells.items(), key=lambda cell: (cell[0][0] == "all", cell[0][0])))
 
 
 def _joined(records: Iterable[Record], name: str) -> list[float]:

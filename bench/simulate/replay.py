@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -43,11 +44,13 @@ SHARES = (0.5, 0.9)
 
 @dataclass(frozen=True)
 class Replayed:
-    """`ttft_s`: simulated, from placing to the first token. `seed`: of the run."""
+    """`ttft_s`: simulated, from placing to the first token; `predicted_s`: by the simulated door, zero if it predicts nothing. `seed`: of
+    the run."""
 
     block: Block
     recorded: Recorded
     ttft_s: float
+    predicted_s: float = 0.0
     seed: int | None = None
 
     @property
@@ -67,6 +70,7 @@ class Replayed:
             "seed": self.seed,
             "live_s": round(self.recorded.ttft_s, 6),
             "simulated_s": round(self.ttft_s, 6),
+            "predicted_s": round(self.predicted_s, 6),
         }
 
 
@@ -123,8 +127,11 @@ def replay(
         simulation.loop.at(middle_at, _set_curves, simulation, recording, block, overheads, block)
         simulation.outcomes.clear()
         outcomes = simulation.run(requests, doors=[simulation.doors[policies.index(block.policy)]])
-        ttfts = {outcome.request.request_id: outcome.decided_ttft_s for outcome in outcomes}
-        yield from (Replayed(block, each, ttfts[each.request.request_id], seed) for each in block.requests)
+        by_request = {outcome.request.request_id: outcome for outcome in outcomes}
+        for each in block.requests:
+            outcome = by_request[each.request.request_id]
+            predicted_s = outcome.prediction.ttft_s if outcome.prediction is not None else 0.0
+            yield Replayed(block, each, outcome.decided_ttft_s, predicted_s, seed)
 
 
 def replayed_curves(
@@ -144,13 +151,13 @@ def replayed_curves(
 
 
 def table(replayed: Sequence[Replayed]) -> list[str]:
-    """Markdown: percentiles of the time from placing to the first token in ms, by phase and policy and over all phases. Of several runs
-    the simulated requests are taken together."""
+    """Markdown: percentiles of the time from placing to the first token in ms, by phase and policy and over all phases, and how far
+    the simulated door's predictions are off on average. Of several runs the simulated requests are taken together."""
     policies = list(dict.fromkeys(each.block.policy for each in replayed))
     phases = list(dict.fromkeys(each.block.phase for each in replayed))
     lines = [
-        "| phase | policy | requests | p50 live | simulated | ratio | p90 live | simulated | ratio | off by more than 15 % |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| phase | policy | requests | p50 live | simulated | ratio | p90 live | simulated | ratio | off by more than 15 % | MAPE simulated |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
     ]
     for phase in [*phases, "all"]:
         for policy in policies:
@@ -206,4 +213,5 @@ def _row(phase: str, policy: str, replayed: Sequence[Replayed]) -> str:
         ratio = simulated_s / live_s
         cells += [f"{1e3 * live_s:.0f}", f"{1e3 * simulated_s:.0f}", f"{ratio:.2f}"]
         off += [f"p{100 * share:.0f}"] if abs(ratio - 1) > AIM else []
-    return f"| {' | '.join([*cells, ', '.join(off)])} |"
+    errors = [abs(each.predicted_s / each.ttft_s - 1) for each in replayed if each.predicted_s > 0]
+    return f"| {' | '.join([*cells, ', '.join(off), f'{fmean(errors):.1%}' if errors else ''])} |"

@@ -7,7 +7,7 @@ expected as long as its request lives, and counts as much.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
@@ -24,7 +24,8 @@ class HolderIndex(Generic[K]):
 
     def __init__(self, max_keys: int = MAX_KEYS):
         self._max_keys = max_keys
-        self._known: dict[K, int] = {}  # key → bits of slots
+        # Key → bits of slots. Of a plain dict the first key is slow to find once many have gone.
+        self._known: OrderedDict[K, int] = OrderedDict()
         self._expected: dict[K, int] = {}
         self._expectations: Counter[tuple[int, K]] = Counter()
         self._of_slot: dict[int, set[K]] = {}  # what is known of each
@@ -43,7 +44,9 @@ class HolderIndex(Generic[K]):
             known[key] = known.get(key, 0) | 1 << slot
             own.add(key)
         while len(known) > self._max_keys:
-            self._forget(next(iter(known)))
+            key, mask = known.popitem(last=False)
+            for holder in slots_of(mask):
+                self._of_slot[int(holder)].discard(key)
 
     def discard(self, slot: int, keys: Iterable[K]) -> None:
         """The worker has them no more."""
@@ -104,10 +107,6 @@ class HolderIndex(Generic[K]):
 
     def _holders(self, key: K, trusted: int) -> int:
         return self._known.get(key, 0) | self._expected.get(key, 0) & trusted
-
-    def _forget(self, key: K) -> None:
-        for slot in slots_of(self._known.pop(key)):
-            self._of_slot[int(slot)].discard(key)
 
     @staticmethod
     def _clear(masks: dict[K, int], key: K, slot: int) -> None:

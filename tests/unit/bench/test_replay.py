@@ -175,16 +175,20 @@ def test_slowdowns_concern_calls_of_the_model_alone() -> None:
 
 def test_the_table_says_which_percentiles_are_far_off(recording: Recording) -> None:
     block = recording.blocks[1]
-    replayed = [Replayed(block, each, 1.1 * each.ttft_s) for each in block.requests]
+    replayed = [
+        Replayed(block, each, 1.1 * each.ttft_s, predicted_s=0.88 * each.ttft_s) for each in block.requests
+    ]
     header, _, row, everything = table(replayed)
     assert header.count("ratio") == 2
-    assert row.startswith("| calm | joint | 2 |") and row.count("| 1.10 |") == 2 and row.endswith("|  |")
+    assert (
+        row.startswith("| calm | joint | 2 |") and row.count("| 1.10 |") == 2 and row.endswith("|  | 20.0% |")
+    )
     assert everything.startswith("| all | joint | 2 |")
     far = [
         Replayed(block, each, each.ttft_s * factor)
         for each, factor in zip(block.requests, (0.5, 1.0), strict=True)
     ]
-    assert table(far)[2].endswith("| p50 |")
+    assert table(far)[2].endswith("| p50 |  |")
 
 
 def test_the_command_compares_what_nothing_was_measured_on(
@@ -198,6 +202,7 @@ def test_the_command_compares_what_nothing_was_measured_on(
     assert [line["request"] for line in lines] == ["1.0", "1.1"] * NUM_RUNS
     assert [line["seed"] for line in lines] == [seed for seed in range(NUM_RUNS) for _ in range(2)]
     assert {line["live_s"] for line in lines} == {0.05, 0.10}
+    assert all(line["predicted_s"] > 0 for line in lines)
     expected_s = 3 * seconds(PREFILL, TEXT_TOKENS) + 4e-3 + 1e-3
     texts = [line["simulated_s"] for line in lines[::2]]
     assert len(set(texts)) == NUM_RUNS and texts == pytest.approx([expected_s] * NUM_RUNS, rel=0.15)

@@ -1,6 +1,8 @@
 """Who holds what."""
 
+import itertools
 import random
+import time
 
 import numpy as np
 from hypothesis import given, settings
@@ -70,3 +72,20 @@ def test_its_memory_is_bounded_and_the_oldest_goes_first():
     assert index.holders("a") == 0
     index.discard(1, ["a"])
     assert index.holders("d") == 0b10
+
+
+def test_forgetting_costs_no_more_however_many_have_gone():
+    """Of a full index. A plain dict looks at all that are gone to find its first key."""
+    index, fresh = HolderIndex[bytes](max_keys=200_000), itertools.count()
+
+    def add_s(num_keys: int) -> float:
+        keys = [next(fresh).to_bytes(4) for _ in range(num_keys)]
+        began_s = time.process_time()
+        index.add(3, keys)
+        return time.process_time() - began_s
+
+    add_s(200_000)
+    first_s = min(add_s(1000) for _ in range(3))
+    add_s(100_000)
+    assert min(add_s(1000) for _ in range(3)) < 5 * first_s
+    assert len(index) == 200_000
