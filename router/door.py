@@ -61,9 +61,9 @@ class Door:
         self._max_model_len = args.max_model_len or context_length(args.model)
         rules = args.door.media
         scheduling = SchedulingPolicy(**args.scheduling.model_dump())
-        codec = args.transfer.codec
-        codecs = ("raw", "int8") if codec == "auto" else (codec,)
-        self._cluster = ClusterView(scheduling, kv_bytes_per_token=0.0, num_layers=1, codecs=codecs)
+        self._cluster = ClusterView(
+            scheduling, kv_bytes_per_token=0.0, num_layers=1, codecs=args.transfer.codecs
+        )
         self._max_item_bytes = 0 if media is None else media.settings.limits.max_bytes
         self._reduce_from_rows = rules.reduce_from_queued_rows
         self._prompts = PromptBuilder(

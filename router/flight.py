@@ -64,8 +64,8 @@ class Flight:
         codec: str = "raw",
         returning: frozenset[str] = frozenset(),
     ):
-        """`prefill`: None if decode computes the prompt. `codec`: of its KV on the wire. `returning`: media hashes of items that have been shown before, and so
-        will be again."""
+        """`prefill`: None if decode computes the prompt. `codec`: of its KV on the wire. `returning`: media hashes of items that have
+        been shown before, and so will be again."""
         self.request = request
         self.items = items
         self.ledger = ledger

@@ -11,6 +11,7 @@ from bench.engine.measure import percentile
 
 NUM_RESAMPLES = 300
 BASELINE = "least_loaded"
+BY_KIND = ("grouped", "skewed")  # phases
 Interval = tuple[float, float]
 
 
@@ -106,13 +107,13 @@ def prediction_table(records: Sequence[Record]) -> list[str]:
 
 
 def _ttfts(records: Iterable[Record]) -> dict[tuple[str, str], list[float]]:
-    """By (phase, policy), of a grouped phase by what was cold and warm, too; then of all phases."""
+    """By (phase, policy), of phases in BY_KIND by kind of request, too; then of all phases."""
     cells: dict[tuple[str, str], list[float]] = {}
     for record in records:
         phase, policy = record["phase"], record["policy"]
         for name in (phase, "all"):
             cells.setdefault((name, policy), []).extend(record["ttfts_s"])
-        if phase == "grouped":
+        if phase in BY_KIND:
             for kind, ttft_s in zip(record["kinds"], record["ttfts_s"], strict=True):
                 cells.setdefault((f"{phase}, {kind}", policy), []).append(ttft_s)
     return dict(sorted(cells.items(), key=lambda cell: (cell[0][0] == "all", cell[0][0])))

@@ -94,6 +94,11 @@ class TransferArgs(_Args):
     # auto: over links so slow that it is sooner there, decode computes the end of a prompt anew
     recompute: Literal["never", "auto"] = "never"
 
+    @property
+    def codecs(self) -> tuple[Literal["raw", "int8", "int4"], ...]:
+        """In which KV may travel; a coded one, if there is any, is the last."""
+        return ("raw", "int8") if self.codec == "auto" else (self.codec,)
+
 
 class FetchArgs(_Args):
     """Which URLs the door reads media from; see cluster/media/fetch/policy.py for how hosts are written."""

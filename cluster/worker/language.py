@@ -103,19 +103,19 @@ def _make_wire(
 
 
 def _codec(args: ClusterArgs, model: LanguageModel) -> CodecName | None:
-    wanted = args.transfer.codec
-    if wanted == "raw":
+    codec = args.transfer.codecs[-1]
+    if codec == "raw":
         return None
-    if wanted == "int4" and args.tensor_parallel_size > 1:
+    if codec == "int4" and args.tensor_parallel_size > 1:
         raise ConfigError(
             "transfer.codec int4 has to pass a probe of the whole model: it does not go with tensor_parallel_size",
             param="transfer.codec",
         )
     if is_available(model.kv_layout):
-        return "int8" if wanted == "auto" else wanted
-    if wanted == "auto":
+        return codec
+    if "raw" in args.transfer.codecs:
         return None
     raise ConfigError(
-        f"transfer.codec {wanted} needs plain K and V (kv_cache_dtype auto) in blocks whose size divides {GROUP_TOKENS}",
+        f"transfer.codec {codec} needs plain K and V (kv_cache_dtype auto) in blocks whose size divides {GROUP_TOKENS}",
         param="transfer.codec",
     )

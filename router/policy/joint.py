@@ -41,8 +41,8 @@ class JointPolicy:
         outlook = Outlook(request, cluster, now, self._tie_ratio)
         search = Search(outlook)
         best = search.best()
-        prediction = outlook.prediction(_placement(best, cluster))
-        return Decision(_placement(best, cluster), prediction, _alternatives(search, best, outlook))
+        placement = _placement(best, cluster)
+        return Decision(placement, outlook.prediction(placement), _alternatives(search, best, outlook))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
         return place_item(item, cluster, now, excluded)
