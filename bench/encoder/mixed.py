@@ -22,7 +22,7 @@ from bench.encoder.serving import endpoint
 from bench.engine.client import Request
 from bench.engine.prompts import Prompts
 from bench.engine.servers import is_healthy
-from cluster.serving.launch import free_port
+from cluster.serving.local_environment import free_port
 
 OURS, BASELINE = "cluster", "synchronous"
 READY_TIMEOUT_S = 120.0

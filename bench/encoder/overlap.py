@@ -32,7 +32,7 @@ from bench.engine.prompts import WORDS, Part, Prompts
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, resolve
-from cluster.serving.launch import free_port
+from cluster.serving.local_environment import free_port
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.types.members import Role

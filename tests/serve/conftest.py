@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.serving.launch import LocalCluster, free_port, processes_of
+from cluster.serving.launch import LocalCluster, processes_of
+from cluster.serving.local_environment import free_port
 
 CLUSTER = Path(__file__).parents[2] / "deploy" / "cluster.yaml"
 

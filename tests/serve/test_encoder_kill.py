@@ -11,7 +11,8 @@ import httpx
 import yaml
 
 from bench.workload import Reference, make_cases
-from cluster.serving.launch import LocalCluster, free_port, processes_of
+from cluster.serving.launch import LocalCluster, processes_of
+from cluster.serving.local_environment import free_port
 from tests.serve.conftest import CLUSTER, audit
 from tests.serve.test_replicas import pid_of
 
