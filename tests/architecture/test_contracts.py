@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ PACKAGES = (
 )
 SOURCES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
 TESTS = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+ROOT = {*PACKAGES, "tests", "docs", "deploy", "requirements", ".ci", ".gitignore", "Makefile", "pyproject.toml",
+        "README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md"}  # fmt: skip
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 REASON = "# size:"  # followed by why this is longer
@@ -30,13 +33,19 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -75,7 +84,7 @@ def test_only_one_file_reads_the_environment():
         name_of(path)
         for path in SOURCES
         if not name_of(path).startswith("bench/")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
         and isinstance(node.value, ast.Name) and node.value.id == "os"
     }  # fmt: skip
@@ -89,7 +98,7 @@ def test_long_files_and_functions_say_why():
         lines = text.splitlines()
         if len(lines) > MAX_FILE_LINES and REASON not in text:
             silent.append(f"{name_of(path)}: {len(lines)} lines")
-        for node in functions(ast.parse(text)):
+        for node in functions(tree_of(path)):
             body = lines[node.lineno - 1 : node.end_lineno]
             if len(body) > MAX_FUNCTION_LINES and not any(REASON in line for line in body):
                 silent.append(f"{name_of(path)}:{node.lineno} {node.name}: {len(body)} lines")
@@ -97,14 +106,26 @@ def test_long_files_and_functions_say_why():
 
 
 def test_every_module_says_what_it_is_for():
-    assert not [name_of(path) for path in SOURCES if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not [name_of(path) for path in SOURCES if not ast.get_docstring(tree_of(path))]
 
 
-@pytest.mark.parametrize("path", TESTS, ids=name_of)
-def test_every_test_asserts_something(path: Path):
+def test_every_test_asserts_something():
     """Directly or through a function of the test's own tree whose name says so (check_…, assert_…, expect…)."""
-    tests = [node for node in functions(ast.parse(path.read_text())) if node.name.startswith("test_")]
-    assert not [node.name for node in tests if not any(_asserts(child) for child in ast.walk(node))]
+    assert not [
+        f"{name_of(path)}::{node.name}"
+        for path in TESTS
+        for node in functions(tree_of(path))
+        if node.name.startswith("test_") and not any(_asserts(child) for child in ast.walk(node))
+    ]
+
+
+def test_nothing_strays_at_the_root():
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    assert {path.partition("/")[0] for path in listed.stdout.split("\0") if path} <= ROOT
 
 
 def _asserts(node: ast.AST) -> bool:
