@@ -1,5 +1,6 @@
 # make serve   a cluster on this machine, until Ctrl-C
 # make test    what CI runs: lint, types, import contracts, tests
+# make test-all  also the tests marked slow, as a nightly run does
 # make lint    without the tests;  make fmt  let ruff write;  make clean  remove what make made
 #
 # PYTHON=python3.12   another interpreter (3.11 or later)
@@ -9,13 +10,15 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 CONFIG ?= deploy/cluster.yaml
 PYTEST_ARGS ?=
+TEST_WORKERS ?= 2# each takes a core and about 2 GB
+PYTEST = $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 OPENAI_2 := openai==2.54.0 distro==1.9.0# the examples are tested with this major version of the client, too
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cluster router encoder_service prefill_service decode_service kv_transfer bench tests
 STAMP := $(VENV)/.installed-$(shell cat requirements/cpu.lock pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: serve test lint fmt clean env
+.PHONY: serve test test-all lint fmt clean env
 env: $(STAMP)
 
 $(STAMP):
@@ -31,7 +34,10 @@ serve: $(STAMP)
 	@exec $(BIN)/python -m cluster.serving.launch $(CONFIG)
 
 test: lint
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: lint
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(PACKAGES)

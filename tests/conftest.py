@@ -1,5 +1,9 @@
 """For every test: no hub, no outside network; torch on one thread, so that parallel tests do not fight for cores.
 
+With several workers (`-n 2 --dist loadgroup --no-loadscope-reorder`, as in the Makefile) a file is run by one of them, in its order.
+The files of tests/serve, which share a Ray cluster, are run by one as well, and come first: they wait for processes while
+the other worker computes. No test may depend on how busy the machine is, so that a deadline in a test is only a guard against hanging.
+
 Property tests try the same examples in every run, and no example has a deadline: a change is judged by what it changed.
 `--hypothesis-profile=search` looks for others; what it finds belongs into the test as an `@example`.
 """
@@ -10,6 +14,7 @@ import gc
 import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -21,6 +26,8 @@ settings.register_profile("search", deadline=None)
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.load_profile("same")
 
+TESTS = Path(__file__).parent
+FIRST = ("serve", "flow", "faults", "contract")  # folders with the longest tests; what is left fills the gaps
 _connect = socket.socket.connect
 
 
@@ -44,3 +51,15 @@ def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.pluginmanager.has_plugin("xdist"):
+        return
+    places = {item: item.path.relative_to(TESTS).parts for item in items}
+    ranks = {folder: rank for rank, folder in enumerate(FIRST)}
+    items.sort(key=lambda item: ranks.get(places[item][0], len(FIRST)))
+    for item in items:
+        folder, *_ = places[item]
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "serve" else "/".join(places[item])))
