@@ -13,7 +13,7 @@ import numpy as np
 from bench.demo_model import data
 from bench.demo_model.media import mp4_bytes
 from bench.workload import Answer, Case, data_uri, png_bytes
-from cluster.config.settings import DoorArgs, MediaArgs
+from cluster.config.settings import MediaArgs
 from router.openai.app import build_api
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import MAX_TOKENS, cluster_args
@@ -27,9 +27,9 @@ async def serving(
     max_batch_tokens: int = 256, max_model_len: int = 0, **media: Any
 ) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
     """`media`: the door's settings of that name."""
-    args = cluster_args(max_batch_tokens).model_copy(
-        update={"max_model_len": max_model_len, "door": DoorArgs(media=MediaArgs.model_validate(media))}
-    )
+    args = cluster_args(max_batch_tokens)
+    door = args.door.model_copy(update={"media": MediaArgs.model_validate(media)})
+    args = args.model_copy(update={"max_model_len": max_model_len, "door": door})
     async with local_cluster(args) as cluster:
         transport = httpx.ASGITransport(build_api(cluster.door))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:

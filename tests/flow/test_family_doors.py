@@ -29,7 +29,7 @@ from router.openai.app import build_api
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
 from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
-from tests.flow.local_cluster import local_cluster
+from tests.flow.local_cluster import PATIENT_DOOR, local_cluster
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 MAX_TOKENS = 6
@@ -175,6 +175,7 @@ def cluster_args(folder: FamilyFolder, max_batch_tokens: int = 48) -> ClusterArg
             "encode": {"cache_bytes": 4 << 20},
             "prefill": {"max_batch_tokens": max_batch_tokens, "kv_blocks": 256, "feature_bytes": 4 << 20},
             "decode": {"kv_blocks": 256},
+            "door": PATIENT_DOOR,
         }
     )
 

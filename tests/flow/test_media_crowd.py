@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from bench.workload import Case, Reference, data_uri, make_case, png_bytes
-from cluster.config.settings import AdmissionArgs, DoorArgs
 from cluster.types.media import MediaItem
 from router.openai.app import build_api
-from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, cluster_args
 
 NUM_CLIENTS = 200
@@ -68,8 +67,8 @@ async def test_of_a_flood_of_pictures_every_one_is_answered_or_refused_and_memor
     """The door lets in what keeps the encoder busy. A door that lets everything in leaves it to the encoder to refuse."""
     args = cluster_args(256)
     if where == "at the encoder":
-        admission = AdmissionArgs(max_outstanding_s=1000.0)
-        args = args.model_copy(update={"door": DoorArgs(admission=admission)})
+        admission = args.door.admission.model_copy(update={"max_outstanding_s": 1000.0})
+        args = args.model_copy(update={"door": args.door.model_copy(update={"admission": admission})})
     budget = 256 * 1024
     encode = args.encode.model_copy(update={"max_queued_rows": 1500, "max_prepared_bytes": budget})
     rng = np.random.default_rng(3)
@@ -125,7 +124,7 @@ class Gate:
 
     def _held(self, *args, **kwargs):
         self.has_first.set()
-        assert self._turns.acquire(timeout=30)
+        assert self._turns.acquire(timeout=HANG_S)
         return self._encode(*args, **kwargs)
 
 
@@ -145,7 +144,7 @@ def prepared_after(cluster: LocalCluster, image: dict, event: threading.Event) -
     prepare = runner._prepare
 
     def in_order(item: MediaItem):
-        assert item.data != data or event.wait(timeout=30)
+        assert item.data != data or event.wait(timeout=HANG_S)
         return prepare(item)
 
     runner._prepare = in_order
@@ -153,7 +152,7 @@ def prepared_after(cluster: LocalCluster, image: dict, event: threading.Event) -
 
 async def num_computed(cluster: LocalCluster, at_least: int) -> int:
     """Tokens of the one prompt in work, once there are so many of them."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while True:
             for request in list(cluster.prefills[0]._engine._requests.values()):
                 if request.main.num_computed_tokens >= at_least:
@@ -181,7 +180,7 @@ async def test_prefill_computes_what_stands_before_each_image_while_the_image_is
         with gate(cluster) as held:
             prepared_after(cluster, images[1], held.has_first)
             task = asyncio.ensure_future(ask(client, messages))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_S):
                 while not cluster.prefills[0]._engine._requests:
                     await asyncio.sleep(0.002)
             (request,) = cluster.prefills[0]._engine._requests.values()

@@ -18,7 +18,7 @@ from bench.media_files import image, scenes, video_of
 from bench.workload import data_uri, make_case, png_bytes, wav_bytes
 from router.openai.app import build_api
 from tests.contract.fetch_host import MediaHost, Request, answer, redirect
-from tests.flow.local_cluster import LocalCluster
+from tests.flow.local_cluster import HANG_S, LocalCluster
 from tests.flow.media_client import (
     Part,
     ask,
@@ -130,7 +130,7 @@ async def post_and_leave(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         await build_api(cluster.door)(scope, receive, send)
     return sent
 

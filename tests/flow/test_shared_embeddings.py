@@ -28,7 +28,7 @@ from kv_transfer.in_process import FaultScript
 from router.flight import Flight
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
-from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
@@ -72,16 +72,16 @@ async def asked(
     tasks: list[asyncio.Task[tuple[str, int]]] = []
     for case, _ in pairs:
         tasks.append(asyncio.ensure_future(answer(cluster, case)))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             while len(cluster.prefills[0]._features._items) < len(tasks):
                 await asyncio.sleep(0.002)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         while sum(len(encoder._engine._deliveries) for encoder in cluster.encoders) > 1:
             await asyncio.sleep(0.002)
     try:
         yield tasks
     finally:
-        await asyncio.wait(tasks, timeout=20)
+        await asyncio.wait(tasks, timeout=HANG_S)
 
 
 async def answer(cluster: LocalCluster, case: Case) -> tuple[str, int]:
