@@ -17,8 +17,10 @@ def guide(logits: Tensor, companion_logits: Tensor, scale: float) -> Tensor:
 
 
 def forbid(logits: Tensor, token_ids: Sequence[Sequence[int]]) -> Tensor:
-    """`logits` [B, V] in which row i cannot draw `token_ids[i]`. Changes `logits` itself."""
+    """`logits` [B, V] in which row i cannot draw `token_ids[i]`; ids outside the vocabulary cannot be drawn anyway. Changes
+    `logits` itself."""
+    vocabulary = range(logits.shape[-1])
     for row, forbidden in enumerate(token_ids):
         if forbidden:
-            logits[row, list(forbidden)] = float("-inf")
+            logits[row, [token_id for token_id in forbidden if token_id in vocabulary]] = float("-inf")
     return logits

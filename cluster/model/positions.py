@@ -1,7 +1,8 @@
 """Rotary positions of a prompt, from token ids and media geometries alone: no pixels, no embeddings.
 
 Multimodal rotary positions come from transformers' own `get_rope_index`, which needs only its model's configuration, so
-it runs in a process that has dropped the encoder's weights.
+it runs in a process that has dropped the encoder's weights. It sees a prompt as the client sent it. Generated tokens of a resumed
+prompt go on from there as decode does, whatever their ids: `get_rope_index` would take a generated marker of media for media.
 """
 
 from __future__ import annotations
@@ -26,9 +27,17 @@ class PromptPositions:
 @dataclass(frozen=True)
 class PositionRule:
     axes: int  # 1, or 3 for multimodal rotary positions
-    of_prompt: Callable[
-        [nn.Module, Prompt], PromptPositions
-    ]  # first argument: `model.model` of transformers' class
+    as_asked: Callable[[nn.Module, Prompt], PromptPositions]  # of a prompt without generated tokens
+
+    def of_prompt(self, base: nn.Module, prompt: Prompt) -> PromptPositions:
+        """`base`: `model.model` of transformers' class."""
+        asked = self.as_asked(base, prompt.as_asked)
+        if prompt.num_generated == 0:
+            return asked
+        first = asked.position_ids.shape[-1]
+        generated = torch.arange(first, len(prompt.token_ids)) + asked.delta
+        generated = generated.to(asked.position_ids).expand(*asked.position_ids.shape[:-1], -1)
+        return PromptPositions(torch.cat([asked.position_ids, generated], dim=-1), asked.delta)
 
 
 def _one_dimensional(_base: nn.Module, prompt: Prompt) -> PromptPositions:

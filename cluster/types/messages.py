@@ -40,7 +40,7 @@ from cluster.types.media import MediaItem
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, SentTotals
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class FinishReason(StrEnum):

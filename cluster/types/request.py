@@ -28,11 +28,22 @@ class StopParams(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """Token ids with placeholders expanded, and what stands in the placeholder ranges, in order of each item's first."""
+    """Token ids with placeholders expanded, and what stands in the placeholder ranges, in order of each item's first.
+
+    The ranges alone say which tokens are media. A token outside them is text, also where its id is that of a placeholder: a
+    model may generate any id, and a resumed prompt contains what was generated."""
 
     token_ids: tuple[int, ...]
     media: tuple[PlacedMedia, ...] = ()
     cache_salt: str = ""  # only prompts with an equal one share KV
+    num_generated: int = 0  # tokens at the end that an earlier attempt generated
+
+    @property
+    def as_asked(self) -> Prompt:
+        """Without what was generated."""
+        if self.num_generated == 0:
+            return self
+        return Prompt(self.token_ids[: -self.num_generated], self.media, self.cache_salt)
 
 
 class Guidance(msgspec.Struct, frozen=True):
@@ -101,4 +112,8 @@ def num_window_blocks(window: int, block_size: int) -> int:
 
 
 def _extended(prompt: Prompt, token_ids: tuple[int, ...]) -> Prompt:
-    return msgspec.structs.replace(prompt, token_ids=(*prompt.token_ids, *token_ids))
+    return msgspec.structs.replace(
+        prompt,
+        token_ids=(*prompt.token_ids, *token_ids),
+        num_generated=prompt.num_generated + len(token_ids),
+    )

@@ -88,3 +88,12 @@ def test_hashes_are_equal_exactly_as_far_as_the_tokens_are(left, right, block_si
     one, two = block_hashes(Prompt(tuple(left)), block_size), block_hashes(Prompt(tuple(right)), block_size)
     for i, (a, b) in enumerate(zip(one, two, strict=False), start=1):
         assert (a == b) == (left[: i * block_size] == right[: i * block_size])
+
+
+def test_generated_placeholders_are_not_named_like_the_rows_of_an_item():
+    """A resumed prompt whose answer holds the placeholder's id, and one that shows an item at that place."""
+    shown = prompt_with("a", 4, 4, 0)
+    generated = Prompt(shown.token_ids, num_generated=4)
+    assert block_hashes(shown, 4)[0] == block_hashes(generated, 4)[0]
+    assert block_hashes(shown, 4)[1] != block_hashes(generated, 4)[1]
+    assert block_hashes(generated, 4) == block_hashes(Prompt(shown.token_ids), 4)

@@ -26,3 +26,9 @@ def test_forbidden_tokens_cannot_be_drawn_and_the_others_stay():
     logits = torch.arange(8.0).view(2, 4)
     out = forbid(logits.clone(), [(3, 1), ()])
     assert out[0].tolist() == [0.0, float("-inf"), 2.0, float("-inf")] and out[1].equal(logits[1])
+
+
+def test_forbidden_tokens_outside_the_vocabulary_are_ignored():
+    logits = torch.zeros(3, 4)
+    out = forbid(logits, [(4, 2_000_000_000, 2**62), (-1, -4, 2), (2**80,)])
+    assert [row.isinf().nonzero().flatten().tolist() for row in out] == [[], [2], []]

@@ -1,0 +1,188 @@
+"""The law of the house for answers that contain the special tokens of media, which a model may generate like any others: such a token is
+text, for plain decode and for a prompt that is resumed after a preemption."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers as hf
+
+from cluster.ids import new_request_id
+from cluster.media.processor import MediaProcessor
+from cluster.model.encoder import EncoderModel
+from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
+from cluster.types.request import GenerateRequest, SamplingParams, StopParams
+from decode_service.engine import DecodeEngine
+from decode_service.state import DecodeRequest
+from prefill_service.runner import uncut_spans
+from router.ledger import Ledger
+from router.openai.schema import ChatRequest
+from router.openai.translate import chat_call
+from tests.flow.family_folders import FAMILIES, OWN_TOKENS, SPECIAL_TOKENS, FamilyFolder, save_family
+from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.flow.test_families import BLOCK_SIZE, memory
+from tests.flow.test_family_doors import Part, Reference, cases, cluster_args, message
+from tests.flow.tiny_media_models import MEDIA_FAMILIES
+from tests.flow.tiny_models import AE, AS, AUD, IMG, VE, VID, VS, TinyRequest
+
+# Markers before, around and without placeholders; placeholders without markers; ends before beginnings.
+FORCED = (VS, IMG, IMG, VE, 7, AS, AUD, AE, VS, VID, VID, VE, IMG, AUD, VID, AE, VE, 9, VS, AS, AS, VS)
+NUM_FREE = 6
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+
+
+class Forced(hf.LogitsProcessor):
+    """The first tokens that `generate` draws are these."""
+
+    def __init__(self, num_prompt_tokens: int):
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        num_generated = input_ids.shape[1] - self._num_prompt_tokens
+        if num_generated >= len(FORCED):
+            return scores
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, FORCED[num_generated]] = 0.0
+        return forced
+
+
+def forced_answer(model: hf.PreTrainedModel, request: TinyRequest) -> list[int]:
+    ids = torch.tensor([request.token_ids])
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=len(FORCED) + NUM_FREE,
+            do_sample=False,
+            logits_processor=hf.LogitsProcessorList([Forced(ids.shape[1])]),
+            **{key: value.clone() for key, value in request.generate_kwargs.items()},
+        )
+    return output[0, ids.shape[1] :].tolist()
+
+
+@dataclass
+class Halves:
+    encoder: EncoderModel
+    language: LanguageModel
+
+    def resumed_answer(self, request: TinyRequest, known: list[int]) -> list[int]:
+        """All of the answer, of which `known` was generated before a preemption; the rest of `FORCED` is forced."""
+        whole = GenerateRequest("r", request.prompt, (SamplingParams(),), StopParams(100))
+        prompt = whole.resumed("s", 0, tuple(known), 0.0).prompt
+        placed = self.language.positions(prompt)
+        kv, table = memory(self.language), list(range(0, 200, 3))
+        pieces = []
+        for item, (modality, tensors) in zip(request.placed, request.items, strict=True):
+            rows = self.encoder.encode(modality, [tensors])[0]
+            pieces += [
+                FeatureSlice(token, rows[row : row + count]) for token, row, count in item.pieces(0, item.end)
+            ]
+        chunk = SequenceChunk(
+            prompt.token_ids, placed.position_ids, 0, table, tuple(pieces), uncut_spans(self.language, prompt)
+        )
+        answer = list(known)
+        logits = self.language.forward([chunk], kv)
+        while True:
+            forced = FORCED[len(answer)] if len(answer) < len(FORCED) else int(logits.argmax())
+            answer.append(forced)
+            if len(answer) == len(FORCED) + NUM_FREE:
+                return answer
+            context = len(request.token_ids) + len(answer) - 1
+            logits = self.language.decode([forced], [context], [placed.delta], [table], kv)
+
+
+@pytest.mark.parametrize("name", MEDIA_FAMILIES)
+def test_generated_markers_of_media_are_text_as_for_generate(name: str) -> None:
+    """Decoded one by one, and as the end of a prompt that was preempted behind each of some tokens."""
+    case = MEDIA_FAMILIES[name]()
+    expected = [forced_answer(case.model, request) for request in case.requests]
+    encoder = EncoderModel.from_model(case.model)
+    halves = Halves(encoder, LanguageModel.from_model(case.model, block_size=BLOCK_SIZE))
+    assert any(request.placed for request in case.requests)
+    for request, answer in zip(case.requests, expected, strict=True):
+        for num_known in (0, 1, 2, 8, 13, 18, len(FORCED), len(FORCED) + 3):
+            assert halves.resumed_answer(request, answer[:num_known]) == answer
+
+
+# ------------------------------------------------------------------------------------------- preemption in a cluster
+
+NUM_TOKENS = 40
+LOUDNESS = 6.0
+PREEMPTED_AFTER = 9  # tokens of an attempt
+
+
+def special_ids(folder: FamilyFolder) -> list[int]:
+    """Of everything that stands for media or around it, in any family."""
+    tokens = {*SPECIAL_TOKENS.values(), *(token for own in OWN_TOKENS.values() for token in own.values())}
+    ids = folder.processor.tokenizer.convert_tokens_to_ids(sorted(tokens))
+    return sorted({token_id for token_id in ids if token_id is not None})
+
+
+def make_talkative(folder: FamilyFolder) -> None:
+    """Most tokens that the model says are special ones."""
+    head = folder.model.get_output_embeddings().weight.data
+    special = special_ids(folder)
+    loudness = head[special].norm(dim=-1, keepdim=True)
+    head *= 0.1
+    head[special] *= LOUDNESS / (0.1 * loudness)
+    folder.model.save_pretrained(folder.path)
+
+
+async def answer(cluster: LocalCluster, content: list[Part], sampling: SamplingParams) -> list[int]:
+    body = {"model": "tiny", "messages": message(content)}
+    call = chat_call(ChatRequest.model_validate(body), "tiny", cluster.door.defaults)
+    prompt = await cluster.door.prepare(call, Ledger(0.0))
+    request = GenerateRequest(new_request_id(), prompt.prompt, (sampling,), StopParams(NUM_TOKENS))
+    (events,) = cluster.door._dispatcher.generate(request, prompt.items, prompt.block_hashes, Ledger(0.0))
+    return [token_id async for event in events for token_id in event.token_ids]
+
+
+def preempt_often(engine: DecodeEngine) -> None:
+    """Each attempt of a request loses its blocks after some tokens."""
+    with_blocks = engine._with_blocks
+
+    def preempting(batch: list[DecodeRequest]) -> list[DecodeRequest]:
+        kept = with_blocks(batch)
+        for request in kept:
+            if request.choices[0].num_generated == PREEMPTED_AFTER:
+                engine._preempt(request)
+        return [request for request in kept if request.request_id in engine._requests]
+
+    engine._with_blocks = preempting
+
+
+def generated(reference: Reference, content: list[Part]) -> list[int]:
+    inputs = reference.inputs(content)
+    with torch.inference_mode():
+        output = reference.folder.model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
+    return output[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_preempted_answers_full_of_special_tokens_do_not_change(name: str, tmp_path) -> None:
+    folder = save_family(name, tmp_path)
+    make_talkative(folder)
+    media = MediaProcessor.load(folder.path)
+    assert media is not None
+    contents = [content for content in cases(name, media.modalities) if not isinstance(content[0], str)]
+    contents += cases(name, media.modalities)[-1:]
+    reference = Reference(folder, media)
+    draws = [SamplingParams(temperature=1.0 + seed % 3, seed=seed) for seed in range(6)]
+    asked = [(content, SamplingParams()) for content in contents]
+    asked += [(content, draw) for content in contents for draw in draws]
+    async with local_cluster(cluster_args(folder)) as cluster:
+        alone = await asyncio.gather(*(answer(cluster, *one) for one in asked))
+        assert cluster.decodes[0]._engine.num_preempted == 0
+    assert alone[: len(contents)] == [generated(reference, content) for content in contents]
+    said = {token_id for tokens in alone for token_id in tokens}
+    assert len(said.intersection(special_ids(folder))) >= 5
+
+    async with local_cluster(cluster_args(folder)) as cluster:
+        engine = cluster.decodes[0]._engine
+        preempt_often(engine)
+        again = await asyncio.gather(*(answer(cluster, *one) for one in asked))
+        assert engine.num_preempted == len(asked) * ((NUM_TOKENS - 1) // PREEMPTED_AFTER)
+    assert again == alone
