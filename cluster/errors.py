@@ -100,6 +100,11 @@ def to_info(error: BaseException) -> ErrorInfo:
     return ErrorInfo("InternalError", "internal error; see the server's log")
 
 
+def to_known(error: BaseException) -> ClusterError:
+    """What a client of this process may be told of an error."""
+    return error if isinstance(error, ClusterError) else from_info(to_info(error))
+
+
 def from_info(info: ErrorInfo) -> ClusterError:
     return _BY_NAME.get(info.kind, InternalError)(
         info.message, param=info.param, retry_after_s=info.retry_after_s
