@@ -4,6 +4,7 @@
     ├── RequestError            the client must change the request (4xx, never retried here)
     │   ├── MediaError          one media item cannot be used; the message names the item
     │   ├── ContextLengthError  prompt and answer do not fit the model
+    │   ├── QuarantinedError    422: workers were lost with this content; it is not tried again for a while
     │   ├── UnsupportedError    a field this server does not implement (never ignored silently)
     │   └── ModelNotFoundError  404
     ├── OverloadedError         429: the client may retry after `retry_after_s`
@@ -58,6 +59,11 @@ class ContextLengthError(RequestError):
     code = "context_length_exceeded"
 
 
+class QuarantinedError(RequestError):
+    status = 422
+    code = "quarantined"
+
+
 class UnsupportedError(RequestError):
     code = "unsupported_parameter"
 
@@ -86,7 +92,8 @@ class ConfigError(ClusterError):
 _BY_NAME: dict[str, type[ClusterError]] = {
     cls.__name__: cls
     for cls in (
-        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, UnsupportedError, ModelNotFoundError,
+        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, QuarantinedError, UnsupportedError,
+        ModelNotFoundError,
         OverloadedError, UnavailableError, ConfigError,
     )
 }  # fmt: skip

@@ -24,7 +24,7 @@ from typing import Any
 
 from cluster.clock import Clock
 from cluster.config.settings import DoorArgs
-from cluster.errors import ClusterError, UnavailableError, from_info, to_known
+from cluster.errors import ClusterError, QuarantinedError, UnavailableError, from_info, to_known
 from cluster.types.media import MediaItem
 from cluster.types.members import Role
 from cluster.types.messages import (
@@ -49,13 +49,14 @@ from cluster.types.messages import (
     Tokens,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
-from router.encoding import EncodeStage
+from router.encoding import EncodeStage, barred_item
 from router.entrance import Entrance
 from router.flight import Flight
 from router.ledger import Ledger
 from router.members import MemberTable, Peer
 from router.placing import Placing
 from router.policy import CalibrationStatistics, Decision
+from router.quarantine import Quarantine, content_of
 from router.streams import Launch, TokenStream
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,14 @@ class Dispatcher:
         self._timeouts = timeouts
         self._clock = clock
         self.block_size = placing.block_size
-        self._encode = EncodeStage(self._cluster, self._next_encoder, timeouts.first_token_timeout_s)
+        self.quarantine = Quarantine(clock)
+        self._encode = EncodeStage(
+            self._cluster,
+            self._next_encoder,
+            timeouts.first_token_timeout_s,
+            self.quarantine,
+            self._attempt,
+        )
         self._flights: dict[str, Flight] = {}
         self._calls: set[asyncio.Future[None]] = set()
         self.num_crashed = 0  # requests that an error of this door has ended
@@ -121,6 +129,7 @@ class Dispatcher:
         if launch.is_resumed:
             return None
         try:
+            self._check_barred(launch)
             self._report()
             class_name = self._entrance.class_name
             waiting = self._entrance.enter(self._placing.ticket(launch, class_name, self._clock.now()))
@@ -141,6 +150,7 @@ class Dispatcher:
     def launch(self, launch: Launch) -> Flight:
         """Raises ClusterError; then nothing is left."""
         try:
+            self._check_barred(launch)
             flight, decision = self._place(launch)
         except Exception as error:
             _tried(self.leave, launch)
@@ -168,6 +178,7 @@ class Dispatcher:
 
     def on_joined(self, peer: Peer) -> None:
         self._placing.add(peer.member)
+        self.quarantine.came_back(peer.member.replica_id)
 
     def on_listed(self, peer: Peer) -> None:
         _tried(self._cluster.set_listed, peer.member.replica_id, peer.is_listed)
@@ -219,6 +230,7 @@ class Dispatcher:
             self._encode.on_shared(flight, message.item_idx)
             self._item_done(flight, message.item_idx)
         elif isinstance(message, Encoded):  # prefill has been told by the encoder's own notification
+            self._encode.on_encoded(flight, message.item_idx)
             flight.ledger.encoded(message.item_idx, message.timing, message.cached)
             self._cluster.item_done(message.request_id, message.item_idx, self._clock.now())
             self._item_done(flight, message.item_idx)
@@ -255,9 +267,22 @@ class Dispatcher:
         if peer.member.role is Role.ENCODE:
             self._encode.on_lost(flight, peer)
         elif flight.needs(peer):
-            flight.fail(UnavailableError(f"the {peer.member.role} worker was lost", retry_after_s=1.0))
+            self.quarantine.lost(flight.content, peer.member.replica_id, flight.num_tokens)
+            is_barred = self.quarantine.is_barred(flight.content)
+            lost = UnavailableError(f"the {peer.member.role} worker was lost", retry_after_s=1.0)
+            flight.fail(_barred_request() if is_barred else lost)
         if flight.is_over and not flight.has_landed:
             self._land(flight)
+
+    def _check_barred(self, launch: Launch) -> None:
+        """Raises QuarantinedError."""
+        if not self.quarantine:
+            return
+        for item_idx, item in enumerate(launch.items):
+            if self.quarantine.is_barred(item.media_hash):
+                raise barred_item(item, item_idx)
+        if self.quarantine.is_barred(content_of(launch.request, launch.hashes, self.block_size)):
+            raise _barred_request()
 
     def _place(self, launch: Launch) -> tuple[Flight, Decision]:
         """Charges nothing."""
@@ -275,6 +300,7 @@ class Dispatcher:
             self.members.peer(placement.decode),
             placement.codec,
             returning,
+            content_of(launch.request, launch.hashes, self.block_size),
         )
         return flight, decision
 
@@ -333,6 +359,9 @@ class Dispatcher:
         request_id = flight.request.request_id
         del self._flights[request_id]
         flight.has_landed = True
+        if self.quarantine and not flight.has_failed and flight.open_choices:
+            self.quarantine.survived(flight.content)
+        _tried(self._encode.on_landed, flight)
         _tried(self._placing.landed, flight)
         _tried(self._entrance.leave, request_id)
         ended = [flight.prefill, flight.decode] if flight.is_over_at_decode else []
@@ -342,6 +371,12 @@ class Dispatcher:
             if peer not in ended:
                 _tried(peer.send, Cancel(request_id))
             _tried(self.members.close_if_drained, peer)
+
+
+def _barred_request() -> QuarantinedError:
+    return QuarantinedError(
+        "the workers that computed this prompt were lost, so it is not tried again for now", param="messages"
+    )
 
 
 def _tried(function: Callable[..., None], *args: Any) -> None:

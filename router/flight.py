@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import ClusterError
 from cluster.types.media import MediaItem
 from cluster.types.messages import FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
+from cluster.types.transfer import Grant
 from router.ledger import Ledger
 from router.members import Peer
 
@@ -22,6 +23,8 @@ class Errand:
     has_target: bool = False  # that encoder has been told where the embeddings go
     is_shared: bool = False  # prefill has them, or gets them, for another request
     num_attempts: int = 1
+    is_held: bool = False  # it waits until no other suspect is at its encoder: nothing has been sent there
+    grant: Grant | None = None  # prefill's, while it is held
 
 
 class Resume:
@@ -69,9 +72,10 @@ class Flight:
         decode: Peer,
         codec: str = "raw",
         returning: frozenset[str] = frozenset(),
+        content: Hashable = None,
     ):
         """`prefill`: None if decode computes the prompt. `codec`: of its KV on the wire. `returning`: media hashes of items that have
-        been shown before, and so will be again."""
+        been shown before, and so will be again. `content`: see `router.quarantine`."""
         self.request = request
         self.items = items
         self.ledger = ledger
@@ -80,6 +84,7 @@ class Flight:
         self.decode = decode
         self.codec = codec
         self.returning = returning
+        self.content = content
         self.has_decode_spoken = False
         self.is_over_at_decode = False  # decode holds nothing for it any more, and so prefill does not either
         self.has_landed = False
