@@ -4,6 +4,7 @@
     ├── RequestError            the client must change the request (4xx, never retried here)
     │   ├── MediaError          one media item cannot be used; the message names the item
     │   ├── ContextLengthError  prompt and answer do not fit the model
+    │   ├── QuarantinedError    422: workers were lost with this content; it is not tried again for a while
     │   ├── UnsupportedError    a field this server does not implement (never ignored silently)
     │   └── ModelNotFoundError  404
     ├── OverloadedError         429: the client may retry after `retry_after_s`
@@ -58,6 +59,11 @@ class ContextLengthError(RequestError):
     code = "context_length_exceeded"
 
 
+class QuarantinedError(RequestError):
+    status = 422
+    code = "quarantined"
+
+
 class UnsupportedError(RequestError):
     code = "unsupported_parameter"
 
@@ -86,7 +92,8 @@ class ConfigError(ClusterError):
 _BY_NAME: dict[str, type[ClusterError]] = {
     cls.__name__: cls
     for cls in (
-        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, UnsupportedError, ModelNotFoundError,
+        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, QuarantinedError, UnsupportedError,
+        ModelNotFoundError,
         OverloadedError, UnavailableError, ConfigError,
     )
 }  # fmt: skip
@@ -98,6 +105,11 @@ def to_info(error: BaseException) -> ErrorInfo:
         kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME)
         return ErrorInfo(kind, error.message, error.param, error.retry_after_s)
     return ErrorInfo("InternalError", "internal error; see the server's log")
+
+
+def to_known(error: BaseException) -> ClusterError:
+    """What a client of this process may be told of an error."""
+    return error if isinstance(error, ClusterError) else from_info(to_info(error))
 
 
 def from_info(info: ErrorInfo) -> ClusterError:

@@ -172,6 +172,12 @@ class AdmissionQueue:
         """Nobody waits and nothing is held."""
         return not self._queue and not self._holdings
 
+    def is_waiting(self, request_id: str) -> bool:
+        return request_id in self._queue
+
+    def is_admitted(self, request_id: str) -> bool:
+        return request_id in self._holdings
+
     def class_name(self, priority: int) -> str:
         """The class of a request's priority."""
         bounds = ((each.name, each.max_priority) for each in self._args.classes)
@@ -224,25 +230,24 @@ class AdmissionQueue:
     def encoded(self, request_id: str) -> None:
         """All its media is encoded. Unknown requests are ignored, here and below; calls may repeat."""
         holding = self._holdings.get(request_id)
-        if holding is not None and holding.encodes:
-            holding.encodes = False
-            self._encode.change(holding.ticket.encode_s, -1)
+        if holding is not None:
+            self._free_encode(holding)
 
     def done(self, request_id: str) -> None:
         """Its first token is out: what is left is decode's memory."""
-        self.encoded(request_id)
         holding = self._holdings.get(request_id)
-        if holding is not None and holding.prefills:
-            holding.prefills = False
-            self._change_prefill(holding.ticket, -1)
+        if holding is not None:
+            self._free_encode(holding)
+            self._free_prefill(holding)
 
     def leave(self, request_id: str) -> None:
         """It has ended, or its client has gone, wherever it was."""
         if request_id in self._queue:
             self._queue.remove(request_id)
-        self.done(request_id)
         holding = self._holdings.pop(request_id, None)
         if holding is not None:
+            self._free_encode(holding)
+            self._free_prefill(holding)
             self._change_blocks(holding.ticket, -1)
 
     def expired(self, now: float) -> list[tuple[AdmissionTicket, Refused]]:
@@ -303,6 +308,16 @@ class AdmissionQueue:
             self._encode.change(ticket.encode_s, 1)
         self._change_prefill(ticket, 1)
         self._change_blocks(ticket, 1)
+
+    def _free_encode(self, holding: _Holding) -> None:
+        if holding.encodes:
+            holding.encodes = False
+            self._encode.change(holding.ticket.encode_s, -1)
+
+    def _free_prefill(self, holding: _Holding) -> None:
+        if holding.prefills:
+            holding.prefills = False
+            self._change_prefill(holding.ticket, -1)
 
     def _change_prefill(self, ticket: AdmissionTicket, step: int) -> None:
         for load in (self._prefill,) if ticket.is_text else (self._prefill, self._media_prefill):

@@ -5,7 +5,10 @@
              if it is to compute the prompt
     pass on  decode's grant to prefill, prefill's grants to the encoders (`router.encoding`)
     yield    per choice: prefill's first token, then decode's tokens
-    land     whatever happened, every stage that may still hold something is told to let go
+    land     as soon as the last token of every choice has come, read or not, or the request has failed: its charges are freed, and
+             every stage that may still hold something is told to let go
+
+An error in here concerns one request: that request lands with an internal error, every other one goes on, and no connection ends.
 
 A request that decode preempts lands, too; each of its unfinished choices flies on as a request of its own, whose prompt
 contains what has been generated (`router.streams`). The client notices a pause.
@@ -14,11 +17,14 @@ contains what has been generated (`router.streams`). The client notices a pause.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
 
 from cluster.clock import Clock
 from cluster.config.settings import DoorArgs
-from cluster.errors import ClusterError, UnavailableError, from_info
+from cluster.errors import ClusterError, QuarantinedError, UnavailableError, from_info, to_known
 from cluster.types.media import MediaItem
 from cluster.types.members import Role
 from cluster.types.messages import (
@@ -33,6 +39,7 @@ from cluster.types.messages import (
     Failed,
     FeatureGranted,
     FeatureShared,
+    LoadReport,
     Measured,
     Preempted,
     ReturnGrant,
@@ -42,14 +49,17 @@ from cluster.types.messages import (
     Tokens,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
-from router.encoding import EncodeStage
+from router.encoding import EncodeStage, barred_item
 from router.entrance import Entrance
 from router.flight import Flight
 from router.ledger import Ledger
 from router.members import MemberTable, Peer
 from router.placing import Placing
-from router.policy import CalibrationStatistics
+from router.policy import CalibrationStatistics, Decision
+from router.quarantine import Quarantine, content_of
 from router.streams import Launch, TokenStream
+
+logger = logging.getLogger(__name__)
 
 CallDecode = Callable[
     [str, str], Awaitable[None]
@@ -69,9 +79,17 @@ class Dispatcher:
         self._timeouts = timeouts
         self._clock = clock
         self.block_size = placing.block_size
-        self._encode = EncodeStage(self._cluster, self._next_encoder, timeouts.first_token_timeout_s)
+        self.quarantine = Quarantine(clock)
+        self._encode = EncodeStage(
+            self._cluster,
+            self._next_encoder,
+            timeouts.first_token_timeout_s,
+            self.quarantine,
+            self._attempt,
+        )
         self._flights: dict[str, Flight] = {}
         self._calls: set[asyncio.Future[None]] = set()
+        self.num_crashed = 0  # requests that an error of this door has ended
         self.members: MemberTable | None = None  # set once by the door, which builds both
 
     @property
@@ -110,9 +128,14 @@ class Dispatcher:
         """None: it may be launched. Else it waits for this future. Raises ClusterError."""
         if launch.is_resumed:
             return None
-        self._report()
-        class_name = self._entrance.class_name
-        waiting = self._entrance.enter(self._placing.ticket(launch, class_name, self._clock.now()))
+        try:
+            self._check_barred(launch)
+            self._report()
+            class_name = self._entrance.class_name
+            waiting = self._entrance.enter(self._placing.ticket(launch, class_name, self._clock.now()))
+        except Exception as error:
+            _tried(self.leave, launch)
+            raise self._named(error) from error
         if waiting is not None:
             launch.decision = None  # it will be another cluster by then
         return waiting
@@ -127,16 +150,20 @@ class Dispatcher:
     def launch(self, launch: Launch) -> Flight:
         """Raises ClusterError; then nothing is left."""
         try:
-            flight = self._place(launch)
-        except ClusterError:
-            self.leave(launch)
-            raise
+            self._check_barred(launch)
+            flight, decision = self._place(launch)
+        except Exception as error:
+            _tried(self.leave, launch)
+            raise self._named(error) from error
         self._flights[flight.request.request_id] = flight
+        for peer in flight.peers:
+            peer.num_flights += 1
         try:
+            self._placing.charge(launch, decision, self._clock.now())
             self._send_all(flight)
-        except ClusterError:
+        except Exception as error:
             self._land(flight)
-            raise
+            raise self._named(error) from error
         return flight
 
     def close(self, flight: Flight, choice_idx: int) -> None:
@@ -144,41 +171,53 @@ class Dispatcher:
         flight.open_choices.discard(choice_idx)
         if flight.has_landed:
             return
-        if not flight.open_choices:
+        if flight.is_over:
             self._land(flight)
         elif not flight.is_finished(choice_idx):
-            flight.decode.send(Cancel(flight.request.request_id, choice_idx))
+            self._attempt(flight, flight.decode.send, Cancel(flight.request.request_id, choice_idx))
 
     def on_joined(self, peer: Peer) -> None:
         self._placing.add(peer.member)
+        self.quarantine.came_back(peer.member.replica_id)
 
     def on_listed(self, peer: Peer) -> None:
-        self._cluster.set_listed(peer.member.replica_id, peer.is_listed)
+        _tried(self._cluster.set_listed, peer.member.replica_id, peer.is_listed)
 
     def on_message(self, peer: Peer, message: AnyMessage) -> None:
-        """What concerns no request first, and tokens, which are most of it."""
-        replica_id = peer.member.replica_id
+        """What concerns no request first, and tokens, which are most of it. Raises nothing: it would end the connection."""
         if isinstance(message, Tokens):
             if message.load is not None:
-                self._cluster.reported(replica_id, message.load, self._clock.now())
-                if self._entrance.num_waiting:
-                    self._report()
+                _tried(self._on_load, peer, message.load)
             for event in message.events:
                 flight = self._flights.get(event.request_id)
                 if flight is not None:
-                    self._on_tokens(flight, peer, event)
-        elif isinstance(message, CacheChanged):
+                    try:
+                        self._on_tokens(flight, peer, event)
+                    except Exception as error:
+                        self._crash(flight, error)
+            return
+        flight = self._flights.get(getattr(message, "request_id", ""))
+        if flight is not None:
+            self._attempt(flight, self._on_news, flight, peer, message)
+        else:
+            _tried(self._on_worker_news, peer, message)
+
+    def _on_load(self, peer: Peer, load: LoadReport) -> None:
+        self._cluster.reported(peer.member.replica_id, load, self._clock.now())
+        if self._entrance.num_waiting:
+            self._report()
+
+    def _on_worker_news(self, peer: Peer, message: AnyMessage) -> None:
+        """About no request that is here."""
+        replica_id = peer.member.replica_id
+        if isinstance(message, CacheChanged):
             self._cluster.media_changed(replica_id, message.added, message.evicted)
         elif isinstance(message, BlocksChanged):
             self._cluster.blocks_changed(replica_id, message.added, message.evicted)
         elif isinstance(message, Measured):
             self._cluster.measured(replica_id, message.curves)
-        else:
-            flight = self._flights.get(getattr(message, "request_id", ""))
-            if flight is not None:
-                self._on_news(flight, peer, message)
-            elif isinstance(message, DecodeGranted | FeatureGranted):
-                peer.send(ReturnGrant(message.grant.lease_id))  # landed; nobody was given it
+        elif isinstance(message, DecodeGranted | FeatureGranted):
+            peer.send(ReturnGrant(message.grant.lease_id))  # landed; no writer was given it
 
     def _on_news(self, flight: Flight, peer: Peer, message: AnyMessage) -> None:
         if isinstance(message, Admitted):
@@ -191,6 +230,7 @@ class Dispatcher:
             self._encode.on_shared(flight, message.item_idx)
             self._item_done(flight, message.item_idx)
         elif isinstance(message, Encoded):  # prefill has been told by the encoder's own notification
+            self._encode.on_encoded(flight, message.item_idx)
             flight.ledger.encoded(message.item_idx, message.timing, message.cached)
             self._cluster.item_done(message.request_id, message.item_idx, self._clock.now())
             self._item_done(flight, message.item_idx)
@@ -200,6 +240,8 @@ class Dispatcher:
             self._encode.on_failed(flight, peer, message)
         elif isinstance(message, Failed) and flight.needs(peer):
             flight.fail(from_info(message.error))
+        if flight.is_over and not flight.has_landed:
+            self._land(flight)
 
     def _on_tokens(self, flight: Flight, peer: Peer, event: TokenEvent) -> None:
         is_first = flight.num_tokens == 0
@@ -207,6 +249,8 @@ class Dispatcher:
         if is_first and flight.num_tokens:
             self._placing.first_token(flight, event.timing, self._clock.now())
             self._entrance.done(event.request_id)
+        if (event.finish_reason is not None or peer is flight.prefill) and flight.is_over:
+            self._land(flight)
 
     def _item_done(self, flight: Flight, item_idx: int) -> None:
         flight.encoding.discard(item_idx)
@@ -214,20 +258,40 @@ class Dispatcher:
             self._entrance.encoded(flight.request.request_id)
 
     def on_lost(self, peer: Peer) -> None:
-        self._cluster.remove(peer.member.replica_id)
+        _tried(self._cluster.remove, peer.member.replica_id)
         for flight in list(self._flights.values()):
-            if peer.member.role is Role.ENCODE:
-                self._encode.on_lost(flight, peer)
-            elif flight.needs(peer):
-                flight.fail(UnavailableError(f"the {peer.member.role} worker was lost", retry_after_s=1.0))
+            self._attempt(flight, self._on_flight_lost, flight, peer)
 
-    def _place(self, launch: Launch) -> Flight:
+    def _on_flight_lost(self, flight: Flight, peer: Peer) -> None:
+        """A worker that may have a part in it is gone."""
+        if peer.member.role is Role.ENCODE:
+            self._encode.on_lost(flight, peer)
+        elif flight.needs(peer):
+            self.quarantine.lost(flight.content, peer.member.replica_id, flight.num_tokens)
+            is_barred = self.quarantine.is_barred(flight.content)
+            lost = UnavailableError(f"the {peer.member.role} worker was lost", retry_after_s=1.0)
+            flight.fail(_barred_request() if is_barred else lost)
+        if flight.is_over and not flight.has_landed:
+            self._land(flight)
+
+    def _check_barred(self, launch: Launch) -> None:
+        """Raises QuarantinedError."""
+        if not self.quarantine:
+            return
+        for item_idx, item in enumerate(launch.items):
+            if self.quarantine.is_barred(item.media_hash):
+                raise barred_item(item, item_idx)
+        if self.quarantine.is_barred(content_of(launch.request, launch.hashes, self.block_size)):
+            raise _barred_request()
+
+    def _place(self, launch: Launch) -> tuple[Flight, Decision]:
+        """Charges nothing."""
         assert self.members is not None
         admitted_at = self._clock.now()
         decision, returning = self._placing.place(launch, admitted_at)
         launch.ledger.launched(admitted_at, self._clock.now(), decision)
         placement = decision.placement
-        return Flight(
+        flight = Flight(
             launch.request,
             launch.items,
             launch.ledger,
@@ -236,11 +300,11 @@ class Dispatcher:
             self.members.peer(placement.decode),
             placement.codec,
             returning,
+            content_of(launch.request, launch.hashes, self.block_size),
         )
+        return flight, decision
 
     def _send_all(self, flight: Flight) -> None:
-        for peer in flight.peers:
-            peer.num_flights += 1
         if flight.prefill is None:
             return self._start_decode(flight)
         flight.prefill.send(StartPrefill(flight.request, self._timeouts.first_token_timeout_s))
@@ -258,7 +322,7 @@ class Dispatcher:
         flight.decode.send(StartDecode(request, timeout_s, flight.prefill is None, flight.codec))
         call = asyncio.ensure_future(self._call_decode(flight.decode.member.replica_id, request.request_id))
         self._calls.add(call)
-        call.add_done_callback(lambda done: self._on_call_done(flight, done))
+        call.add_done_callback(partial(self._on_call_done, flight))
 
     def _on_call_done(self, flight: Flight, call: asyncio.Future[None]) -> None:
         self._calls.discard(call)
@@ -267,6 +331,26 @@ class Dispatcher:
             flight.fail(
                 UnavailableError(f"the decode worker refused the request: {error}", retry_after_s=1.0)
             )
+            self._land(flight)
+
+    def _attempt(self, flight: Flight, function: Callable[..., None], *args: Any) -> None:
+        """What raises ends this request and nothing else."""
+        try:
+            function(*args)
+        except Exception as error:
+            self._crash(flight, error)
+
+    def _crash(self, flight: Flight, error: Exception) -> None:
+        flight.fail(self._named(error))
+        if not flight.has_landed:
+            self._land(flight)
+
+    def _named(self, error: Exception) -> ClusterError:
+        """What the client is told; an error that is this door's own is in the log, and counted."""
+        if not isinstance(error, ClusterError):
+            self.num_crashed += 1
+            logger.error("a request ended because of an error in this door", exc_info=error)
+        return to_known(error)
 
     def _land(self, flight: Flight) -> None:
         """Every stage that may still hold something lets go. A request that is over at decode is over at prefill, too; one
@@ -275,12 +359,29 @@ class Dispatcher:
         request_id = flight.request.request_id
         del self._flights[request_id]
         flight.has_landed = True
-        self._placing.landed(flight)
-        self._entrance.leave(request_id)
+        if self.quarantine and not flight.has_failed and flight.open_choices:
+            self.quarantine.survived(flight.content)
+        _tried(self._encode.on_landed, flight)
+        _tried(self._placing.landed, flight)
+        _tried(self._entrance.leave, request_id)
         ended = [flight.prefill, flight.decode] if flight.is_over_at_decode else []
         assert self.members is not None
         for peer in flight.peers:
-            if peer not in ended:
-                peer.send(Cancel(request_id))
             peer.num_flights -= 1
-            self.members.close_if_drained(peer)
+            if peer not in ended:
+                _tried(peer.send, Cancel(request_id))
+            _tried(self.members.close_if_drained, peer)
+
+
+def _barred_request() -> QuarantinedError:
+    return QuarantinedError(
+        "the workers that computed this prompt were lost, so it is not tried again for now", param="messages"
+    )
+
+
+def _tried(function: Callable[..., None], *args: Any) -> None:
+    """What raises concerns no request, or one that is over: it is logged."""
+    try:
+        function(*args)
+    except Exception:
+        logger.exception("an error in this door")

@@ -6,10 +6,16 @@ Lives on the door's event loop. Its only timer ends the wait of those who are le
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from cluster.clock import Clock
+from cluster.errors import InternalError
 from router.admission import AdmissionQueue, AdmissionTicket, Admitted, Capacity, Refused, Reported
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0  # after an error in here
 
 
 class Entrance:
@@ -59,24 +65,45 @@ class Entrance:
 
     def leave(self, request_id: str) -> None:
         """It has ended, let in or not. Unknown ones are ignored."""
-        self._queue.leave(request_id)
         future = self._waiting.pop(request_id, None)
         if future is not None:
             future.cancel()
-        self._settle()
+        try:
+            self._queue.leave(request_id)
+        finally:
+            self._settle()
 
     def _settle(self) -> None:
-        """Everybody is told what has become of him."""
+        """Every waiting request is told what has become of it. Raises nothing: an error in here is no fault of the caller's request."""
         if not self._waiting:
             return self._set_timer(None)
         now = self._clock.now()
-        self._refuse(self._queue.expired(now))
-        for ticket in self._queue.freed(now):
-            future = self._waiting.pop(ticket.request_id, None)
-            if future is not None and not future.done():
+        try:
+            self._refuse(self._queue.expired(now))
+            for ticket in self._queue.freed(now):
+                future = self._waiting.pop(ticket.request_id, None)
+                if future is not None and not future.done():
+                    future.set_result(None)
+            self._refuse(self._queue.expired(now))
+            deadline = self._queue.next_deadline()
+        except Exception:
+            logger.exception("an error in admission")
+            self._reconcile()
+            deadline = now + RETRY_S
+        self._set_timer(deadline)
+
+    def _reconcile(self) -> None:
+        """After an error: a request that has been let in goes, one that the queue does not know any more fails."""
+        for request_id, future in list(self._waiting.items()):
+            if self._queue.is_waiting(request_id):
+                continue
+            del self._waiting[request_id]
+            if future.done():
+                continue
+            if self._queue.is_admitted(request_id):
                 future.set_result(None)
-        self._refuse(self._queue.expired(now))
-        self._set_timer(self._queue.next_deadline())
+            else:
+                future.set_exception(InternalError("admission failed; see the door's log"))
 
     def _refuse(self, refused: Sequence[tuple[AdmissionTicket, Refused]]) -> None:
         for ticket, answer in refused:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import ClusterError
 from cluster.types.media import MediaItem
 from cluster.types.messages import FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
+from cluster.types.transfer import Grant
 from router.ledger import Ledger
 from router.members import Peer
 
@@ -22,6 +23,8 @@ class Errand:
     has_target: bool = False  # that encoder has been told where the embeddings go
     is_shared: bool = False  # prefill has them, or gets them, for another request
     num_attempts: int = 1
+    is_held: bool = False  # it waits until no other suspect is at its encoder: nothing has been sent there
+    grant: Grant | None = None  # prefill's, while it is held
 
 
 class Resume:
@@ -36,7 +39,13 @@ class _Line:
         self.queue: asyncio.Queue[TokenEvent | ClusterError | Resume] = asyncio.Queue()
         self.has_first_token = has_first_token
         self.is_finished = False  # its last token has come
+        self.is_preempted = False
         self._early: list[TokenEvent | Resume] = []
+
+    @property
+    def is_over(self) -> bool:
+        """All that will come is in the queue."""
+        return self.has_first_token and (self.is_finished or self.is_preempted)
 
     def first(self, event: TokenEvent) -> None:
         self.has_first_token = True
@@ -63,9 +72,10 @@ class Flight:
         decode: Peer,
         codec: str = "raw",
         returning: frozenset[str] = frozenset(),
+        content: Hashable = None,
     ):
         """`prefill`: None if decode computes the prompt. `codec`: of its KV on the wire. `returning`: media hashes of items that have
-        been shown before, and so will be again."""
+        been shown before, and so will be again. `content`: see `router.quarantine`."""
         self.request = request
         self.items = items
         self.ledger = ledger
@@ -74,6 +84,7 @@ class Flight:
         self.decode = decode
         self.codec = codec
         self.returning = returning
+        self.content = content
         self.has_decode_spoken = False
         self.is_over_at_decode = False  # decode holds nothing for it any more, and so prefill does not either
         self.has_landed = False
@@ -87,17 +98,22 @@ class Flight:
 
     @property
     def has_first_token(self) -> bool:
-        return self._lines[0].has_first_token
+        return all(line.has_first_token for line in self._lines)
+
+    @property
+    def is_over(self) -> bool:
+        """It has failed, or all that readers wait for has come."""
+        return self.has_failed or all(self._lines[choice_idx].is_over for choice_idx in self.open_choices)
 
     def is_finished(self, choice_idx: int) -> bool:
         return self._lines[choice_idx].is_finished
 
     def needs(self, peer: Peer) -> bool:
-        """Whether the answer still depends on a language worker: on prefill until decode has the KV. One that gives up or is lost later
-        costs the client nothing. Encoders are replaceable: see `router.encoding`."""
+        """Whether the answer still depends on a language worker: on prefill until decode has the KV, and its first tokens are here. One
+        that gives up or is lost later costs the client nothing. Encoders are replaceable: see `router.encoding`."""
         if peer is self.decode:
             return not self.is_over_at_decode
-        return peer is self.prefill and not self.has_decode_spoken
+        return peer is self.prefill and not (self.has_decode_spoken and self.has_first_token)
 
     def move_item(self, item_idx: int, encoder: Peer) -> None:
         """From now on this encoder is asked for the item."""
@@ -125,6 +141,7 @@ class Flight:
         self.has_decode_spoken = self.is_over_at_decode = True
         for line in self._lines:
             if not line.is_finished:
+                line.is_preempted = True
                 line.next(Resume())
 
     def fail(self, error: ClusterError) -> None:

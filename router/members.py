@@ -4,6 +4,8 @@ Serve pushes the list of replicas; each is dialled until it answers, and again w
 Serve lists it. End-of-file takes it out at once, long before Serve's health check would. A worker that Serve no longer
 lists but that still answers is draining: it gets nothing new and keeps its connection until its last request here is done.
 
+A worker is in the table before the listener hears of it: what the listener does with it then finds it here.
+
 Lives on the door's event loop.
 """
 
@@ -44,6 +46,7 @@ class Peer:
         self.num_flights = 0
         self.is_listed = True
         self.has_joined = False  # the listener knows it
+        self.is_silent = False  # it has work and does not move: see `router.watch`
         self._connection: Connection | None = None
 
     def attach(self, connection: Connection) -> None:
@@ -115,6 +118,8 @@ class MemberTable:
                     return
                 except ClusterError as error:
                     logger.warning("%s at %s does not answer: %s", member.replica_id, member.address, error)
+                except Exception:
+                    logger.exception("%s could not join", member.replica_id)
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, 2.0)
         finally:
@@ -123,13 +128,22 @@ class MemberTable:
     async def _connect(self, member: Member) -> None:
         peer = Peer(member)
 
-        def join() -> None:
-            if not peer.has_joined:
-                peer.has_joined = True
+        def join(connection: Connection) -> None:
+            if peer.has_joined:
+                return
+            peer.attach(connection)
+            peer.is_listed = member.replica_id in self._listed[member.role]
+            self._peers[member.replica_id] = peer
+            peer.has_joined = True
+            try:
                 self._listener.on_joined(peer)
+                self._listener.on_listed(peer)
+            except Exception:
+                connection.abort()  # it is dialled again
+                raise
 
-        def on_message(_: Connection, message: AnyMessage) -> None:
-            join()  # its greeting may be here before `connect` returns
+        def on_message(connection: Connection, message: AnyMessage) -> None:
+            join(connection)  # its greeting may be here before `connect` returns
             if isinstance(message, Tokens):
                 peer.load = message.load or peer.load
             self._listener.on_message(peer, message)
@@ -145,13 +159,7 @@ class MemberTable:
         connection = await connect(
             member.address, self._name, on_message, on_close, timeout_s=CONNECT_TIMEOUT_S, secret=self._secret
         )
-        if not connection.is_open:
-            if peer.has_joined:
-                self._listener.on_lost(peer)
+        if not connection.is_open:  # if it had joined, `on_close` has told the listener
             raise UnavailableError("the connection was lost at once")
-        peer.attach(connection)
-        peer.is_listed = member.replica_id in self._listed[member.role]
-        self._peers[member.replica_id] = peer
-        join()
-        self._listener.on_listed(peer)
+        join(connection)
         self.close_if_drained(peer)

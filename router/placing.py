@@ -65,9 +65,12 @@ class Placing:
 
     def capacity(self) -> Capacity:
         cluster = self.cluster
-        num_blocks = cluster.decodes.num_blocks[cluster.decodes.is_listed].sum()
+        encoders, prefills, decodes = (
+            pool.prefer_awake(pool.is_listed)
+            for pool in (cluster.encoders, cluster.prefills, cluster.decodes)
+        )
         return Capacity(
-            int(cluster.encoders.is_listed.sum()), int(cluster.prefills.is_listed.sum()), int(num_blocks)
+            int(encoders.sum()), int(prefills.sum()), int(cluster.decodes.num_blocks[decodes].sum())
         )
 
     def reported(self) -> Reported:
@@ -83,16 +86,19 @@ class Placing:
         )
 
     def place(self, launch: Launch, now: float) -> tuple[Decision, frozenset[str]]:
-        """Where it goes from now on, and which of its items have been shown before, and so will be again. Raises ClusterError."""
-        view = launch.view or self.view(launch.request, launch.items, launch.hashes)
+        """Where it goes, and which of its items have been shown before, and so will be again. Charges nothing. Raises ClusterError."""
+        launch.view = launch.view or self.view(launch.request, launch.items, launch.hashes)
         returning = frozenset(
             item.media_hash
             for item in launch.items
             if item.is_returning or self.cluster.has_media(item.media_hash)
         )
-        decision = launch.decision or self._policy.decide(view, self.cluster, now)
-        self.cluster.started(view, decision.placement, decision.prediction, now)
-        return decision, returning
+        return launch.decision or self._policy.decide(launch.view, self.cluster, now), returning
+
+    def charge(self, launch: Launch, decision: Decision, now: float) -> None:
+        """It goes there now: its work counts until it has landed."""
+        assert launch.view is not None
+        self.cluster.started(launch.view, decision.placement, decision.prediction, now)
 
     def next_encoder(self, flight: Flight, item_idx: int, last: str, now: float) -> str:
         """Who encodes an item after `last` has not. Raises UnavailableError when there is nobody."""

@@ -60,8 +60,19 @@ class Launch:
         self._has_asked = False
         self._entrance: asyncio.Future[None] | None = None
         self._flight: Flight | None = None
+        self._error: Exception | None = None
 
     async def flight(self) -> Flight:
+        """For every choice the same one, or the same error."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return await self._admitted_flight()
+        except Exception as error:
+            self._error = error
+            raise
+
+    async def _admitted_flight(self) -> Flight:
         if not self._has_asked:
             self._has_asked = True
             self._entrance = self._departures.enter(self)

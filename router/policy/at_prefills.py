@@ -187,4 +187,4 @@ def able_to_hold(pool: Pool, num_blocks: int, block_size: int) -> NDArray[np.boo
         raise RequestError(
             f"the request needs {num_blocks * block_size} tokens of KV cache; a {pool.role} worker holds {largest}"
         )
-    return is_able
+    return pool.prefer_awake(is_able)

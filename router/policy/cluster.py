@@ -97,6 +97,11 @@ class ClusterView:
         for pool in self._pools_of(replica_id):
             pool.is_listed[pool.slots[replica_id]] = is_listed
 
+    def set_silent(self, replica_id: str, is_silent: bool) -> None:
+        """A worker that has not moved for a while is avoided as long as there is another."""
+        for pool in self._pools_of(replica_id):
+            pool.is_silent[pool.slots[replica_id]] = is_silent
+
     # --- what workers tell
 
     def measured(self, replica_id: str, curves: ServiceCurves) -> None:
@@ -155,7 +160,8 @@ class ClusterView:
     # --- the door's own requests
 
     def started(self, request: RequestView, placement: Placement, prediction: Prediction, now: float) -> None:
-        """Its work counts as queued at once. Raises KeyError for a placement on workers that are not there."""
+        """Its work counts as queued at once. Raises KeyError for a placement on workers that are not there, and counts nothing then."""
+        self._check(placement)
         self._now = max(self._now, now)
         role, pool = (Role.PREFILL, self.prefills) if placement.prefill else (Role.DECODE, self.stays)
         computes_at = placement.prefill or placement.decode
@@ -240,9 +246,8 @@ class ClusterView:
         for item in flight.items:
             self._let_go(item)
         self.decodes.discharge(flight.decode)
-        slot = self.prefills.slots.get(flight.placement.prefill or "")
-        if slot is not None:
-            self.prefixes.unexpect(slot, flight.expected)
+        if flight.placement.prefill is not None and self.prefills.has(flight.work):
+            self.prefixes.unexpect(flight.work.slot, flight.expected)
         self.holding_s += FORGETTING * (self._now - flight.started_at - self.holding_s)
 
     def observed(
@@ -345,6 +350,14 @@ class ClusterView:
             return ()
         return (self.decodes, self.stays) if role is Role.DECODE else (self._pool(role),)
 
+    def _check(self, placement: Placement) -> None:
+        """Raises KeyError for a worker that is not there."""
+        for encoder in placement.encoders:
+            _ = self.encoders.slots[encoder]
+        if placement.prefill is not None:
+            _ = self.prefills.slots[placement.prefill]
+        _ = self.decodes.slots[placement.decode]
+
     def _links_changed(self) -> None:
         self.feature_links.changed()
         self.kv_links.changed()
@@ -372,13 +385,12 @@ class ClusterView:
         return SentItem(item, encoder, charge)
 
     def _let_go(self, item: SentItem) -> None:
-        slot = self.encoders.slots.get(item.encoder)
-        if item.charge is None or slot is None:
+        charge, item.charge = item.charge, None
+        if charge is None or not self.encoders.has(charge):
             return
-        self.encoders.discharge(item.charge)
-        self.media.unexpect(slot, (item.view.media_hash,))
-        self._arriving.pop((slot, item.view.media_hash), None)
-        item.charge = None
+        self.encoders.discharge(charge)
+        self.media.unexpect(charge.slot, (item.view.media_hash,))
+        self._arriving.pop((charge.slot, item.view.media_hash), None)
 
     def _end_prefill(self, flight: Sent) -> None:
         pool = self.prefills if flight.placement.prefill else self.stays

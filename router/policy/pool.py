@@ -38,9 +38,11 @@ class CurveArrays(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Charge:
-    """Work for a worker that its reports do not count yet."""
+    """Work for a worker that its reports do not count yet. It belongs to one incarnation: when the worker is gone, so is the charge,
+    whatever joins under the same id or in the same slot afterwards."""
 
-    replica_id: str
+    slot: int
+    incarnation: int
     num_units: float
     num_blocks: float
     known_at: float = 0.0  # when the worker had heard of it
@@ -63,6 +65,8 @@ class Pool:
         self.replica_ids: list[str] = []  # by slot; empty where nobody is
         self.hardware: list[str] = []  # names of the classes, by index
         self.is_listed = np.zeros(0, bool)
+        self.is_silent = np.zeros(0, bool)  # has not moved for a while: chosen only where all others are, too
+        self.incarnations = np.zeros(0, np.int64)  # 0 where nobody is
         self.classes = np.zeros(0, np.intp)  # index of the hardware class
         self.salts = np.zeros(0, np.uint64)
         self.num_blocks = np.zeros(0)
@@ -83,6 +87,7 @@ class Pool:
         self._resolved_steps: Floats | None = None
         self._able: dict[str, NDArray[np.bool_]] = {}  # modality → who takes it
         self._unseen: dict[str, deque[Charge]] = {}  # by replica id, in order of `known_at`
+        self._num_added = 0
 
     def __len__(self) -> int:
         """Slots, in use or not."""
@@ -106,6 +111,8 @@ class Pool:
             self.hardware.append(worker.hardware)
         self.slots[worker.replica_id] = slot
         self.is_listed[slot] = True
+        self._num_added += 1
+        self.incarnations[slot] = self._num_added
         self.began_at[slot] = self.previous_at[slot] = -np.inf
         self.classes[slot] = self.hardware.index(worker.hardware)
         self.salts[slot] = content_hash(worker.replica_id.encode())
@@ -129,7 +136,7 @@ class Pool:
         return slot
 
     def able(self, modality: str) -> NDArray[np.bool_]:
-        """[slots]: who is listed and takes it."""
+        """[slots]: who is listed and takes it, silent or not."""
         able = self._able.get(modality)
         if able is None:
             able = np.zeros(len(self), bool)
@@ -137,6 +144,11 @@ class Pool:
                 able[self.slots[replica_id]] = not worker.modalities or modality in worker.modalities
             self._able[modality] = able
         return able & self.is_listed
+
+    def prefer_awake(self, is_able: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[…, slots]: of the workers that could be chosen, those that are not silent; all of them where every one is."""
+        is_awake = is_able & ~self.is_silent
+        return np.where(is_awake.any(-1, keepdims=True), is_awake, is_able)
 
     def hardware_of(self, replica_id: str) -> str:
         return self._workers[replica_id].hardware
@@ -230,21 +242,26 @@ class Pool:
 
     def charge(self, replica_id: str, num_units: float, num_blocks: float = 0.0) -> Charge:
         """Work that is to be sent there counts from now on."""
-        charge = Charge(replica_id, num_units, num_blocks)
+        slot = self.slots[replica_id]
+        charge = Charge(slot, int(self.incarnations[slot]), num_units, num_blocks)
         self._count(charge, 1)
         return charge
+
+    def has(self, charge: Charge) -> bool:
+        """Whether the worker that was charged is there still."""
+        return bool(self.incarnations[charge.slot] == charge.incarnation)
 
     def told(self, charge: Charge, now: float, num_ready: float | None = None) -> bool:
         """The worker has been sent it, so that its further reports count it; whether it is alone there and begins at once, with
         `num_ready` of its units."""
-        slot = self.slots.get(charge.replica_id)
-        if slot is None or not charge.is_counted:
+        slot = charge.slot
+        if not charge.is_counted or not self.has(charge):
             return False
         begins = self.reported_units[slot] + self.sent_units[slot] <= charge.num_units
         if begins:
             self._begin(slot, charge.num_units if num_ready is None else num_ready, now)
         charge.known_at = now
-        self._unseen[charge.replica_id].append(charge)
+        self._unseen[self.replica_ids[slot]].append(charge)
         return bool(begins)
 
     def discharge(self, charge: Charge) -> None:
@@ -258,9 +275,9 @@ class Pool:
         self.previous_at[slot], self.began_at[slot] = self.began_at[slot], now
 
     def _count(self, charge: Charge, sign: int) -> None:
-        slot = self.slots.get(charge.replica_id)
-        if slot is None:
+        if not self.has(charge):
             return
+        slot = charge.slot
         self.sent_units[slot] += sign * charge.num_units
         self.sent_blocks[slot] += sign * charge.num_blocks
         self.sent_requests[slot] += sign

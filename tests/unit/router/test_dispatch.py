@@ -277,3 +277,58 @@ async def test_an_encoder_is_told_the_class_of_a_request_and_how_long_it_has_wai
     (start,) = door.members.connections[Role.ENCODE].sent
     assert (start.priority, start.waited_s) == (3, 1.5)
     door.dispatcher.close(flight, 0)
+
+
+@pytest.mark.parametrize("is_over_at_decode", [False, True])
+async def test_prefill_that_is_lost_before_its_first_token_came_ends_the_request_at_once(
+    door, is_over_at_decode
+):
+    """Decode has the KV and goes on, but nothing will ever say how the answer begins."""
+    task, got = await door.start()
+    door.token(Role.DECODE, 6)
+    if is_over_at_decode:
+        door.token(Role.DECODE, 7, reason=FinishReason.STOP)
+    door.dispatcher.on_lost(door.members.peers[Role.PREFILL])
+    assert door.dispatcher.num_flights == 0
+    with pytest.raises(UnavailableError, match="the prefill worker was lost"):
+        await task
+    assert got == []
+
+
+async def test_an_answer_that_nobody_reads_holds_nothing_once_it_has_ended(door):
+    (stream,) = door.generate(REQUEST, [ITEM], [b"block"])
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    door.tell(Role.PREFILL, Admitted("r"))
+    door.token(Role.PREFILL, 5)
+    assert (await reading).token_ids == (5,)
+    door.token(Role.DECODE, 6)
+    assert not door.dispatcher.is_idle
+    door.token(Role.DECODE, 7, reason=FinishReason.STOP)
+    assert door.dispatcher.is_idle and not any(door.units().values())
+    assert [event.token_ids async for event in stream] == [(6,), (7,)]
+
+
+async def test_choices_of_a_refused_request_are_refused_alike(door):
+    large = msgspec.structs.replace(
+        REQUEST, sampling=(SamplingParams(), SamplingParams()), stop=StopParams(16 * 8)
+    )
+    for stream in door.generate(large, [ITEM], []):
+        with pytest.raises(RequestError, match="288 tokens of KV cache"):
+            await anext(stream)
+    assert not any(door.sent(role) for role in Role)
+
+
+async def test_a_failed_request_is_let_go_before_its_error_is_read(door):
+    (stream,) = door.generate(REQUEST, [ITEM], [b"block"])
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    door.tell(Role.PREFILL, Admitted("r"))
+    door.token(Role.PREFILL, 5)
+    await reading
+    door.fail(Role.DECODE)
+    assert door.dispatcher.is_idle
+    with pytest.raises(UnavailableError, match="decode gave up"):
+        await anext(stream)

@@ -6,16 +6,33 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.errors import InternalError, MediaError, OverloadedError, UnavailableError, to_info
+from cluster.errors import (
+    InternalError,
+    MediaError,
+    OverloadedError,
+    QuarantinedError,
+    UnavailableError,
+    to_info,
+)
 from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
 from cluster.types.members import Member, Role
-from cluster.types.messages import Cancel, EncoderLost, EncodeTarget, Failed, FeatureGranted, StartEncode
+from cluster.types.messages import (
+    Cancel,
+    EncoderLost,
+    EncodeTarget,
+    Failed,
+    FeatureGranted,
+    ReturnGrant,
+    StartEncode,
+)
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from cluster.types.transfer import Grant
 from router.encoding import MAX_ATTEMPTS, EncodeStage
 from router.flight import Flight
 from router.ledger import Ledger
 from router.members import Peer
+from router.quarantine import Quarantine
+from tests.fakes.clock import ManualClock
 
 ITEMS = [MediaItem(Modality.IMAGE, b"png", name, MediaGeometry(3)) for name in ("a", "b")]
 
@@ -71,7 +88,11 @@ class Stage:
         self.prefill, decode = self._peer("p", Role.PREFILL), self._peer("d", Role.DECODE)
         self.alive = list(self.encoders)
         self.cluster = FakeCluster()
-        self.stage = EncodeStage(self.cluster, self._choose, 1.0)
+        self.clock = ManualClock()
+        self.quarantine = Quarantine(self.clock)
+        self.stage = EncodeStage(
+            self.cluster, self._choose, 1.0, self.quarantine, lambda _, f, *args: f(*args)
+        )
         self.flight = Flight(REQUEST, ITEMS, Ledger(0.0), [self.encoders[0]] * 2, self.prefill, decode)
         self.stage.start(self.flight)
 
@@ -112,10 +133,14 @@ def test_items_of_a_lost_encoder_go_to_another_and_prefill_is_told_of_those_that
     stage = Stage(2)
     stage.grant(0, "lease")
     stage.lose(0)
-    assert stage.started("e1") == [0, 1]
+    assert stage.started("e1") == [
+        0
+    ]  # it may be what ended the first one, and so may the other: one at a time
     assert stage.sent("p") == [EncoderLost("r", 0)]
     stage.grant(0, "anew")
     stage.grant(1, "first")
+    stage.stage.on_encoded(stage.flight, 0)
+    assert stage.started("e1") == [0, 1]
     targets = [m for m in stage.sent("e1") if isinstance(m, EncodeTarget)]
     assert targets == [EncodeTarget("r", 0, grant("anew")), EncodeTarget("r", 1, grant("first"))]
     assert stage.error() is None
@@ -173,9 +198,92 @@ def test_items_wander_over_so_many_encoders_and_no_more():
     stage = Stage(MAX_ATTEMPTS + 2)
     for encoder in range(MAX_ATTEMPTS):
         assert stage.error() is None
-        stage.lose(encoder)
-    assert "lost" in stage.error().message
+        stage.fail(encoder, UnavailableError("slow"))
+        stage.alive.remove(stage.encoders[encoder])
+    assert "slow" in stage.error().message
     assert stage.started(f"e{MAX_ATTEMPTS}") == []
+
+
+def test_an_item_that_two_encoders_did_not_survive_ends_its_request_by_name():
+    stage = Stage(4)
+    stage.lose(0)
+    assert stage.started("e1") == [0]
+    stage.lose(1)
+    error = stage.error()
+    assert isinstance(error, QuarantinedError) and error.status == 422
+    assert error.message.startswith("item 0 (image): the workers that encoded it were lost")
+    assert stage.started("e2") == stage.started("e3") == []
+    assert stage.quarantine.is_barred("a") and not stage.quarantine.is_barred("b")
+
+
+def test_a_bystander_of_a_loss_is_encoded_though_the_item_beside_it_ends_another_encoder():
+    """Two requests, an item each; the first one's ends encoders."""
+    stage = Stage(4)
+    stage.flight.errands.pop(), stage.flight.encoding.discard(1)
+    other = Flight(REQUEST, [ITEMS[1]], Ledger(0.0), [stage.encoders[0]], stage.prefill, stage.flight.decode)
+    stage.stage.start(other)
+    stage.alive.remove(stage.encoders[0])
+    for flight in (stage.flight, other):
+        stage.stage.on_lost(flight, stage.encoders[0])
+    assert len(stage.started("e1")) == 1, "the other suspect waits"
+    stage.lose(1)
+    assert isinstance(stage.error(), QuarantinedError)
+    stage.flight.has_landed = True
+    stage.stage.on_landed(stage.flight)
+    stage.stage.on_lost(other, stage.encoders[1])
+    assert len(stage.started("e2")) == 1 and not other.has_failed
+    stage.stage.on_encoded(other, 0)
+    assert not stage.quarantine.is_suspect("b") and stage.quarantine.num_barred == 1
+
+
+def test_a_suspect_whose_request_is_over_makes_room_for_the_next():
+    stage = Stage(2)
+    other = Flight(
+        REQUEST, ITEMS[::-1], Ledger(0.0), [stage.encoders[0]] * 2, stage.prefill, stage.flight.decode
+    )
+    stage.stage.start(other)
+    stage.alive.remove(stage.encoders[0])
+    for flight in (stage.flight, other):
+        stage.stage.on_lost(flight, stage.encoders[0])
+    assert stage.started("e1") == [0, 1], "the same item, of both requests"
+    stage.stage.on_granted(other, FeatureGranted("r", 0, grant("kept")))
+    stage.flight.has_landed = True
+    stage.stage.on_landed(stage.flight)
+    assert stage.started("e1") == [0, 1, 0]
+    assert stage.sent("e1")[-1] == EncodeTarget("r", 0, grant("kept"))
+
+
+def test_a_grant_for_an_item_that_is_held_goes_back_when_its_request_is_over():
+    stage = Stage(2)
+    stage.lose(0)
+    stage.grant(1, "unused")
+    stage.flight.has_landed = True
+    stage.stage.on_landed(stage.flight)
+    assert stage.sent("p")[-1] == ReturnGrant("unused")
+
+
+def test_items_leave_a_silent_encoder_where_another_moves():
+    stage = Stage(2)
+    stage.grant(0, "lease")
+    stage.stage.on_silent(stage.flight, stage.encoders[0])
+    assert stage.started("e1") == [0, 1] and not len(stage.quarantine)
+    assert stage.sent("e0")[-2:] == [Cancel("r", item_idx=0), Cancel("r", item_idx=1)]
+    assert stage.sent("p") == [EncoderLost("r", 0)]
+
+
+def test_items_stay_with_a_silent_encoder_where_no_other_moves():
+    stage = Stage(2)
+    stage.encoders[1].is_silent = True
+    stage.stage.on_silent(stage.flight, stage.encoders[0])
+    assert stage.started("e1") == [] and stage.error() is None
+
+
+def test_an_item_that_is_encoded_is_no_suspect_when_its_encoder_is_lost():
+    stage = Stage(2)
+    stage.stage.on_encoded(stage.flight, 0)
+    stage.flight.encoding.discard(0)
+    stage.lose(0)
+    assert not stage.quarantine.is_suspect("a") and stage.quarantine.is_suspect("b")
 
 
 def test_a_shared_item_of_a_lost_encoder_is_asked_for_elsewhere_only_when_it_falls_through():

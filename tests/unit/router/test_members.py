@@ -118,3 +118,42 @@ async def test_a_worker_that_is_unlisted_while_it_is_dialled_is_no_candidate(tab
     table.update(Role.DECODE, [])
     await until(lambda: not table._dialling)
     assert table.candidates(Role.DECODE) == [] and table.all_peers() == []
+
+
+async def test_a_worker_that_greets_is_in_the_table_before_the_listener_hears_of_it(workers, tmp_path):
+    """Its greeting is here before the dial has returned, and a request may be placed there at once."""
+    greeted: list[tuple[str, bool]] = []
+
+    class Placing(Listener):
+        def on_joined(self, peer):
+            greeted.append(("joined", table.peer("d") is peer))
+            peer.send(Tokens(()))
+
+        def on_message(self, peer, message):
+            greeted.append(("told", table.peer("d") is peer))
+
+    table = MemberTable("door", Placing(), None)
+    server = Server(f"unix:{tmp_path / 'd'}", "d", lambda c: c.send(Tokens(())), lambda *_: None)
+    await server.start()
+    workers.servers.append(server)
+    table.update(Role.DECODE, [Member("d", Role.DECODE, server.address, "", "", 8)])
+    await until(lambda: len(greeted) == 2)
+    await table.aclose()
+    assert greeted == [("joined", True), ("told", True)]
+
+
+async def test_a_worker_that_the_listener_stumbles_over_is_dialled_again(workers):
+    class Stumbling(Listener):
+        num_joined = 0
+
+        def on_joined(self, peer):
+            self.num_joined += 1
+            if self.num_joined == 1:
+                raise ValueError("a bug")
+
+    listener = Stumbling()
+    table = MemberTable("door", listener, None)
+    table.update(Role.DECODE, [await workers.start("d")])
+    await until(lambda: listener.num_joined == 2 and table.candidates(Role.DECODE))
+    assert listener.lost == ["d"]
+    await table.aclose()

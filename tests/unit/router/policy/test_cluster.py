@@ -1,5 +1,7 @@
 """What a door knows of the cluster, and what its own requests add to that."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -87,6 +89,62 @@ def test_a_lost_worker_is_forgotten_with_its_caches_and_its_slot_serves_the_next
     assert (prediction.queue_s, prediction.prefill_s) == (0, pytest.approx(0.026)), (
         "no cache, no queue is left"
     )
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_what_was_sent_to_a_worker_that_is_gone_is_not_taken_from_the_next_of_its_name(role):
+    """A connection is lost and made again: the end of an old request frees nothing of what was sent since."""
+    cluster = cluster_of(1, 1, 1)
+    pool = {Role.ENCODE: cluster.encoders, Role.PREFILL: cluster.prefills, Role.DECODE: cluster.decodes}[role]
+    send(cluster, media(400))
+    cluster.remove(f"{role[0]}0")
+    add(cluster, f"{role[0]}0", role)
+    send(cluster, replace(media(400, name="again"), media=media(400).media), 1.0)
+    own = float(pool.sent_units[0])
+    cluster.ended("media")
+    assert float(pool.sent_units[0]) == own > 0
+    assert role is not Role.ENCODE or cluster.media.holders("media-0") == 1
+    cluster.ended("again")
+    assert not pool.sent_units.any() and not pool.sent_blocks.any() and not pool.sent_requests.any()
+
+
+def test_a_silent_worker_is_avoided_while_there_is_another():
+    for role in Role:
+        cluster = cluster_of()
+        for silent in (f"{role[0]}0", f"{role[0]}1"):
+            cluster.set_silent(silent, True)
+            for policy in POLICIES.values():
+                chosen = policy().decide(media(400), cluster, 0.0).placement
+                of_role = {
+                    Role.ENCODE: chosen.encoders[0],
+                    Role.PREFILL: chosen.prefill,
+                    Role.DECODE: chosen.decode,
+                }
+                if silent[1] == "0":
+                    assert of_role[role] == f"{role[0]}1"
+                else:  # both are
+                    assert of_role[role] in (f"{role[0]}0", f"{role[0]}1")
+        cluster.set_silent(f"{role[0]}0", False)
+        chosen = JointPolicy().decide(media(400), cluster, 0.0).placement
+        assert f"{role[0]}0" in (*chosen.encoders, chosen.prefill, chosen.decode)
+
+
+def test_a_silent_encoder_gets_an_item_that_no_other_may_have():
+    cluster = cluster_of(num_encoders=2)
+    cluster.set_silent("e1", True)
+    (item,) = media(400).media
+    assert JointPolicy().place_item(item, cluster, 0.0, ("e0",)) == "e1"
+    assert JointPolicy().place_item(item, cluster, 0.0, ()) == "e0"
+
+
+def test_a_placement_on_a_worker_that_is_not_there_charges_nobody():
+    cluster = cluster_of()
+    decision = JointPolicy().decide(media(400), cluster, 0.0)
+    cluster.remove(decision.placement.decode)
+    with pytest.raises(KeyError):
+        cluster.started(media(400), decision.placement, decision.prediction, 0.0)
+    assert cluster.is_idle
+    assert not any(pool.sent_units.any() for pool in (cluster.encoders, cluster.prefills, cluster.decodes))
 
 
 def test_a_worker_that_is_not_listed_gets_nothing_new():
