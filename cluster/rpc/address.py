@@ -6,6 +6,7 @@ needs the cluster secret (see `handshake`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -43,10 +44,13 @@ def parse_tcp(address: str) -> tuple[str, int]:
 
 
 def make_private(directory: Path) -> None:
-    """Create the directory, or make sure that the one there is ours alone."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    """Create the directory, or make sure that the one there is ours alone. Its name may be known to others, who could have put
+    a link there, so a link is refused, too."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700, parents=True)
+    status = directory.lstat()
+    is_private = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
+    if not (stat.S_ISDIR(status.st_mode) and is_private):
         raise ConfigError(
-            f"{directory} must belong to this user with mode 0700; set EPDG_SOCKET_DIR to another place"
+            f"{directory} must be a directory of this user with mode 0700; set EPDG_SOCKET_DIR to another place"
         )

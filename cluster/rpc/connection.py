@@ -45,6 +45,7 @@ class Connection(asyncio.Protocol):
         on_message: OnMessage,
         on_close: OnConnection,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ):
         self.peer_name = ""
         self.error: ClusterError | None = None  # why the connection ended, if not by an orderly close
@@ -53,9 +54,11 @@ class Connection(asyncio.Protocol):
         self._on_message = on_message
         self._on_close = on_close
         self._max_buffered_bytes = max_buffered_bytes
+        self._handshake_timeout_s = handshake_timeout_s
         self._frames = FrameBuffer(MAX_HANDSHAKE_FRAME_BYTES)
         self._transport: Any = None
         self._is_open = False
+        self._is_aborted = False
         self._loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -77,6 +80,10 @@ class Connection(asyncio.Protocol):
         """Returns after the handshake; raises ClusterError when the peer is refused or refuses."""
         await asyncio.shield(self._opened)
 
+    def when_greeted(self, callback: Callable[[], None]) -> None:
+        """Run `callback` from the event loop once the handshake is over, or the connection has ended in it."""
+        self._opened.add_done_callback(lambda _: callback())
+
     async def aclose(self) -> None:
         """Send what is buffered, close, and wait until `on_close` has run. May be called at any time, repeatedly."""
         self._is_open = False
@@ -90,6 +97,7 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         """Cut the connection now; what is buffered is lost. `on_close` follows from the event loop."""
         self._is_open = False
+        self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
 
@@ -103,7 +111,10 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert self._handshake is not None
         self._transport = transport
-        self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._handshake_timed_out)
+        if self._is_aborted:
+            self._transport.abort()
+            return
+        self._deadline = self._loop.call_later(self._handshake_timeout_s, self._handshake_timed_out)
         self._transport.write(self._handshake.opening())
 
     def data_received(self, data: bytes) -> None:

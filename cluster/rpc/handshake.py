@@ -3,12 +3,20 @@
 Order, S the accepting side, C the dialling side:
 
     TCP only:  S → C  nonce_s
-               C → S  nonce_c + HMAC(secret, "client" + nonce_s + nonce_c)
-               S → C  HMAC(secret, "server" + nonce_s + nonce_c)
+               C → S  nonce_c + proof of the client
+               S → C  proof of the server
     always:    C → S  Hello,  S → C  Hello
 
-Both sides prove that they know the cluster secret without sending it. This keeps strangers and misdirected clusters
-out; it does not encrypt what follows: a network on which others can read or alter packets needs a tunnel underneath.
+Both sides prove that they know the cluster secret without sending it. A proof is HMAC-SHA256(secret, [LABEL, side, address,
+nonce_s, nonce_c]). Each side has drawn one of the nonces for this connection, so no proof of another connection fits. The
+side is part of it, so a peer cannot send a proof back to its author. The address that the client dialled is part of it,
+so a host in between that listens at another address cannot pass the proofs on.
+
+The handshake keeps strangers and misdirected clusters out; it does not encrypt or sign what follows. A network on which others
+can read or alter packets needs a tunnel underneath. TLS in this place would not change that: the KV cache and the embeddings
+travel beside the side channel, through transports that have neither encryption nor authentication, so the network between
+hosts must be private in any case (SECURITY.md). Nor would it be smaller: Python's ssl module has no pre-shared keys before
+3.13, so every host would need a certificate.
 """
 
 from __future__ import annotations
@@ -17,10 +25,13 @@ import hmac
 import secrets
 from enum import StrEnum
 
+import msgspec
+
 from cluster.errors import ConfigError
 from cluster.rpc.frames import FrameError, decode_message, encode_message, frame
 from cluster.types.messages import PROTOCOL_VERSION, Hello
 
+LABEL = "epdg side channel 2"  # what the proofs are about; another number for another kind of proof
 NONCE_BYTES = 32
 MAX_HANDSHAKE_FRAME_BYTES = 4096  # before a peer is trusted it cannot make us keep more than this
 
@@ -36,9 +47,11 @@ class _Expect(StrEnum):
 class Handshake:
     """One side of it. Feed frames until `peer` is set; raises FrameError or ConfigError when the peer is refused."""
 
-    def __init__(self, name: str, *, is_server: bool, secret: bytes | None):
+    def __init__(self, name: str, *, is_server: bool, address: str, secret: bytes | None):
+        """`address` is what the client dials; both sides must name it alike. `secret` None: a Unix socket, without proofs."""
         self.peer: Hello | None = None
         self._is_server = is_server
+        self._address = address
         self._secret = secret
         self._nonce_s = secrets.token_bytes(NONCE_BYTES) if is_server and secret is not None else b""
         self._nonce_c = b""
@@ -105,8 +118,11 @@ class Handshake:
 
     def _digest(self, side: str) -> bytes:
         assert self._secret is not None
-        return hmac.digest(self._secret, side.encode() + self._nonce_s + self._nonce_c, "sha256")
+        claim = msgspec.msgpack.encode((LABEL, side, self._address, self._nonce_s, self._nonce_c))
+        return hmac.digest(self._secret, claim, "sha256")
 
     def _check(self, proof: bytes, side: str) -> None:
         if not hmac.compare_digest(proof, self._digest(side)):
-            raise ConfigError("the peer does not know this cluster's secret (EPDG_CLUSTER_SECRET)")
+            raise ConfigError(
+                f"the peer at {self._address} does not know this cluster's secret (EPDG_CLUSTER_SECRET)"
+            )

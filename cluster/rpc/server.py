@@ -2,6 +2,10 @@
 
 The event loop that runs `start` or `connect` runs every callback. A server owns its listening socket and the
 connections it has accepted; `aclose` ends them all.
+
+A connection is a stranger's until its handshake is over, for which it has `HANDSHAKE_TIMEOUT_S`. A server keeps at most
+`MAX_STRANGERS` of them. One more ends the oldest, not itself: strangers that say nothing cannot keep a door out, whose
+handshake takes milliseconds.
 """
 
 from __future__ import annotations
@@ -11,12 +15,19 @@ import socket
 
 from cluster.errors import ClusterError, ConfigError, UnavailableError
 from cluster.rpc.address import make_private, parse_tcp, parse_unix
-from cluster.rpc.connection import MAX_BUFFERED_BYTES, Connection, OnConnection, OnMessage
+from cluster.rpc.connection import (
+    HANDSHAKE_TIMEOUT_S,
+    MAX_BUFFERED_BYTES,
+    Connection,
+    OnConnection,
+    OnMessage,
+)
 from cluster.rpc.handshake import Handshake
 
 # A host that vanishes sends no end-of-file: probe an idle link after 2 s, give it up after 3 more seconds.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 _UNACKNOWLEDGED_MS = 5000
+MAX_STRANGERS = 64
 
 
 def _nothing(connection: Connection) -> None:
@@ -57,6 +68,7 @@ class Server:
         *,
         secret: str | None = None,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ):
         self.address = address  # after `start`: with the real port
         self._name = name
@@ -65,7 +77,9 @@ class Server:
         self._on_message = on_message
         self._on_close = on_close
         self._max_buffered_bytes = max_buffered_bytes
+        self._handshake_timeout_s = handshake_timeout_s
         self._connections: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}  # the oldest first
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -86,6 +100,8 @@ class Server:
             return
         server, self._server = self._server, None
         server.close()
+        for stranger in self._strangers:
+            stranger.abort()
         if self._connections:
             await asyncio.gather(*(connection.aclose() for connection in list(self._connections)))
         path = parse_unix(self.address)
@@ -93,15 +109,24 @@ class Server:
             path.unlink(missing_ok=True)
 
     def _accept(self) -> Connection:
-        return Connection(
-            Handshake(self._name, is_server=True, secret=self._key),
+        if len(self._strangers) == MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.abort()
+        stranger = Connection(
+            Handshake(self._name, is_server=True, address=self.address, secret=self._key),
             on_open=self._opened,
             on_message=self._on_message,
             on_close=self._closed,
             max_buffered_bytes=self._max_buffered_bytes,
+            handshake_timeout_s=self._handshake_timeout_s,
         )
+        self._strangers[stranger] = None
+        stranger.when_greeted(lambda: self._strangers.pop(stranger, None))
+        return stranger
 
     def _opened(self, connection: Connection) -> None:
+        self._strangers.pop(connection, None)
         if self._server is None:
             connection.abort()
         _watch_peer(connection)
@@ -131,7 +156,7 @@ async def connect(
 
     def make() -> Connection:
         return Connection(
-            Handshake(name, is_server=False, secret=key),
+            Handshake(name, is_server=False, address=address, secret=key),
             on_open=_watch_peer,
             on_message=on_message,
             on_close=on_close,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
+import stat
 
 import pytest
 
 from cluster.errors import ConfigError, UnavailableError
 from cluster.rpc import Connection, Server, connect, new_address
 from cluster.rpc.address import make_private
-from cluster.rpc.frames import encode_message
+from cluster.rpc.frames import encode_message, frame
+from cluster.rpc.server import MAX_STRANGERS
 from cluster.types.messages import PROTOCOL_VERSION, Cancel, Hello
 
 
@@ -148,6 +152,110 @@ async def test_tcp_peers_that_share_the_secret_talk():
     await worker.server.aclose()
 
 
+async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = address.removeprefix("tcp:").rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def test_a_client_refuses_a_server_that_does_not_know_the_secret():
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(frame(bytes(32)))
+        await reader.readexactly(4 + 64)
+        writer.write(frame(bytes(32)) + encode_message(Hello(PROTOCOL_VERSION, "worker")))
+        await reader.read()
+        writer.close()
+
+    impostor = await asyncio.start_server(pretend, "127.0.0.1", 0)
+    port = impostor.sockets[0].getsockname()[1]
+    with pytest.raises(ConfigError, match="secret"):
+        await connect(f"tcp:127.0.0.1:{port}", "door", ignore, secret="s3cret")
+    impostor.close()
+
+
+async def test_a_stranger_that_says_nothing_is_cut_when_its_time_is_over():
+    server = Server("tcp:127.0.0.1:0", "worker", ignore, ignore, secret="s3cret", handshake_timeout_s=0.05)
+    await server.start()
+    reader, writer = await dial(server.address)
+    assert len(await reader.readexactly(4 + 32)) == 36  # the challenge
+    writer.write(b"\0\0")  # half a header keeps it waiting, but no longer
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+    await server.aclose()
+
+
+@pytest.fixture
+async def patient():
+    """A server that ends no stranger for its silence while a test runs."""
+    server = Server("tcp:127.0.0.1:0", "worker", ignore, ignore, secret="s3cret", handshake_timeout_s=600)
+    await server.start()
+    yield server
+    await server.aclose()
+
+
+async def end_of(reader: asyncio.StreamReader) -> None:
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):
+            while await reader.read(4096):
+                pass
+
+
+async def test_silent_strangers_are_bounded_and_keep_no_door_out(patient):
+    strangers = [await dial(patient.address) for _ in range(MAX_STRANGERS)]
+    for reader, _ in strangers:
+        await reader.readexactly(4 + 32)  # each was accepted
+    door = await connect(patient.address, "door", ignore, secret="s3cret")
+    one_more, _ = await dial(patient.address)
+    await one_more.readexactly(4 + 32)
+    await end_of(strangers[0][0])
+    youngest, _ = strangers[-1]
+    assert door.is_open and not youngest.at_eof() and youngest.exception() is None
+    await door.aclose()
+    await patient.aclose()
+    await end_of(youngest)  # the server's end is theirs, too
+
+
+async def test_strangers_that_come_all_at_once_are_bounded(patient):
+    host, _, port = patient.address.removeprefix("tcp:").rpartition(":")
+    strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_STRANGERS + 30)]
+
+    def num_open() -> int:
+        return sum(is_open(stranger) for stranger in strangers)
+
+    await until(lambda: num_open() <= MAX_STRANGERS)
+    door = await connect(patient.address, "door", ignore, secret="s3cret")
+    assert num_open() >= MAX_STRANGERS - 1
+    await door.aclose()
+    for stranger in strangers:
+        stranger.close()
+
+
+def is_open(stranger: socket.socket) -> bool:
+    try:
+        while stranger.recv(4096, socket.MSG_DONTWAIT):
+            pass
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        pass
+    return False
+
+
+async def test_both_ends_of_a_tcp_connection_notice_a_host_that_vanished():
+    worker = Worker("tcp:127.0.0.1:0", secret="s3cret")
+    await worker.server.start()
+    door = await connect(worker.server.address, "door", ignore, secret="s3cret")
+    await until(lambda: worker.connections)
+    for end in (door, worker.connections[0]):
+        sock = end._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        assert [sock.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [2, 1, 3, 5000]
+    await door.aclose()
+    await worker.server.aclose()
+
+
 async def test_a_wrong_secret_is_refused():
     worker = Worker("tcp:127.0.0.1:0", secret="s3cret")
     await worker.server.start()
@@ -166,6 +274,36 @@ def test_a_directory_that_others_can_enter_is_refused(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match="0700"):
         make_private(tmp_path)
+
+
+def test_a_directory_that_is_made_is_private_whatever_the_umask(tmp_path):
+    umask = os.umask(0)
+    try:
+        make_private(tmp_path / "sockets")
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "sockets").stat().st_mode) == 0o700
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="of this user"):
+        make_private(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["private", "missing"])
+def test_a_link_in_place_of_the_directory_is_refused(tmp_path, target):
+    make_private(tmp_path / "private")
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    with pytest.raises(ConfigError, match="must be a directory"):
+        make_private(tmp_path / "link")
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
+    (tmp_path / "file").touch(mode=0o600)
+    with pytest.raises(ConfigError, match="must be a directory"):
+        make_private(tmp_path / "file")
 
 
 async def test_a_path_too_long_for_a_socket_is_refused(tmp_path):
