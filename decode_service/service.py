@@ -7,10 +7,9 @@ load see every generation. It may arrive before or after the request itself, whi
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import OrderedDict
-from pathlib import Path
 
+from cluster.config.checkpoint import read_config
 from cluster.config.settings import ClusterArgs
 from cluster.errors import UnavailableError
 from cluster.kvcache.blocks import BlockPool
@@ -159,7 +158,7 @@ def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
     speculation = args.decode.speculation
     if speculation.method == "off":
         return None
-    placeholders = placeholder_ids(json.loads((Path(args.model) / "config.json").read_text())).values()
+    placeholders = placeholder_ids(read_config(args.model)).values()
     if speculation.method == "ngram":
         return Speculator(NgramProposer(placeholders), speculation.max_draft_tokens)
     draft = LanguageModel.load(

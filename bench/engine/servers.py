@@ -84,7 +84,7 @@ def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] 
     if name == OURS:
         config = setup.work / f"ours-{model}.yaml"
         config.write_text(yaml.safe_dump(cluster_config(setup, model, overrides or {}), sort_keys=False))
-        command, environment = [sys.executable, "-m", "cluster.serving.launch", str(config)], {}
+        command, environment = [sys.executable, "-m", "cluster.serving.command", "serve", str(config)], {}
     elif name == VLLM:
         command, environment, extra = (
             vllm_command(setup, model),

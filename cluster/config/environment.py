@@ -1,8 +1,9 @@
 """The only file that reads the environment. Everything else is handed a frozen value.
 
-EPDG_MODEL           model folder, unless the application's arguments name one
+EPDG_MODEL           model folder or hub id, unless the application's arguments name one
 EPDG_SOCKET_DIR      folder of Unix sockets and locks (default /tmp/epdg-<uid>), private to this user
 EPDG_CLUSTER_SECRET  shared by all hosts of one cluster; needed when side channels run over TCP
+HF_HUB_OFFLINE       of the Hugging Face hub's own variables the one that is looked at here: no model is downloaded
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class Environment(msgspec.Struct, frozen=True):
     model: str | None
     socket_dir: Path
     cluster_secret: str | None  # never logged, never part of ClusterArgs: the dashboard shows those
+    is_hub_offline: bool = False
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -26,6 +28,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         model=source.get("EPDG_MODEL") or None,
         socket_dir=Path(source.get("EPDG_SOCKET_DIR") or f"/tmp/epdg-{os.geteuid()}"),
         cluster_secret=source.get("EPDG_CLUSTER_SECRET") or None,
+        is_hub_offline=source.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"),
     )
 
 

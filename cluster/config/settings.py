@@ -1,7 +1,8 @@
 """What one cluster is: `ClusterArgs`, the `args` of the application in deploy/cluster.yaml.
 
 Frozen, without I/O. An unknown name is refused with the nearest known one. `resolve` fills in what depends on the
-machine (the model's absolute path, thread counts); everything after the composition root sees resolved values only.
+machine (the model's absolute path, downloaded if it is named by a hub id, and thread counts); everything after the composition
+root sees resolved values only.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from cluster.config import hub
 from cluster.config.environment import Environment
 from cluster.errors import ConfigError
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[
+    2
+]  # of an installed wheel site-packages: `deploy` lies beside the packages in both
 MIB = 1 << 20
 
 
@@ -174,8 +178,9 @@ class DoorArgs(_Args):
 
 
 class ClusterArgs(_Args):
-    model: str = "deploy/demo_model"  # folder; relative to the working directory, else to the repository
-    model_id: str = ""  # the name clients use; empty: the folder's name
+    # folder, relative to the working directory, else to the repository; or a hub id, "org/name"
+    model: str = "deploy/demo_model"
+    model_id: str = ""  # the name clients use; empty: the folder's name, or the hub id
     max_model_len: int = Field(0, ge=0)  # prompt and answer, tokens; 0: what the model says
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
     kv_cache_dtype: Literal["auto", "int8"] = (
@@ -205,7 +210,8 @@ class ClusterArgs(_Args):
 def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> ClusterArgs:
     """Explicit arguments win over the environment, the environment over defaults. Raises ConfigError."""
     given = args.model if "model" in args.model_fields_set else environment.model or args.model
-    model = _find(given)
+    model = _find(given, environment)
+    model_id = args.model_id or (model.name if _is_folder(given) else given)
     half = max(1, num_cores // 2)  # an encoder's many small operators: more threads wait for each other
     pools = {
         name: pool.model_copy(update={"threads": pool.threads or len(pool.cores) or threads})
@@ -215,14 +221,34 @@ def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> C
             ("decode", args.decode, num_cores),
         )
     }
-    return args.model_copy(update={"model": str(model), "model_id": args.model_id or model.name, **pools})
+    if args.decode.speculation.method == "draft":
+        draft = _find(args.decode.speculation.draft_model, environment)
+        speculation = args.decode.speculation.model_copy(update={"draft_model": str(draft)})
+        pools["decode"] = pools["decode"].model_copy(update={"speculation": speculation})
+    return args.model_copy(update={"model": str(model), "model_id": model_id, **pools})
 
 
-def _find(model: str) -> Path:
-    path = Path(model).expanduser()
-    candidates = [path] if path.is_absolute() else [Path.cwd() / path, REPOSITORY / path]
-    for candidate in candidates:
+def _find(model: str, environment: Environment) -> Path:
+    """A folder here wins over a model of the hub with that name."""
+    for candidate in _candidates(model):
         if (candidate / "config.json").is_file():
             return candidate.resolve()
-    tried = ", ".join(str(candidate) for candidate in candidates)
-    raise ConfigError(f"no model here: {tried} (a folder with a config.json is needed)", param="model")
+    if _is_folder(model):
+        found = next(candidate for candidate in _candidates(model) if candidate.is_dir())
+        raise ConfigError(f"{found} is no model folder: it has no config.json", param="model")
+    if hub.is_hub_id(model):
+        folder = hub.download(model, is_offline=environment.is_hub_offline)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"the hub's model '{model}' has no config.json", param="model")
+        return folder
+    tried = " and ".join(dict.fromkeys(str(candidate) for candidate in _candidates(model)))
+    raise ConfigError(f"no model folder '{model}': there is no {tried}", param="model")
+
+
+def _is_folder(model: str) -> bool:
+    return any(candidate.is_dir() for candidate in _candidates(model))
+
+
+def _candidates(model: str) -> list[Path]:
+    path = Path(model).expanduser()
+    return [path] if path.is_absolute() else [Path.cwd() / path, REPOSITORY / path]

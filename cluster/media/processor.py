@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from cluster.config.checkpoint import check_family, read_config, read_json, takes_media
 from cluster.errors import ConfigError, MediaError, UnsupportedError
 from cluster.media.calls import CLIP_AREA_MODELS, ProcessorCalls
 from cluster.media.layout import make_layout
@@ -37,7 +37,6 @@ FALLBACK_FPS = 2.0  # for processors that name no rate
 FALLBACK_NUM_FRAMES = (
     32  # for those that name no number of frames either; LLaVA-OneVision was trained with it
 )
-NOT_SERVED = {"voxtral": "mistral-common makes its prompts, not a chat template"}
 TRIAL_ITEMS = {
     Modality.IMAGE: MediaProbe(Modality.IMAGE, 64, 64),
     Modality.VIDEO: MediaProbe(Modality.VIDEO, 64, 64, num_frames=4, fps=2.0),
@@ -71,19 +70,18 @@ class MediaProcessor:
     def load(cls, path: str | Path, limits: MediaLimits = DEFAULT_LIMITS) -> MediaProcessor | None:
         """None for a text-only model. Raises ConfigError for a model whose processor cannot be used this way. Takes seconds."""
         folder = Path(path)
-        config = _read_json(folder / "config.json")
-        family = config.get("model_type", "")
-        if not any(key.endswith(("vision_config", "audio_config", "thinker_config")) for key in config):
+        config = read_config(folder)
+        check_family(config)
+        if not takes_media(config):
             return None
-        if family in NOT_SERVED:
-            raise ConfigError(f"model type {family!r} is not supported: {NOT_SERVED[family]}")
+        family = config["model_type"]
         from cluster.media.torchvision_compat import ensure_torchvision
 
         ensure_torchvision()
         from transformers import AutoProcessor
 
         call_kwargs_file = folder / "mm_processor_kwargs.json"
-        call_kwargs = _read_json(call_kwargs_file) if call_kwargs_file.is_file() else {}
+        call_kwargs = read_json(call_kwargs_file) if call_kwargs_file.is_file() else {}
         try:
             processor = AutoProcessor.from_pretrained(str(path))
         except (OSError, ValueError, ImportError) as error:
@@ -221,13 +219,6 @@ class MediaProcessor:
             except Exception as error:
                 reason = f"its processor cannot say what stands for an item of type {modality}: {error!r}"
                 raise ConfigError(f"model type {family!r} is not supported: {reason}") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no usable {file.name} in {file.parent}: {error}") from error
 
 
 def _row_tokens(processor: Any, config: Mapping[str, Any]) -> dict[Modality, str]:

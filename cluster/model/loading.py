@@ -15,19 +15,17 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from cluster.config.checkpoint import THINKER_CLASSES, check_weights
 from cluster.errors import ConfigError
 from cluster.model.families import FAMILIES, check_class, family_of
 
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
-
-_THINKER_CLASSES = {  # checkpoints that also hold a speech generator, which is not served
-    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
-    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
-}
 
 
 class Half(StrEnum):
@@ -51,7 +49,8 @@ def load_half(
     path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str, num_ranks: int = 1
 ) -> PreTrainedModel:
     """transformers' model with only `half` in memory, and of it only this rank's share. Blocks while reading; raises ConfigError
-    when the folder is no model, the model type is not supported, it has no such half, or it cannot be shared out."""
+    when the folder is no model, a file of weights is missing or cut short, the model type is not supported, it has no such half, it
+    cannot be shared out, or a weight is not finite."""
     config = read_config(path)
     family = family_of(config)
     model_class = _model_class(config)
@@ -66,14 +65,38 @@ def load_half(
         half_class = _encoder_class(model_class, family.text_module)
     else:
         half_class = _language_class(model_class, family.text_module)
+    check_weights(Path(path))
     if num_ranks > 1:
         model, report = _read_share(half_class, path, config, dtype, num_ranks)
     else:
-        loaded: Any = half_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
-        model, report = loaded
+        model, report = _read_whole(half_class, path, config, dtype)
     if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
         raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {', '.join(wrong[:5])}")
+    _check_finite(model, path)
     return model.to(device).eval().requires_grad_(False)
+
+
+def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
+    """Files carry no checksum; of flipped bits only those that make a weight infinite or no number show. One sum per tensor, at the
+    speed of memory."""
+    for name, weight in model.named_parameters():
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        if own.is_floating_point() and own.numel() and not own.sum().isfinite():
+            raise ConfigError(
+                f"the checkpoint '{path}' has weights that are not finite: {name}", param="model"
+            )
+
+
+def _read_whole(
+    half_class: type[PreTrainedModel], path: str | Path, config: PreTrainedConfig, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    try:
+        loaded: Any = half_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"transformers cannot load the checkpoint '{path}': {error}", param="model"
+        ) from error
+    return loaded
 
 
 def _read_share(
@@ -125,9 +148,9 @@ def read_config(path: str | Path) -> PreTrainedConfig:
         raise ConfigError(
             f"'{path}' holds no model configuration that transformers knows: {error}"
         ) from error
-    if config.model_type in _THINKER_CLASSES:
+    if config.model_type in THINKER_CLASSES:
         thinker = config.thinker_config
-        thinker.architectures = [_THINKER_CLASSES[config.model_type]]
+        thinker.architectures = [THINKER_CLASSES[config.model_type]]
         return thinker
     return config
 

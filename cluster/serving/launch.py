@@ -1,34 +1,38 @@
-"""`make serve`: one cluster on this machine, from start to a clean end. `python -m cluster.serving.launch [config.yaml]`.
+"""One cluster on this machine, from start to a clean end. `LocalCluster` is the process part of `epdg serve` (`command`).
 
-Runs `serve run` with the environment that a private local cluster needs, waits until `/health` answers, says what to type
-next, and on Ctrl-C or SIGTERM ends everything it started and nothing else. What it started is known by a folder of its own:
-every process of this cluster has it as RAY_TMPDIR in its environment. Imports no Ray; the cluster runs in child processes.
+Checks what can be known before (`preflight`), runs `serve run` with the environment that a private local cluster needs, follows Serve's
+account of the start (`status`) until `/health` answers, and at the end stops everything it started and nothing else. What it started
+is known by a folder of its own: every process of this cluster has it as RAY_TMPDIR in its environment. After a failure the logs in
+that folder stay; after a clean end nothing does. Imports no Ray; the cluster runs in child processes.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
 import yaml
 
-from cluster.config.settings import REPOSITORY
+from cluster.config.environment import child_environment
+from cluster.serving import preflight
 from cluster.serving.local_environment import cluster_environment
+from cluster.serving.status import ClusterFailed, Progress, ServeStatus, are_running, own_message
 
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = 1800.0  # failures end it much sooner; large models on slow disks take long
+POLL_S = 0.2
+HEALTH_TIMEOUT_S = 10.0  # asked once Serve says that all run; a client that gives up is a line in Serve's log
 STOP_TIMEOUT_S = 30.0  # for running requests to end and Serve to shut down, before what is left is killed
 NOISE_LINES = 60
 
@@ -45,43 +49,65 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-class LocalCluster:
-    """A context manager: inside it the cluster runs. `url` is where it answers."""
+def _in_silence(line: str) -> None:
+    """For callers that want no lines of progress."""
 
-    def __init__(self, config: Path, **environment: str):
-        self.config = config
-        options = yaml.safe_load(config.read_text())["http_options"]
-        self.host, self.port = options["host"], options["port"]
+
+class LocalCluster:
+    """A context manager: inside it the cluster runs. `url` is where it answers, `folder` where its logs are."""
+
+    def __init__(self, config: Path, *, say: Callable[[str], None] = _in_silence, **environment: str):
+        """`say` takes lines of progress. Raises ConfigError for a file that is no Serve configuration."""
+        self._config = config
+        self.host, self.port = preflight.address_of(preflight.read_serve_file(config))
         self.url = f"http://{self.host}:{self.port}"
         self.folder = Path(tempfile.mkdtemp(prefix="epdg-", dir="/tmp"))  # short: socket paths have 107 bytes
         self._log = self.folder / "serve.log"
+        self._say = say
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalCluster:
+        """Raises ConfigError for what cannot work, before anything is started."""
         try:
-            with socket.create_connection((self.host, self.port), 0.5):
-                pass
-        except OSError:
-            self._start()
-            return self
-        shutil.rmtree(self.folder)
-        raise RuntimeError(f"something listens on {self.host}:{self.port} already")
+            plan = preflight.check(self._config, child_environment(**self._environment))
+        except BaseException:
+            shutil.rmtree(self.folder)
+            raise
+        for note in plan.notes:
+            self._say(note)
+        self._start(plan)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        self.stop(keep_logs=isinstance(error, ClusterFailed))
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Blocks until /health is 200. Raises RuntimeError with the end of the log."""
+        """Blocks until /health is 200. Raises ClusterFailed with one line; the logs then outlive this cluster."""
         deadline = time.monotonic() + timeout_s
-        while not self._is_healthy():
+        progress = Progress()
+        status: ServeStatus | None = None
+        while True:
             if self.has_ended():
-                raise RuntimeError(f"the cluster did not start:\n{self.log_end()}")
+                raise ClusterFailed(own_message(self.log_end()))
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not ready after {timeout_s:.0f} s:\n{self.log_end()}")
-            time.sleep(0.1)
+                raise ClusterFailed(f"not ready after {timeout_s:.0f} s")
+            status = status or self._find_status()
+            applications = status and status.read()
+            if applications:
+                for line in progress.update(applications, time.time()):
+                    self._say(line)
+                if are_running(applications) and self._is_healthy():
+                    return
+            time.sleep(POLL_S)
+
+    def wait_ended(self) -> None:
+        """Blocks for as long as the cluster runs, then raises ClusterFailed: it should have run until `stop`."""
+        while not self.has_ended():
+            time.sleep(0.5)
+        raise ClusterFailed(f"the cluster has ended: {own_message(self.log_end())}")
 
     def has_ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
@@ -89,12 +115,12 @@ class LocalCluster:
     def log_end(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-NOISE_LINES:])
 
-    def dashboard_url(self) -> str:
+    def dashboard_url(self) -> str | None:
         """Ray takes the next free port when its usual one is taken; its log says which."""
         found = re.search(r"dashboard at.*?(127\.0\.0\.1:\d+)", self._log.read_text(errors="replace"))
-        return f"http://{found[1]}" if found else "not running"
+        return f"http://{found[1]}" if found else None
 
-    def stop(self) -> None:
+    def stop(self, *, keep_logs: bool = False) -> None:
         """Orderly first, then by process id. Blocks; may be repeated."""
         process, self._process = self._process, None
         if process is not None:
@@ -105,15 +131,20 @@ class LocalCluster:
             self._end(number, patience_s=2.0)
         if process is not None:
             process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if keep_logs:
+            self._keep_logs()
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self) -> None:
-        serve = Path(sys.executable).parent / "serve"
+    def _start(self, plan: preflight.Plan) -> None:
+        config = self.folder / "cluster.yaml"
+        config.write_text(yaml.safe_dump(dict(plan.content), sort_keys=False))
+        self._variables = {**cluster_environment(self.folder), **self._environment}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(serve), "run", str(self.config)],
-                cwd=REPOSITORY,
-                env={**cluster_environment(self.folder), **self._environment},
+                [sys.executable, "-m", "ray.serve.scripts", "run", str(config)],
+                cwd=self.folder,
+                env=self._variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -121,9 +152,21 @@ class LocalCluster:
                 preexec_fn=_listen_to_sigint,
             )
 
+    def _find_status(self) -> ServeStatus | None:
+        url = self.dashboard_url()
+        return None if url is None else ServeStatus(url, _ray_token(self._variables))
+
+    def _keep_logs(self) -> None:
+        """What Ray wrote, beside our own log; everything else in the folder goes."""
+        for logs in self.folder.glob("ray/session_2*/logs"):
+            shutil.move(logs, self.folder / "logs")
+        for entry in self.folder.iterdir():
+            if entry.name not in (self._log.name, "logs", "cluster.yaml"):
+                shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
+
     def _is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=HEALTH_TIMEOUT_S) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, OSError):
             return False
@@ -142,42 +185,9 @@ def _listen_to_sigint() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _welcome(cluster: LocalCluster, seconds: float) -> str:
-    return f"""ready in {seconds:.1f} s: {cluster.url}   (Ctrl-C stops it; dashboard {cluster.dashboard_url()})
-
-    curl {cluster.url}/v1/chat/completions -H 'Content-Type: application/json' \\
-      -d '{{"messages": [{{"role": "user", "content": "hello"}}], "model": "'$(curl -s {cluster.url}/v1/models \\
-      | python3 -c 'import json,sys; print(json.load(sys.stdin)["data"][0]["id"])')'"}}'
-"""
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Run a cluster on this machine until Ctrl-C.")
-    parser.add_argument("config", nargs="?", type=Path, default=REPOSITORY / "deploy" / "cluster.yaml")
-    config: Path = parser.parse_args().config.resolve()
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
-    started_at = time.monotonic()
-    try:
-        with LocalCluster(config) as cluster:
-            print(f"starting {config.name} …", flush=True)
-            cluster.wait_ready()
-            print(_welcome(cluster, time.monotonic() - started_at), flush=True)
-            while not cluster.has_ended():
-                time.sleep(0.5)
-            print(f"the cluster has ended:\n{cluster.log_end()}", file=sys.stderr)
-            return 1
-    except KeyboardInterrupt:
-        print("stopped", flush=True)
-        return 0
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _ray_token(variables: Mapping[str, str]) -> str | None:
+    """With which the processes of this environment call each other, where Ray asks for a token."""
+    if token := variables.get("RAY_AUTH_TOKEN"):
+        return token
+    file = variables.get("RAY_AUTH_TOKEN_PATH")
+    return Path(file).read_text().strip() if file else None

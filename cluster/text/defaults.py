@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from cluster.config.checkpoint import read_config, read_json, text_config
 from cluster.errors import ConfigError
 
 
@@ -23,11 +22,12 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, path: str | Path) -> GenerationDefaults:
-        generation = _read(Path(path) / "generation_config.json")
-        config = _read(Path(path) / "config.json")
+        file = Path(path) / "generation_config.json"
+        generation = read_json(file) if file.is_file() else {}
+        config = read_config(path)
         eos = generation.get("eos_token_id")
         if eos is None:
-            eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+            eos = config.get("eos_token_id", text_config(config).get("eos_token_id"))
         temperature = generation.get("temperature", 1.0)
         return cls(
             temperature=0.0 if generation.get("do_sample") is False else float(temperature),
@@ -40,13 +40,17 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 
 def context_length(path: str | Path) -> int:
-    """Tokens of prompt and answer that the model was made for. Raises ConfigError when its config does not say."""
-    config = _read(Path(path) / "config.json")
-    for part in (config, config.get("text_config", {})):
-        if "max_position_embeddings" in part:
+    """Tokens of prompt and answer that the model was made for: what its config says or, as configs of the hub leave out what equals
+    its family's default, that default. Raises ConfigError when neither says it."""
+    config = read_config(path)
+    for part in (config, text_config(config)):
+        if part.get("max_position_embeddings"):
             return int(part["max_position_embeddings"])
-    raise ConfigError(f"{path}/config.json names no max_position_embeddings; set max_model_len")
+    from transformers import AutoConfig
 
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    whole = AutoConfig.from_pretrained(path)
+    served = getattr(whole, "thinker_config", whole)
+    length = getattr(served.get_text_config(), "max_position_embeddings", None)
+    if not length:
+        raise ConfigError(f"{path}/config.json names no max_position_embeddings; set max_model_len")
+    return int(length)

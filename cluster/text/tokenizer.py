@@ -15,7 +15,6 @@ carries no media.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections import Counter, deque
@@ -25,6 +24,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from cluster.config.checkpoint import check_tokenizer, read_config, text_config
 from cluster.errors import ConfigError, RequestError
 from cluster.text.chat import ChatMessage, LaidOutMedia, TextPart, media_order
 from cluster.text.detokenizer import Detokenizer
@@ -61,14 +61,15 @@ class TextProcessor:
         own, which brings tokenizer and template. Raises ConfigError."""
         from transformers import AutoTokenizer
 
+        config = read_config(path)
+        check_tokenizer(Path(path))
         try:
-            config = json.loads((Path(path) / "config.json").read_text())
             tokenizer = AutoTokenizer.from_pretrained(str(path)) if processor is None else processor.tokenizer
         except (OSError, ValueError) as error:
-            raise ConfigError(f"no usable tokenizer in {path}: {error}") from error
-        vocab_size = (
-            config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or len(tokenizer)
-        )
+            raise ConfigError(f"no usable tokenizer in {path}: {error}", param="model") from error
+        if not tokenizer.encode("a", add_special_tokens=False):
+            raise ConfigError(f"the tokenizer in {path} makes nothing of the text 'a'", param="model")
+        vocab_size = config.get("vocab_size") or text_config(config).get("vocab_size") or len(tokenizer)
         return cls(tokenizer, placeholder_ids(config), vocab_size, processor)
 
     def chat_prompt(self, messages: Sequence[ChatMessage], media: Sequence[LaidOutMedia] = ()) -> Prompt:
@@ -186,8 +187,8 @@ class TextProcessor:
         return {"role": message.role, "content": parts}
 
 
-def placeholder_ids(config: dict[str, Any]) -> dict[Modality, int]:
-    """Ids of the tokens that stand for embedding rows, from a model's config.json."""
+def placeholder_ids(config: Mapping[str, Any]) -> dict[Modality, int]:
+    """Ids of the tokens that stand for embedding rows, from a model's `read_config`."""
     ids = {
         modality: config.get(f"{modality}_token_id", config.get(f"{modality}_token_index"))
         for modality in Modality

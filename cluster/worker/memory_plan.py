@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
+from cluster.config.machine import available_memory
 from cluster.errors import ConfigError
 
 MIB = 1 << 20
@@ -82,9 +83,7 @@ def available_bytes(device: torch.device) -> int:
     """What can be allocated on the device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return available_memory()
 
 
 def _mib(num_bytes: int) -> str:

@@ -109,7 +109,7 @@ def test_what_cannot_be_served_is_refused_by_name_and_text_models_have_no_proces
     (tmp_path / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     with pytest.raises(ConfigError, match="no usable processor"):
         MediaProcessor.load(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 5}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
     assert MediaProcessor.load(tmp_path) is None
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError):

@@ -186,6 +186,7 @@ def test_defaults_are_the_models_own(demo_model, tmp_path):
     assert GenerationDefaults.load(demo_model) == GenerationDefaults(
         0.0, max_tokens=64, eos_token_ids=(1014,)
     )
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert GenerationDefaults.load(tmp_path) == GenerationDefaults()
     (tmp_path / "generation_config.json").write_text(
         '{"do_sample": true, "top_k": 20, "eos_token_id": [1, 2]}'

@@ -1,0 +1,64 @@
+"""Models that are named by their id on the Hugging Face hub ("org/name") instead of a folder.
+
+`download` asks huggingface_hub, which shows progress, resumes what was interrupted and keeps files in the user's cache. The
+launcher calls it before anything starts; what it starts sees the local folder only.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cluster.errors import ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+NOT_WANTED = (
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.h5",
+    "*.msgpack",
+    "*.gguf",
+    "*.onnx",
+    "*.tflite",
+    "original/*",
+)
+CONTACT_TIMEOUT_S = 5.0
+
+
+def is_hub_id(model: str) -> bool:
+    return _HUB_ID.fullmatch(model) is not None
+
+
+def download(model_id: str, *, is_offline: bool, endpoint: str | None = None) -> Path:
+    """The folder of this model in the cache, fetched or completed if the hub may be asked. Blocks while it downloads; raises
+    ConfigError. `endpoint`: another hub than the environment's."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                model_id,
+                ignore_patterns=list(NOT_WANTED),
+                local_files_only=is_offline,
+                endpoint=endpoint,
+                etag_timeout=CONTACT_TIMEOUT_S,
+            )
+        )
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"no folder '{model_id}', and the hub knows no such model, or does not show it to this user",
+            param="model",
+        ) from error
+    except Exception as error:  # what its HTTP client raises changes with its version
+        reason = "HF_HUB_OFFLINE is set" if is_offline else f"the hub cannot be reached: {_first_line(error)}"
+        raise ConfigError(
+            f"no folder '{model_id}', the hub's cache on this machine has no whole copy, and {reason}",
+            param="model",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

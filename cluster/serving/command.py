@@ -1,0 +1,86 @@
+"""The command `epdg`: `epdg serve [CONFIG]` runs a cluster on this machine until Ctrl-C. Every failure is one line on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.config.settings import REPOSITORY
+from cluster.errors import ConfigError
+from cluster.serving.launch import LocalCluster
+from cluster.serving.status import ClusterFailed
+
+DEFAULT_CONFIG = REPOSITORY / "deploy" / "cluster.yaml"
+DESCRIPTION = "A serving cluster for multimodal language models, with encode, prefill, decode and generate in processes of their own."
+SERVE = """Run a cluster on this machine until Ctrl-C.
+
+Settings, the model folder, memory and the port are checked before anything starts; a failure ends it with one line and the path of
+the logs. EPDG_MODEL names another model: a folder, or an id on the Hugging Face hub ("org/name"), which is downloaded."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="epdg", description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="run a cluster on this machine",
+        description=SERVE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    serve.add_argument(
+        "config",
+        nargs="?",
+        type=Path,
+        default=DEFAULT_CONFIG,
+        metavar="CONFIG",
+        help="Serve configuration (default: %(default)s)",
+    )
+    return run_cluster(parser.parse_args(arguments).config.resolve())
+
+
+def run_cluster(config: Path) -> int:
+    """Until SIGINT or SIGTERM: 0. After a failure: 1."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    started_at = time.monotonic()
+    cluster = None
+    try:
+        cluster = LocalCluster(config, say=_say)
+        with cluster:
+            _say(f"starting {config.name}; logs in {cluster.folder}")
+            cluster.wait_ready()
+            _say(_welcome(cluster, time.monotonic() - started_at))
+            cluster.wait_ended()
+    except KeyboardInterrupt:
+        _say("stopped")
+        return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except ClusterFailed as error:
+        print(f"error: {error} (logs: {cluster and cluster.folder})", file=sys.stderr)
+    return 1
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _welcome(cluster: LocalCluster, seconds: float) -> str:
+    return f"""ready in {seconds:.1f} s: {cluster.url}   (Ctrl-C stops it; dashboard {cluster.dashboard_url() or "not running"})
+
+    curl {cluster.url}/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{{"messages": [{{"role": "user", "content": "hello"}}], "model": "'$(curl -s {cluster.url}/v1/models \\
+      | python3 -c 'import json,sys; print(json.load(sys.stdin)["data"][0]["id"])')'"}}'
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

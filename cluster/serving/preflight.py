@@ -1,0 +1,215 @@
+"""What can be known before Ray starts: whether a Serve file, its settings, the model and this machine fit together.
+
+`check` reads the file and the model folder's headers and asks the kernel, in well under a second; it starts nothing, and imports
+neither Ray nor torch. Its `Plan` is the file as it is to be run: the model an absolute path, pools that the model has no use for left
+out. Every ConfigError is one line.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import errno
+import os
+import socket
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from cluster.config import ClusterArgs, Environment, read_environment, resolve
+from cluster.config.checkpoint import Weights, check_checkpoint, takes_media, text_config
+from cluster.config.machine import available_memory, has_gpu
+from cluster.errors import ConfigError
+from cluster.serving.local_environment import POOL_SLOTS
+
+BUILDER = "cluster.app:build"
+DEPLOYMENTS = ("Encode", "Prefill", "Decode", "Door")
+_SERVE_SECTIONS = (  # Serve ignores a name that it does not know
+    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
+    "applications", "target_capacity",
+)  # fmt: skip
+_GIB = 1 << 30
+_ITEM_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}  # auto: on a CPU
+
+
+@dataclass(frozen=True)
+class Plan:
+    content: Mapping[str, Any]  # of the Serve file to run
+    host: str
+    port: int
+    notes: tuple[str, ...]  # what was decided, for the operator
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks ask it."""
+
+    cores: Collection[int]
+    available_memory: Callable[[], int] = available_memory
+    has_gpu: Callable[[], bool] = has_gpu
+
+
+def address_of(content: Mapping[str, Any]) -> tuple[str, int]:
+    """Where the file wants HTTP to be served. Raises ConfigError."""
+    options = content.get("http_options") or {}
+    host, port = options.get("host", "127.0.0.1"), options.get("port", 8000)
+    if not isinstance(port, int) or not 0 < port < 1 << 16:
+        raise ConfigError(f"http_options.port: {port!r} is no port")
+    return str(host), port
+
+
+def read_serve_file(file: Path) -> dict[str, Any]:
+    """Raises ConfigError for a file that is no Serve configuration."""
+    try:
+        content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
+        raise ConfigError(f"{file} is no Serve configuration: it has no list of applications")
+    for name in content:
+        _check_name(name, _SERVE_SECTIONS, f"{file}: section")
+    return content
+
+
+def check(file: Path, variables: Mapping[str, str] | None = None, machine: Machine | None = None) -> Plan:
+    """Raises ConfigError, which says what to change. Blocks while a model that is named by its hub id is downloaded."""
+    content = copy.deepcopy(read_serve_file(file))
+    host, port = address_of(content)
+    check_port(host, port)
+    notes: list[str] = []
+    for application in content["applications"]:
+        if application.get("import_path") == BUILDER:
+            notes += _complete(
+                application, file, read_environment(variables), machine or Machine(os.sched_getaffinity(0))
+            )
+    return Plan(content, host, port, tuple(notes))
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError when no server can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+            sock.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                reason = f"something listens on {host}:{port} already"
+            else:
+                reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
+            raise ConfigError(f"{reason} (http_options.port)") from error
+
+
+def _complete(
+    application: dict[str, Any], file: Path, environment: Environment, machine: Machine
+) -> list[str]:
+    """Checks one application of ours and fills in what is known now. Returns what to tell the operator."""
+    args = _settings(application.get("args") or {}, file)
+    resolved = resolve(args, environment, num_cores=len(machine.cores))
+    config, weights = check_checkpoint(Path(resolved.model))
+    _check_machine(resolved, environment, machine)
+    check_memory(resolved, config, weights, machine)
+    application["args"] = {
+        **(application.get("args") or {}), "model": resolved.model, "model_id": resolved.model_id,
+    }  # fmt: skip
+    if resolved.decode.speculation.method == "draft":
+        draft = resolved.decode.speculation.draft_model
+        check_checkpoint(Path(draft))
+        application["args"]["decode"]["speculation"]["draft_model"] = draft
+    return _check_deployments(application, file, has_encoder=takes_media(config), model=config["model_type"])
+
+
+def _settings(args: Mapping[str, Any], file: Path) -> ClusterArgs:
+    try:
+        return ClusterArgs.model_validate(args)
+    except ValidationError as error:
+        first, *others = error.errors()
+        path = ".".join(str(part) for part in ("args", *first["loc"]))
+        given = "" if first["type"] == "value_error" else f" (given: {first['input']!r})"
+        more = f"; and {len(others)} more" if others else ""
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{file}: {path}: {reason}{given}{more}") from error
+
+
+def _check_machine(args: ClusterArgs, environment: Environment, machine: Machine) -> None:
+    if args.device == "cuda" and not machine.has_gpu():
+        raise ConfigError("the configuration asks for CUDA, but this machine has no GPU", param="device")
+    for name, pool in (("encode", args.encode), ("prefill", args.prefill), ("decode", args.decode)):
+        if strange := sorted(set(pool.cores).difference(machine.cores)):
+            raise ConfigError(
+                f"{name}.cores: {strange} are not among this machine's {sorted(machine.cores)}", param="cores"
+            )
+    if args.side_channel == "tcp" and not environment.cluster_secret:
+        raise ConfigError("side_channel tcp needs EPDG_CLUSTER_SECRET", param="side_channel")
+
+
+def check_memory(args: ClusterArgs, config: Mapping[str, Any], weights: Weights, machine: Machine) -> None:
+    """The part of each worker's arithmetic (cluster/worker/memory_plan.py) that needs no model, from below, on CPUs. Raises ConfigError
+    for what cannot fit."""
+    if args.device == "cuda" or (args.device == "auto" and machine.has_gpu()):
+        return
+    item_bytes = _ITEM_BYTES[args.dtype]
+    # Of a multimodal checkpoint a worker holds a half.
+    weight_bytes = 0 if takes_media(config) else weights.num_parameters * item_bytes
+    if args.weight_dtype == "int8":
+        weight_bytes //= item_bytes
+    row_bytes = _kv_row_bytes(config, 1 if args.kv_cache_dtype == "int8" else item_bytes)
+    available = machine.available_memory()
+    for name, num_blocks in (("prefill", args.prefill.kv_blocks), ("decode", args.decode.kv_blocks)):
+        num_tokens = num_blocks * args.block_size
+        if num_tokens * row_bytes + weight_bytes > available:
+            raise ConfigError(
+                f"{name} needs {num_tokens * row_bytes / _GIB:,.1f} GiB of KV ({name}.kv_blocks {num_blocks:,} × {args.block_size} "
+                f"tokens × {row_bytes:,} bytes) and {weight_bytes / _GIB:,.1f} GiB of weights; {available / _GIB:,.1f} GiB are available",
+                param=f"{name}.kv_blocks",
+            )
+
+
+def _kv_row_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
+    """Of one token in all layers; 0 where the config does not say it plainly."""
+    text = text_config(config)
+    heads, width = text.get("num_attention_heads"), text.get("hidden_size")
+    layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads
+    if not (heads and width and layers and kv_heads) or text.get("kv_lora_rank"):
+        return 0
+    return 2 * layers * kv_heads * (text.get("head_dim") or width // heads) * item_bytes
+
+
+def _check_deployments(
+    application: dict[str, Any], file: Path, *, has_encoder: bool, model: str
+) -> list[str]:
+    """Removes what the model has no use for. Raises ConfigError for a name that Serve would refuse later and for more replicas than
+    this machine takes."""
+    kept = list(application.get("deployments") or [])
+    for deployment in kept:
+        _check_name(deployment.get("name"), DEPLOYMENTS, f"{file}: deployment")
+        for number in _replica_counts(deployment):
+            if number > POOL_SLOTS:
+                raise ConfigError(
+                    f"{file}: {deployment['name']}: {number} replicas; this machine takes {POOL_SLOTS} of a pool"
+                )
+    if has_encoder:
+        return []
+    application["deployments"] = [each for each in kept if each["name"] != "Encode"]
+    return [f"model type '{model}' takes no media: there is no encode pool"]
+
+
+def _replica_counts(deployment: Mapping[str, Any]) -> Iterator[int]:
+    scaling = deployment.get("autoscaling_config") or {}
+    for value in (deployment.get("num_replicas"), scaling.get("min_replicas")):
+        if isinstance(value, int):
+            yield value
+
+
+def _check_name(name: object, known: Collection[str], what: str) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
+        raise ConfigError(f"{what} '{name}' is unknown; {hint}")

@@ -1,0 +1,88 @@
+"""Serve's account of an application that starts, as lines for the operator: what loads, what is ready, what failed and why.
+
+`ServeStatus` asks the dashboard's REST API; `Progress` turns its successive answers into lines and raises `ClusterFailed` at the first
+sign of a failure, while Serve would still try again. Imports no Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+ANSWER_TIMEOUT_S = 5.0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR_LINE = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit))(?:: (.*))?$")
+_BY_NAME_ALONE = ("ConfigError",)  # our own messages are whole sentences
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+_FAILED_ONCE = "failed to start"  # in a deployment's message while Serve tries again
+
+
+class ClusterFailed(RuntimeError):
+    """One line; what the cluster wrote is in its logs."""
+
+
+class ServeStatus:
+    def __init__(self, url: str, token: str | None):
+        """`url`: of Ray's dashboard. `token`: Ray's, where it asks for one."""
+        self._request = urllib.request.Request(f"{url}/api/serve/applications/")
+        if token is not None:
+            self._request.add_header("Authorization", f"Bearer {token}")
+
+    def read(self) -> Mapping[str, Any] | None:
+        """The applications by name; None while there is no answer. Blocks for seconds at most."""
+        try:
+            with urllib.request.urlopen(self._request, timeout=ANSWER_TIMEOUT_S) as answer:
+                return json.load(answer).get("applications", {})
+        except (urllib.error.URLError, OSError, ValueError):
+            return None
+
+
+class Progress:
+    def __init__(self) -> None:
+        self._loading_since: dict[str, float] = {}
+        self._ready: set[str] = set()
+
+    def update(self, applications: Mapping[str, Any], now: float) -> list[str]:
+        """What has become known since the last call. `now`: Unix time. Raises ClusterFailed."""
+        lines = []
+        for application in applications.values():
+            for name, deployment in application.get("deployments", {}).items():
+                lines += self._of_deployment(name.lower(), deployment, now)
+            if application.get("status") in _FAILED:
+                raise ClusterFailed(own_message(application.get("message", "")))
+        return lines
+
+    def _of_deployment(self, pool: str, deployment: Mapping[str, Any], now: float) -> list[str]:
+        message = deployment.get("message", "")
+        if deployment.get("status") in _FAILED or _FAILED_ONCE in message:
+            raise ClusterFailed(f"{pool}: {own_message(message)}")
+        replicas = deployment.get("replicas", [])
+        lines = []
+        if replicas and pool not in self._loading_since:
+            self._loading_since[pool] = min(replica.get("start_time_s", now) for replica in replicas)
+            lines.append(f"{pool}: loading …")
+        num_running = sum(replica.get("state") == "RUNNING" for replica in replicas)
+        if pool not in self._ready and 0 < deployment.get("target_num_replicas", 0) <= num_running:
+            self._ready.add(pool)
+            lines.append(f"{pool}: ready in {now - self._loading_since[pool]:.1f} s")
+        return lines
+
+
+def are_running(applications: Mapping[str, Any]) -> bool:
+    return bool(applications) and all(each.get("status") == "RUNNING" for each in applications.values())
+
+
+def own_message(text: str) -> str:
+    """What the innermost error of a traceback says, in one line; of a text without one its last line."""
+    lines = _COLOUR.sub("", text).rstrip().splitlines()
+    found = [(number, match) for number, line in enumerate(lines) if (match := _ERROR_LINE.match(line))]
+    if not found:
+        return lines[-1].strip() if lines else "no reason given; see the logs"
+    number, match = found[-1]
+    said = [match[2] or "", *lines[number + 1 :]]
+    message = "; ".join(part for line in said if (part := " ".join(line.split())))
+    return message if match[1] in _BY_NAME_ALONE and message else f"{match[1]}: {message}".rstrip(": ")
