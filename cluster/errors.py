@@ -20,6 +20,10 @@ from __future__ import annotations
 import msgspec
 
 
+class BookkeepingError(ValueError):
+    """What is held and what counts as held differ. No request's error: the engine that finds it ends, and its worker is replaced."""
+
+
 class ErrorInfo(msgspec.Struct, frozen=True):
     """An error on the wire."""
 

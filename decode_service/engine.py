@@ -4,13 +4,14 @@ A step: give blocks to whoever can have them, run one step of the running batch,
 given as it grows, and taken back behind the window where every layer of the model has one. When there are none left, the
 newest request is preempted: it loses its blocks, and its door has what is left of it computed anew. What of a prompt does not
 travel, its end or all of it, is computed here between the steps (`Stretches`). Runs on the worker's engine thread; the only
-other actor is the transfer thread, whose events arrive here as calls.
+other actor is the transfer thread, whose events arrive here as calls. What a request makes raise costs that request: see `Blame`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -33,6 +34,7 @@ from cluster.types.messages import (
     StartDecode,
     TokenEvent,
 )  # fmt: skip
+from cluster.worker.blame import Blame, bookkeeping
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import Speed
@@ -44,6 +46,8 @@ from decode_service.tables import leave_blocks, share_prompts, take_prompt_block
 from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover
 from kv_transfer.receiver import Aborted, Completed, LeaseEvent
+
+_id_of = attrgetter("request_id")
 
 
 class DecodeEngine:
@@ -76,7 +80,10 @@ class DecodeEngine:
         self._by_lease: dict[str, DecodeRequest] = {}
         self._waiting = WaitingQueue(policy)
         self._running: deque[DecodeRequest] = deque()
-        self._stretches = Stretches(runner, turns, policy, blocks.block_size, max_stretch_tokens)
+        self._blame = Blame(self._fail_named)
+        self._stretches = Stretches(
+            runner, turns, policy, blocks.block_size, max_stretch_tokens, self._blame, self._probe
+        )
         self._takes_ends = takes_ends
         self._on_ended = on_ended
         self._turns = turns
@@ -101,7 +108,7 @@ class DecodeEngine:
 
     def step(self) -> float | None:
         for request_id in self._deadlines.expired():
-            self._expire(request_id)
+            self._blame.run(request_id, self._expire, request_id)
         self._admit()
         if self._stretches:
             self._run_stretch()
@@ -116,18 +123,27 @@ class DecodeEngine:
     def _run_stretch(self) -> None:
         """First tokens go out at once: a step follows."""
         for request in self._stretches.run():
-            self._begin(request)
+            self._blame.run(request.request_id, self._begin, request)
         self._outbox.flush(self.load())
 
     def _run(self, batch: list[DecodeRequest]) -> None:
         with self._turns.hold():
             batch = self._with_blocks(batch)
-            drawn = self._runner.run(batch) if batch else []  # whoever was to run may all have been preempted
-        if batch:
+            if not batch:  # all that were to run have been preempted
+                return
+            done = self._blame.together(batch, self._runner.run, _id_of, self._probe)
+        if done:
             context = self._num_context_tokens / self._num_running_sequences
-            self.fit.observe(sum(r.num_sequences for r in batch), context, self._turns.ran_s)
-        for request, tokens in zip(batch, drawn, strict=True):
-            self._advance(request, tokens)
+            self.fit.observe(sum(request.num_sequences for request, _ in done), context, self._turns.ran_s)
+        for request, tokens in done:
+            self._blame.run(request.request_id, self._advance, request, tokens)
+
+    def _probe(self) -> None:
+        """Whether the device still works: one token that belongs to nobody. Without a free block for it, the answer is yes."""
+        block = self._blocks.try_allocate(1)
+        if block is not None:
+            self._runner.warm_up(1, 0, block)
+            self._blocks.free(block)
 
     def start(self, door: DoorId, message: StartDecode) -> None:
         now = self._clock.now()
@@ -137,21 +153,26 @@ class DecodeEngine:
         )
         self._requests[request.request_id] = request
         self._num_sequences += request.num_sequences
+        self._blame.run(request.request_id, self._take_in, request)
+
+    def _take_in(self, request: DecodeRequest) -> None:
         num_blocks, block_size = self._blocks.num_blocks, self._blocks.block_size
-        num_wanted = message.request.max_blocks(block_size, self._window)
+        num_wanted = request.request.max_blocks(block_size, self._window)
         if num_wanted > num_blocks:
-            error = RequestError(
+            raise RequestError(
                 f"the request needs {num_wanted * block_size} tokens of KV cache; a decode worker holds "
                 f"{num_blocks * block_size}"
             )
-            return self._fail(request, error)
-        if message.prefills and (message.request.guidance or message.request.prompt.media):
-            return self._fail(request, InternalError("decode computes a text without a companion only"))
-        self._deadlines.add(request.request_id, message.timeout_s)
+        if request.prefills and (request.request.guidance or request.request.prompt.media):
+            raise InternalError("decode computes a text without a companion only")
+        self._deadlines.add(request.request_id, request.timeout_s)
         self._waiting.push(self._ticket(request))
 
     def cancel(self, request_id: str, choice_idx: int | None = None) -> None:
         """Free a request, or one choice of it, in whatever state it is. Unknown and ended ones are ignored."""
+        self._blame.run(request_id, self._cancel, request_id, choice_idx)
+
+    def _cancel(self, request_id: str, choice_idx: int | None) -> None:
         request = self._requests.get(request_id)
         if request is None or request.phase is Phase.CLOSING:
             return
@@ -169,8 +190,10 @@ class DecodeEngine:
     def on_transfer(self, event: LeaseEvent, at: float) -> None:
         """A lease has closed: KV complete, writer gave up, or time over. Exactly once per lease. `at`: when."""
         request = self._by_lease.pop(event.lease_id, None)
-        if request is None:
-            return
+        if request is not None:
+            self._blame.run(request.request_id, self._on_lease, request, event)
+
+    def _on_lease(self, request: DecodeRequest, event: LeaseEvent) -> None:
         if request.phase is Phase.CLOSING:
             self._end(request)
         elif isinstance(event, Completed):
@@ -205,23 +228,27 @@ class DecodeEngine:
             if num_wanted > self._blocks.num_free:
                 return
             self._waiting.pop()
-            take_prompt_blocks(request, self._blocks)
-            request.admitted_at = self._clock.now()
-            self._num_admitted_sequences += request.num_sequences
-            if request.prefills:
-                self._take_over(request)
-            else:
-                self._grant(request)
+            self._blame.run(request.request_id, self._give_blocks, request)
+
+    def _give_blocks(self, request: DecodeRequest) -> None:
+        take_prompt_blocks(request, self._blocks)
+        request.admitted_at = self._clock.now()
+        self._num_admitted_sequences += request.num_sequences
+        if request.prefills:
+            self._take_over(request)
+        else:
+            self._grant(request)
 
     def _grant(self, request: DecodeRequest) -> None:
-        request.lease_id = new_lease_id()
-        self._by_lease[request.lease_id] = request
-        request.move(Phase.GRANTED)
+        lease_id = new_lease_id()
         granted = [block_id for table in request.prompt_blocks for block_id in table]
         generations = self._blocks.generations(granted)
         is_coded = request.codec != "raw"
         lengths = [len(prompt.token_ids) for prompt in request.request.prompts] if is_coded else ()
-        grant = self._mover.grant(request.lease_id, granted, generations, request.timeout_s, lengths)
+        grant = self._mover.grant(lease_id, granted, generations, request.timeout_s, lengths)
+        request.lease_id = lease_id
+        self._by_lease[lease_id] = request
+        request.move(Phase.GRANTED)
         if self._takes_ends:
             grant = msgspec.structs.replace(grant, token_s=self._stretches.token_s)
         self._outbox.send(request.door, DecodeGranted(request.request_id, grant))
@@ -237,7 +264,6 @@ class DecodeEngine:
 
     def _begin(self, request: DecodeRequest) -> None:
         """All KV is here. A choice that its first token ends, as the door has been told, needs no blocks."""
-        request.move(Phase.RUNNING)
         for choice, token_id in zip(request.choices, request.ready.first_tokens, strict=True):
             if choice.is_done:
                 continue
@@ -250,14 +276,15 @@ class DecodeEngine:
         if sources:
             self._runner.copy_blocks(sources, targets)
         for choice in request.live_choices:
-            self._num_running_sequences += len(choice.branches)
-            self._num_context_tokens += choice.num_context_tokens
             leave_blocks(choice, self._blocks, self._window)
         request.began_at = self._clock.now()
-        if request.live_choices:
-            self._running.append(request)
-        else:
-            self._end(request)
+        if not request.live_choices:
+            return self._end(request)
+        request.move(Phase.RUNNING)
+        self._running.append(request)
+        for choice in request.live_choices:
+            self._num_running_sequences += len(choice.branches)
+            self._count_context(choice)
 
     def _tell_first(self, request: DecodeRequest, choice: Choice, reason: FinishReason | None) -> None:
         """The first token of a prompt that was computed here."""
@@ -268,11 +295,18 @@ class DecodeEngine:
 
     def _with_blocks(self, batch: list[DecodeRequest]) -> list[DecodeRequest]:
         """Those of the batch that have blocks for this step's tokens; newer requests may lose theirs for it."""
-        self._runner.propose(batch)
+        self._blame.together(batch, self._propose, _id_of, self._probe)
         for request in batch:
-            while request.request_id in self._requests and not try_grow(request, self._blocks):
-                self._preempt(choose_victim(self._running))
+            self._blame.run(request.request_id, self._make_room, request)
         return [request for request in batch if request.request_id in self._requests]
+
+    def _propose(self, batch: Sequence[DecodeRequest]) -> Sequence[DecodeRequest]:
+        self._runner.propose(batch)
+        return batch
+
+    def _make_room(self, request: DecodeRequest) -> None:
+        while request.request_id in self._requests and not try_grow(request, self._blocks):
+            self._preempt(choose_victim(self._running))
 
     def _preempt(self, request: DecodeRequest) -> None:
         self.num_preempted += 1
@@ -290,7 +324,7 @@ class DecodeEngine:
                 if finish_reason is not None:
                     break
             new = tuple(choice.token_ids[first_new:])
-            self._num_context_tokens += len(new) * len(choice.branches)
+            self._count_context(choice)
             event = TokenEvent(request.request_id, new, finish_reason, choice_idx=choice.idx, step_s=step_s)
             self._outbox.token(request.door, event)
             if finish_reason is None:
@@ -300,16 +334,22 @@ class DecodeEngine:
         if not request.live_choices:
             self._let_go(request)
 
+    def _count_context(self, choice: Choice) -> None:
+        self._num_context_tokens += choice.num_context_tokens - choice.num_counted_tokens
+        choice.num_counted_tokens = choice.num_context_tokens
+
+    @bookkeeping
     def _end_choice(self, request: DecodeRequest, choice: Choice) -> None:
         if choice.is_done:
             return
         choice.is_done = True
         num_sequences = len(request.request.prompts)
         self._num_sequences -= num_sequences
-        if request.phase is not Phase.WAITING:
+        if request.admitted_at is not None:
             self._num_admitted_sequences -= num_sequences
-        self._num_running_sequences -= len(choice.branches)
-        self._num_context_tokens -= choice.num_context_tokens
+        if request.phase is Phase.RUNNING:
+            self._num_running_sequences -= len(choice.branches)
+        self._num_context_tokens -= choice.num_counted_tokens
         for branch in choice.branches:
             self._blocks.free(branch.blocks)
         choice.branches = []
@@ -326,10 +366,16 @@ class DecodeEngine:
         }[request.phase]
         self._fail(request, UnavailableError(f"decode waited too long for {waited_for}"))
 
+    def _fail_named(self, request_id: str, error: ClusterError) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and request.phase is not Phase.CLOSING:
+            self._fail(request, error)
+
     def _fail(self, request: DecodeRequest, error: ClusterError) -> None:
         self._outbox.send(request.door, Failed(request.request_id, to_info(error)))
         self._let_go(request)
 
+    @bookkeeping
     def _let_go(self, request: DecodeRequest) -> None:
         """Nobody wants the request any more. Blocks that a writer may still write to wait for their lease."""
         if request.lease_id in self._by_lease:
@@ -344,6 +390,7 @@ class DecodeEngine:
             self._running.remove(request)
         self._end(request)
 
+    @bookkeeping
     def _end(self, request: DecodeRequest) -> None:
         for choice in request.live_choices:
             self._end_choice(request, choice)

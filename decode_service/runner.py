@@ -31,7 +31,13 @@ class DecodeRunner:
             return
         choices = [choice for r in batch if r.request.guidance is None for choice in r.live_choices]
         room = [choice.stop.max_tokens - choice.num_generated - 1 for choice in choices]
-        for choice, drafts in zip(choices, self._speculator.propose(choices, room), strict=True):
+        try:
+            proposed = self._speculator.propose(choices, room)
+        except Exception:  # what is kept for these choices may be half written
+            for choice in choices:
+                self._speculator.forget(choice.request_id)
+            raise
+        for choice, drafts in zip(choices, proposed, strict=True):
             choice.drafts = drafts
 
     @torch.inference_mode()

@@ -88,6 +88,7 @@ class Choice:
     branches: list[Branch] = field(default_factory=list)  # the prompt's, then the companion's
     drafts: list[int] = field(default_factory=list)  # guesses at what follows, to be verified in this step
     is_done: bool = False
+    num_counted_tokens: int = 0  # that count for it in the worker's load
 
     @property
     def num_generated(self) -> int:
@@ -131,7 +132,7 @@ class DecodeRequest:
     )  # for the other choices' last prompt blocks, likewise
     num_computed_tokens: int = 0  # of the prompt, while the request catches up
     ready: KvReady = NOTHING_TRAVELS  # what prefill said, once it has
-    admitted_at: float = 0.0
+    admitted_at: float | None = None  # when it got blocks
     began_at: float | None = None  # when its KV was complete, until its first step is over
     computing_s: float = 0.0  # in stretches with tokens of its prompt
     choices: list[Choice] = field(init=False)
@@ -176,8 +177,9 @@ class DecodeRequest:
 
     def prompt_timing(self, now: float) -> PrefillTiming:
         """Of a prompt that was computed here to its end."""
-        blocks_s = self.admitted_at - self.started_at
-        queued_s = max(0.0, now - self.admitted_at - self.computing_s)
+        admitted_at = now if self.admitted_at is None else self.admitted_at
+        blocks_s = admitted_at - self.started_at
+        queued_s = max(0.0, now - admitted_at - self.computing_s)
         return PrefillTiming(blocks_s=blocks_s, queued_s=queued_s, computing_s=self.computing_s)
 
     def take_first_step_s(self, now: float) -> float:

@@ -7,7 +7,7 @@ Text only: of every family, on any number of ranks, whether answers are speculat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.fit import StepFit
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.scheduling.queue import WaitingQueue
+from cluster.worker.blame import Blame
 from cluster.worker.turns import Turns
 from decode_service.runner import DecodeRunner
 from decode_service.state import DecodeRequest, PromptPart
@@ -27,16 +28,28 @@ WARM_UP_ROUNDS = 3  # the first one shows what is done once
 MIN_TOKEN_S = 1e-7  # a clock that stands still does not make computing free
 
 
+_Part = tuple[DecodeRequest, PromptPart]
+
+
 class Stretches:
     def __init__(
-        self, runner: DecodeRunner, turns: Turns, policy: SchedulingPolicy, block_size: int, max_tokens: int
+        self,
+        runner: DecodeRunner,
+        turns: Turns,
+        policy: SchedulingPolicy,
+        block_size: int,
+        max_tokens: int,
+        blame: Blame,
+        probe: Callable[[], None],
     ):
-        """`max_tokens`: of one stretch."""
+        """`max_tokens`: of one stretch. `probe`: see `Blame.together`."""
         self._runner = runner
         self._turns = turns
         self._budget = StepBudget(STRETCH_S, min(block_size, max_tokens), max_tokens)
         self._queue = WaitingQueue(policy)
         self._requests: dict[str, DecodeRequest] = {}
+        self._blame = blame
+        self._probe = probe
 
     def __bool__(self) -> bool:
         return bool(self._requests)
@@ -74,24 +87,29 @@ class Stretches:
     def run(self) -> list[DecodeRequest]:
         """One stretch, when somebody waits for it. Returns those whose prompts are complete now, with their first tokens if they
         are drawn here; they are forgotten here. Blocks."""
-        parts: list[PromptPart] = []
-        chosen: list[DecodeRequest] = []
+        parts: list[_Part] = []
         room = self._budget.max_tokens(self._context())
         while self._queue and room > 0:
             request = self._requests[self._queue.peek().request_id]
-            parts.append(request.next_part(room))
-            chosen.append(request)
-            room -= len(parts[-1].token_ids)
+            part = self._blame.run(request.request_id, request.next_part, room)
+            if part is None:
+                continue
+            parts.append((request, part))
+            room -= len(part.token_ids)
             if request.num_missing_tokens == 0:
                 self.remove(request.request_id)
-        for request, drawn in zip(chosen, self._compute(parts), strict=True):
+        done = self._blame.together(parts, self._compute_parts, _id_of, self._probe) if parts else []
+        for (request, _), drawn in done:
             request.computing_s += self._turns.ran_s
             if drawn:
                 request.ready = msgspec.structs.replace(request.ready, first_tokens=drawn)
-        return [request for request in chosen if request.num_missing_tokens == 0]
+        return [request for (request, _), _ in done if request.num_missing_tokens == 0]
 
     def _context(self) -> int:
         return self._requests[self._queue.peek().request_id].num_computed_tokens
+
+    def _compute_parts(self, parts: Sequence[_Part]) -> list[tuple[int, ...]]:
+        return self._compute([part for _, part in parts])
 
     def _compute(self, parts: Sequence[PromptPart]) -> list[tuple[int, ...]]:
         with self._turns.hold():
@@ -100,3 +118,7 @@ class Stretches:
         context = sum(part.start * len(part.token_ids) for part in parts) / num_tokens
         self._budget.observe(num_tokens, context, self._turns.ran_s)
         return drawn
+
+
+def _id_of(part: _Part) -> str:
+    return part[0].request_id

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.kvcache.blocks import BlockPool
+from cluster.worker.blame import bookkeeping
 from decode_service.state import Branch, Choice, DecodeRequest
 
 
 def take_prompt_blocks(request: DecodeRequest, blocks: BlockPool) -> None:
     """What admission has found free."""
     lengths = [len(prompt.token_ids) for prompt in request.request.prompts]
-    request.prompt_blocks = [blocks.allocate(-(-length // blocks.block_size)) for length in lengths]
+    for length in lengths:
+        request.prompt_blocks.append(blocks.allocate(-(-length // blocks.block_size)))
     num_copies = request.num_admission_blocks(blocks.block_size) - sum(map(len, request.prompt_blocks))
     request.copy_blocks = blocks.allocate(num_copies)
 
@@ -24,28 +26,25 @@ def share_prompts(
 ) -> tuple[list[int], list[int]]:
     """The first live choice takes the prompts' blocks. The others share the full ones and copy the last one: from here on
     everybody writes to blocks of his own. Returns the blocks to be copied, and where to."""
-    copies = request.copy_blocks
     sources: list[int] = []
     targets: list[int] = []
-    for prompt, held, delta in zip(
-        request.request.prompts, request.prompt_blocks, position_deltas, strict=True
-    ):
-        length = len(prompt.token_ids)
+    choices = request.live_choices
+    for i, (prompt, delta) in enumerate(zip(request.request.prompts, position_deltas, strict=True)):
+        length, held = len(prompt.token_ids), request.prompt_blocks[i]
         full = held[: length // blocks.block_size]
-        for i, choice in enumerate(request.live_choices):
-            table = list(held)
-            if i > 0:
+        for choice in choices:
+            if choice is choices[0]:
+                table, request.prompt_blocks[i] = list(held), []
+            else:
                 blocks.share(full)
                 table = list(full)
                 if length % blocks.block_size:
                     sources.append(held[-1])
-                    targets.append(copies.pop())
+                    targets.append(request.copy_blocks.pop())
                     table.append(targets[-1])
             choice.branches.append(Branch(length, delta, table))
-    if request.live_choices:  # the choices own the prompts' blocks now
-        request.prompt_blocks = []
-    blocks.free(copies)  # meant for choices that are over already
-    request.copy_blocks = []
+    spare, request.copy_blocks = request.copy_blocks, []
+    blocks.free(spare)  # meant for choices that are over already
     return sources, targets
 
 
@@ -76,6 +75,7 @@ def _try_cover(request: DecodeRequest, blocks: BlockPool) -> bool:
     return True
 
 
+@bookkeeping
 def leave_blocks(choice: Choice, blocks: BlockPool, window: int | None) -> None:
     """Gives back what no later step of the choice can see. Blocks shared with other choices lose one reference."""
     if window is None:

@@ -136,10 +136,11 @@ class EmbeddingCache:
 
     def complete(self, media_hash: str, num_rows: int, *, keep: bool = True) -> None:
         """All of its rows are written. What is left of the last block becomes zeros. Synchronises the device."""
-        entry = self._filling.pop(media_hash)
+        entry = self._filling[media_hash]
         size = self._blocks.block_size
         self._memory.segments[0][entry.block_ids[-1], (num_rows - 1) % size + 1 :] = 0
         self._memory.synchronize()
+        del self._filling[media_hash]
         entry.is_kept = keep
         entry.move(MediaPhase.CACHED)
         self._num_held_blocks -= len(entry.block_ids)

@@ -66,6 +66,10 @@ class Deliveries:
     def get(self, key: str) -> Delivery | None:
         return self._deliveries.get(key)
 
+    def sent_by(self, lease_id: str) -> Delivery | None:
+        """Whose rows this lease carries."""
+        return self._by_lease.get(lease_id)
+
     def of_request(self, request_id: str) -> list[Delivery]:
         return [d for d in self._deliveries.values() if d.request_id == request_id]
 
@@ -108,10 +112,8 @@ class Deliveries:
             self.fail(delivery, UnavailableError(f"cannot write to the prefill worker: {error}"))
 
     def on_transfer(self, event: SendEvent, at: float) -> None:
-        """A push has ended. Exactly once each."""
-        delivery = self._by_lease.pop(event.lease_id, None)
-        if delivery is None:
-            return  # a right that was given back unused
+        """A push that `sent_by` knows has ended. Exactly once each."""
+        delivery = self._by_lease.pop(event.lease_id)
         self._sending_bytes.release(event.lease_id)
         self._cache.unpin(delivery.media_hash)
         if self._deliveries.get(delivery.key) is not delivery:
@@ -143,8 +145,8 @@ class Deliveries:
         """A right that will not be used."""
         try:
             self._mover.open(grant).abort(reason)
-        except TransferError:
-            logger.info("lease %s is left to expire", grant.lease_id)
+        except Exception as error:
+            logger.info("lease %s is left to expire: %s", grant.lease_id, error)
 
     def _forget(self, delivery: Delivery) -> None:
         media_hash = delivery.media_hash

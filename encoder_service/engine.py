@@ -5,7 +5,8 @@ A step: one encoder call with the most urgent of what is ready, rows into the ca
 told. Preparing runs in a thread pool and overlaps the device's work. A long item takes several steps.
 
 A call that fails harms nobody for good: one that ran out of memory leaves a smaller budget to the next step, which tries less at once;
-after any other error the items of the call run alone, and who fails alone has failed.
+after any other error the items of the call run alone, and who fails alone has failed. Outside the calls, what one item or one delivery
+makes raise costs that item or that delivery (`Blame`).
 """
 
 from __future__ import annotations
@@ -13,30 +14,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
 
 from cluster.clock import Clock
 from cluster.errors import ClusterError, MediaError, OverloadedError, UnavailableError, to_info
+from cluster.model.failures import is_device_lost, is_out_of_memory
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
 from cluster.types.media import MediaItem
 from cluster.types.media_phase import MediaPhase
 from cluster.types.messages import CacheChanged, EncodeTarget, EncodeTotals, Failed, LoadReport, StartEncode
+from cluster.worker.blame import Blame, bookkeeping
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import Speed
 from cluster.worker.turns import Turns
 from encoder_service.budget import CallBudget
 from encoder_service.cache import EmbeddingCache
+from encoder_service.calls import Call, CallPlanner, EncoderLimits
 from encoder_service.deliveries import Deliveries
-from encoder_service.failures import is_out_of_memory, named
+from encoder_service.failures import named
 from encoder_service.fits import EncoderFits
 from encoder_service.ledger import Ledger
 from encoder_service.preparation import Preparation, PreparationLimits
-from encoder_service.runner import EncoderRunner, Piece, Prepared
-from encoder_service.scheduler import CallLimits, Candidate, select_batch, units_per_call
+from encoder_service.runner import EncoderRunner, Prepared
 from encoder_service.state import Delivery, EncodeItem, delivery_key
 from kv_transfer.mover import Mover
 from kv_transfer.sender import SendEvent
@@ -45,27 +48,6 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 0.25  # an image or two are done by then; a long video gives way between blocks
 MAX_RETRY_AFTER_S = 60.0
-
-
-@dataclass(frozen=True)
-class EncoderLimits:
-    max_batch_items: int  # media items in one call
-    max_batch_rows: int  # embedding rows in one call, before pooling
-    max_piece_rows: int  # items of more rows are encoded piece by piece, where their family allows it
-    max_call_bytes: int  # that a call may be estimated to need
-    row_bytes: int  # that a call is estimated to need for one row, beside its input
-    max_prepared_bytes: int  # preprocessed media ahead of the device
-    max_queued_rows: int  # not yet encoded; new items are refused beyond
-    num_prepare_threads: int
-
-
-@dataclass(frozen=True)
-class _Call:
-    """An item's part in the next encoder call."""
-
-    item: EncodeItem
-    piece: Piece
-    candidate: Candidate
 
 
 class EncoderEngine:
@@ -95,6 +77,9 @@ class EncoderEngine:
         self._deliveries = Deliveries(cache, mover, outbox, clock)
         self._totals = EncodeTotals()
         self._budget = CallBudget(limits.max_call_bytes, clock)
+        self._planner = CallPlanner(limits, self._budget, policy, cache)
+        self._blame_item = Blame(self._fail_named_item)
+        self._blame_delivery = Blame(self._fail_named)
         ahead = PreparationLimits(
             limits.num_prepare_threads, limits.max_prepared_bytes, limits.max_piece_rows
         )
@@ -129,7 +114,8 @@ class EncoderEngine:
         earlier = self._deliveries.get(delivery_key(message.request_id, message.item_idx))
         if earlier is not None:
             self._deliveries.end(earlier, "asked for anew")
-        self._start(door, message, came_at)
+        refuse = partial(self._fail_start, door, message)
+        Blame(refuse).run(message.item.media_hash, self._start, door, message, came_at)
         if earlier is not None:
             self._detach(earlier)  # now, that its item is not left in between
 
@@ -140,7 +126,7 @@ class EncoderEngine:
             self._deliveries.give_back(message.grant, "the request has ended")
             return
         delivery.target = message.grant
-        self._serve(delivery)
+        self._blame_delivery.run(delivery.key, self._serve, delivery)
 
     def cancel(self, request_id: str, item_idx: int | None = None) -> None:
         """Forget what a request wanted here, or one item of it. An item that nobody wants any more is not encoded further."""
@@ -154,7 +140,9 @@ class EncoderEngine:
 
     def on_transfer(self, event: SendEvent, at: float) -> None:
         """A push has ended, at that instant. Exactly once each."""
-        self._deliveries.on_transfer(event, at)
+        delivery = self._deliveries.sent_by(event.lease_id)
+        if delivery is not None:  # else a right that was given back unused
+            self._blame_delivery.run(delivery.key, self._deliveries.on_transfer, event, at)
 
     def load(self) -> LoadReport:
         return LoadReport(
@@ -207,18 +195,23 @@ class EncoderEngine:
                 self._deliveries.send(delivery)
             return
         delivery.from_cache = False  # it may have been evicted since
-        item = self._items.get(delivery.media_hash)
-        if item is None:
-            item = EncodeItem(delivery.item, delivery.ticket)
-            self._items[delivery.media_hash] = item
-            self._cache.note(item.media_hash)
-            self._queued_rows.hold(item.media_hash, item.num_call_rows)
-            self._preparation.put(item.ticket, item.item)
+        item = self._items.get(delivery.media_hash) or self._take_on(delivery)
         item.keep |= delivery.keep
         if delivery not in item.deliveries:
             item.deliveries.append(delivery)
             delivery.marks = item.marks
             self._reorder(item)
+
+    @bookkeeping
+    def _take_on(self, delivery: Delivery) -> EncodeItem:
+        """An item that nobody else wants at present."""
+        item = EncodeItem(delivery.item, delivery.ticket, deliveries=[delivery])
+        delivery.marks = item.marks
+        self._items[item.media_hash] = item
+        self._cache.note(item.media_hash)
+        self._queued_rows.hold(item.media_hash, item.num_call_rows)
+        self._preparation.put(item.ticket, item.item)
+        return item
 
     def _reorder(self, item: EncodeItem) -> None:
         """An item is as urgent as the most urgent who wants it."""
@@ -252,53 +245,22 @@ class EncoderEngine:
             item.prepared = result
             item.move(MediaPhase.READY)
 
-    def _select(self) -> list[_Call]:
+    def _select(self) -> list[Call]:
         """The next encoder call; its items have room in the cache then."""
-        calls = {
-            media_hash: self._next_call(item, item.prepared)
-            for media_hash, item in self._items.items()
-            if item.prepared is not None
-        }
-        limits = CallLimits(self._limits.max_batch_items, self._limits.max_batch_rows, self._budget.max_bytes)
-        chosen = select_batch(
-            (call.candidate for call in calls.values()), limits, self._cache.num_free_blocks
-        )
-        batch = [calls[candidate.media_hash] for candidate in chosen]
-        for call in batch:
-            if call.item.phase is MediaPhase.READY:
-                has_room = self._cache.try_reserve(call.item.media_hash, call.item.num_rows)
-                assert has_room, "the scheduler gave room that is not there"
-                call.item.move(MediaPhase.ENCODING)
-        return batch
+        run, part_of = self._blame_item.run, self._planner.part_of
+        ready = [(item, item.prepared) for item in self._items.values() if item.prepared is not None]
+        parts = [run(item.media_hash, part_of, item, prepared) for item, prepared in ready]
+        chosen = self._planner.choose(call for call in parts if call is not None)
+        return [call for call in chosen if run(call.item.media_hash, self._give_room, call)]
 
-    def _next_call(self, item: EncodeItem, prepared: Prepared) -> _Call:
-        """As much of the item as one call may compute."""
-        num_rows, num_units = item.num_call_rows, prepared.num_units
-        num_bytes = num_rows * self._limits.row_bytes + prepared.num_bytes
-        options = item.item.options
-        units = units_per_call(
-            num_units,
-            num_rows,
-            num_bytes,
-            self._limits.max_piece_rows,
-            self._budget.max_bytes,
-            options.temporal_pooling,
-        )
-        start, end = item.num_units_done, min(item.num_units_done + units, num_units)
-        piece = Piece(prepared, options, start, end)
-        share = (end - start) / num_units
-        candidate = Candidate(
-            item.media_hash,
-            order_key(item.ticket, self._policy),
-            item.item.modality,
-            num_rows=int(num_rows * share),
-            num_bytes=int(num_bytes * share),
-            num_blocks=self._cache.num_blocks(item.num_rows) if item.phase is MediaPhase.READY else 0,
-            runs_alone=item.is_suspect or not piece.is_whole,
-        )
-        return _Call(item, piece, candidate)
+    def _give_room(self, call: Call) -> bool:
+        if call.item.phase is MediaPhase.READY:
+            has_room = self._cache.try_reserve(call.item.media_hash, call.item.num_rows)
+            assert has_room, "the scheduler gave room that is not there"
+            call.item.move(MediaPhase.ENCODING)
+        return True
 
-    def _encode(self, batch: Sequence[_Call]) -> None:
+    def _encode(self, batch: Sequence[Call]) -> None:
         """One encoder call."""
         patience_s = PATIENCE_S if batch[0].piece.start == 0 else 0.0  # a video has it once
         try:
@@ -308,15 +270,18 @@ class EncoderEngine:
                     call.item.marks.called_at = call.item.marks.called_at or began_at
                 modality = batch[0].item.item.modality
                 outputs = self._runner.encode(modality, [call.piece for call in batch])
+            done = list(zip(batch, outputs, strict=True))
         except Exception as error:  # the model's code may raise anything on odd input
+            if is_device_lost(error):
+                raise
             self._on_failed_call(batch, error)
             return
         num_rows = sum(call.candidate.num_rows for call in batch)
         self.fits.encode[modality].observe(num_rows, 0.0, self._turns.ran_s)
-        for call, rows in zip(batch, outputs, strict=True):
-            self._store(call, rows)
+        for call, rows in done:
+            self._blame_item.run(call.item.media_hash, self._store, call, rows)
 
-    def _on_failed_call(self, batch: Sequence[_Call], error: Exception) -> None:
+    def _on_failed_call(self, batch: Sequence[Call], error: Exception) -> None:
         """The items stay, and the next step tries less at once; one that cannot be tried with less fails."""
         ran_out = is_out_of_memory(error)
         if ran_out:
@@ -331,7 +296,7 @@ class EncoderEngine:
         if not ran_out or piece.end - piece.start <= item.item.options.temporal_pooling:
             self._fail_item(item, named(error))
 
-    def _store(self, call: _Call, rows: torch.Tensor) -> None:
+    def _store(self, call: Call, rows: torch.Tensor) -> None:
         """Rows of one piece, into the item's room."""
         item, start = call.item, call.item.num_rows_done
         end = start + len(rows)
@@ -350,7 +315,7 @@ class EncoderEngine:
             self._count(num_encoded=1, num_rows=item.num_rows)
             for delivery in item.deliveries:
                 if delivery.target is not None:
-                    self._deliveries.send(delivery)
+                    self._blame_delivery.run(delivery.key, self._deliveries.send, delivery)
 
     def _tell_doors(self, load: LoadReport | None = None) -> None:
         changes = self._cache.take_changes(self._items)
@@ -362,6 +327,22 @@ class EncoderEngine:
     def _count(self, **more: int) -> None:
         changes = {name: getattr(self._totals, name) + number for name, number in more.items()}
         self._totals = msgspec.structs.replace(self._totals, **changes)
+
+    def _fail_start(self, door: DoorId, message: StartEncode, _: str, error: ClusterError) -> None:
+        delivery = self._deliveries.get(delivery_key(message.request_id, message.item_idx))
+        if delivery is not None:
+            return self._fail(delivery, error)
+        self._outbox.send(door, Failed(message.request_id, to_info(error), message.item_idx))
+
+    def _fail_named_item(self, media_hash: str, error: ClusterError) -> None:
+        item = self._items.get(media_hash)
+        if item is not None:
+            self._fail_item(item, error)
+
+    def _fail_named(self, key: str, error: ClusterError) -> None:
+        delivery = self._deliveries.get(key)
+        if delivery is not None:
+            self._fail(delivery, error)
 
     def _fail_item(self, item: EncodeItem, error: ClusterError) -> None:
         self._remove(item, MediaPhase.DISCARDED)
@@ -377,6 +358,7 @@ class EncoderEngine:
         self._deliveries.end(delivery, reason)
         self._detach(delivery)
 
+    @bookkeeping
     def _detach(self, delivery: Delivery) -> None:
         """From its item, which leaves with the last who wanted it, unless a thread is busy with it."""
         item = self._items.get(delivery.media_hash)
@@ -388,6 +370,7 @@ class EncoderEngine:
         elif item.phase is not MediaPhase.PREPARING or self._preparation.withdraw(item.media_hash):
             self._remove(item, MediaPhase.DISCARDED)
 
+    @bookkeeping
     def _remove(self, item: EncodeItem, phase: MediaPhase) -> None:
         """Out of work, with its tensors and, unless it is complete, its room."""
         item.move(phase)

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from cluster.errors import ClusterError, InternalError, OverloadedError
+from cluster.model.failures import is_out_of_memory
 
 logger = logging.getLogger(__name__)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Also what torch's CPU allocator raises, which has no class of its own."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
 def named(error: BaseException) -> ClusterError:

@@ -19,7 +19,8 @@ from cluster.worker.outbox import DoorId
 from cluster.worker.process import WorkerProcess
 from cluster.worker.setup import check_device_lane, set_up
 from encoder_service.cache import EmbeddingCache
-from encoder_service.engine import EncoderEngine, EncoderLimits
+from encoder_service.calls import EncoderLimits
+from encoder_service.engine import EncoderEngine
 from encoder_service.runner import EncoderRunner
 from encoder_service.warm_up import warm_up
 

@@ -13,15 +13,17 @@ def try_give_blocks(blocks: BlockPool, sequence: PromptSequence, spans: tuple[Sp
     """Blocks for all of the prompt, those of its cached prefix first; False, and no change, if there are too few. `spans` are computed
     in one piece."""
     block_size = blocks.block_size
-    cached = blocks.lookup(sequence.block_hashes)
+    cached = sequence.block_table = blocks.lookup(sequence.block_hashes)
     usable = usable_prefix(len(cached) * block_size, sequence.num_tokens, block_size, spans)
     num_cached_blocks = usable // block_size
+    sequence.block_table = cached[:num_cached_blocks]
     blocks.free(cached[num_cached_blocks:])
     fresh = blocks.try_allocate(-(-sequence.num_tokens // block_size) - num_cached_blocks)
     if fresh is None:
-        blocks.free(cached[:num_cached_blocks])
+        blocks.free(sequence.block_table)
+        sequence.block_table = []
         return False
-    sequence.block_table = cached[:num_cached_blocks] + fresh
+    sequence.block_table += fresh
     sequence.num_cached_tokens = sequence.num_computed_tokens = usable
     return True
 

@@ -1,13 +1,15 @@
 """The prefill engine: owns every request of this worker and the KV block pool.
 
 A step: give blocks to whoever can have them (reusing cached prefixes), run one packed batch of chunks, post what was
-computed to decode, tell the doors. Runs on the worker's engine thread; transfer events and door messages arrive as calls.
+computed to decode, tell the doors. Runs on the worker's engine thread; transfer events and door messages arrive as calls. What a
+request makes raise costs that request: see `Blame`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -18,7 +20,6 @@ from cluster.kvcache.hashing import block_hashes
 from cluster.model.language import LanguageModel
 from cluster.scheduling.admission import PromptAdmission
 from cluster.scheduling.budget import StepBudget
-from cluster.scheduling.chunks import Chunk, ChunkScheduler
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.types.messages import (
     Admitted,
@@ -31,6 +32,7 @@ from cluster.types.messages import (
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant
+from cluster.worker.blame import Blame, bookkeeping
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import Speed
@@ -42,12 +44,14 @@ from kv_transfer.receiver import Completed, LeaseEvent
 from kv_transfer.sender import Finished, SendEvent
 from prefill_service.allotment import take_blocks, try_give_blocks
 from prefill_service.features import FeatureStore
+from prefill_service.first_tokens import first_events
 from prefill_service.runner import PrefillRunner, uncut_spans
 from prefill_service.state import Phase, PrefillRequest, PromptSequence
+from prefill_service.steps import StepPlanner
 from prefill_service.timing import Part, Stopwatch
 from prefill_service.transfer import Ready, StepPush, StepWork, Targets, send_computed
 
-Work = tuple[PrefillRequest, PromptSequence]
+_id_of = attrgetter("request_id")
 
 
 class PrefillEngine:
@@ -72,17 +76,14 @@ class PrefillEngine:
         self._outbox = outbox
         self._clock = clock
         self._deadlines = Deadlines(clock)
-        self._budget = budget
         self._turns = turns
+        self._blame = Blame(self._fail_named)
         self._requests: dict[str, PrefillRequest] = {}
         self._admission = PromptAdmission(policy, blocks.num_blocks)
-        self._chunks = ChunkScheduler(policy)
-        self._sequences: dict[str, Work] = {}  # what the chunk scheduler chooses from, by sequence id
+        self._planner = StepPlanner(policy, budget, turns, model.num_layers)
         self._targets = Targets(mover, budget, model.kv_layout)
         self._running: set[str] = set()
         self._num_missing_tokens = 0  # of all requests
-        self._long_step_s = 0.0  # that a step of long prompts may last
-        self._context = 0.0  # computed tokens that a token of the last step saw, on average
         self._speed = Speed(
             outbox,
             clock,
@@ -96,7 +97,7 @@ class PrefillEngine:
 
     def step(self) -> float | None:
         for request_id in self._deadlines.expired():
-            self._expire(request_id)
+            self._blame.run(request_id, self._expire, request_id)
         self._admit()
         self._tell_doors(self.load())  # before the step: decode reserves blocks for what was admitted
         if not self._run_chunks():
@@ -106,26 +107,11 @@ class PrefillEngine:
 
     def start(self, door: DoorId, message: StartPrefill, came_at: float) -> None:
         """`came_at`: when the message was here, however long the engine was busy since."""
-        request_id = message.request.request_id
-        try:
-            sequences = self._make_sequences(message.request)
-        except ClusterError as error:  # a prompt that this family cannot place
-            self._release_features(message.request)
-            return self._outbox.send(door, Failed(request_id, to_info(error)))
-        arrived_at = came_at - message.request.waited_s
-        request = PrefillRequest(message.request, door, arrived_at, sequences, Stopwatch(came_at))
-        request.stopwatch.turn_to(Part.BLOCKS, self._clock.now())
-        request.main.items_ready = self._features.ready_items(request_id, len(message.request.prompt.media))
-        self._requests[request_id] = request
-        self._num_missing_tokens += request.num_missing_tokens
-        if message.request.num_prompt_blocks(self._blocks.block_size) > self._blocks.num_blocks:
-            capacity = self._blocks.num_blocks * self._blocks.block_size
-            error = RequestError(
-                f"the prompt has {request.num_prompt_tokens} tokens; a prefill worker holds {capacity}"
-            )
-            return self._fail(request, error)
-        self._deadlines.add(request_id, message.timeout_s)
-        self._admission.push(self._ticket(request, request_id, request.num_prompt_tokens))
+        request = PrefillRequest(
+            message.request, door, came_at - message.request.waited_s, Stopwatch(came_at)
+        )
+        self._requests[request.request_id] = request
+        self._blame.run(request.request_id, self._take_in, request, message.timeout_s)
 
     def offer_target(self, request_id: str, grant: Grant) -> None:
         """Decode's grant has come. Any thread; `take_targets` must follow. A step that computes this very prompt takes it up at its
@@ -134,18 +120,11 @@ class PrefillEngine:
 
     def take_targets(self) -> None:
         for request, error in self._targets.take(self._requests):
-            if error is None:
-                self._send_computed(request)
-            else:
-                self._fail(request, UnavailableError(f"cannot write to the decode worker: {error}"))
+            self._blame.run(request.request_id, self._on_target, request, error)
 
     def cancel(self, request_id: str) -> None:
         """Free a request in whatever state it is. Unknown and ended requests are ignored."""
-        request = self._requests.get(request_id)
-        if request is None or request.phase is Phase.CLOSING:
-            return
-        self._outbox.token(request.door, TokenEvent(request_id, (), FinishReason.CANCELLED))
-        self._let_go(request, "cancelled")
+        self._blame.run(request_id, self._cancel, request_id)
 
     def drop_door(self, door: DoorId) -> None:
         for request_id in [r.request_id for r in self._requests.values() if r.door == door][::-1]:
@@ -155,15 +134,11 @@ class PrefillEngine:
         """A lease on our features, or a transfer of ours, has closed. Exactly once each. `at`: when it did."""
         request = self._targets.by_lease.pop(event.lease_id, None)
         if request is not None:
-            return self._on_sent(request, event)
+            self._blame.run(request.request_id, self._on_sent, request, event)
+            return
         has_come = isinstance(event, Completed)
         for request_id, item_idx in self._features.close_lease(event.lease_id, completed=has_come):
-            request = self._requests.get(request_id)  # None: `start` will find it ready
-            if request is not None:
-                request.main.items_ready.add(item_idx)
-                if request.main.sequence_id in self._chunks:
-                    self._chunks.set_ready(request.main.sequence_id, request.main.num_ready_tokens)
-                    self._note_waiting(request, at)
+            self._blame.run(request_id, self._on_item, request_id, item_idx, at)
 
     def load(self) -> LoadReport:
         return LoadReport(
@@ -184,17 +159,52 @@ class PrefillEngine:
         self._speed.tell()
         self._outbox.flush(load)
 
+    def _take_in(self, request: PrefillRequest, timeout_s: float) -> None:
+        asked, request_id, block_size = request.request, request.request_id, self._blocks.block_size
+        for i, prompt in enumerate(asked.prompts):
+            positions, hashes = self._model.positions(prompt), block_hashes(prompt, block_size)
+            request.sequences.append(PromptSequence(f"{request_id}/{i}", prompt, positions, hashes))
+        request.stopwatch.turn_to(Part.BLOCKS, self._clock.now())
+        request.main.items_ready = self._features.ready_items(request_id, len(asked.prompt.media))
+        self._count_missing(request)
+        if asked.num_prompt_blocks(block_size) > self._blocks.num_blocks:
+            capacity = self._blocks.num_blocks * block_size
+            raise RequestError(
+                f"the prompt has {request.num_prompt_tokens} tokens; a prefill worker holds {capacity}"
+            )
+        self._deadlines.add(request_id, timeout_s)
+        self._admission.push(self._ticket(request, request_id, request.num_prompt_tokens))
+
+    def _cancel(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is None or request.phase is Phase.CLOSING:
+            return
+        self._outbox.token(request.door, TokenEvent(request_id, (), FinishReason.CANCELLED))
+        self._let_go(request, "cancelled")
+
+    def _on_target(self, request: PrefillRequest, error: Exception | None) -> None:
+        if error is None:
+            return self._send_computed(request)
+        if isinstance(error, TransferError):
+            error = UnavailableError(f"cannot write to the decode worker: {error}")
+        raise error
+
+    def _on_item(self, request_id: str, item_idx: int, at: float) -> None:
+        """Its embeddings are here."""
+        request = self._requests.get(request_id)  # None: `start` will find them ready
+        if request is not None:
+            request.main.items_ready.add(item_idx)
+            self._planner.has_more_ready(request.main)
+            if request.phase is Phase.RUNNING and not request.is_complete:
+                self._note_waiting(request, at)
+
+    def _count_missing(self, request: PrefillRequest) -> None:
+        self._num_missing_tokens += request.num_missing_tokens - request.num_counted_tokens
+        request.num_counted_tokens = request.num_missing_tokens
+
     def _note_waiting(self, request: PrefillRequest, at: float) -> None:
         """It is in no step: does it wait for the device, or for embeddings?"""
-        can_run = any(self._chunks.is_runnable(sequence.sequence_id) for sequence in request.sequences)
-        request.stopwatch.turn_to(Part.QUEUED if can_run else Part.MEDIA, at)
-
-    def _make_sequences(self, request: GenerateRequest) -> list[PromptSequence]:
-        sequences = []
-        for i, prompt in enumerate(request.prompts):
-            positions, hashes = self._model.positions(prompt), block_hashes(prompt, self._blocks.block_size)
-            sequences.append(PromptSequence(f"{request.request_id}/{i}", prompt, positions, hashes))
-        return sequences
+        request.stopwatch.turn_to(Part.QUEUED if self._planner.can_run(request) else Part.MEDIA, at)
 
     def _ticket(self, request: PrefillRequest, name: str, num_tokens: int) -> Ticket:
         is_text = not request.main.prompt.media
@@ -202,7 +212,10 @@ class PrefillEngine:
 
     def _admit(self) -> None:
         """Blocks for whoever is next. A request that waits for embeddings holds its blocks, and stops nobody else."""
-        while any(self._try_admit(ticket) for ticket in self._admission.heads()):
+        while any(
+            self._blame.run(ticket.request_id, self._try_admit, ticket) is not False
+            for ticket in self._admission.heads()
+        ):
             pass
 
     def _try_admit(self, ticket: Ticket) -> bool:
@@ -218,61 +231,52 @@ class PrefillEngine:
         self._admission.admit(ticket, num_blocks)
         request.move(Phase.RUNNING)
         self._running.add(request.request_id)
-        self._num_missing_tokens -= sum(s.num_cached_tokens for s in request.sequences)
+        self._count_missing(request)
         self._outbox.send(request.door, Admitted(request.request_id))
-        for sequence in request.sequences:
-            self._put_to_work(request, sequence)
+        for sequence, uncut in zip(request.sequences, spans, strict=True):
+            sequence.num_missing_at_start = sequence.num_tokens - sequence.num_computed_tokens
+            part = self._ticket(request, sequence.sequence_id, sequence.num_missing_at_start)
+            self._planner.add(request, sequence, part, uncut)
         self._note_waiting(request, self._clock.now())
         self._release_merged(request)
         return True
 
-    def _put_to_work(self, request: PrefillRequest, sequence: PromptSequence) -> None:
-        sequence.num_missing_at_start = sequence.num_tokens - sequence.num_computed_tokens
-        ticket = self._ticket(request, sequence.sequence_id, sequence.num_missing_at_start)
-        spans = uncut_spans(self._model, sequence.prompt)
-        self._chunks.add(ticket, sequence.num_tokens, spans)
-        self._chunks.set_computed(sequence.sequence_id, sequence.num_computed_tokens)
-        self._chunks.set_ready(sequence.sequence_id, sequence.num_ready_tokens)
-        self._sequences[sequence.sequence_id] = (request, sequence)
-
     def _run_chunks(self) -> bool:
         """One forward over what the scheduler chooses; False: nothing can run."""
-        chunks, is_long = self._schedule()
-        if not chunks:
+        batch, is_long = self._planner.next_step()
+        if not batch:
             return False
-        batch = [(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks]
         requests = dict.fromkeys(request for request, _, _ in batch)
         with self._turns.hold(0.0 if is_long else math.inf):  # a short prompt is worth a pause of the others
             began_at = self._clock.now()
             for request in requests:
                 request.stopwatch.turn_to(Part.COMPUTING, began_at)
-            logits = self._run(batch)
-        if is_long:
-            self._long_step_s = self._model.num_layers * self._turns.stretch_s
-        num_tokens = sum(count for _, _, count in batch)
-        self._context = sum(sequence.num_computed_tokens * count for _, sequence, count in batch) / num_tokens
-        self._budget.observe(num_tokens, self._context, self._turns.ran_s)
-        for (request, sequence, count), row in zip(batch, logits, strict=True):
-            self._advance(request, sequence, count, row)
-        ended_at = self._clock.now()
-        complete = [request for request in requests if request.is_complete]
-        for request in requests.keys() - complete:
-            self._note_waiting(request, ended_at)
-        if complete:
-            for request, tokens in zip(complete, self._runner.first_tokens(complete), strict=True):
-                self._tell_first_tokens(request, tokens)
+            done = self._blame.together(batch, self._run, _id_of_work, self._probe)
+        if done:
+            self._planner.observe([work for work, _ in done], is_long)
+        for (request, sequence, count), row in done:
+            if request.request_id in self._running:
+                self._blame.run(request.request_id, self._advance, request, sequence, count, row)
+        self._end_step([request for request in requests if request.request_id in self._running])
         return True
 
-    def _schedule(self) -> tuple[list[Chunk], bool]:
-        """The next step, and whether it serves only prompts longer than the largest step. Such a step gives way between layers, so
-        each is to last no longer than its turn. A long prompt's first step is as small as can be: it shows how long that is."""
-        chunks = self._chunks.schedule(self._budget.max_tokens(self._context))
-        sequences = [self._sequences[chunk.request_id][1] for chunk in chunks]
-        if any(sequence.num_missing_at_start <= self._budget.most_tokens for sequence in sequences):
-            return chunks, False
-        is_first = any(sequence.num_computed_tokens == sequence.num_cached_tokens for sequence in sequences)
-        most_s = 0.0 if is_first else self._long_step_s
-        return self._chunks.schedule(self._budget.max_tokens(self._context, most_s)), True
+    def _end_step(self, requests: Sequence[PrefillRequest]) -> None:
+        """Those of a step that go on."""
+        ended_at = self._clock.now()
+        for request in requests:
+            if not request.is_complete:
+                self._note_waiting(request, ended_at)
+        if complete := [request for request in requests if request.is_complete]:
+            draw = self._runner.first_tokens
+            for request, tokens in self._blame.together(complete, draw, _id_of, self._probe):
+                self._blame.run(request.request_id, self._tell_first_tokens, request, tokens)
+
+    def _probe(self) -> None:
+        """Whether the device still works: one token that belongs to nobody. Without a free block for it, the answer is yes."""
+        block = self._blocks.try_allocate(1)
+        if block is not None:
+            self._runner.warm_up(1, block)
+            self._blocks.free(block)
 
     def _run(self, batch: Sequence[StepWork]) -> list[Tensor | None]:
         """The forward; meanwhile its KV goes out and others get their turns, layer by layer."""
@@ -294,21 +298,17 @@ class PrefillEngine:
         block_size = self._blocks.block_size
         first_new = sequence.num_computed_tokens // block_size
         sequence.num_computed_tokens += count
-        self._num_missing_tokens -= count
+        self._count_missing(request)
         for i in range(first_new, sequence.num_computed_tokens // block_size):
             self._blocks.register(sequence.block_table[i], sequence.block_hashes[i])
         if sequence.is_complete:
             sequence.last_logits = logits
-            self._leave_work(sequence)
+            self._planner.remove(sequence)
         else:
-            self._chunks.set_computed(sequence.sequence_id, sequence.num_computed_tokens)
+            self._planner.has_computed(sequence)
         self._release_merged(request)
         if not request.is_complete:
             self._send_computed(request)
-
-    def _leave_work(self, sequence: PromptSequence) -> None:
-        self._chunks.remove(sequence.sequence_id)
-        self._sequences.pop(sequence.sequence_id, None)
 
     def _release_merged(self, request: PrefillRequest) -> None:
         for item_idx, item in enumerate(request.main.prompt.media):
@@ -322,24 +322,14 @@ class PrefillEngine:
 
     def _tell_first_tokens(self, request: PrefillRequest, token_ids: tuple[int, ...]) -> None:
         """The prompts are computed. The tokens go out at once; KV follows, unless they already end every choice."""
-        stop = request.request.stop
-        has_more = False
-        for choice_idx, token_id in enumerate(token_ids):
-            finish_reason = None
-            if token_id in stop.stop_token_ids:
-                finish_reason = FinishReason.STOP
-            elif stop.max_tokens == 1:
-                finish_reason = FinishReason.LENGTH
-            has_more |= finish_reason is None
-            num_cached = request.main.num_cached_tokens
-            timing = request.stopwatch.timing(self._clock.now()) if choice_idx == 0 else None
-            event = TokenEvent(request.request_id, (token_id,), finish_reason, num_cached, choice_idx, timing)
+        events = first_events(request, token_ids, self._clock.now())
+        for event in events:
             self._outbox.token(request.door, event)
         self._running.remove(request.request_id)
         request.move(Phase.SENDING)
         for sequence in request.sequences:
             sequence.last_logits = None
-        if has_more:
+        if any(event.finish_reason is None for event in events):
             request.first_tokens = token_ids
             self._send_computed(request)
         # Else the door's Cancel ends the request: were the lease aborted now, decode's failure could overtake these tokens.
@@ -367,10 +357,16 @@ class PrefillEngine:
         }[request.phase]
         self._fail(request, UnavailableError(f"prefill waited too long for {waited_for}"))
 
+    def _fail_named(self, request_id: str, error: ClusterError) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and request.phase is not Phase.CLOSING:
+            self._fail(request, error)
+
     def _fail(self, request: PrefillRequest, error: ClusterError) -> None:
         self._outbox.send(request.door, Failed(request.request_id, to_info(error)))
         self._let_go(request, error.message)
 
+    @bookkeeping
     def _let_go(self, request: PrefillRequest, reason: str) -> None:
         """Nobody wants the request any more. Blocks that a posted write still reads wait for its end."""
         self._release_features(request.request)
@@ -381,12 +377,13 @@ class PrefillEngine:
         else:
             self._end(request)
 
+    @bookkeeping
     def _end(self, request: PrefillRequest) -> None:
         self._release_features(request.request)
         self._leave(request)
         for sequence in request.sequences:
             self._blocks.free(sequence.block_table)
-        self._num_missing_tokens -= request.num_missing_tokens
+        self._num_missing_tokens -= request.num_counted_tokens
         self._admission.remove(request.request_id)
         del self._requests[request.request_id]
 
@@ -394,4 +391,8 @@ class PrefillEngine:
         """Out of work; repeating it is harmless."""
         self._running.discard(request.request_id)
         for sequence in request.sequences:
-            self._leave_work(sequence)
+            self._planner.remove(sequence)
+
+
+def _id_of_work(work: StepWork) -> str:
+    return work[0].request_id

@@ -82,11 +82,12 @@ class PrefillRequest:
     request: GenerateRequest
     door: DoorId
     arrived_at: float  # when the client asked, on this worker's clock
-    sequences: list[PromptSequence]  # the prompt's, then the companion's
     stopwatch: Stopwatch  # since StartPrefill came
+    sequences: list[PromptSequence] = field(default_factory=list)  # the prompt's, then the companion's
     phase: Phase = Phase.WAITING
     first_tokens: tuple[int, ...] = ()  # per choice
     outgoing: Outgoing | GroupOutgoing | None = None  # once decode's grant is known
+    num_counted_tokens: int = 0  # that count for it among those that the worker has still to compute
 
     @property
     def request_id(self) -> str:

@@ -53,21 +53,21 @@ class Targets:
 
     def take(
         self, requests: Mapping[str, PrefillRequest]
-    ) -> Iterator[tuple[PrefillRequest, TransferError | None]]:
+    ) -> Iterator[tuple[PrefillRequest, Exception | None]]:
         """Whose grants have come, with what is wrong with them. Where the request has ended, the right is given back at once."""
         while self._offered:
             request_id, grant = self._offered.popleft()
             request = requests.get(request_id)
             try:
                 outgoing = self._mover.open(grant)
-            except TransferError as error:
+                if request is None or request.phase is Phase.CLOSING:
+                    outgoing.abort("the request has ended")
+                    continue
+                self._take_up(request, outgoing, grant)
+            except Exception as error:  # the caller's to name
                 if request is not None:
                     yield request, error
-                continue
-            if request is None or request.phase is Phase.CLOSING:
-                outgoing.abort("the request has ended")
             else:
-                self._take_up(request, outgoing, grant)
                 yield request, None
 
     def take_early(self, in_step: Mapping[str, PrefillRequest]) -> None:
@@ -77,7 +77,7 @@ class Targets:
             try:
                 request = in_step[request_id]
                 self._take_up(request, self._mover.open(grant), grant)
-            except (KeyError, TransferError):
+            except Exception:
                 self._offered.append((request_id, grant))
                 continue
             with suppress(TransferError):  # its time is over, as its event will say

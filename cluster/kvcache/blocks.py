@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from cluster.errors import OverloadedError
+from cluster.errors import BookkeepingError, OverloadedError
 from cluster.types.messages import BlocksChanged
 
 
@@ -119,7 +119,7 @@ class BlockPool:
         """One more reference to each block, which somebody must hold already. Nobody may write to a shared block."""
         for block_id in block_ids:
             if self._num_references[block_id] == 0:
-                raise ValueError(f"block {block_id} is shared but nobody holds it")
+                raise BookkeepingError(f"block {block_id} is shared but nobody holds it")
             self._num_references[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ class BlockPool:
         """
         for block_id in reversed(block_ids):
             if self._num_references[block_id] == 0:
-                raise ValueError(f"block {block_id} is freed but nobody holds it")
+                raise BookkeepingError(f"block {block_id} is freed but nobody holds it")
             self._num_references[block_id] -= 1
             if self._num_references[block_id] > 0:
                 continue
@@ -144,10 +144,12 @@ class BlockPool:
         reference.
         """
         if self._num_references[block_id] == 0:
-            raise ValueError(f"block {block_id} is registered but nobody holds it")
+            raise BookkeepingError(f"block {block_id} is registered but nobody holds it")
         known = self._hash_of[block_id]
         if known is not None and known != block_hash:
-            raise ValueError(f"block {block_id} already holds other content; a full block never changes")
+            raise BookkeepingError(
+                f"block {block_id} already holds other content; a full block never changes"
+            )
         if self._block_of.setdefault(block_hash, block_id) == block_id:
             self._hash_of[block_id] = block_hash
             self._note(block_hash)

@@ -12,7 +12,8 @@ rank may wait for days; embeddings over the model's own group (NCCL, or Gloo on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ from torch import Tensor
 from cluster.config.environment import tell_local_rank
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.failures import DeviceLostError
 from cluster.model.language import FeatureSlice, SequenceChunk
 from cluster.model.step_model import StepModel
 from cluster.types.transfer import Mark
@@ -106,7 +108,8 @@ class Progress:
 
 
 class LeadingModel:
-    """Rank 0's model: every call is told to the others, then made. One thread."""
+    """Rank 0's model: every call is told to the others, then made. One thread. A call that raises here leaves the others in the middle of
+    it, whatever the reason: DeviceLostError."""
 
     def __init__(
         self,
@@ -126,19 +129,21 @@ class LeadingModel:
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        self._tell_chunks(_Forward, chunks)
-        self._progress.begin()
 
         def on_written(layer_idx: int) -> None:
             self._progress.layer(None)
             if on_layer is not None:
                 on_layer(layer_idx)
 
-        return self._model.forward(chunks, kv, on_written)
+        with _in_step():
+            self._tell_chunks(_Forward, chunks)
+            self._progress.begin()
+            return self._model.forward(chunks, kv, on_written)
 
     def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:
-        self._tell_chunks(_Verify, chunks)
-        return self._model.verify(chunks, kv)
+        with _in_step():
+            self._tell_chunks(_Verify, chunks)
+            return self._model.verify(chunks, kv)
 
     def decode(
         self,
@@ -148,12 +153,14 @@ class LeadingModel:
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
     ) -> Tensor:
-        self._tell(_Decode(token_ids, context_lens, deltas, block_tables))
-        return self._model.decode(token_ids, context_lens, deltas, block_tables, kv)
+        with _in_step():
+            self._tell(_Decode(token_ids, context_lens, deltas, block_tables))
+            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
-        self._tell(_Copy(sources, targets))
-        self._model.copy_blocks(sources, targets, kv)
+        with _in_step():
+            self._tell(_Copy(sources, targets))
+            self._model.copy_blocks(sources, targets, kv)
 
     def _tell_chunks(self, kind: type[_Forward] | type[_Verify], chunks: Sequence[SequenceChunk]) -> None:
         self._tell(kind([_to_wire(chunk) for chunk in chunks]))
@@ -166,6 +173,14 @@ class LeadingModel:
         data = _encoder.encode(call)
         for other in self._others:
             other.send_bytes(data)
+
+
+@contextmanager
+def _in_step() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise DeviceLostError("the ranks of this worker are not in step any more") from error
 
 
 def follow(

@@ -37,7 +37,8 @@ from cluster.worker.turns import no_turns
 from decode_service.engine import DecodeEngine
 from decode_service.state import PromptPart
 from encoder_service.cache import EmbeddingCache
-from encoder_service.engine import EncoderEngine, EncoderLimits
+from encoder_service.calls import EncoderLimits
+from encoder_service.engine import EncoderEngine
 from encoder_service.runner import Piece, Prepared
 from kv_transfer.in_process import InProcessNetwork
 from kv_transfer.mover import Mover, MoverFailed
@@ -161,7 +162,9 @@ class Rig:
         def prefill(mover: Mover, outbox: Outbox) -> PrefillEngine:
             model = SimpleNamespace(positions=place, chunk_cut_spans=False, kv_layout=KV_LAYOUT, num_layers=1)
             self.features = FeatureStore(features, self.pools["features"], mover)
-            runner = SimpleNamespace(run=self._run_prefill, first_tokens=_first_tokens)
+            runner = SimpleNamespace(
+                run=self._run_prefill, first_tokens=_first_tokens, warm_up=lambda *_: None
+            )
             return PrefillEngine(
                 model,
                 runner,
@@ -190,6 +193,7 @@ class Rig:
             forget=lambda choice: None,
             copy_blocks=self._decode_kv.copy_blocks,
             compute=self.compute,
+            warm_up=lambda *_: None,
             num_drafted=0,
             num_accepted=0,
         )

@@ -119,7 +119,8 @@ async def test_texts_that_stay_among_media_that_move_are_answered_like_generate(
 async def test_min_tokens_and_stop_tokens_hold_from_the_first_token_on(folder, prompts, expected):
     """Prefill's first tokens are the measure."""
     first = expected[3][0]
-    stops = [StopParams(6, (first,)), StopParams(6, (first,), min_tokens=1), StopParams(1)]
+    no_token = 2_000_000_000  # of any vocabulary
+    stops = [StopParams(6, (first,)), StopParams(6, (no_token, first), min_tokens=1), StopParams(1)]
     got = []
     async with local_cluster(folder_args(folder), (0, 1, 1)) as cluster:
         for stays in (False, True):

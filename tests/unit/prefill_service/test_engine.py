@@ -228,7 +228,7 @@ def test_first_tokens_come_for_every_choice_at_once(rig, relay):
 
 def test_prompts_that_came_during_a_step_go_in_the_order_in_which_their_clients_asked(rig, relay):
     """Both are looked at together; the second had waited at its door, but less than the first has waited here."""
-    rig.prefill.engine._budget = StepBudget(1.0, 1, 4)
+    rig.prefill.engine._planner._budget = StepBudget(1.0, 1, 4)
     first, second = make_request("first", 4), make_request("second", 4)
     relay.start(first)
     only_to(relay, "prefill")
@@ -285,8 +285,8 @@ def test_layers_of_a_long_prompt_last_no_longer_than_their_turn(rig, relay, stre
         return rig._run_prefill(batch, on_layer)
 
     engine = rig.prefill.engine
-    engine._budget = StepBudget(1.0, 1, 20)
-    engine._turns = SimpleNamespace(
+    engine._planner._budget = StepBudget(1.0, 1, 20)
+    engine._turns = engine._planner._turns = SimpleNamespace(
         hold=lambda patience_s: nullcontext(), offer=lambda: None, stretch_s=stretch_s, ran_s=0.0
     )
     engine._runner = SimpleNamespace(run=run, first_tokens=engine._runner.first_tokens)

@@ -115,7 +115,7 @@ def test_embeddings_that_come_during_a_step_of_others_end_the_wait_for_media_the
     assert request.stopwatch.part is Part.MEDIA
     rig.clock.at += 4.0  # a step of others; the embeddings have come after one second
     request.main.items_ready.add(0)
-    engine._chunks.set_ready(request.main.sequence_id, request.main.num_ready_tokens)
+    engine._planner.has_more_ready(request.main)
     engine._note_waiting(request, waits_since + 1.0)
     timing = request.stopwatch.timing(rig.clock.at)
     assert (timing.media_s, timing.queued_s) == (1.0, 3.0)

@@ -1,0 +1,109 @@
+"""What an exception on an engine's thread costs: the request that was being handled, and nothing else.
+
+An engine hands each piece of work for one request to `Blame.run`, and each step of a whole batch to `Blame.together`. If the work
+raises, the log has the traceback, the request fails by name, what it held is freed, and the engine goes on.
+
+The engine ends, so that its worker is replaced, where going on would harm other requests:
+* its device is lost, or memory of the process is used up;
+* what a request held could not be freed, or a pool's books are wrong: `BookkeepingError` (`bookkeeping`).
+
+Costs a call while nothing is raised.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from cluster.errors import BookkeepingError, ClusterError, InternalError
+from cluster.model.failures import is_device_lost
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Part = TypeVar("Part")
+
+
+class Blame:
+    """Belongs to one engine's thread."""
+
+    def __init__(self, fail: Callable[[str, ClusterError], None]):
+        """`fail(name, error)`: the request of this name has failed. Tells its door and frees what it holds; ignores unknown names. What
+        it raises ends the engine."""
+        self._fail = fail
+
+    def run(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """`function(*args)`, on behalf of one request. None: it has failed."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # whatever one request does to the code that handles it
+            self.take(name, error)
+            return None
+
+    def take(self, name: str, error: Exception) -> None:
+        """The request has failed with this error. Raises it again if it ends the engine."""
+        self._fail(name, named(name, error))
+
+    def together(
+        self,
+        parts: Sequence[Part],
+        run: Callable[[Sequence[Part]], Sequence[T]],
+        name_of: Callable[[Part], str],
+        probe: Callable[[], None],
+    ) -> list[tuple[Part, T]]:
+        """`run(parts)`, one result for each. If that raises, each part is run alone, and those that raise again have failed: the others
+        are returned. `run` must be repeatable until it has returned. `probe` is a step that belongs to no request; if no part
+        succeeds and `probe` raises, too, the device is broken, and so is the engine."""
+        try:
+            return list(zip(parts, run(parts), strict=True))
+        except Exception as error:
+            if ends_engine(error):
+                raise
+            logger.warning("a step of %d failed; each is tried alone", len(parts), exc_info=error)
+        done: list[tuple[Part, T]] = []
+        failed: list[tuple[Part, Exception]] = []
+        for part in parts:
+            try:
+                (result,) = run([part])
+                done.append((part, result))
+            except Exception as error:
+                failed.append((part, error))
+                if ends_engine(error):
+                    raise
+        if not done:
+            probe()
+        for part, error in failed:
+            self.take(name_of(part), error)
+        return done
+
+
+def named(name: str, error: Exception) -> ClusterError:
+    """What the door is told; the log has the rest. Raises the error again if it ends the engine."""
+    if ends_engine(error):
+        raise error
+    if isinstance(error, ClusterError):
+        return error
+    logger.error("request %s failed", name, exc_info=error)
+    return InternalError("the request could not be handled; see the worker's log")
+
+
+def ends_engine(error: Exception) -> bool:
+    return isinstance(error, BookkeepingError | MemoryError) or is_device_lost(error)
+
+
+def bookkeeping(function: Callable[P, T]) -> Callable[P, T]:
+    """For a function that takes things on or frees them: whatever it raises, something may be held for ever."""
+
+    @functools.wraps(function)
+    def kept(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except BookkeepingError:
+            raise
+        except Exception as error:
+            raise BookkeepingError(f"the books are wrong after {function.__qualname__}: {error!r}") from error
+
+    return kept

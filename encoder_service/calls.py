@@ -1,0 +1,82 @@
+"""The next encoder call: which items, and how much of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from cluster.scheduling.keys import SchedulingPolicy, order_key
+from cluster.types.media_phase import MediaPhase
+from encoder_service.budget import CallBudget
+from encoder_service.cache import EmbeddingCache
+from encoder_service.runner import Piece, Prepared
+from encoder_service.scheduler import CallLimits, Candidate, select_batch, units_per_call
+from encoder_service.state import EncodeItem
+
+
+@dataclass(frozen=True)
+class EncoderLimits:
+    max_batch_items: int  # media items in one call
+    max_batch_rows: int  # embedding rows in one call, before pooling
+    max_piece_rows: int  # items of more rows are encoded piece by piece, where their family allows it
+    max_call_bytes: int  # that a call may be estimated to need
+    row_bytes: int  # that a call is estimated to need for one row, beside its input
+    max_prepared_bytes: int  # preprocessed media ahead of the device
+    max_queued_rows: int  # not yet encoded; new items are refused beyond
+    num_prepare_threads: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """An item's part in an encoder call."""
+
+    item: EncodeItem
+    piece: Piece
+    candidate: Candidate
+
+
+class CallPlanner:
+    """Belongs to the engine's thread; changes nothing."""
+
+    def __init__(
+        self, limits: EncoderLimits, budget: CallBudget, policy: SchedulingPolicy, cache: EmbeddingCache
+    ):
+        self._limits = limits
+        self._budget = budget
+        self._policy = policy
+        self._cache = cache
+
+    def choose(self, calls: Iterable[Call]) -> Iterator[Call]:
+        """Those that make the next call. There is room in the cache for their items."""
+        by_hash = {call.item.media_hash: call for call in calls}
+        limits = CallLimits(self._limits.max_batch_items, self._limits.max_batch_rows, self._budget.max_bytes)
+        candidates = (call.candidate for call in by_hash.values())
+        for candidate in select_batch(candidates, limits, self._cache.num_free_blocks):
+            yield by_hash[candidate.media_hash]
+
+    def part_of(self, item: EncodeItem, prepared: Prepared) -> Call:
+        """As much of the item as one call may compute."""
+        num_rows, num_units = item.num_call_rows, prepared.num_units
+        num_bytes = num_rows * self._limits.row_bytes + prepared.num_bytes
+        options = item.item.options
+        units = units_per_call(
+            num_units,
+            num_rows,
+            num_bytes,
+            self._limits.max_piece_rows,
+            self._budget.max_bytes,
+            options.temporal_pooling,
+        )
+        start, end = item.num_units_done, min(item.num_units_done + units, num_units)
+        piece = Piece(prepared, options, start, end)
+        share = (end - start) / num_units
+        candidate = Candidate(
+            item.media_hash,
+            order_key(item.ticket, self._policy),
+            item.item.modality,
+            num_rows=int(num_rows * share),
+            num_bytes=int(num_bytes * share),
+            num_blocks=self._cache.num_blocks(item.num_rows) if item.phase is MediaPhase.READY else 0,
+            runs_alone=item.is_suspect or not piece.is_whole,
+        )
+        return Call(item, piece, candidate)

@@ -1,0 +1,377 @@
+"""An exception on an engine's thread, at the N-th of all calls that the engines make, for every N: the request that was handled fails by
+name, the others get their answers, nothing is held, and the engines go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from cluster.errors import BookkeepingError
+from cluster.model.failures import DeviceLostError
+from cluster.types.messages import Cancel, StartEncode
+from prefill_service import engine as prefill_engine
+from tests.fakes.engines import Rig
+from tests.fakes.relay import Relay, Story
+from tests.fakes.requests import make_item, make_request, make_video
+
+MAX_TOKENS = 6
+INTERNAL = "the request could not be handled; see the worker's log"
+
+
+class Fault(Exception):
+    """A bug that one request meets."""
+
+
+class Faults:
+    """Counts calls, and lets one of them fail."""
+
+    def __init__(self, nth: int, error: Callable[[], BaseException] = Fault):
+        self._nth = nth
+        self._error = error
+        self.num_calls = 0
+        self.struck = ""  # the call that failed
+
+    def stop(self) -> None:
+        self._nth = 0
+
+    def on(self, owner: Any, *names: str, behind: bool = False) -> None:
+        """`behind`: the call is made, its result is lost."""
+        for name in names:
+            setattr(owner, name, self.failing(getattr(owner, name), name, behind))
+
+    def failing(self, function: Callable[..., Any], name: str, behind: bool = False) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.num_calls += 1
+            if self.num_calls == self._nth:
+                self.struck = name
+                if behind:
+                    function(*args, **kwargs)
+                raise self._error()
+            return function(*args, **kwargs)
+
+        return call
+
+
+Arm = Callable[[Rig, Faults], Any]
+
+
+@contextmanager
+def prefill_calls(rig: Rig, faults: Faults) -> Iterator[None]:
+    engine = rig.prefill.engine
+    faults.on(engine._model, "positions")
+    faults.on(engine._runner, "run", "first_tokens")
+    faults.on(engine._blocks, "lookup", "try_allocate", "register")
+    faults.on(engine._features, "ready_items")
+    faults.on(rig.prefill.mover, "open")
+    hashes = faults.failing(prefill_engine.block_hashes, "block_hashes")
+    spans = faults.failing(prefill_engine.uncut_spans, "uncut_spans")
+    send = faults.failing(prefill_engine.send_computed, "send_computed")
+    with patch.multiple(prefill_engine, block_hashes=hashes, uncut_spans=spans, send_computed=send):
+        yield
+
+
+@contextmanager
+def prefill_results(rig: Rig, faults: Faults) -> Iterator[None]:
+    """What is computed is lost: it has been written all the same, and part of it is on its way to decode."""
+    faults.on(rig.prefill.engine._runner, "run", "first_tokens", behind=True)
+    yield
+
+
+@contextmanager
+def decode_calls(rig: Rig, faults: Faults) -> Iterator[None]:
+    engine = rig.decode.engine
+    faults.on(engine._runner, "run", "propose", "compute", "copy_blocks")
+    faults.on(engine._blocks, "allocate", "try_allocate", "share", "generations")
+    faults.on(rig.decode.mover, "grant")
+    yield
+
+
+@contextmanager
+def decode_results(rig: Rig, faults: Faults) -> Iterator[None]:
+    faults.on(rig.decode.engine._runner, "run", "propose", "compute", "copy_blocks", behind=True)
+    yield
+
+
+@contextmanager
+def encoder_calls(rig: Rig, faults: Faults) -> Iterator[None]:
+    engine = rig.encoder.engine
+    faults.on(engine._runner, "prepare", "encode")
+    faults.on(rig.cache, "try_reserve", "write", "complete", "pin")
+    faults.on(engine._planner, "part_of")
+    faults.on(rig.encoder.mover, "open")
+    yield
+
+
+@contextmanager
+def encoder_results(rig: Rig, faults: Faults) -> Iterator[None]:
+    faults.on(rig.encoder.engine._runner, "prepare", "encode", behind=True)
+    faults.on(rig.cache, "write", behind=True)
+    yield
+
+
+ALL_CALLS = (
+    prefill_calls,
+    prefill_results,
+    decode_calls,
+    decode_results,
+    encoder_calls,
+    encoder_results,
+)
+
+
+def start_all(relay: Relay) -> list[Story]:
+    """Requests of every kind."""
+    a, b, c = make_item("a", 3), make_item("b", 4), make_video("c", 6)
+    return [
+        relay.start(make_request("text", 9, max_tokens=MAX_TOKENS)),
+        relay.start(make_request("choices", 6, max_tokens=MAX_TOKENS, num_choices=2)),
+        relay.start(make_request("guided", 5, max_tokens=MAX_TOKENS, negative=6)),
+        relay.start(make_request("media", 4, [a, b], max_tokens=MAX_TOKENS), [a, b]),
+        relay.start(make_request("video", 3, [c], max_tokens=MAX_TOKENS), [c]),
+        relay.start(make_request("stays", 10, max_tokens=MAX_TOKENS, num_choices=2), stays=True),
+        relay.start(make_request("same", 9, max_tokens=MAX_TOKENS)),
+    ]
+
+
+def play_until_over(relay: Relay) -> None:
+    for _ in range(200):
+        relay.play(1)
+        if not any(story.is_open for story in relay.stories.values()):
+            return
+
+
+def has_answer(story: Story) -> bool:
+    wanted = list(range(50, 50 + MAX_TOKENS))
+    return all(line.tokens == wanted and line.finish_reason is not None for line in story.lines)
+
+
+def errors(relay: Relay) -> list[str]:
+    return [story.error for story in relay.stories.values() if story.error is not None]
+
+
+def finish(relay: Relay) -> None:
+    """Nobody has died: one more request is served. Then nothing is held."""
+    item = make_item("last", 3)
+    last = relay.start(make_request("last", 5, [item], max_tokens=MAX_TOKENS), [item])
+    play_until_over(relay)
+    assert has_answer(last), last
+    relay.finish()
+
+
+def run_with_fault(arm: Arm, nth: int) -> str:
+    """The name of the call that failed; empty if there were not so many."""
+    is_decode = arm in (decode_calls, decode_results)
+    rig = Rig(
+        decode_blocks=8 if is_decode else 40
+    )  # a grant that is not given back is held until its time is over
+    relay = Relay(rig)
+    faults = Faults(nth)
+    with arm(rig, faults):
+        stories = start_all(relay)
+        play_until_over(relay)
+        lost = [story.request.request_id for story in stories if not has_answer(story)]
+        assert rig.decode.engine.num_preempted > 0 or faults.struck or not is_decode
+        assert len(lost) <= 1, (faults.struck, lost, errors(relay))
+        told = errors(relay)
+        assert len(told) == len(lost), (faults.struck, lost, told)
+        assert all(INTERNAL in text or "could not be encoded" in text for text in told), told
+        faults.stop()
+        finish(relay)
+    assert len(rig.ended) == len(set(rig.ended))
+    return faults.struck
+
+
+@pytest.mark.parametrize("arm", ALL_CALLS, ids=lambda arm: arm.__name__)
+def test_a_fault_at_any_call_costs_at_most_the_request_that_was_handled(arm: Arm) -> None:
+    struck, nth = set(), 1
+    while name := run_with_fault(arm, nth):
+        struck.add(name)
+        nth += 1
+    assert nth > 10 and struck, struck
+
+
+# ------------------------------------------------------------------------------------- a request that fails every time
+
+
+def poison(owner: Any, name: str, is_poisoned: Callable[..., bool]) -> None:
+    function = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        if is_poisoned(*args):
+            raise Fault
+        return function(*args)
+
+    setattr(owner, name, call)
+
+
+def of(request_id: str) -> Callable[..., bool]:
+    """Whether a step, of either engine, computes something for the request."""
+
+    def is_in(batch: Any, *_: Any) -> bool:
+        parts = [part[0] if isinstance(part, tuple) else part for part in batch]
+        return any(part.request_id.split("/")[0] == request_id for part in parts)
+
+    return is_in
+
+
+def holds(token_id: int) -> Callable[..., bool]:
+    return lambda parts: any(token_id in part.token_ids for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("worker", "name", "lost"),
+    [
+        ("prefill", "run", "choices"),
+        ("prefill", "first_tokens", "choices"),
+        ("prefill", "run", "guided"),
+        ("decode", "run", "choices"),
+        ("decode", "propose", "text"),
+    ],
+)
+def test_of_a_step_only_the_request_fails_that_fails_alone(worker: str, name: str, lost: str) -> None:
+    """However often it comes back, for a request that is preempted fails under another name."""
+    rig = Rig(decode_blocks=40)
+    relay = Relay(rig)
+    poison(rig.workers[worker].engine._runner, name, of(lost))
+    stories = start_all(relay)
+    play_until_over(relay)
+    assert [story.request.request_id for story in stories if not has_answer(story)] == [lost]
+    assert errors(relay) == [INTERNAL]
+    finish(relay)
+
+
+def test_of_prompts_that_decode_computes_together_only_the_one_fails_that_fails_alone() -> None:
+    rig = Rig(decode_blocks=40)
+    relay = Relay(rig)
+    poison(rig.decode.engine._runner, "compute", holds(101))  # the one that has two tokens before its last
+    stories = [relay.start(make_request(f"r{n}", n, max_tokens=MAX_TOKENS), stays=True) for n in (0, 1, 2)]
+    play_until_over(relay)
+    assert [has_answer(story) for story in stories] == [True, True, False]
+    finish(relay)
+
+
+def test_an_item_that_cannot_be_planned_fails_for_all_who_want_it_and_for_nobody_else() -> None:
+    rig = Rig(decode_blocks=40)
+    relay = Relay(rig)
+    poison(rig.encoder.engine._planner, "part_of", lambda item, _: item.media_hash == "a")
+    items = [make_item(name, 3) for name in "aab"]
+    stories = [
+        relay.start(make_request(f"r{n}", 4 + n, [item], max_tokens=MAX_TOKENS), [item])
+        for n, item in enumerate(items)
+    ]
+    play_until_over(relay)
+    assert [has_answer(story) for story in stories] == [False, False, True]
+    finish(relay)
+
+
+def test_an_item_whose_start_fails_is_refused_by_name() -> None:
+    rig = Rig()
+    relay = Relay(rig)
+    poison(rig.encoder.engine, "_refusal", lambda message: message.item.media_hash == "a")
+    a, b = make_item("a", 3), make_item("b", 3)
+    bad = relay.start(make_request("bad", 4, [a], max_tokens=MAX_TOKENS), [a])
+    good = relay.start(make_request("good", 5, [b], max_tokens=MAX_TOKENS), [b])
+    play_until_over(relay)
+    assert bad.error == INTERNAL and has_answer(good)
+    finish(relay)
+
+
+def test_cancels_that_make_no_sense_cost_the_request_that_they_name() -> None:
+    rig = Rig(decode_blocks=40)
+    relay = Relay(rig)
+    stories = start_all(relay)
+    while not rig.decode.engine.load().num_running:
+        relay.play(1)
+    rig.receive("decode", Cancel("text", 7))
+    play_until_over(relay)
+    assert [story.request.request_id for story in stories if not has_answer(story)] == ["text"]
+    finish(relay)
+
+
+# --------------------------------------------------------------------------------------------- what ends an engine
+
+STEPS = (
+    ("prefill", "run"),
+    ("prefill", "first_tokens"),
+    ("decode", "run"),
+    ("decode", "compute"),
+    ("encoder", "encode"),
+)
+
+
+def play_with(worker: str, name: str, error: Callable[[], BaseException], probe_fails: bool = False) -> Relay:
+    """Every such call raises."""
+    rig = Rig(decode_blocks=40)
+    relay = Relay(rig)
+
+    def call(*_: Any) -> Any:
+        raise error()
+
+    runner = rig.workers[worker].engine._runner
+    setattr(runner, name, call)
+    if probe_fails:
+        runner.warm_up = call
+    start_all(relay)
+    play_until_over(relay)
+    return relay
+
+
+@pytest.mark.parametrize(("worker", "name"), STEPS)
+@pytest.mark.parametrize(
+    "error", [torch.AcceleratorError, DeviceLostError, lambda: RuntimeError("CUDA error: CUBLAS_STATUS")]
+)
+def test_a_lost_device_ends_the_engine(worker: str, name: str, error: Callable[[], BaseException]) -> None:
+    with pytest.raises(type(error())):
+        play_with(worker, name, error)
+
+
+@pytest.mark.parametrize(("worker", "name"), STEPS[:-1])
+def test_a_process_without_memory_ends_its_engine(worker: str, name: str) -> None:
+    with pytest.raises(MemoryError):
+        play_with(worker, name, MemoryError)
+
+
+@pytest.mark.parametrize(("worker", "name"), STEPS[:-1])
+def test_a_device_on_which_nothing_succeeds_ends_the_engine(worker: str, name: str) -> None:
+    with pytest.raises(Fault):
+        play_with(worker, name, Fault, probe_fails=True)
+
+
+@pytest.mark.parametrize(("worker", "name"), STEPS)
+def test_requests_that_all_fail_on_a_device_that_works_do_not_end_the_engine(worker: str, name: str) -> None:
+    relay = play_with(worker, name, Fault)
+    assert errors(relay)
+    relay.finish()
+
+
+@pytest.mark.parametrize("worker", ["prefill", "decode"])
+def test_blocks_that_cannot_be_freed_end_the_engine(worker: str) -> None:
+    rig = Rig(decode_blocks=40)
+    relay = Relay(rig)
+    start_all(relay)
+    relay.play(2)
+    poison(rig.pools[worker], "free", lambda blocks: len(blocks) > 0)
+    with pytest.raises(BookkeepingError):
+        relay.play(60)
+
+
+def test_a_choice_that_speculation_cannot_forget_ends_the_engine() -> None:
+    rig = Rig()
+    relay = Relay(rig)
+    poison(rig.decode.engine._runner, "forget", lambda choice: True)
+    relay.start(make_request("r", 5))
+    with pytest.raises(BookkeepingError, match="_end_choice"):
+        relay.play(60)
+
+
+def test_an_item_that_no_thread_takes_ends_the_encoder() -> None:
+    rig = Rig()
+    poison(rig.executor, "submit", lambda *_: True)
+    rig.receive("encoder", StartEncode("r", 0, make_item("a", 3), 10.0))
+    with pytest.raises(BookkeepingError):
+        rig.turn()
