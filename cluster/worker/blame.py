@@ -22,6 +22,8 @@ from cluster.model.failures import is_device_lost
 
 logger = logging.getLogger(__name__)
 
+UNEXPECTED = "the request could not be handled; see the worker's log"  # all that its door is told
+
 P = ParamSpec("P")
 T = TypeVar("T")
 Part = TypeVar("Part")
@@ -87,7 +89,7 @@ def named(name: str, error: Exception) -> ClusterError:
     if isinstance(error, ClusterError):
         return error
     logger.error("request %s failed", name, exc_info=error)
-    return InternalError("the request could not be handled; see the worker's log")
+    return InternalError(UNEXPECTED)
 
 
 def ends_engine(error: Exception) -> bool:

@@ -1,6 +1,6 @@
 """One encoder, one prefill and one decode engine without models, sockets or threads: every hand-over waits in a queue until a
 test lets it happen. What runs in place of the models writes recognisable content and checks what it reads, so that a block
-reused too early is found.
+reused too early is found: that ends the engine (`bookkeeping`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from cluster.types.messages import (
     StartPrefill,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest, Prompt
+from cluster.worker.blame import bookkeeping
 from cluster.worker.outbox import Outbox
 from cluster.worker.turns import no_turns
 from decode_service.engine import DecodeEngine
@@ -163,7 +164,9 @@ class Rig:
             model = SimpleNamespace(positions=place, chunk_cut_spans=False, kv_layout=KV_LAYOUT, num_layers=1)
             self.features = FeatureStore(features, self.pools["features"], mover)
             runner = SimpleNamespace(
-                run=self._run_prefill, first_tokens=_first_tokens, warm_up=lambda *_: None
+                run=bookkeeping(self._run_prefill),
+                first_tokens=bookkeeping(_first_tokens),
+                warm_up=lambda *_: None,
             )
             return PrefillEngine(
                 model,
@@ -188,11 +191,11 @@ class Rig:
 
     def _decode_engine(self, mover: Mover, outbox: Outbox, window: int | None) -> DecodeEngine:
         runner = SimpleNamespace(
-            run=self._run_decode,
+            run=bookkeeping(self._run_decode),
             propose=self._propose,
             forget=lambda choice: None,
             copy_blocks=self._decode_kv.copy_blocks,
-            compute=self.compute,
+            compute=bookkeeping(self.compute),
             warm_up=lambda *_: None,
             num_drafted=0,
             num_accepted=0,

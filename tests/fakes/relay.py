@@ -29,6 +29,7 @@ from cluster.types.messages import (
     Tokens,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
+from cluster.worker.blame import UNEXPECTED
 from tests.fakes.engines import MARGIN_S, TIMEOUT_S, Rig
 
 
@@ -75,8 +76,10 @@ class Story:
 
 
 class Relay:
-    def __init__(self, rig: Rig):
+    def __init__(self, rig: Rig, expects_faults: bool = False):
+        """`expects_faults`: requests may fail because engines meet errors that are nobody's but their own."""
         self.rig = rig
+        self._expects_faults = expects_faults
         self.to_worker: dict[str, deque[AnyMessage]] = {name: deque() for name in rig.workers}
         self.stories: dict[str, Story] = {}
         self.num_resumed = 0
@@ -162,6 +165,8 @@ class Relay:
             for idx, line in enumerate(story.lines):
                 line.is_preempted = line.finish_reason is None
                 self._resume_if_known(story, idx)
+        elif isinstance(message, Failed) and not self._expects_faults and message.error.message == UNEXPECTED:
+            raise AssertionError(f"{message.request_id} met an error in the {name} engine")
         elif isinstance(message, Failed) and story.is_open and message.item_idx not in story.shared_items:
             story.error = message.error.message
             self.land(message.request_id)

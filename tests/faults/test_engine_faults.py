@@ -14,13 +14,13 @@ import torch
 from cluster.errors import BookkeepingError
 from cluster.model.failures import DeviceLostError
 from cluster.types.messages import Cancel, StartEncode
+from cluster.worker.blame import UNEXPECTED
 from prefill_service import engine as prefill_engine
 from tests.fakes.engines import Rig
 from tests.fakes.relay import Relay, Story
 from tests.fakes.requests import make_item, make_request, make_video
 
 MAX_TOKENS = 6
-INTERNAL = "the request could not be handled; see the worker's log"
 
 
 class Fault(Exception):
@@ -169,7 +169,7 @@ def run_with_fault(arm: Arm, nth: int) -> str:
     rig = Rig(
         decode_blocks=8 if is_decode else 40
     )  # a grant that is not given back is held until its time is over
-    relay = Relay(rig)
+    relay = Relay(rig, expects_faults=True)
     faults = Faults(nth)
     with arm(rig, faults):
         stories = start_all(relay)
@@ -179,7 +179,7 @@ def run_with_fault(arm: Arm, nth: int) -> str:
         assert len(lost) <= 1, (faults.struck, lost, errors(relay))
         told = errors(relay)
         assert len(told) == len(lost), (faults.struck, lost, told)
-        assert all(INTERNAL in text or "could not be encoded" in text for text in told), told
+        assert all(UNEXPECTED in text or "could not be encoded" in text for text in told), told
         faults.stop()
         finish(relay)
     assert len(rig.ended) == len(set(rig.ended))
@@ -236,18 +236,18 @@ def holds(token_id: int) -> Callable[..., bool]:
 def test_of_a_step_only_the_request_fails_that_fails_alone(worker: str, name: str, lost: str) -> None:
     """However often it comes back, for a request that is preempted fails under another name."""
     rig = Rig(decode_blocks=40)
-    relay = Relay(rig)
+    relay = Relay(rig, expects_faults=True)
     poison(rig.workers[worker].engine._runner, name, of(lost))
     stories = start_all(relay)
     play_until_over(relay)
     assert [story.request.request_id for story in stories if not has_answer(story)] == [lost]
-    assert errors(relay) == [INTERNAL]
+    assert errors(relay) == [UNEXPECTED]
     finish(relay)
 
 
 def test_of_prompts_that_decode_computes_together_only_the_one_fails_that_fails_alone() -> None:
     rig = Rig(decode_blocks=40)
-    relay = Relay(rig)
+    relay = Relay(rig, expects_faults=True)
     poison(rig.decode.engine._runner, "compute", holds(101))  # the one that has two tokens before its last
     stories = [relay.start(make_request(f"r{n}", n, max_tokens=MAX_TOKENS), stays=True) for n in (0, 1, 2)]
     play_until_over(relay)
@@ -257,7 +257,7 @@ def test_of_prompts_that_decode_computes_together_only_the_one_fails_that_fails_
 
 def test_an_item_that_cannot_be_planned_fails_for_all_who_want_it_and_for_nobody_else() -> None:
     rig = Rig(decode_blocks=40)
-    relay = Relay(rig)
+    relay = Relay(rig, expects_faults=True)
     poison(rig.encoder.engine._planner, "part_of", lambda item, _: item.media_hash == "a")
     items = [make_item(name, 3) for name in "aab"]
     stories = [
@@ -271,19 +271,19 @@ def test_an_item_that_cannot_be_planned_fails_for_all_who_want_it_and_for_nobody
 
 def test_an_item_whose_start_fails_is_refused_by_name() -> None:
     rig = Rig()
-    relay = Relay(rig)
+    relay = Relay(rig, expects_faults=True)
     poison(rig.encoder.engine, "_refusal", lambda message: message.item.media_hash == "a")
     a, b = make_item("a", 3), make_item("b", 3)
     bad = relay.start(make_request("bad", 4, [a], max_tokens=MAX_TOKENS), [a])
     good = relay.start(make_request("good", 5, [b], max_tokens=MAX_TOKENS), [b])
     play_until_over(relay)
-    assert bad.error == INTERNAL and has_answer(good)
+    assert bad.error == UNEXPECTED and has_answer(good)
     finish(relay)
 
 
 def test_cancels_that_make_no_sense_cost_the_request_that_they_name() -> None:
     rig = Rig(decode_blocks=40)
-    relay = Relay(rig)
+    relay = Relay(rig, expects_faults=True)
     stories = start_all(relay)
     while not rig.decode.engine.load().num_running:
         relay.play(1)
@@ -307,7 +307,7 @@ STEPS = (
 def play_with(worker: str, name: str, error: Callable[[], BaseException], probe_fails: bool = False) -> Relay:
     """Every such call raises."""
     rig = Rig(decode_blocks=40)
-    relay = Relay(rig)
+    relay = Relay(rig, expects_faults=True)
 
     def call(*_: Any) -> Any:
         raise error()
@@ -352,7 +352,7 @@ def test_requests_that_all_fail_on_a_device_that_works_do_not_end_the_engine(wor
 @pytest.mark.parametrize("worker", ["prefill", "decode"])
 def test_blocks_that_cannot_be_freed_end_the_engine(worker: str) -> None:
     rig = Rig(decode_blocks=40)
-    relay = Relay(rig)
+    relay = Relay(rig, expects_faults=True)
     start_all(relay)
     relay.play(2)
     poison(rig.pools[worker], "free", lambda blocks: len(blocks) > 0)
@@ -362,7 +362,7 @@ def test_blocks_that_cannot_be_freed_end_the_engine(worker: str) -> None:
 
 def test_a_choice_that_speculation_cannot_forget_ends_the_engine() -> None:
     rig = Rig()
-    relay = Relay(rig)
+    relay = Relay(rig, expects_faults=True)
     poison(rig.decode.engine._runner, "forget", lambda choice: True)
     relay.start(make_request("r", 5))
     with pytest.raises(BookkeepingError, match="_end_choice"):

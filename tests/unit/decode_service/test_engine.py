@@ -12,6 +12,7 @@ from cluster.types.messages import (
     Preempted,
     PrefillTiming,
     ReturnGrant,
+    StartDecode,
     Tokens,
 )  # fmt: skip
 from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig
@@ -384,3 +385,53 @@ def test_steps_are_learnt_by_their_sequences_and_told(rig, relay):
         curves += [m.curves.decode for m in rig.decode.said if isinstance(m, Measured)]
         relay.play(1)
     assert curves and curves[-1].seconds(2, 8) == pytest.approx(0.25, rel=0.1)
+
+
+def test_a_lost_door_takes_all_its_requests_along_and_no_other_doors(rig, relay):
+    for n in range(3):
+        relay.start(make_request(f"r{n}", 3, max_tokens=9), stays=True)
+    relay.play(2)
+    other = StartDecode(make_request("other", 3, max_tokens=9), TIMEOUT_S, prefills=True)
+    rig.decode.tell(rig.decode.engine.start, DOOR + 1, other)
+    relay.play(2)
+    rig.decode.tell(rig.decode.engine.drop_door, DOOR)
+    rig.decode.step()
+    assert list(rig.decode.engine._requests) == ["other"] and sorted(rig.ended) == ["r0", "r1", "r2"]
+    rig.decode.tell(rig.decode.engine.drop_door, DOOR + 1)
+    rig.decode.step()
+    assert rig.decode.engine.load().is_idle
+
+
+@pytest.mark.parametrize(
+    "ends", ["at its length", "by a stop token", "by a cancel", "by preemption", "at its first token"]
+)
+def test_speculation_forgets_every_choice_that_has_ended(rig, relay, ends):
+    forgotten, begun, runner = [], set(), rig.decode.engine._runner
+    run = runner.run
+    runner.forget = lambda choice: forgotten.append(choice.request_id)
+    runner.run = lambda batch: begun.update(c.request_id for r in batch for c in r.live_choices) or run(batch)
+    stop = {"by a stop token": (52,), "at its first token": (50,)}.get(ends, ())
+    for n in range(3 if ends == "by preemption" else 1):
+        relay.start(make_request(f"r{n}", 6, max_tokens=9, num_choices=2, stop=stop))
+        rig.clock.at += 0.1
+    relay.play(4)
+    if ends == "by a cancel":
+        rig.receive("decode", Cancel("r0", 1))
+        relay.play(1)
+        assert forgotten == ["r0/1"]
+        relay.land("r0")
+    relay.play(300)
+    assert begun <= set(forgotten) and len(forgotten) == len(set(forgotten))
+    assert (rig.decode.engine.num_preempted > 0) == (ends == "by preemption")
+    assert bool(begun) == (ends != "at its first token") and {"r0/0", "r0/1"} <= set(forgotten)
+
+
+def test_a_newcomer_does_not_get_the_block_that_somebody_who_runs_is_about_to_need(rig, relay):
+    """The newcomer's prompt would fill the pool, and lose its blocks at once."""
+    old = relay.start(make_request("old", 7, max_tokens=12), stays=True)
+    relay.play(2)
+    rig.clock.at += 0.1
+    new = relay.start(make_request("new", 31, max_tokens=2), stays=True)
+    relay.play(100)
+    assert old.tokens == list(range(50, 62)) and new.tokens == [50, 51]
+    assert rig.decode.engine.num_preempted == 0

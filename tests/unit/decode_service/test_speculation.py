@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel
-from cluster.types.request import SamplingParams
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from decode_service.runner import DecodeRunner
 from decode_service.speculation import REST_STEPS, DraftModelProposer, NgramProposer, Speculator, accept
+from decode_service.state import DecodeRequest
 from tests.flow.tiny_models import TEXT_FAMILIES
 from tests.unit.decode_service.drafting import (
     BLOCK_SIZE,
@@ -176,3 +178,27 @@ def test_forgetting_reaches_the_proposer_and_late_news_is_ignored():
     speculator.observe("r", 4, 0)
     assert proposer.forgotten == ["r"]
     assert [len(guess) for guess in speculator.propose([Request("r", [1])], [9])] == [4]
+
+
+def test_a_proposer_that_raises_keeps_nothing_of_the_choices_that_it_was_asked_for():
+    """What it keeps may be half written. The engine asks for each of them again."""
+
+    class Broken:
+        def __init__(self):
+            self.forgotten = []
+
+        def propose(self, sequences, max_tokens):
+            raise IndexError
+
+        def forget(self, request_id):
+            self.forgotten.append(request_id)
+
+    broken = Broken()
+    runner = DecodeRunner(None, None, Speculator(broken, 4))
+    requests = [
+        GenerateRequest(name, Prompt((1, 2)), (SamplingParams(),) * 2, StopParams(9)) for name in ("a", "b")
+    ]
+    with pytest.raises(IndexError):
+        runner.propose([DecodeRequest(request, 1, 1.0, 0.0) for request in requests])
+    assert broken.forgotten == ["a/0", "a/1", "b/0", "b/1"]
+    assert not runner._speculator._lengths

@@ -207,3 +207,30 @@ def test_requests_that_share_an_item_hold_one_copy_of_its_file(rig):
     rig.encoder.tell(rig.encoder.engine.cancel, "r")
     rig.turn(5)
     assert rig.encoder.engine.load().held_bytes == len(ITEM.data)
+
+
+@pytest.mark.parametrize("how", ["cancel", "drop"])
+def test_an_item_that_is_given_up_before_its_turn_is_not_prepared(rig, how):
+    """Two threads are busy with two others."""
+    prepared, prepare = [], rig.encoder.engine._runner.prepare
+    rig.encoder.engine._runner.prepare = lambda item: prepared.append(item.media_hash) or prepare(item)
+    for number, name in enumerate(("a", "b", "given up")):
+        rig.start(make_item(name, 3), f"r{number}")
+    rig.encoder.inbox.run()
+    if how == "cancel":
+        rig.receive("encoder", Cancel("r2"))
+        rig.encoder.inbox.run()
+    else:
+        rig.encoder.engine.drop_door(DOOR)
+    rig.prepare_all()
+    assert prepared == ["a", "b"]
+    rig.encoder.inbox.run()
+    assert rig.encoder.engine.load().num_running == (2 if how == "cancel" else 0)
+
+
+def test_an_item_that_is_given_up_while_a_thread_has_it_is_not_encoded(rig):
+    rig.start(ITEM)
+    rig.encoder.inbox.run()
+    rig.receive("encoder", Cancel("r"))
+    rig.turn(3)
+    assert rig.encoder_calls == [] and rig.encoder.engine.load().num_running == 0

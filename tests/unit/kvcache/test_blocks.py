@@ -204,3 +204,16 @@ def test_a_shared_block_is_free_when_the_last_holder_gives_it_back():
     with pytest.raises(ValueError, match="nobody holds it"):
         pool.share(blocks)
     pool.check_integrity()
+
+
+def test_an_evicted_block_gets_a_new_generation():
+    """A grant that names the block as it was must not fit it any more."""
+    pool = BlockPool(2, 16)
+    cached, held = pool.allocate(2)
+    pool.register(cached, b"known")
+    before = pool.generations([cached, held])
+    pool.free([cached])
+    assert pool.generations([cached]) == before[:1], "its content is still there"
+    assert pool.allocate(1) == [cached]
+    assert pool.generation(cached) > before[0] and pool.generation(held) == before[1]
+    pool.free([cached, held])

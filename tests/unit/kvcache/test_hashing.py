@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,3 +99,64 @@ def test_generated_placeholders_are_not_named_like_the_rows_of_an_item():
     assert block_hashes(shown, 4)[0] == block_hashes(generated, 4)[0]
     assert block_hashes(shown, 4)[1] != block_hashes(generated, 4)[1]
     assert block_hashes(generated, 4) == block_hashes(Prompt(shown.token_ids), 4)
+
+
+def named_by_hand(prompt: Prompt, block_size: int) -> list[bytes]:
+    """What the module says, from the row that stands at each token."""
+    row_at: dict[int, tuple[PlacedMedia, int]] = {}
+    for item in prompt.media:
+        tokens = [token for offset, length in item.ranges for token in range(offset, offset + length)]
+        row_at |= {token: (item, row) for row, token in enumerate(tokens)}
+    salt = prompt.cache_salt.encode() + block_size.to_bytes(8, "little")
+    names = [blake2b(salt, digest_size=32).digest()]
+    for start in range(0, len(prompt.token_ids) // block_size * block_size, block_size):
+        content = b"".join(t.to_bytes(8, "little") for t in prompt.token_ids[start : start + block_size])
+        for item in prompt.media:
+            runs: list[list[int]] = []  # position in the block, first row, number of rows
+            for place in range(block_size):
+                shown, row = row_at.get(start + place, (None, 0))
+                if shown is not item:
+                    continue
+                if runs and place == runs[-1][0] + runs[-1][2]:
+                    runs[-1][2] += 1
+                else:
+                    runs.append([place, row, 1])
+            name = f"{item.modality}:{item.media_hash}".encode()
+            for run in runs:
+                content += b"".join(n.to_bytes(8, "little") for n in (len(name), *run)) + name
+        names.append(blake2b(names[-1] + content, digest_size=32).digest())
+    return names[1:]
+
+
+placements = st.lists(
+    st.tuples(
+        st.sampled_from(list(Modality)),
+        st.sampled_from("ab"),
+        st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9)), min_size=1, max_size=3),
+    ),
+    max_size=3,
+)
+
+
+@given(placements, st.integers(0, 5), st.integers(1, 5), st.sampled_from(["", "salt"]))
+def test_a_block_is_named_by_the_rows_that_stand_in_it(placed, num_behind, block_size, salt):
+    """Items of all kinds, cut by blocks anywhere, with text between their rows."""
+    media, end = [], 0
+    for modality, name, gaps_and_lengths in placed:
+        ranges = []
+        for gap, length in gaps_and_lengths:
+            ranges.append((end + gap, length))
+            end += gap + length
+        geometry = MediaGeometry(sum(length for _, length in ranges))
+        media.append(PlacedMedia(modality, name, tuple(ranges), geometry))
+    prompt = Prompt(tuple(range(7, 7 + end + num_behind)), tuple(media), salt)
+    assert block_hashes(prompt, block_size) == named_by_hand(prompt, block_size)
+
+
+def test_a_clip_and_a_sound_of_one_name_are_not_one_item():
+    tokens, geometry = (PLACEHOLDER,) * 4, MediaGeometry(4)
+    clip, sound = (
+        Prompt(tokens, (PlacedMedia(modality, "a", ((0, 4),), geometry),))
+        for modality in (Modality.VIDEO, Modality.AUDIO)
+    )
+    assert block_hashes(clip, 4) != block_hashes(sound, 4)

@@ -310,3 +310,39 @@ def test_rows_are_drawn_in_place_with_any_number_of_threads(native: ctypes.CDLL)
             assert torch.equal(draw_native(native, transposed, rows, [1.0] * 8, keys), expected)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-9, 1e-30, 1e-4])
+def test_the_most_probable_token_stays_however_small_top_p_is(top_p: float) -> None:
+    """1 - top_p rounds to 1 in float32, and so does the sum of all probabilities."""
+    logits = torch.stack([LOGITS, LOGITS.flip(0), torch.zeros(VOCAB)])
+    params = SamplingParams(temperature=1.0, top_p=top_p, seed=7)
+    kept = keep_likely(logits, [params] * 3)
+    assert torch.isfinite(kept).sum(dim=-1).tolist() == [1, 1, 1]
+    assert kept[:2].argmax(dim=-1).equal(logits[:2].argmax(dim=-1))
+    assert sample(logits[:2], [params] * 2, [4, 5]) == logits[:2].argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, top_k=2**63 - 1, seed=2**63),
+        SamplingParams(temperature=1.0, top_k=2**80, seed=-(2**80)),
+        SamplingParams(temperature=1e300, seed=2**64 - 1),
+        SamplingParams(temperature=1e-300, top_p=0.5, min_p=1.0),
+        SamplingParams(temperature=5e-324),
+        SamplingParams(temperature=float("inf"), top_k=3, min_p=0.5),
+        SamplingParams(temperature=1.0, top_k=-(2**63), top_p=float("nan")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("position", [0, 2**31, 2**62])
+def test_no_parameter_that_a_request_can_carry_makes_sampling_raise(
+    params: SamplingParams, position: int
+) -> None:
+    """Nor does it change what the other rows draw."""
+    plain = SamplingParams(temperature=1.0, seed=3)
+    logits = torch.stack([LOGITS, LOGITS])
+    odd, other = sample(logits, [params, plain], [position, 9])
+    assert 0 <= odd < VOCAB
+    assert other == sample(LOGITS[None], [plain], [9])[0]

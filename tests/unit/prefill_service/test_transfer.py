@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import msgspec
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -258,3 +259,15 @@ def test_between_layers_only_good_grants_of_prompts_in_the_step_are_taken_up():
     taken = {id(req): error for req, error in targets.take(requests)}
     assert taken[id(other)] is None and "not that one" in str(taken[id(failing)]) and len(taken) == 2
     assert set(targets.by_lease) == {"running", "other"}
+
+
+@pytest.mark.parametrize("phase", [None, Phase.CLOSING])
+def test_a_grant_that_comes_too_late_is_given_back_at_once(phase):
+    """To a request that has ended, or is about to."""
+    outgoing, closing = Recorder(), request(sequence(8, 8))
+    closing.outgoing, closing.phase = None, phase
+    targets = Targets(SimpleNamespace(open=lambda grant: outgoing), BUDGET, WIDE)
+    targets.offer("r", SimpleNamespace(lease_id="lease", token_s=None))
+    assert list(targets.take({} if phase is None else {"r": closing})) == []
+    assert outgoing.aborted == "the request has ended"
+    assert closing.outgoing is None and not targets.by_lease
