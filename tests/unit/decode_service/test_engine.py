@@ -431,7 +431,7 @@ def test_a_newcomer_does_not_get_the_block_that_somebody_who_runs_is_about_to_ne
     old = relay.start(make_request("old", 7, max_tokens=12), stays=True)
     relay.play(2)
     rig.clock.at += 0.1
-    new = relay.start(make_request("new", 31, max_tokens=2), stays=True)
+    new = relay.start(make_request("new", 27, max_tokens=2), stays=True)
     relay.play(100)
     assert old.tokens == list(range(50, 62)) and new.tokens == [50, 51]
     assert rig.decode.engine.num_preempted == 0
