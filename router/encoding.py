@@ -23,12 +23,10 @@ from cluster.errors import (
     InternalError,
     MediaError,
     OverloadedError,
-    QuarantinedError,
     UnavailableError,
     from_info,
 )
 from cluster.media.settings import item_name
-from cluster.types.media import MediaItem
 from cluster.types.messages import (
     Cancel,
     EncoderLost,
@@ -42,7 +40,7 @@ from cluster.types.transfer import Grant
 from router.flight import Flight
 from router.members import Peer
 from router.policy import ClusterView
-from router.quarantine import Quarantine
+from router.quarantine import Quarantine, barred_item
 
 MAX_ATTEMPTS = 3  # of one item, over all encoders
 
@@ -249,11 +247,3 @@ class EncodeStage:
         encoder = flight.errands[item_idx].encoder.member.replica_id
         self._cluster.item_moved(flight.request.request_id, item_idx, encoder)
         self._start(flight, item_idx)
-
-
-def barred_item(item: MediaItem, item_idx: int) -> QuarantinedError:
-    """An item of a request that several workers did not survive."""
-    name = item_name(item.modality, item_idx)
-    return QuarantinedError(
-        f"{name}: the workers that encoded it were lost, so it is not tried again for now", param="messages"
-    )
