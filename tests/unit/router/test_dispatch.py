@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from cluster.errors import MediaError, RequestError, UnavailableError
+from cluster.errors import MediaError, OverloadedError, RequestError, UnavailableError
 from cluster.types.members import Role
 from cluster.types.messages import (
     Admitted,
@@ -310,14 +310,16 @@ async def test_an_answer_that_nobody_reads_holds_nothing_once_it_has_ended(door)
     assert [event.token_ids async for event in stream] == [(6,), (7,)]
 
 
-async def test_choices_of_a_refused_request_are_refused_alike(door):
-    large = msgspec.structs.replace(
-        REQUEST, sampling=(SamplingParams(), SamplingParams()), stop=StopParams(16 * 8)
-    )
-    for stream in door.generate(large, [ITEM], []):
-        with pytest.raises(RequestError, match="288 tokens of KV cache"):
-            await anext(stream)
-    assert not any(door.sent(role) for role in Role)
+async def test_choices_of_a_refused_request_are_refused_alike(door, monkeypatch):
+    def refuse(ticket):
+        raise OverloadedError("busy")
+
+    monkeypatch.setattr(door.dispatcher._entrance, "enter", refuse)
+    two = msgspec.structs.replace(REQUEST, sampling=(SamplingParams(), SamplingParams()))
+    for stream in door.generate(two, [ITEM], []):
+        with pytest.raises(OverloadedError):
+            await asyncio.wait_for(anext(stream), 1)
+    assert not any(door.sent(role) for role in Role), "the second was not let in either"
 
 
 async def test_a_failed_request_is_let_go_before_its_error_is_read(door):
