@@ -102,6 +102,11 @@ class Dispatcher:
         return self._entrance.num_waiting
 
     @property
+    def num_silences(self) -> int:
+        """Times that a worker stopped moving, since the start."""
+        return self._watch.num_silences
+
+    @property
     def calibration(self) -> CalibrationStatistics:
         return self._cluster.calibration
 

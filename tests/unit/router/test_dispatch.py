@@ -7,7 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
+from cluster.config.settings import DoorArgs
 from cluster.errors import MediaError, OverloadedError, RequestError, UnavailableError
+from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Role
 from cluster.types.messages import (
     Admitted,
@@ -19,6 +21,7 @@ from cluster.types.messages import (
     FeatureGranted,
     FeatureShared,
     FinishReason,
+    Measured,
     Preempted,
     ReturnGrant,
     StartDecode,
@@ -334,3 +337,43 @@ async def test_a_failed_request_is_let_go_before_its_error_is_read(door):
     assert door.dispatcher.is_idle
     with pytest.raises(UnavailableError, match="decode gave up"):
         await anext(stream)
+
+
+async def test_a_first_token_lets_the_next_request_go_to_prefill(door):
+    door.tell(Role.PREFILL, Measured(ServiceCurves(prefill=Curve(10.0, 1e-4))))
+    tasks = []
+    for name in ("first", "second", "third"):
+        (stream,) = door.generate(msgspec.structs.replace(REQUEST, request_id=name), [ITEM], [])
+        tasks.append(asyncio.ensure_future(anext(stream)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [door.dispatcher.num_flights, door.dispatcher.num_waiting] == [2, 1]
+    door.token(Role.PREFILL, 5, name="first")
+    assert door.dispatcher.num_waiting == 0, "the first is with decode now"
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for flight in list(door.dispatcher._flights.values()):
+        door.dispatcher.close(flight, 0)
+
+
+async def test_the_first_token_has_a_deadline_of_its_own(door):
+    door.dispatcher._timeouts = DoorArgs(first_token_timeout_s=0.05, request_timeout_s=3600.0)
+    task, _ = await door.start()
+    with pytest.raises(UnavailableError, match="out of time"):
+        await asyncio.wait_for(task, 60)
+
+
+async def test_an_answer_that_has_begun_may_take_longer_than_a_first_token(door):
+    door.dispatcher._timeouts = DoorArgs(first_token_timeout_s=100.0, request_timeout_s=3600.0)
+    (stream,) = door.generate(REQUEST, [ITEM], [])
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    door.token(Role.PREFILL, 5)
+    assert (await reading).token_ids == (5,)
+    stream._started_at -= 200.0
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.01)
+    door.token(Role.DECODE, 6, reason=FinishReason.STOP)
+    assert (await reading).token_ids == (6,)
