@@ -142,12 +142,14 @@ class EncodeStage:
             self._go_elsewhere(flight, item_idx, error)
 
     def on_silent(self, flight: Flight, peer: Peer) -> None:
-        """It may come to life again, so what it has is called off. Without another encoder that moves the items stay."""
+        """It may come to life again, so what it has is called off. Without another encoder that moves the items stay, and so do those
+        that have been elsewhere before: an item can be so large that every encoder is silent over it."""
         if flight.has_first_token:
             return
         for item_idx, errand in enumerate(flight.errands):
-            is_waiting = item_idx in flight.encoding and not errand.is_shared and not errand.is_held
-            if errand.encoder is not peer or not is_waiting or self._other(flight, item_idx) is None:
+            is_first = errand.num_attempts == 1 and not errand.is_shared and not errand.is_held
+            is_wanted = is_first and item_idx in flight.encoding
+            if errand.encoder is not peer or not is_wanted or self._other(flight, item_idx) is None:
                 continue
             self._give_up(flight, item_idx)
             peer.send(Cancel(flight.request.request_id, item_idx=item_idx))

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25
 QUIET_S = 0.5
 ANSWER_S = 0.75
-MOVE_S = 5.0
+MOVE_S = 10.0
 LATE_S = 0.5  # a look that comes later than this found the door itself held up: nothing is said of workers
 
 
@@ -108,6 +108,7 @@ class PeerWatch:
                 self._update(peer, seen)
             if peer.is_silent and now - seen.silent_since >= MOVE_S and not seen.has_moved_items:
                 seen.has_moved_items = True
+                logger.warning("%s worker %s does not move", peer.member.role, peer.member.replica_id)
                 self._on_long_silent(peer)
         return is_needed
 
@@ -130,5 +131,5 @@ class PeerWatch:
             self.num_silences += 1
             seen.silent_since, seen.has_moved_items = self._clock.now(), False
         name = f"{peer.member.role} worker {peer.member.replica_id}"
-        logger.warning("%s %s", name, "does not move" if is_silent else "moves again")
+        logger.info("%s %s", name, "does not move" if is_silent else "moves again")
         self._on_changed(peer)

@@ -99,7 +99,9 @@ class WorkerProcess:
         self.loop = StepLoop("engine", engine, self._pulse)
         self.shell = WorkerShell(self._setup, self.outbox, self.loop, engine, on_message)
         pulses = {"engine": self._pulse, "transfer": self.mover.pulse}
-        self._watch = Watch(pulses, self._setup.hang_timeout_s, self.shell.tell_stalled, self._on_hung)
+        self._watch = Watch(
+            self.clock, pulses, self._setup.hang_timeout_s, self.shell.tell_stalled, self._on_hung
+        )
         if self._ranks is not None and self._group is not None:
             self._ranks.attach(self._group.on_event, self._on_lost)
 

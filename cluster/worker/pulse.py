@@ -11,6 +11,8 @@ its turn at the CPU; the mover at every round in which the transport did not fai
 batch, 16,384 rows that see each other: 1.4 TFLOP in Qwen2.5-VL's encoder, 27 s on a core of 50 GFLOP/s. A decode step has no stamps
 within; it is far shorter.
 
+A look that comes late found the whole process held up, stopped by a signal for example: silence counts from there.
+
 The watch lives on the worker's event loop and looks only while a thread has work: an idle worker does nothing for it. That loop itself, and a
 process that is stopped, are watched by the doors, which ask (`router.watch`), and by Serve.
 """
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 SILENT_S = 1.0  # a step of a second between two layers is slow enough to send what comes elsewhere
 FAILED_S = 5.0
 LOOK_EVERY_S = 0.25
+LATE_S = 2.0
 
 
 class Pulse:
@@ -75,12 +78,16 @@ class Watch:
 
     def __init__(
         self,
+        clock: Clock,
         pulses: Mapping[str, Pulse],
         limit_s: float,
         on_silent: Callable[[tuple[str, ...]], None],
         on_hung: Callable[[str, float], None],
     ):
         """`on_silent(names)`: the threads that are silent from now on; none: all move. `on_hung(name, silent_s)`: at most once."""
+        self._clock = clock
+        self._looked_at = clock.now()
+        self._since = -math.inf  # silence before does not count
         self._pulses = pulses
         self._limit_s = limit_s
         self._on_silent = on_silent
@@ -104,16 +111,22 @@ class Watch:
         loop = self._loop
         if loop is not None and not self._is_looking and not loop.is_closed():
             self._is_looking = True
+            self._looked_at = self._clock.now()
             loop.call_soon_threadsafe(self._look_on)
 
     def look(self) -> None:
         """Once."""
-        silent = tuple(name for name, pulse in self._pulses.items() if pulse.silent_s > SILENT_S)
+        now = self._clock.now()
+        if now - self._looked_at > LOOK_EVERY_S + LATE_S:
+            self._since = now
+        self._looked_at = now
+        seconds = {name: min(pulse.silent_s, now - self._since) for name, pulse in self._pulses.items()}
+        silent = tuple(name for name, silent_s in seconds.items() if silent_s > SILENT_S)
         if silent != self.silent:
             self.silent = silent
             self._on_silent(silent)
         for name, pulse in self._pulses.items():
-            silent_s = pulse.silent_s
+            silent_s = seconds[name]
             limit_s = min(self._limit_s, FAILED_S) if pulse.is_failing else self._limit_s
             if silent_s > limit_s and not self._is_hung:
                 self._is_hung = True

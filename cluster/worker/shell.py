@@ -83,7 +83,7 @@ class WorkerShell:
 
     def tell_stalled(self, threads: tuple[str, ...]) -> None:
         """Event loop only."""
-        logger.warning("threads that do not move: %s", ", ".join(threads) or "none any more")
+        logger.info("threads that do not move: %s", ", ".join(threads) or "none any more")
         self._stalled = Stalled(threads)
         for connection in list(self._doors):
             connection.send(self._stalled)

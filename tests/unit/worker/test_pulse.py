@@ -37,7 +37,9 @@ class Worker:
         self.told: list[tuple[str, ...]] = []
         self.hung: list[str] = []
         pulses = {"engine": self.engine, "transfer": self.transfer}
-        self.watch = Watch(pulses, LIMIT_S, self.told.append, lambda name, _: self.hung.append(name))
+        self.watch = Watch(
+            self.clock, pulses, LIMIT_S, self.told.append, lambda name, _: self.hung.append(name)
+        )
 
     def wait(self, seconds: float, beats: Pulse | None = None) -> None:
         """Looks four times a second; `beats` moves each time."""
@@ -73,6 +75,18 @@ def test_a_step_of_minutes_whose_layers_progress_is_never_silent():
     worker.engine.beat()
     worker.wait(600, beats=worker.engine)
     assert worker.told == [] and worker.hung == []
+
+
+def test_a_process_that_was_stopped_is_given_its_time_again():
+    worker = Worker()
+    worker.engine.beat()
+    worker.wait(0.5)
+    worker.clock.at += 3600.0
+    worker.watch.look()
+    worker.wait(SILENT_S)
+    assert worker.told == [] and worker.hung == []
+    worker.wait(LIMIT_S)
+    assert worker.told == [("engine",)] and worker.hung == ["engine"]
 
 
 def test_a_thread_without_work_is_never_silent():
@@ -245,20 +259,15 @@ async def test_a_message_that_a_worker_stumbles_over_ends_its_request_and_no_con
 
 
 def test_a_thread_that_hangs_makes_the_worker_unhealthy():
-    clock = ManualClock()
-    pulse = Pulse(clock)
-    loop = StepLoop("engine", Hanging(), pulse)
+    worker = Worker()
+    loop = StepLoop("engine", Hanging(), worker.engine)
     hung_up: list[bool] = []
     loop.on_failure(lambda: hung_up.append(True))
-    watch = Watch(
-        {"engine": pulse}, LIMIT_S, lambda _: None, lambda name, s: loop.fail(UnavailableError(name))
-    )
-    pulse.beat()
-    clock.at = LIMIT_S
-    watch.look()
+    worker.watch._on_hung = lambda name, _: loop.fail(UnavailableError(name))
+    worker.engine.beat()
+    worker.wait(LIMIT_S)
     loop.check_health()
-    clock.at += 1.0
-    watch.look()
+    worker.wait(1)
     with pytest.raises(RuntimeError):
         loop.check_health()
     assert hung_up == [True]
