@@ -27,6 +27,7 @@ from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.curves import CodecSpeed, Link
 from cluster.types.transfer import Grant, SentTotals
+from cluster.worker.pulse import Pulse
 from kv_transfer.agent import Agent, TransferError
 from kv_transfer.outgoing import Outgoing
 from kv_transfer.receiver import LeaseEvent, Receiver
@@ -70,6 +71,7 @@ class Mover:
         as they are.
         """
         self.agent = agent
+        self.pulse = Pulse(clock)  # of the mover's thread, while anything is open
         self._clock = clock
         self._on_event = on_event
         self._poll_interval_s = poll_interval_s
@@ -152,8 +154,9 @@ class Mover:
 
     def step(self) -> bool:
         """One round. True while it should be called again soon."""
+        has_moved = False
         try:
-            self._step_in()
+            has_moved = self._step_in()
             if self._sender is not None:
                 self._deliver(self._sender.poll())
             self._is_failing = False
@@ -161,10 +164,14 @@ class Mover:
             if not self._is_failing:
                 logger.exception("a transfer step failed")
                 self._deliver([MoverFailed(error)])
-            self._is_failing = True
+            self._is_failing, has_moved = True, False
         now = self._clock.now()
+        self.pulse.is_failing = not has_moved
         if self.num_open:
             self._linger_until = now + self._linger_s
+            self.pulse.beat() if has_moved else self.pulse.begin()
+        else:
+            self.pulse.rest()
         return now < self._linger_until
 
     def close(self, deadline_s: float = 5.0) -> None:
@@ -190,14 +197,18 @@ class Mover:
         self._end_leases()
         self.agent.close()
 
-    def _step_in(self) -> None:
+    def _step_in(self) -> bool:
+        """Whether the transport answers."""
         if self._receiver is not None:
             self._deliver(self._receiver.poll())
-            return
+            return self._receiver.failure is None
         try:
             self.agent.notifications()  # nobody writes to us; this drives the transport
         except TransferError as error:
-            logger.warning("notifications could not be read: %s", error)
+            if not self.pulse.is_failing:
+                logger.warning("notifications could not be read: %s", error)
+            return False
+        return True
 
     def _run(self) -> None:
         while True:
@@ -240,6 +251,7 @@ class Mover:
         return self._receiver
 
     def _wake(self) -> None:
+        self.pulse.begin()
         with self._condition:
             self._is_awake = True
             self._condition.notify_all()

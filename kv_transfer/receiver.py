@@ -113,6 +113,7 @@ class Receiver:
             tuple[float, str]
         ] = []  # heap; entries of closed and shortened leases are skipped
         self._events: list[LeaseEvent] = []  # not yet returned by poll
+        self.failure: TransferError | None = None  # of the last poll: notifications could not be read
         self.num_ignored = 0  # notifications for no open lease: late, duplicate, foreign or unreadable
         self.num_mismatched = 0  # notifications that named other blocks or generations than their lease
         self.num_corrupt = 0  # leases whose bytes were not those that were sent
@@ -227,8 +228,11 @@ class Receiver:
         """
         try:
             notifications = self._agent.notifications()
+            self.failure = None
         except TransferError as error:
-            logger.warning("notifications could not be read: %s", error)
+            if self.failure is None:
+                logger.warning("notifications could not be read: %s", error)
+            self.failure = error
             notifications = []
         for peer, data in notifications:
             self._take(peer, data)

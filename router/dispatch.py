@@ -24,14 +24,12 @@ from typing import Any
 
 from cluster.clock import Clock
 from cluster.config.settings import DoorArgs
-from cluster.errors import ClusterError, QuarantinedError, UnavailableError, from_info, to_known
+from cluster.errors import ClusterError, UnavailableError, from_info, to_known
 from cluster.types.media import MediaItem
 from cluster.types.members import Role
 from cluster.types.messages import (
     Admitted,
     AnyMessage,
-    BlocksChanged,
-    CacheChanged,
     Cancel,
     DecodeGranted,
     DecodeTarget,
@@ -40,24 +38,25 @@ from cluster.types.messages import (
     FeatureGranted,
     FeatureShared,
     LoadReport,
-    Measured,
     Preempted,
     ReturnGrant,
+    Stalled,
     StartDecode,
     StartPrefill,
     TokenEvent,
     Tokens,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
-from router.encoding import EncodeStage, barred_item
+from router.encoding import EncodeStage
 from router.entrance import Entrance
 from router.flight import Flight
 from router.ledger import Ledger
 from router.members import MemberTable, Peer
 from router.placing import Placing
 from router.policy import CalibrationStatistics, Decision
-from router.quarantine import Quarantine, content_of
+from router.quarantine import Quarantine, barred_item, barred_request, content_of
 from router.streams import Launch, TokenStream
+from router.watch import PeerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +88,7 @@ class Dispatcher:
         )
         self._flights: dict[str, Flight] = {}
         self._calls: set[asyncio.Future[None]] = set()
+        self._watch = PeerWatch(clock, self._on_silence, self._on_long_silence)
         self.num_crashed = 0  # requests that an error of this door has ended
         self.members: MemberTable | None = None  # set once by the door, which builds both
 
@@ -100,6 +100,11 @@ class Dispatcher:
     def num_waiting(self) -> int:
         """Requests that have not been let in yet."""
         return self._entrance.num_waiting
+
+    @property
+    def num_silences(self) -> int:
+        """Times that a worker stopped moving, since the start."""
+        return self._watch.num_silences
 
     @property
     def calibration(self) -> CalibrationStatistics:
@@ -158,6 +163,7 @@ class Dispatcher:
         self._flights[flight.request.request_id] = flight
         for peer in flight.peers:
             peer.num_flights += 1
+        self._watch.begin()
         try:
             self._placing.charge(launch, decision, self._clock.now())
             self._send_all(flight)
@@ -178,6 +184,7 @@ class Dispatcher:
 
     def on_joined(self, peer: Peer) -> None:
         self._placing.add(peer.member)
+        self._watch.add(peer)
         self.quarantine.came_back(peer.member.replica_id)
 
     def on_listed(self, peer: Peer) -> None:
@@ -185,6 +192,7 @@ class Dispatcher:
 
     def on_message(self, peer: Peer, message: AnyMessage) -> None:
         """What concerns no request first, and tokens, which are most of it. Raises nothing: it would end the connection."""
+        self._watch.heard(peer)
         if isinstance(message, Tokens):
             if message.load is not None:
                 _tried(self._on_load, peer, message.load)
@@ -209,15 +217,21 @@ class Dispatcher:
 
     def _on_worker_news(self, peer: Peer, message: AnyMessage) -> None:
         """About no request that is here."""
-        replica_id = peer.member.replica_id
-        if isinstance(message, CacheChanged):
-            self._cluster.media_changed(replica_id, message.added, message.evicted)
-        elif isinstance(message, BlocksChanged):
-            self._cluster.blocks_changed(replica_id, message.added, message.evicted)
-        elif isinstance(message, Measured):
-            self._cluster.measured(replica_id, message.curves)
+        if isinstance(message, Stalled):
+            self._watch.told(peer, bool(message.threads))
         elif isinstance(message, DecodeGranted | FeatureGranted):
             peer.send(ReturnGrant(message.grant.lease_id))  # landed; no writer was given it
+        else:
+            self._placing.news(peer.member.replica_id, message)
+
+    def _on_silence(self, peer: Peer) -> None:
+        """It does not move, or moves again."""
+        self._cluster.set_silent(peer.member.replica_id, peer.is_silent)
+
+    def _on_long_silence(self, peer: Peer) -> None:
+        if peer.member.role is Role.ENCODE:
+            for flight in list(self._flights.values()):
+                self._attempt(flight, self._encode.on_silent, flight, peer)
 
     def _on_news(self, flight: Flight, peer: Peer, message: AnyMessage) -> None:
         if isinstance(message, Admitted):
@@ -258,6 +272,7 @@ class Dispatcher:
             self._entrance.encoded(flight.request.request_id)
 
     def on_lost(self, peer: Peer) -> None:
+        self._watch.remove(peer)
         _tried(self._cluster.remove, peer.member.replica_id)
         for flight in list(self._flights.values()):
             self._attempt(flight, self._on_flight_lost, flight, peer)
@@ -270,7 +285,7 @@ class Dispatcher:
             self.quarantine.lost(flight.content, peer.member.replica_id, flight.num_tokens)
             is_barred = self.quarantine.is_barred(flight.content)
             lost = UnavailableError(f"the {peer.member.role} worker was lost", retry_after_s=1.0)
-            flight.fail(_barred_request() if is_barred else lost)
+            flight.fail(barred_request() if is_barred else lost)
         if flight.is_over and not flight.has_landed:
             self._land(flight)
 
@@ -282,7 +297,7 @@ class Dispatcher:
             if self.quarantine.is_barred(item.media_hash):
                 raise barred_item(item, item_idx)
         if self.quarantine.is_barred(content_of(launch.request, launch.hashes, self.block_size)):
-            raise _barred_request()
+            raise barred_request()
 
     def _place(self, launch: Launch) -> tuple[Flight, Decision]:
         """Charges nothing."""
@@ -371,12 +386,6 @@ class Dispatcher:
             if peer not in ended:
                 _tried(peer.send, Cancel(request_id))
             _tried(self.members.close_if_drained, peer)
-
-
-def _barred_request() -> QuarantinedError:
-    return QuarantinedError(
-        "the workers that computed this prompt were lost, so it is not tried again for now", param="messages"
-    )
 
 
 def _tried(function: Callable[..., None], *args: Any) -> None:

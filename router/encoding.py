@@ -23,12 +23,10 @@ from cluster.errors import (
     InternalError,
     MediaError,
     OverloadedError,
-    QuarantinedError,
     UnavailableError,
     from_info,
 )
 from cluster.media.settings import item_name
-from cluster.types.media import MediaItem
 from cluster.types.messages import (
     Cancel,
     EncoderLost,
@@ -42,7 +40,7 @@ from cluster.types.transfer import Grant
 from router.flight import Flight
 from router.members import Peer
 from router.policy import ClusterView
-from router.quarantine import Quarantine
+from router.quarantine import Quarantine, barred_item
 
 MAX_ATTEMPTS = 3  # of one item, over all encoders
 
@@ -144,12 +142,14 @@ class EncodeStage:
             self._go_elsewhere(flight, item_idx, error)
 
     def on_silent(self, flight: Flight, peer: Peer) -> None:
-        """It may come to life again, so what it has is called off. Without another encoder that moves the items stay."""
+        """It may come to life again, so what it has is called off. Without another encoder that moves the items stay, and so do those
+        that have been elsewhere before: an item can be so large that every encoder is silent over it."""
         if flight.has_first_token:
             return
         for item_idx, errand in enumerate(flight.errands):
-            is_waiting = item_idx in flight.encoding and not errand.is_shared and not errand.is_held
-            if errand.encoder is not peer or not is_waiting or self._other(flight, item_idx) is None:
+            is_first = errand.num_attempts == 1 and not errand.is_shared and not errand.is_held
+            is_wanted = is_first and item_idx in flight.encoding
+            if errand.encoder is not peer or not is_wanted or self._other(flight, item_idx) is None:
                 continue
             self._give_up(flight, item_idx)
             peer.send(Cancel(flight.request.request_id, item_idx=item_idx))
@@ -249,11 +249,3 @@ class EncodeStage:
         encoder = flight.errands[item_idx].encoder.member.replica_id
         self._cluster.item_moved(flight.request.request_id, item_idx, encoder)
         self._start(flight, item_idx)
-
-
-def barred_item(item: MediaItem, item_idx: int) -> QuarantinedError:
-    """An item of a request that several workers did not survive."""
-    name = item_name(item.modality, item_idx)
-    return QuarantinedError(
-        f"{name}: the workers that encoded it were lost, so it is not tried again for now", param="messages"
-    )

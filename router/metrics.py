@@ -161,6 +161,7 @@ class _Gauges(Collector):
         )
         yield from self._predictions()
         peers = list(self._peers())
+        yield from self._troubles(peers)
         for field, (name, text) in self._FIELDS.items():
             family = GaugeMetricFamily(name, text, labels=("pool", "replica"))
             for peer in peers:
@@ -191,6 +192,31 @@ class _Gauges(Collector):
                 for tensor, field in self._ERRORS.items():
                     error.add_metric([peer.member.replica_id, tensor], getattr(peer.load.sent, field))
         yield error
+
+    def _troubles(self, peers: list[Peer]) -> Iterable[Metric]:
+        dispatcher = self._dispatcher
+        silent = GaugeMetricFamily(
+            "epdg_door_silent_workers",
+            "Workers that do not move: avoided while there are others",
+            labels=("pool",),
+        )
+        for role in Role:
+            silent.add_metric([role.value], sum(p.is_silent for p in peers if p.member.role is role))
+        yield silent
+        for name, text, value in (
+            ("epdg_door_silences", "Times that a worker stopped moving", dispatcher.num_silences),
+            (
+                "epdg_door_quarantined",
+                "Media items and prompts that are not tried again for now: workers were lost with them",
+                dispatcher.quarantine.num_barred,
+            ),
+            (
+                "epdg_door_crashed_requests",
+                "Requests that an error of the door itself ended",
+                dispatcher.num_crashed,
+            ),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
 
     def _predictions(self) -> Iterable[Metric]:
         known = self._dispatcher.calibration

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.types.media import MediaItem
 from cluster.types.members import Member, Role
-from cluster.types.messages import PrefillTiming
+from cluster.types.messages import AnyMessage, BlocksChanged, CacheChanged, Measured, PrefillTiming
 from cluster.types.request import GenerateRequest
 from router.admission import AdmissionTicket, Capacity, Reported
 from router.flight import Flight
@@ -44,6 +44,15 @@ class Placing:
                 member.modalities,
             )
         )
+
+    def news(self, replica_id: str, message: AnyMessage) -> None:
+        """What a worker says of itself."""
+        if isinstance(message, CacheChanged):
+            self.cluster.media_changed(replica_id, message.added, message.evicted)
+        elif isinstance(message, BlocksChanged):
+            self.cluster.blocks_changed(replica_id, message.added, message.evicted)
+        elif isinstance(message, Measured):
+            self.cluster.measured(replica_id, message.curves)
 
     def ticket(self, launch: Launch, class_name: Callable[[int], str], now: float) -> AdmissionTicket:
         """What admission must know of a request; `class_name`: of a priority. Raises ClusterError if nobody could serve it."""

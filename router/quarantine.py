@@ -19,6 +19,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.clock import Clock
+from cluster.errors import QuarantinedError
+from cluster.media.settings import item_name
+from cluster.types.media import MediaItem
 from cluster.types.request import GenerateRequest
 
 BARRED_S = 600.0  # since the last loss; also how long a suspicion lasts
@@ -94,3 +97,16 @@ def content_of(request: GenerateRequest, hashes: Sequence[bytes], block_size: in
     prompt = request.prompt
     rest = prompt.token_ids[len(hashes) * block_size :]
     return (hashes[-1] if hashes else b"", rest, tuple(item.media_hash for item in prompt.media))
+
+
+def barred_item(item: MediaItem, item_idx: int) -> QuarantinedError:
+    name = item_name(item.modality, item_idx)
+    return QuarantinedError(
+        f"{name}: the workers that encoded it were lost, so it is not tried again for now", param="messages"
+    )
+
+
+def barred_request() -> QuarantinedError:
+    return QuarantinedError(
+        "the workers that computed this prompt were lost, so it is not tried again for now", param="messages"
+    )

@@ -198,6 +198,8 @@ class ClusterArgs(_Args):
         "nixl"  # collective: Gloo, NCCL; in_process: tests
     )
     side_channel: Literal["unix", "tcp"] = "unix"  # tcp: pools on several hosts
+    # a worker whose engine or transfer thread has work and has not moved for so long is replaced; longer than any single layer takes
+    hang_timeout_s: float = Field(60.0, gt=0)
     host: str = "127.0.0.1"  # where other hosts reach this replica; filled in by the replica itself
     encode: EncodeArgs = EncodeArgs()
     prefill: PrefillArgs = PrefillArgs()

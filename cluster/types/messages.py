@@ -14,6 +14,8 @@ One request, in call order (D decode, P prefill, E encoder):
     E → all doors  CacheChanged: what it has taken on, and what it does not have any more
     P → all doors  BlocksChanged: the same of its prefix cache
     any → all doors  Measured: how fast it is
+    any → all doors  Stalled: which of its threads have work and do not move
+    door → any  Ping, when nothing has come for a while from a worker that has a request of this door; answered at once with Pong
     P → door  Tokens (the first token)
     D → door  Tokens (one frame per decode step, for all requests of this door)
     D → door  Preempted; ends the request at that worker: the door starts what is left of it anew
@@ -193,6 +195,20 @@ class Measured(Message, frozen=True):
     curves: ServiceCurves
 
 
+class Stalled(Message, frozen=True):
+    """Worker → every door: the names of its threads that have work and have not moved for a while; empty: all move again."""
+
+    threads: tuple[str, ...]
+
+
+class Ping(Message, frozen=True):
+    """Does the worker's event loop run?"""
+
+
+class Pong(Message, frozen=True):
+    """It does."""
+
+
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one choice. Exactly one event with a finish reason ends a choice; prefill's event, where prefill has a part in
     the request, carries the first token, and a finish reason only if that token already ends the choice. "cancelled" is about the
@@ -282,7 +298,7 @@ class Cancel(Message, frozen=True):
 AnyMessage = (
     Hello | StartDecode | DecodeGranted | StartPrefill | Admitted | FeatureGranted | FeatureShared | DecodeTarget
     | StartEncode | EncodeTarget | EncoderLost | ReturnGrant | Encoded | CacheChanged
-    | BlocksChanged | Measured | Tokens | Failed | Preempted | Cancel
+    | BlocksChanged | Measured | Stalled | Ping | Pong | Tokens | Failed | Preempted | Cancel
 )  # fmt: skip
 
 

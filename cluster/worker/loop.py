@@ -15,6 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from cluster.clock import SystemClock
+from cluster.worker.pulse import Pulse
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,8 +28,10 @@ class Engine(Protocol):
 
 
 class StepLoop:
-    def __init__(self, name: str, engine: Engine):
+    def __init__(self, name: str, engine: Engine, pulse: Pulse | None = None):
+        """`pulse`: the thread's stamps; the engine adds its own where a step is long."""
         self._engine = engine
+        self._pulse = pulse or Pulse(SystemClock())
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -80,18 +85,23 @@ class StepLoop:
         wait_s: float | None = None
         try:
             while self._take_calls(wait_s):
+                self._pulse.beat()
                 wait_s = self._engine.step()
         except BaseException as error:  # process edge: check_health reports it and Serve replaces the replica
             logger.exception("engine stopped")
             self.fail(error)
+        self._pulse.rest()
 
     def _take_calls(self, wait_s: float | None) -> bool:
         with self._wake:
             if not self._calls and not self._stopping and wait_s != 0:
+                self._pulse.rest()
                 self._wake.wait(wait_s)
+            self._pulse.beat()
             calls = list(self._calls)
             self._calls.clear()
             stopping = self._stopping
         for run in calls:
             run()
+            self._pulse.beat()
         return not stopping

@@ -18,6 +18,7 @@ from cluster.types.messages import AnyMessage
 from cluster.worker.hardware import device_of, hardware_of
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.pulse import Pulse, Watch
 from cluster.worker.ranks import Ranks
 from cluster.worker.setup import WorkerSetup
 from cluster.worker.shell import WorkerShell
@@ -79,8 +80,13 @@ class WorkerProcess:
             progress = ranks.progress
             self._group = GroupMover(self.mover, ranks.links, self._on_transfer, lambda: progress.now)
         num_threads = torch.get_num_threads() * (1 if ranks is None else ranks.size)
-        folder = setup.turns_folder
-        self.turns = no_turns(self.clock) if folder is None else cpu_turns(self.clock, folder, num_threads)
+        self._pulse = Pulse(self.clock)  # of the engine's thread
+        folder, on_progress = setup.turns_folder, self._pulse.beat_on
+        self.turns = (
+            no_turns(self.clock, on_progress)
+            if folder is None
+            else cpu_turns(self.clock, folder, num_threads, on_progress)
+        )
 
     @property
     def kv_mover(self) -> Mover | GroupMover:
@@ -90,8 +96,12 @@ class WorkerProcess:
     def attach(self, engine: WorkerEngine, on_message: Callable[[DoorId, AnyMessage], None]) -> None:
         """Once. `on_message` runs on the event loop and must not block."""
         self._engine = engine
-        self.loop = StepLoop("engine", engine)
+        self.loop = StepLoop("engine", engine, self._pulse)
         self.shell = WorkerShell(self._setup, self.outbox, self.loop, engine, on_message)
+        pulses = {"engine": self._pulse, "transfer": self.mover.pulse}
+        self._watch = Watch(
+            self.clock, pulses, self._setup.hang_timeout_s, self.shell.tell_stalled, self._on_hung
+        )
         if self._ranks is not None and self._group is not None:
             self._ranks.attach(self._group.on_event, self._on_lost)
 
@@ -100,9 +110,11 @@ class WorkerProcess:
         address = await self.shell.start()
         self.mover.start()
         self.loop.start()
+        self._watch.start()
         return address
 
     async def stop(self) -> None:
+        self._watch.stop()
         await self.shell.aclose()
         await asyncio.to_thread(self.loop.stop, STOP_TIMEOUT_S)
         await asyncio.to_thread(self.mover.close, STOP_TIMEOUT_S)
@@ -110,7 +122,7 @@ class WorkerProcess:
             await asyncio.to_thread(self._ranks.stop)
 
     def check_health(self) -> None:
-        """Raises what ended the engine, if anything did."""
+        """Raises what ended the engine, if anything did, or that one of its threads hangs."""
         self.loop.check_health()
 
     def _on_own_transfer(self, event: MoverEvent) -> None:
@@ -121,6 +133,9 @@ class WorkerProcess:
 
     def _on_lost(self, rank: int) -> None:
         self.loop.fail(UnavailableError(f"rank {rank} of this worker has ended"))
+
+    def _on_hung(self, thread: str, silent_s: float) -> None:
+        self.loop.fail(UnavailableError(f"the {thread} thread has not moved for {silent_s:.0f} s"))
 
     def _on_transfer(self, event: MoverEvent) -> None:
         # MoverFailed is in the log; its leases still end, by their time at the latest.

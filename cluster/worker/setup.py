@@ -29,6 +29,7 @@ class WorkerSetup:
     secret: str | None
     folder: Path  # of this user on this host: sockets, and where processes meet
     turns_folder: Path | None  # shared with the workers of this host that run on its cores; None: on a GPU
+    hang_timeout_s: float = 60.0  # see `cluster.worker.pulse`
 
 
 def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
@@ -53,6 +54,7 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
         environment.cluster_secret,
         environment.socket_dir,
         turns_folder,
+        args.hang_timeout_s,
     )
 
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from cluster.errors import to_info
 from cluster.rpc import Connection, Server
-from cluster.types.messages import AnyMessage
+from cluster.types.messages import AnyMessage, Failed, Ping, Pong, Stalled
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.setup import WorkerSetup
+
+logger = logging.getLogger(__name__)
 
 
 class DropsDoors(Protocol):
@@ -48,6 +52,7 @@ class WorkerShell:
         self._doors: dict[Connection, DoorId] = {}
         self._connections: dict[DoorId, Connection] = {}
         self._num_doors_seen = 0
+        self._stalled = Stalled(())
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._hanging_up: asyncio.Future[None] | None = None
 
@@ -76,6 +81,13 @@ class WorkerShell:
     def deliver_from_thread(self, batch: list[tuple[DoorId, AnyMessage]]) -> None:
         self.call_from_thread(self._deliver, batch)
 
+    def tell_stalled(self, threads: tuple[str, ...]) -> None:
+        """Event loop only."""
+        logger.info("threads that do not move: %s", ", ".join(threads) or "none any more")
+        self._stalled = Stalled(threads)
+        for connection in list(self._doors):
+            connection.send(self._stalled)
+
     def _deliver(self, batch: list[tuple[DoorId, AnyMessage]]) -> None:
         for door, message in batch:
             self.send(door, message)
@@ -92,9 +104,21 @@ class WorkerShell:
         self._doors[connection] = door
         self._connections[door] = connection
         self._loop.call(self._outbox.add_door, door)
+        if self._stalled.threads:
+            connection.send(self._stalled)
 
     def _on_message(self, connection: Connection, message: AnyMessage) -> None:
-        self._handle(self._doors[connection], message)
+        """An error ends the request that the message is about, not the connection with all the others."""
+        if isinstance(message, Ping):
+            return connection.send(Pong())
+        try:
+            self._handle(self._doors[connection], message)
+        except Exception as error:
+            logger.exception("a message could not be handled: %s", type(message).__name__)
+            request = getattr(message, "request", message)
+            request_id, item_idx = getattr(request, "request_id", None), getattr(message, "item_idx", None)
+            if request_id is not None:
+                connection.send(Failed(request_id, to_info(error), item_idx))
 
     def _on_close(self, connection: Connection) -> None:
         door = self._doors.pop(connection)

@@ -45,11 +45,18 @@ QUIET_SHARE, MAX_QUIET_S = (
 
 class Turns:
     def __init__(
-        self, clock: Clock, folder: Path | None, num_slots: int, pause: Callable[[float], None] = time.sleep
+        self,
+        clock: Clock,
+        folder: Path | None,
+        num_slots: int,
+        pause: Callable[[float], None] = time.sleep,
+        on_progress: Callable[[], None] = lambda: None,
     ):
-        """`folder` is common to those who take turns; None: this worker shares its device with nobody."""
+        """`folder` is common to those who take turns; None: this worker shares its device with nobody. `on_progress` is called at every
+        offer, and while a turn is waited for: this thread moves."""
         self._clock = clock
         self._pause = pause
+        self._on_progress = on_progress
         self._next: _FileLock | None = None
         self._slots: list[_FileLock] = []
         if folder is not None:
@@ -78,6 +85,7 @@ class Turns:
 
     def offer(self) -> None:
         """Inside `hold`. May wait; costs 2 us when nobody else does."""
+        self._on_progress()
         if self._held is None or self._next is None:
             return
         now = self._clock.now()
@@ -122,6 +130,7 @@ class Turns:
                     return lock
             if self._clock.now() >= deadline:
                 return None
+            self._on_progress()
             self._pause(POLL_S)
 
     def _give(self) -> None:
@@ -148,14 +157,17 @@ class _FileLock:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def no_turns(clock: Clock) -> Turns:
-    return Turns(clock, folder=None, num_slots=0)
+def no_turns(clock: Clock, on_progress: Callable[[], None] = lambda: None) -> Turns:
+    return Turns(clock, folder=None, num_slots=0, on_progress=on_progress)
 
 
-def cpu_turns(clock: Clock, folder: Path, num_threads: int) -> Turns:
+def cpu_turns(
+    clock: Clock, folder: Path, num_threads: int, on_progress: Callable[[], None] = lambda: None
+) -> Turns:
     """For a worker whose steps run on `num_threads` of the cores that this process may use. `folder` is private to the user; one
     that is not is a ConfigError."""
     make_private(folder)
     cores = os.sched_getaffinity(0)
     mask = sum(1 << core for core in cores)
-    return Turns(clock, folder / f"turns-{mask:x}", max(1, len(cores) // num_threads))
+    num_slots = max(1, len(cores) // num_threads)
+    return Turns(clock, folder / f"turns-{mask:x}", num_slots, on_progress=on_progress)

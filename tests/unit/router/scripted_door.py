@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cluster.errors import UnavailableError, to_info
 from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
 from cluster.types.members import Member, Role
-from cluster.types.messages import Admitted, Failed, FinishReason, LoadReport, TokenEvent, Tokens
+from cluster.types.messages import Admitted, Failed, FinishReason, LoadReport, Ping, TokenEvent, Tokens
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from router.dispatch import Dispatcher
 from router.ledger import Ledger
@@ -29,7 +29,8 @@ class FakeConnection:
         self.sent: list = []
 
     def send(self, message) -> None:
-        self.sent.append(message)
+        if not isinstance(message, Ping):  # comes when a test takes its time
+            self.sent.append(message)
 
 
 class FakeMembers:

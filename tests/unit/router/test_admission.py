@@ -74,6 +74,19 @@ def test_text_may_pass_media_that_waits_for_memory_until_text_has_its_share():
     ]
 
 
+def test_media_that_leaves_before_it_is_encoded_makes_room_at_the_encoders():
+    admission = queue(capacity=Capacity(1, 8, 1000))
+    fields = {"is_text": False, "encode_s": 0.9, "work_s": 0.95}
+    for name in ("a", "b"):
+        assert admission.offer(ticket(name, **fields), 0.0) == Admitted()
+    assert admission.offer(ticket("c", **fields), 0.0) == Queued()
+    admission.leave("a")
+    admission.leave("b")
+    assert names(admission.freed(0.0)) == ["c"]
+    assert admission.offer(ticket("d", **fields), 0.0) == Admitted()
+    assert admission.offer(ticket("e", **fields), 0.0) == Queued()
+
+
 def test_text_passes_media_that_waits_for_encoders_however_much_text_holds():
     admission = queue(text_share=0.0, capacity=Capacity(1, 8, 100))
     for name in ("a", "b", "c"):

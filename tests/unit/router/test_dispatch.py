@@ -7,7 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
-from cluster.errors import MediaError, RequestError, UnavailableError
+from cluster.config.settings import DoorArgs
+from cluster.errors import MediaError, OverloadedError, RequestError, UnavailableError
+from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Role
 from cluster.types.messages import (
     Admitted,
@@ -19,6 +21,7 @@ from cluster.types.messages import (
     FeatureGranted,
     FeatureShared,
     FinishReason,
+    Measured,
     Preempted,
     ReturnGrant,
     StartDecode,
@@ -310,14 +313,16 @@ async def test_an_answer_that_nobody_reads_holds_nothing_once_it_has_ended(door)
     assert [event.token_ids async for event in stream] == [(6,), (7,)]
 
 
-async def test_choices_of_a_refused_request_are_refused_alike(door):
-    large = msgspec.structs.replace(
-        REQUEST, sampling=(SamplingParams(), SamplingParams()), stop=StopParams(16 * 8)
-    )
-    for stream in door.generate(large, [ITEM], []):
-        with pytest.raises(RequestError, match="288 tokens of KV cache"):
-            await anext(stream)
-    assert not any(door.sent(role) for role in Role)
+async def test_choices_of_a_refused_request_are_refused_alike(door, monkeypatch):
+    def refuse(ticket):
+        raise OverloadedError("busy")
+
+    monkeypatch.setattr(door.dispatcher._entrance, "enter", refuse)
+    two = msgspec.structs.replace(REQUEST, sampling=(SamplingParams(), SamplingParams()))
+    for stream in door.generate(two, [ITEM], []):
+        with pytest.raises(OverloadedError):
+            await asyncio.wait_for(anext(stream), 1)
+    assert not any(door.sent(role) for role in Role), "the second was not let in either"
 
 
 async def test_a_failed_request_is_let_go_before_its_error_is_read(door):
@@ -332,3 +337,43 @@ async def test_a_failed_request_is_let_go_before_its_error_is_read(door):
     assert door.dispatcher.is_idle
     with pytest.raises(UnavailableError, match="decode gave up"):
         await anext(stream)
+
+
+async def test_a_first_token_lets_the_next_request_go_to_prefill(door):
+    door.tell(Role.PREFILL, Measured(ServiceCurves(prefill=Curve(10.0, 1e-4))))
+    tasks = []
+    for name in ("first", "second", "third"):
+        (stream,) = door.generate(msgspec.structs.replace(REQUEST, request_id=name), [ITEM], [])
+        tasks.append(asyncio.ensure_future(anext(stream)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [door.dispatcher.num_flights, door.dispatcher.num_waiting] == [2, 1]
+    door.token(Role.PREFILL, 5, name="first")
+    assert door.dispatcher.num_waiting == 0, "the first is with decode now"
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for flight in list(door.dispatcher._flights.values()):
+        door.dispatcher.close(flight, 0)
+
+
+async def test_the_first_token_has_a_deadline_of_its_own(door):
+    door.dispatcher._timeouts = DoorArgs(first_token_timeout_s=0.05, request_timeout_s=3600.0)
+    task, _ = await door.start()
+    with pytest.raises(UnavailableError, match="out of time"):
+        await asyncio.wait_for(task, 60)
+
+
+async def test_an_answer_that_has_begun_may_take_longer_than_a_first_token(door):
+    door.dispatcher._timeouts = DoorArgs(first_token_timeout_s=100.0, request_timeout_s=3600.0)
+    (stream,) = door.generate(REQUEST, [ITEM], [])
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    door.token(Role.PREFILL, 5)
+    assert (await reading).token_ids == (5,)
+    stream._started_at -= 200.0
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.01)
+    door.token(Role.DECODE, 6, reason=FinishReason.STOP)
+    assert (await reading).token_ids == (6,)

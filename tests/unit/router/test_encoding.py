@@ -301,3 +301,12 @@ def test_after_the_first_token_encoders_do_not_matter():
     stage.fail(0, UnavailableError("slow"))
     stage.lose(0)
     assert stage.started("e1") == [] and stage.error() is None
+
+
+def test_an_item_leaves_one_silent_encoder_and_no_more():
+    """It may be so large that every encoder is silent over it."""
+    stage = Stage(3)
+    stage.stage.on_silent(stage.flight, stage.encoders[0])
+    assert stage.started("e1") == [0, 1]
+    stage.stage.on_silent(stage.flight, stage.encoders[1])
+    assert stage.started("e2") == [] and stage.error() is None

@@ -36,6 +36,17 @@ def test_a_request_counts_from_the_moment_it_is_sent_until_each_stage_is_done():
     assert queued(cluster.decodes) == 0
 
 
+def test_of_a_prompt_that_is_cached_whole_the_last_block_is_computed_again():
+    """Its last token must be computed for the first one of the answer."""
+    cluster = cluster_of(1, 1, 1)
+    cluster.blocks_changed("p0", hashes("text", 10), ())
+    send(cluster, text(160))
+    assert queued(cluster.prefills) == 16
+    cluster.ended("text")
+    send(cluster, text(161))
+    assert queued(cluster.prefills) == 1
+
+
 def test_the_smallest_queue_of_an_encoder_is_known():
     cluster = cluster_of()
     assert cluster.num_queued_rows() == 0
