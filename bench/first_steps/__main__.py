@@ -13,11 +13,13 @@ from bench.first_steps import kinds, wheel, wrong
 
 def print_wrong(folder: Path) -> bool:
     results = wrong.run_all(folder)
-    print("| what is wrong | s | Ray started | line |\n| --- | --- | --- | --- |")
+    print("| what is wrong | s | CPU s | Ray started | line |\n| --- | --- | --- | --- | --- |")
     for case, ended, fault in results:
         started = "yes" if ended.has_started_ray else "no"
         line = " / ".join(ended.errors).replace(str(folder), "…").replace("|", "\\|")
-        print(f"| {case.name} | {ended.seconds:.1f} | {started} | {fault and f'**{fault}** '}{line} |")
+        print(
+            f"| {case.name} | {ended.seconds:.1f} | {ended.cpu_seconds:.2f} | {started} | {fault and f'**{fault}** '}{line} |"
+        )
     return not any(fault for _, _, fault in results)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ class Ended:
 
     code: int
     seconds: float
+    cpu_seconds: float  # of the command and all that it waited for
     progress: tuple[str, ...]  # lines on stdout
     errors: tuple[str, ...]  # lines on stderr
 
@@ -63,7 +65,7 @@ def write_config(
 
 def run_until_end(config: Path, model: str | None, environment: Mapping[str, str], cwd: Path) -> Ended:
     """For set-ups that fail. Raises subprocess.TimeoutExpired for one that does not."""
-    started_at = time.monotonic()
+    started_at, cpu_before = time.monotonic(), _cpu_of_children()
     done = subprocess.run(
         [*SERVE, str(config)],
         env=_environment(model, environment),
@@ -73,8 +75,9 @@ def run_until_end(config: Path, model: str | None, environment: Mapping[str, str
         text=True,
         timeout=START_TIMEOUT_S,
     )
-    seconds = time.monotonic() - started_at
-    return Ended(done.returncode, seconds, tuple(done.stdout.splitlines()), tuple(done.stderr.splitlines()))
+    seconds, cpu_seconds = time.monotonic() - started_at, _cpu_of_children() - cpu_before
+    progress, errors = done.stdout.splitlines(), done.stderr.splitlines()
+    return Ended(done.returncode, seconds, cpu_seconds, tuple(progress), tuple(errors))
 
 
 @contextlib.contextmanager
@@ -110,6 +113,11 @@ def _wait_ready(process: subprocess.Popen[str]) -> Ready:
             return Ready(match[2], float(match[1]), tuple(lines))
         lines.append(line.rstrip())
     raise RuntimeError("it did not start:\n" + "\n".join(lines))
+
+
+def _cpu_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _environment(model: str | None, more: Mapping[str, str]) -> dict[str, str]:

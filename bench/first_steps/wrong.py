@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -74,8 +75,21 @@ def fault_of(case: WrongSetUp, ended: Ended) -> str:
         return f"{len(ended.errors)} lines"
     if re.search(case.expected, ended.errors[0]) is None:
         return f"unexpected: {ended.errors[0]}"
+    if ended.has_started_ray and not _take_logs(ended.errors[0]):
+        return "no logs were kept"
     limit = LIMIT_S if ended.has_started_ray else LIMIT_BEFORE_RAY_S
     return f"more than {limit:g} s" if ended.seconds > limit else ""
+
+
+def _take_logs(line: str) -> bool:
+    """Whether the path that the line names holds logs, which this removes."""
+    match = re.search(r"\(logs: (\S+)\)$", line)
+    if match is None:
+        return False
+    folder = Path(match[1])
+    has_logs = (folder / "serve.log").is_file() and any((folder / "logs").glob("serve/*.log"))
+    shutil.rmtree(folder)
+    return has_logs
 
 
 def _bloom(good: Path, folder: Path) -> Path:
