@@ -83,9 +83,9 @@ def test_a_model_that_the_hub_does_not_know_is_refused(endpoint):
 
 
 def test_where_no_hub_answers_and_where_none_may_be_asked_the_error_says_so(endpoint):
-    with pytest.raises(ConfigError, match="no folder 'org/name'.* HF_HUB_OFFLINE is set"):
+    with pytest.raises(ConfigError, match=r"no folder 'org/name'.* HF_HUB_OFFLINE is set"):
         hub.download("org/name", is_offline=True)
-    with pytest.raises(ConfigError, match="no folder 'org/name'.* the hub cannot be reached: ") as error:
+    with pytest.raises(ConfigError, match=r"no folder 'org/name'.* the hub cannot be reached: ") as error:
         hub.download("org/name", is_offline=False, endpoint="http://127.0.0.1:9")
     assert "\n" not in str(error.value)
 
