@@ -1,11 +1,11 @@
-# make serve   a cluster on this machine, until Ctrl-C
-# make test    what CI runs: lint, types, import contracts, tests
+# make serve     a cluster on this machine, until Ctrl-C
+# make test      what CI runs: lint, types, import contracts, tests
 # make test-all  also the tests marked slow, as a nightly run does
-# make lint    without the tests
-# make fmt     let ruff write
-# make env     the environment alone, in .venv
-# make clean   remove what make made
-# make help    this list
+# make lint      without the tests
+# make fmt       let ruff write
+# make env       the environment alone, in .venv
+# make clean     remove what make made
+# make help      this list
 #
 # EPDG_MODEL=PATH     the model: a folder, or an id on the Hugging Face hub (org/name), which is downloaded
 # CONFIG=FILE         the Serve configuration, instead of deploy/cluster.yaml

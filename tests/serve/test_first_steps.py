@@ -15,6 +15,9 @@ from tests.flow.text_models import SIZES, save_text_model
 from tests.serve.test_replicas import ask
 
 
+pytestmark = pytest.mark.slow  # each starts a cluster of its own
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return save_text_model(tmp_path / "text", hf.Qwen2Config(**SIZES), seed=1)
