@@ -41,7 +41,7 @@ def checked(
     return check(serve_file(tmp_path, args, **sections), {**variables, "HF_HUB_OFFLINE": "1"}, MACHINE)
 
 
-def refused(tmp_path: Path, pattern: str, **given: Any) -> None:
+def check_refused(tmp_path: Path, pattern: str, **given: Any) -> None:
     with pytest.raises(ConfigError, match=pattern) as error:
         checked(tmp_path, **given)
     assert "\n" not in str(error.value)
@@ -102,7 +102,7 @@ def test_a_model_of_the_hub_is_served_by_its_id(tmp_path, monkeypatch):
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path, args, pattern):
-    refused(tmp_path, pattern, model=text_folder(tmp_path / "m"), args=args)
+    check_refused(tmp_path, pattern, model=text_folder(tmp_path / "m"), args=args)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_wrong_setting_is_named(tmp_path, args, pattern):
     ],
 )
 def test_a_wrong_section_of_the_file_is_named(tmp_path, sections, pattern):
-    refused(tmp_path, pattern, model=text_folder(tmp_path / "m"), **sections)
+    check_refused(tmp_path, pattern, model=text_folder(tmp_path / "m"), **sections)
 
 
 def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):
@@ -128,15 +128,15 @@ def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):
 
 
 def test_models_that_are_not_there_are_named(tmp_path):
-    refused(tmp_path, re.escape(f"no model folder '{tmp_path}/m'"), model=tmp_path / "m")
-    refused(tmp_path, "no folder 'no-org/name', .*hub", model="no-org/name")
-    refused(tmp_path, r"has no config\.json", model=tmp_path)
+    check_refused(tmp_path, re.escape(f"no model folder '{tmp_path}/m'"), model=tmp_path / "m")
+    check_refused(tmp_path, "no folder 'no-org/name', .*hub", model="no-org/name")
+    check_refused(tmp_path, r"has no config\.json", model=tmp_path)
 
 
 def test_files_of_the_model_are_looked_at(tmp_path):
     folder = text_folder(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"short")
-    refused(tmp_path, r"m/model\.safetensors \(5 bytes\)", model=folder)
+    check_refused(tmp_path, r"m/model\.safetensors \(5 bytes\)", model=folder)
 
 
 def test_weights_count_where_a_worker_holds_them_all(tmp_path, monkeypatch):
@@ -150,8 +150,10 @@ def test_a_port_that_is_taken_or_cannot_be_had_is_named(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         options = {"host": "127.0.0.1", "port": port}
-        refused(tmp_path, f"something listens on 127.0.0.1:{port} already", http_options=options)
-    refused(tmp_path, "cannot listen on 192.0.2.77:8000", http_options={"host": "192.0.2.77", "port": 8000})
+        check_refused(tmp_path, f"something listens on 127.0.0.1:{port} already", http_options=options)
+    check_refused(
+        tmp_path, "cannot listen on 192.0.2.77:8000", http_options={"host": "192.0.2.77", "port": 8000}
+    )
 
 
 def test_nothing_large_is_imported_before_ray_starts():
