@@ -1,10 +1,17 @@
-# make serve   a cluster on this machine, until Ctrl-C
-# make test    what CI runs: lint, types, import contracts, tests
+# make serve     a cluster on this machine, until Ctrl-C
+# make test      what CI runs: lint, types, import contracts, tests
 # make test-all  also the tests marked slow, as a nightly run does
-# make lint    without the tests;  make fmt  let ruff write;  make clean  remove what make made
+# make lint      without the tests
+# make fmt       let ruff write
+# make env       the environment alone, in .venv
+# make clean     remove what make made
+# make help      this list
 #
+# EPDG_MODEL=PATH     the model: a folder, or an id on the Hugging Face hub (org/name), which is downloaded
+# CONFIG=FILE         the Serve configuration, instead of deploy/cluster.yaml
 # PYTHON=python3.12   another interpreter (3.11 or later)
 # TORCH_INDEX=URL     extra package index, e.g. https://download.pytorch.org/whl/cpu for torch without CUDA
+# PYTEST_ARGS=...     for make test and make test-all
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -18,8 +25,11 @@ BIN := $(VENV)/bin
 PACKAGES := cluster router encoder_service prefill_service decode_service kv_transfer bench tests
 STAMP := $(VENV)/.installed-$(shell cat requirements/cpu.lock pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: serve test test-all lint fmt clean env
+.PHONY: serve test test-all lint fmt clean env help
 env: $(STAMP)
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 $(STAMP):
 	$(PYTHON) -m venv $(VENV)
@@ -31,7 +41,7 @@ $(STAMP):
 	touch $@
 
 serve: $(STAMP)
-	@exec $(BIN)/python -m cluster.serving.launch $(CONFIG)
+	@exec $(BIN)/epdg serve $(CONFIG)
 
 test: lint
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)

@@ -33,8 +33,10 @@ def cluster_config(port: int, args: Mapping[str, Any], replicas: Mapping[str, in
     config["http_options"]["port"] = port
     (application,) = config["applications"]
     application["args"] = dict(args)
-    for deployment in application["deployments"]:
-        deployment["num_replicas"] = replicas.get(deployment["name"], deployment["num_replicas"])
+    shipped = {"Encode": 1, **{each["name"]: each["num_replicas"] for each in application["deployments"]}}
+    application["deployments"] = [
+        {"name": name, "num_replicas": number} for name, number in {**shipped, **replicas}.items()
+    ]
     return config
 
 

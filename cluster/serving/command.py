@@ -47,22 +47,28 @@ def run_cluster(config: Path) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     started_at = time.monotonic()
-    cluster = None
     try:
-        cluster = LocalCluster(config, say=_say)
-        with cluster:
+        with LocalCluster(config, say=_say) as cluster:
             _say(f"starting {config.name}; logs in {cluster.folder}")
-            cluster.wait_ready()
-            _say(_welcome(cluster, time.monotonic() - started_at))
-            cluster.wait_ended()
+            try:
+                cluster.wait_ready()
+                _say(_welcome(cluster, time.monotonic() - started_at))
+                cluster.wait_ended()
+            except ClusterFailed as error:  # said before what is left of the cluster is stopped
+                _complain(f"{error} (logs: {cluster.folder})")
+                raise
     except KeyboardInterrupt:
         _say("stopped")
         return 0
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except ClusterFailed as error:
-        print(f"error: {error} (logs: {cluster and cluster.folder})", file=sys.stderr)
+        _complain(str(error))
+    except ClusterFailed:
+        pass
     return 1
+
+
+def _complain(line: str) -> None:
+    print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def _say(line: str) -> None:

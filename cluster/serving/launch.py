@@ -82,7 +82,7 @@ class LocalCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop(keep_logs=isinstance(error, ClusterFailed))
+        self.stop(has_failed=isinstance(error, ClusterFailed))
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Blocks until /health is 200. Raises ClusterFailed with one line; the logs then outlive this cluster."""
@@ -120,10 +120,10 @@ class LocalCluster:
         found = re.search(r"dashboard at.*?(127\.0\.0\.1:\d+)", self._log.read_text(errors="replace"))
         return f"http://{found[1]}" if found else None
 
-    def stop(self, *, keep_logs: bool = False) -> None:
-        """Orderly first, then by process id. Blocks; may be repeated."""
+    def stop(self, *, has_failed: bool = False) -> None:
+        """Orderly first, then by process id; after a failure by process id alone, and the logs stay. Blocks; may be repeated."""
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and not has_failed:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_TIMEOUT_S)
@@ -131,7 +131,7 @@ class LocalCluster:
             self._end(number, patience_s=2.0)
         if process is not None:
             process.wait()
-        if keep_logs:
+        if has_failed:
             self._keep_logs()
         else:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -33,9 +33,11 @@ POOL_SLOTS = 16  # replicas of one pool that this machine takes
 
 def cluster_environment(folder: Path) -> dict[str, str]:
     """What a private cluster on one machine needs, beside the environment this process has."""
+    # Packages of a wheel are found without it; site-packages ahead of the standard library would hide modules of the latter.
+    checkout = {"PYTHONPATH": str(REPOSITORY)} if (REPOSITORY / "pyproject.toml").is_file() else {}
     return child_environment(
+        **checkout,
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}:/usr/local/bin",
-        PYTHONPATH=str(REPOSITORY),
         RAY_ADDRESS="local",  # never join a cluster that happens to run here
         RAY_AUTH_MODE="disabled",  # everything listens on loopback; else tools without the token are refused
         RAY_OVERRIDE_RESOURCES=json.dumps(

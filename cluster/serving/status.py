@@ -84,5 +84,5 @@ def own_message(text: str) -> str:
         return lines[-1].strip() if lines else "no reason given; see the logs"
     number, match = found[-1]
     said = [match[2] or "", *lines[number + 1 :]]
-    message = "; ".join(part for line in said if (part := " ".join(line.split())))
+    message = "; ".join(part for line in said if (part := " ".join(line.split()))).replace(":; ", ": ")
     return message if match[1] in _BY_NAME_ALONE and message else f"{match[1]}: {message}".rstrip(": ")

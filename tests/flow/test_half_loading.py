@@ -219,3 +219,23 @@ def test_the_demo_checkpoint_in_halves_equals_generate_with_image_video_and_audi
         kv, sequences = memory(language), admit(Split(case, expected, encoder, language))
         prefill(language, kv, sequences, size)
         assert decode(language, kv, sequences) == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused_by_name(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    model = TEXT_FAMILIES["llama"]().model
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"not finite: model\.layers\.1\.mlp\.up_proj\.weight"):
+        LanguageModel.load(tmp_path, dtype=dtype)
+
+
+def test_a_file_of_weights_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    TEXT_FAMILIES["llama"]().model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model\.safetensors .* is no whole safetensors file"):
+        LanguageModel.load(tmp_path, dtype=torch.float32)

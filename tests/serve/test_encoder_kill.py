@@ -25,8 +25,7 @@ async def test_an_encoder_that_is_killed_under_load_costs_no_request(tmp_path: P
     config = yaml.safe_load(CLUSTER.read_text())
     config["http_options"]["port"] = free_port()
     config["applications"][0]["args"] = {"dtype": "float32"}
-    for deployment in config["applications"][0]["deployments"]:
-        deployment["num_replicas"] = 2 if deployment["name"] == "Encode" else 1
+    config["applications"][0]["deployments"].append({"name": "Encode", "num_replicas": 2})
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(config))
     cases = [case for case in make_cases(41, 2 * NUM_CASES) if case.kind != "text"][:NUM_CASES]

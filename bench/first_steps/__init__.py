@@ -1,0 +1,4 @@
+"""What a new user meets first, each step run and timed: wrong set-ups, checkpoints of different kinds, an installed wheel.
+
+python -m bench.first_steps wrong|kinds|wheel
+"""

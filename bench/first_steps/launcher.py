@@ -1,0 +1,127 @@
+"""The command `epdg serve` as a user runs it: a process, its lines, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config.settings import REPOSITORY
+from cluster.serving.local_environment import free_port
+
+SERVE = (sys.executable, "-m", "cluster.serving.command", "serve")
+CLUSTER = REPOSITORY / "deploy" / "cluster.yaml"
+READY = re.compile(r"^ready in ([\d.]+) s: (\S+)")
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A start that failed."""
+
+    code: int
+    seconds: float
+    cpu_seconds: float  # of the command and all that it waited for
+    progress: tuple[str, ...]  # lines on stdout
+    errors: tuple[str, ...]  # lines on stderr
+
+    @property
+    def has_started_ray(self) -> bool:
+        return any(line.startswith("starting ") for line in self.progress)
+
+
+@dataclass(frozen=True)
+class Ready:
+    url: str
+    seconds: float
+    progress: tuple[str, ...]
+
+
+def write_config(
+    folder: Path, args: Mapping[str, Any] | None = None, port: int | None = None, **sections: Any
+) -> Path:
+    """deploy/cluster.yaml on a free port."""
+    content = yaml.safe_load(CLUSTER.read_text())
+    content["http_options"]["port"] = free_port() if port is None else port
+    content["applications"][0]["args"] = dict(args or {})
+    content.update(sections)
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def run_until_end(config: Path, model: str | None, environment: Mapping[str, str], cwd: Path) -> Ended:
+    """For set-ups that fail. Raises subprocess.TimeoutExpired for one that does not."""
+    started_at, cpu_before = time.monotonic(), _cpu_of_children()
+    done = subprocess.run(
+        [*SERVE, str(config)],
+        env=_environment(model, environment),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+    )
+    seconds, cpu_seconds = time.monotonic() - started_at, _cpu_of_children() - cpu_before
+    progress, errors = done.stdout.splitlines(), done.stderr.splitlines()
+    return Ended(done.returncode, seconds, cpu_seconds, tuple(progress), tuple(errors))
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], model: str | None, cwd: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Ready]:
+    """From `ready in …` until Ctrl-C. Raises RuntimeError with what was printed when it does not get ready."""
+    process = subprocess.Popen(
+        list(command),
+        env=_environment(model, environment or {}),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    watch = threading.Timer(START_TIMEOUT_S, process.send_signal, [signal.SIGINT])
+    watch.start()
+    try:
+        yield _wait_ready(process)
+    finally:
+        watch.cancel()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=STOP_TIMEOUT_S)
+
+
+def _wait_ready(process: subprocess.Popen[str]) -> Ready:
+    lines: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        if (match := READY.match(line)) is not None:
+            return Ready(match[2], float(match[1]), tuple(lines))
+        lines.append(line.rstrip())
+    raise RuntimeError("it did not start:\n" + "\n".join(lines))
+
+
+def _cpu_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _environment(model: str | None, more: Mapping[str, str]) -> dict[str, str]:
+    """This process's, with the code of this checkout and one model."""
+    kept = {name: value for name, value in os.environ.items() if name != "EPDG_MODEL"}
+    chosen = {} if model is None else {"EPDG_MODEL": model}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), **chosen, **more}

@@ -1,0 +1,120 @@
+"""What a model folder says about itself before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.config.checkpoint import (
+    MEDIA_FAMILIES,
+    check_checkpoint,
+    check_family,
+    check_weights,
+    read_config,
+    takes_media,
+)
+from cluster.errors import ConfigError
+from cluster.text.defaults import GenerationDefaults, context_length
+from cluster.text.tokenizer import TextProcessor, placeholder_ids
+from tests.fakes.model_folders import DEMO_MODEL, NUM_PARAMETERS, text_folder, whole_omni_folder
+
+
+def test_the_families_with_media_are_those_with_an_adapter():
+    from cluster.model.families import FAMILIES
+
+    assert set(FAMILIES) == MEDIA_FAMILIES
+
+
+def test_of_a_whole_omni_checkpoint_every_reader_sees_the_part_that_is_served(tmp_path):
+    folder, demo = whole_omni_folder(tmp_path / "omni"), read_config(DEMO_MODEL)
+    config = read_config(folder)
+    assert config == demo and takes_media(config)
+    assert placeholder_ids(config) == placeholder_ids(demo) != {}
+    assert context_length(folder) == context_length(DEMO_MODEL)
+    assert GenerationDefaults.load(folder).eos_token_ids == (1014,)
+    assert TextProcessor.load(folder).vocab_size == demo["text_config"]["vocab_size"]
+
+
+def test_a_text_folder_passes_and_takes_no_media(tmp_path):
+    config, weights = check_checkpoint(text_folder(tmp_path / "m"))
+    assert not takes_media(config) and weights.num_parameters == NUM_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "paligemma", "vision_config": {}}, "'paligemma' is not supported: it is multimodal"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is not supported: it is an encoder-decoder"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "'BertForMaskedLM' is not a causal"),
+        ({"model_type": "voxtral", "audio_config": {}}, "'voxtral' is not supported: mistral-common"),
+    ],
+)
+def test_a_family_that_cannot_be_served_is_refused_by_name(tmp_path, changes, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check_family(read_config(text_folder(tmp_path / "m", **changes)))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 3}', '{"model_type": "qwen2_5_omni"}'])
+def test_a_broken_config_is_named(tmp_path, text):
+    folder = text_folder(tmp_path / "m")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"m/config\.json"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", None])
+def test_a_tokenizer_that_is_missing_or_broken_is_named(tmp_path, content):
+    folder = text_folder(tmp_path / "m")
+    (folder / "tokenizer.json").unlink()
+    if content is not None:
+        (folder / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"m(/tokenizer\.json| has no tokenizer)"):
+        check_checkpoint(folder)
+    with pytest.raises(ConfigError, match=r"m(/tokenizer\.json| has no tokenizer)"):
+        TextProcessor.load(folder)
+
+
+def test_a_broken_generation_config_is_named(tmp_path):
+    folder = text_folder(tmp_path / "m")
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        GenerationDefaults.load(folder)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 40, -1])
+def test_weights_that_are_cut_short_are_named(tmp_path, num_bytes):
+    file = text_folder(tmp_path / "m") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    with pytest.raises(ConfigError, match=r"m/model\.safetensors \(\d+ bytes\) is no whole safetensors file"):
+        check_weights(tmp_path / "m")
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    folder = text_folder(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"m/two\.safetensors is missing"):
+        check_weights(folder)
+    del index["weight_map"]["b"]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert check_weights(folder).num_parameters == NUM_PARAMETERS
+
+
+def test_a_folder_without_weights_is_refused_and_pickled_ones_are_left_to_transformers(tmp_path):
+    folder = text_folder(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no weights"):
+        check_weights(folder)
+    (folder / "pytorch_model.bin").touch()
+    assert check_weights(folder).num_parameters == 0
+
+
+def test_a_context_length_that_equals_its_familys_default_may_be_left_out(tmp_path: Path):
+    folder = text_folder(tmp_path / "m", model_type="gemma2", architectures=["Gemma2ForCausalLM"])
+    config = json.loads((folder / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert context_length(folder) == 8192

@@ -1,0 +1,170 @@
+"""What is found before Ray starts: each wrong set-up, in one line, and nothing but what is needed is imported for it."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.config.settings import REPOSITORY
+from cluster.errors import ConfigError
+from cluster.serving.local_environment import free_port
+from cluster.serving.preflight import Machine, Plan, check
+from tests.fakes.model_folders import text_folder, whole_omni_folder
+
+GIB = 1 << 30
+MACHINE = Machine(cores=(0, 1), available_memory=lambda: 8 * GIB, has_gpu=lambda: False)
+SHIPPED = [REPOSITORY / "deploy" / name for name in ("cluster.yaml", "cluster-gpu.yaml")]
+
+
+def serve_file(tmp_path: Path, args: dict[str, Any] | None = None, **sections: Any) -> Path:
+    content = yaml.safe_load(SHIPPED[0].read_text())
+    content["http_options"]["port"] = free_port()
+    content["applications"][0]["args"] = args or {}
+    if deployments := sections.pop("deployments", None):
+        content["applications"][0]["deployments"] = deployments
+    path = tmp_path / "file.yaml"
+    path.write_text(yaml.safe_dump({**content, **sections}))
+    return path
+
+
+def checked(
+    tmp_path: Path, model: Path | str | None = None, args: dict | None = None, **sections: Any
+) -> Plan:
+    variables = {} if model is None else {"EPDG_MODEL": str(model)}
+    return check(serve_file(tmp_path, args, **sections), {**variables, "HF_HUB_OFFLINE": "1"}, MACHINE)
+
+
+def check_refused(tmp_path: Path, pattern: str, **given: Any) -> None:
+    with pytest.raises(ConfigError, match=pattern) as error:
+        checked(tmp_path, **given)
+    assert "\n" not in str(error.value)
+
+
+def names(plan: Plan) -> list[str]:
+    return [each["name"] for each in plan.content["applications"][0]["deployments"]]
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+@pytest.mark.parametrize("make", [text_folder, whole_omni_folder])
+def test_a_shipped_file_names_no_deployment_that_a_model_lacks(tmp_path, file, make, monkeypatch):
+    monkeypatch.setattr("cluster.serving.preflight.check_port", lambda host, port: None)
+    machine = Machine(cores=(0,), has_gpu=lambda: True)
+    variables = {"EPDG_MODEL": str(make(tmp_path / "m")), "EPDG_CLUSTER_SECRET": "s"}
+    plan = check(file, variables, machine)
+    shipped = yaml.safe_load(file.read_text())["applications"][0]["deployments"]
+    assert names(plan) == ["Prefill", "Decode", "Door"] == [each["name"] for each in shipped]
+
+
+def test_a_file_that_names_encode_starts_a_text_model_without_it_and_says_so(tmp_path):
+    deployments = [{"name": "Encode", "num_replicas": 2}, {"name": "Decode"}]
+    plan = checked(tmp_path, text_folder(tmp_path / "m"), deployments=deployments)
+    assert names(plan) == ["Decode"]
+    assert plan.notes == ("model type 'llama' takes no media: there is no encode pool",)
+    plan = checked(tmp_path, whole_omni_folder(tmp_path / "o"), deployments=deployments)
+    assert names(plan) == ["Encode", "Decode"] and plan.notes == ()
+
+
+def test_the_plan_names_the_model_by_its_path_and_clients_by_its_folder(tmp_path, monkeypatch):
+    text_folder(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    args = checked(tmp_path, "m", {"decode": {"threads": 1}}).content["applications"][0]["args"]
+    assert args == {"model": str(tmp_path / "m"), "model_id": "m", "decode": {"threads": 1}}
+
+
+def test_a_model_of_the_hub_is_served_by_its_id(tmp_path, monkeypatch):
+    folder = text_folder(tmp_path / "snapshots" / "0123")
+    monkeypatch.setattr("cluster.config.hub.download", lambda model_id, *, is_offline: folder)
+    args = checked(tmp_path, "org/name").content["applications"][0]["args"]
+    assert args == {"model": str(folder), "model_id": "org/name"}
+
+
+@pytest.mark.parametrize(
+    ("args", "pattern"),
+    [
+        ({"decode": {"kv_block": 3}}, r'args\.decode: unknown setting "kv_block"; did you mean "kv_blocks"'),
+        ({"block_size": 0}, r"args\.block_size: .* \(given: 0\)"),
+        ({"dtype": "float16", "block_size": 0}, r"args\.dtype: .*'float16'\); and 1 more"),
+        ({"decode": {"cores": [1, 2]}}, r"decode\.cores: \[2\] are not among"),
+        ({"device": "cuda"}, "asks for CUDA"),
+        ({"side_channel": "tcp"}, "needs EPDG_CLUSTER_SECRET"),
+        (
+            {"decode": {"kv_blocks": 10**9}},
+            r"decode needs 11,\d{3}\.\d GiB of KV .*; 8\.0 GiB are available",
+        ),
+        ({"decode": {"speculation": {"method": "draft", "draft_model": "nowhere"}}}, "no model folder"),
+    ],
+)
+def test_a_wrong_setting_is_named(tmp_path, args, pattern):
+    check_refused(tmp_path, pattern, model=text_folder(tmp_path / "m"), args=args)
+
+
+@pytest.mark.parametrize(
+    ("sections", "pattern"),
+    [
+        ({"http_option": {}}, "section 'http_option' is unknown; did you mean 'http_options'"),
+        ({"http_options": {"port": "x"}}, "http_options.port: 'x' is no port"),
+        ({"applications": None}, "no list of applications"),
+        ({"deployments": [{"name": "Decod"}]}, "deployment 'Decod' is unknown; did you mean 'Decode'"),
+        ({"deployments": [{"name": "Decode", "num_replicas": 99}]}, "Decode: 99 replicas; this machine"),
+    ],
+)
+def test_a_wrong_section_of_the_file_is_named(tmp_path, sections, pattern):
+    check_refused(tmp_path, pattern, model=text_folder(tmp_path / "m"), **sections)
+
+
+def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*nothing\.yaml: No such file"):
+        check(tmp_path / "nothing.yaml", {}, MACHINE)
+    (tmp_path / "file.yaml").write_text("{")
+    with pytest.raises(ConfigError, match=r"file\.yaml is no YAML"):
+        check(tmp_path / "file.yaml", {}, MACHINE)
+
+
+def test_models_that_are_not_there_are_named(tmp_path):
+    check_refused(tmp_path, re.escape(f"no model folder '{tmp_path}/m'"), model=tmp_path / "m")
+    check_refused(tmp_path, "no folder 'no-org/name', .*hub", model="no-org/name")
+    check_refused(tmp_path, r"has no config\.json", model=tmp_path)
+
+
+def test_files_of_the_model_are_looked_at(tmp_path):
+    folder = text_folder(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(b"short")
+    check_refused(tmp_path, r"m/model\.safetensors \(5 bytes\)", model=folder)
+
+
+def test_weights_count_where_a_worker_holds_them_all(tmp_path, monkeypatch):
+    folder = text_folder(tmp_path / "m")
+    tiny = Machine(cores=(0,), available_memory=lambda: 100, has_gpu=lambda: False)
+    with pytest.raises(ConfigError, match="prefill needs"):
+        check(serve_file(tmp_path), {"EPDG_MODEL": str(folder)}, tiny)
+
+
+def test_a_port_that_is_taken_or_cannot_be_had_is_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = {"host": "127.0.0.1", "port": port}
+        check_refused(tmp_path, f"something listens on 127.0.0.1:{port} already", http_options=options)
+    check_refused(
+        tmp_path, "cannot listen on 192.0.2.77:8000", http_options={"host": "192.0.2.77", "port": 8000}
+    )
+
+
+def test_nothing_large_is_imported_before_ray_starts():
+    code = (
+        "import sys; from cluster.serving import command, preflight; from pathlib import Path\n"
+        "preflight.check(Path(sys.argv[1]), {})\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    config = REPOSITORY / "deploy" / "cluster.yaml"
+    port = free_port()
+    content = config.read_text().replace("port: 8000", f"port: {port}")
+    command = [sys.executable, "-c", code, "/dev/stdin"]
+    done = subprocess.run(command, cwd=REPOSITORY, input=content, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
