@@ -14,7 +14,7 @@ import copy
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from bench.fuzz.corpus import Seed
@@ -45,7 +45,7 @@ class Case:
     headers: tuple[tuple[str, str], ...] = (("content-type", "application/json"),)
     length: int | None = None
     chunk_bytes: int = 0
-    is_cut: bool = field(default=False)  # the client leaves before the body is over
+    is_cut: bool = False  # the client leaves before the body is over
 
 
 class Mutator:
