@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cluster.clock import Clock, SystemClock
 from cluster.config.environment import read_environment
-from cluster.config.settings import ClusterArgs
+from cluster.config.settings import ClusterArgs, DoorArgs
 from cluster.errors import ClusterError, ContextLengthError, MediaError
 from cluster.ids import new_request_id
 from cluster.media.fetch import FetchedMedia, Fetcher, FetchPolicy
@@ -36,6 +36,7 @@ from router.media import MediaPlanner
 from router.media_budget import load_share
 from router.members import MemberTable, Peer
 from router.metrics import DoorMetrics
+from router.openai.limits import Limits
 from router.openai.translate import ChatCall, CompletionCall, StopRules
 from router.placing import Placing
 from router.policy import POLICIES, ClusterView
@@ -59,6 +60,7 @@ class Door:
         self._text = TextProcessor.load(args.model, media and media.transformers_processor)
         self._needs_encoder = media is not None
         self._max_model_len = args.max_model_len or context_length(args.model)
+        self.limits = _limits(args.door, self._max_model_len, self._text)
         rules = args.door.media
         scheduling = SchedulingPolicy(**args.scheduling.model_dump())
         self._cluster = ClusterView(
@@ -220,6 +222,18 @@ class Door:
     async def _off_loop(self, function: Callable[..., T], *args: object) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, functools.partial(function, *args))
+
+
+def _limits(args: DoorArgs, max_model_len: int, text: TextProcessor) -> Limits:
+    return Limits(
+        max_model_len,
+        text.vocab_size,
+        text.max_token_chars,
+        args.min_priority,
+        args.share_caches,
+        args.show_workers,
+        args.held_body_bytes,
+    )
 
 
 def _tracing(args: ClusterArgs, clock: Clock) -> Tracing | None:

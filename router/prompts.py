@@ -76,7 +76,7 @@ class PromptBuilder:
 
         Raises RequestError and its kin. Blocks: decodes headers, hashes bytes, tokenises."""
         rules = call.media_rules
-        tenant = f"{call.tenant}/{call.cache_salt}"
+        tenant = call.cache_salt
         looks, notes = self._media.look(call.media, fetched, rules)
         messages = without_items(call.messages, {note.item for note in notes})
         if share < 1.0 and not rules.is_exact:

@@ -48,7 +48,7 @@ def cluster_args(policy: str, **door: Any) -> ClusterArgs:
         "encode": {"threads": 1, "cache_bytes": 16 << 20},
         "prefill": {"threads": 1, "kv_blocks": 2048, "feature_bytes": 16 << 20},
         "decode": {"threads": 1, "kv_blocks": 4096},
-        "door": {"policy": policy, **door},
+        "door": {"policy": policy, "show_workers": True, **door},
     }
     return resolve(ClusterArgs.model_validate(args), read_environment(), num_cores=1)
 

@@ -173,6 +173,14 @@ class DoorArgs(_Args):
     otlp_traces_endpoint: str = (
         ""  # of an OpenTelemetry collector, as http://localhost:4318/v1/traces; empty: no traces
     )
+    min_priority: int = Field(
+        0, ge=-8, le=0
+    )  # the most urgent that a client may ask for; lower is more urgent
+    share_caches: bool = (
+        False  # tenants find each other's KV and embeddings, and can tell what others have sent
+    )
+    show_workers: bool = False  # to clients that ask for a ledger
+    held_body_bytes: int = Field(1 << 30, ge=1)  # of all requests in work; beyond it they are refused (429)
     media: MediaArgs = MediaArgs()
     admission: AdmissionArgs = AdmissionArgs()
 

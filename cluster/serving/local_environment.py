@@ -49,6 +49,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         **QUIET,
         RAY_SERVE_ENABLE_HA_PROXY="1",  # the Python proxy would relay every chunk of every stream
         RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # else every stop takes 30 s
+        RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S="60",  # for a client's headers, and without reading or sending; default: an hour
         RAY_SERVE_HAPROXY_STATS_PORT=str(
             free_port()
         ),  # the defaults are fixed: a second cluster could not start

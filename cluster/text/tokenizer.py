@@ -43,6 +43,7 @@ class TextProcessor:
         self._encoding = threading.Lock()
         self.placeholder_ids = placeholder_ids
         self.vocab_size = vocab_size
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         self._row_ids = frozenset(placeholder_ids.values())
         self._placeholders = _placeholders(processor)
         self._placeholder = _unmarked("|".join(map(re.escape, self._placeholders)))

@@ -1,4 +1,4 @@
-"""Routes, errors and disconnects. The edge of the process: the only broad `except`s stand here, and they answer.
+"""Routes, errors and disconnects. The edge of the process: the only broad `except`s stand here and in `edge`, and they answer.
 
 Every error has OpenAI's form; Serve's front adds `x-request-id`. A client that leaves cancels its call, streamed or
 not, also while the door is still choosing workers.
@@ -8,65 +8,71 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import hashlib
 import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ClusterError, ModelNotFoundError, RequestError
 from router.openai import render
+from router.openai.bodies import BodyBudget, BodyTimeoutError, BodyTooLargeError, read_body
+from router.openai.edge import Edge, HttpMetrics, lease_of, tenant_of
+from router.openai.limits import PATIENCE, Patience
 from router.openai.protocol import DoorProtocol
 from router.openai.schema import ChatRequest, CompletionRequest, parse
-from router.openai.serving import ClientGoneError, stream, until_disconnect, whole
+from router.openai.serving import Account, ClientGoneError, stream, until_disconnect, whole
 from router.openai.translate import ChatCall, CompletionCall, chat_call, completion_call
 
 log = logging.getLogger(__name__)
-MAX_BODY_BYTES = 64 * 2**20
-BIG_BODY_BYTES = 256 * 2**10  # parsed in a thread from this size on, so that other streams go on
+BIG_BODY_BYTES = 64 * 2**10  # parsed in a thread from this size on, so that other streams go on
 CLIENT_GONE_STATUS = 499  # nobody reads it; nginx's number, for the access log
 LEDGER = "x-epdg-ledger"  # in a request: asked for; in the answer: the times until the first token
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class BodyTooLargeError(RequestError):
-    status = 413
-    code = "request_too_large"
 
 
 class NoSuchRouteError(RequestError):
     code = "not_found"
 
 
-def build_api(door: DoorProtocol, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+class WrongMethodError(RequestError):
+    code = "method_not_allowed"
+
+
+def build_api(door: DoorProtocol, patience: Patience = PATIENCE) -> FastAPI:
     api = FastAPI(title="OpenAI-compatible API", docs_url=None, redoc_url=None)
-    _Routes(door, max_body_bytes).mount(api)
+    budget = BodyBudget(door.limits.held_body_bytes)
+    metrics = HttpMetrics(budget)
+    _Routes(door, metrics, patience).mount(api)
     api.add_exception_handler(ClusterError, _answer_error)
     api.add_exception_handler(HTTPException, _answer_http_exception)
-    api.add_middleware(_Edge)
+    api.add_middleware(
+        Edge, budget=budget, metrics=metrics, answer_error=_answer_error, read_timeout_s=patience.read_s
+    )
     return api
 
 
 class _Routes:
-    def __init__(self, door: DoorProtocol, max_body_bytes: int):
+    def __init__(self, door: DoorProtocol, metrics: HttpMetrics, patience: Patience):
         self._door = door
-        self._max_body_bytes = max_body_bytes
+        self._patience = patience
+        self._metrics = metrics
+        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parse")  # large bodies, one at a time
 
     def mount(self, api: FastAPI) -> None:
         api.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         api.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
         api.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         api.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
-        api.add_api_route("/health", self.health, methods=["GET"], response_model=None)
+        api.add_api_route("/health", self.health, methods=["GET", "HEAD"], response_model=None)
         api.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
 
     async def chat(self, request: Request) -> Response:
@@ -77,8 +83,9 @@ class _Routes:
                 parse(ChatRequest, body),
                 door.model_id,
                 door.defaults,
-                _tenant(request),
+                tenant_of(request),
                 _trace_parent(request),
+                door.limits,
             ),
         )
         answer = render.ChatFormat(_new_id("chatcmpl"), int(time.time()), door.model_id, call.include_usage)
@@ -92,45 +99,51 @@ class _Routes:
                 parse(CompletionRequest, body),
                 door.model_id,
                 door.defaults,
-                _tenant(request),
+                tenant_of(request),
                 _trace_parent(request),
+                door.limits,
             ),
         )
         answer = render.CompletionFormat(_new_id("cmpl"), int(time.time()), door.model_id, call.include_usage)
         return await self._answer(request, call, door.complete, answer)
 
     async def models(self, request: Request) -> Response:
-        models = [render.model_fields(self._door.model_id, self._door.created)]
-        return _json(msgspec.json.encode({"object": "list", "data": models}))
+        return _json(msgspec.json.encode({"object": "list", "data": [self._card()]}))
 
     async def model(self, model_id: str) -> Response:
         if model_id != self._door.model_id:
             raise ModelNotFoundError(f"the model {model_id[:200]!r} does not exist", param="model")
-        return _json(msgspec.json.encode(render.model_fields(model_id, self._door.created)))
+        return _json(msgspec.json.encode(self._card()))
+
+    def _card(self) -> dict[str, Any]:
+        door = self._door
+        return render.model_fields(door.model_id, door.created, door.limits.max_model_len)
 
     async def health(self) -> Response:
         return Response(status_code=200 if self._door.is_ready() else 503)
 
     async def metrics(self) -> Response:
-        return Response(self._door.metrics(), media_type=METRICS_TYPE)
+        return Response(self._door.metrics() + self._metrics.render(), media_type=METRICS_TYPE)
 
     async def _call(self, request: Request, translate: Callable[[bytes], Any]) -> Any:
-        body = await _read_body(request, self._max_body_bytes)
-        return translate(body) if len(body) < BIG_BODY_BYTES else await asyncio.to_thread(translate, body)
+        body = await read_body(request, self._door.limits, lease_of(request), self._patience.body_s)
+        if len(body) < BIG_BODY_BYTES:
+            return translate(body)
+        return await asyncio.get_running_loop().run_in_executor(self._parsing, translate, body)
 
     async def _answer(
         self, request: Request, call: Any, start: Callable[[Any], Awaitable[Any]], answer: render.Format
     ) -> Response:
         num_choices = len(call.sampling)
         headers: dict[str, str] = {}
-        tell_ledger = functools.partial(headers.__setitem__, LEDGER) if LEDGER in request.headers else None
+        account = None
+        if LEDGER in request.headers:
+            account = Account(headers, LEDGER, shows_workers=self._door.limits.shows_workers)
         if call.stream:
-            events = stream(lambda: start(call), answer, num_choices, call.include_usage, tell_ledger)
+            events = stream(lambda: start(call), answer, num_choices, call.include_usage, account)
             return EventStream(events, headers)
         try:
-            body = await until_disconnect(
-                request, whole(lambda: start(call), answer, num_choices, tell_ledger)
-            )
+            body = await until_disconnect(request, whole(lambda: start(call), answer, num_choices, account))
             return _json(body, headers=headers)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE_STATUS)
@@ -185,60 +198,8 @@ class EventStream(Response):
         await write(body(b"", False))
 
 
-class _Edge:
-    """Answers what nothing inside did. A plain ASGI middleware: bodies pass untouched."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        has_started = False
-
-        async def send_noting(message: Message) -> None:
-            nonlocal has_started
-            if message["type"] == "http.response.start":
-                has_started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_noting)
-        except Exception as error:
-            if has_started:
-                raise
-            answer = await _answer_error(Request(scope), error)
-            await answer(scope, receive, send_noting)
-
-
 def _trace_parent(request: Request) -> str:
     return request.headers.get("traceparent", "")
-
-
-def _tenant(request: Request) -> str:
-    """Who asks, as far as the API key says; nothing of the key can be read from it."""
-    key = request.headers.get("authorization", "")
-    return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, never more than `max_bytes` of it in memory."""
-    declared = request.headers.get("content-length", "")
-    too_large = BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    chunks: list[bytes] = []
-    num_bytes = 0
-    try:
-        async for chunk in request.stream():
-            num_bytes += len(chunk)
-            if num_bytes > max_bytes:
-                raise too_large
-            chunks.append(chunk)
-    except ClientDisconnect as error:
-        raise RequestError("the body ended early") from error
-    return b"".join(chunks)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -247,12 +208,15 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     headers = {}
     if known.status in (429, 503):
         headers["retry-after"] = str(max(1, round(known.retry_after_s or 1)))
+    if isinstance(known, BodyTooLargeError | BodyTimeoutError):
+        headers["connection"] = "close"  # nobody waits for the rest of the body
     return _json(render.error_body(known), known.status, headers)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # what it is registered for
-    known = NoSuchRouteError(f"{request.method} {request.url.path[:200]}: {error.detail}")
+    kind = WrongMethodError if error.status_code == 405 else NoSuchRouteError
+    known = kind(f"{request.method} {request.url.path[:200]}: {error.detail}")
     return _json(render.error_body(known), error.status_code, dict(error.headers or {}))
 
 

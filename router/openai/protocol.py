@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from cluster.text.defaults import GenerationDefaults
+from router.openai.limits import Limits
 from router.openai.translate import ChatCall, CompletionCall
 
 
@@ -86,6 +87,7 @@ class DoorProtocol(Protocol):
     model_id: str
     created: int  # unix seconds
     defaults: GenerationDefaults  # for fields that a request leaves out
+    limits: Limits  # for all others
 
     async def chat(self, call: ChatCall) -> list[Generation]:
         """One generation per choice. Raises ClusterError."""

@@ -48,8 +48,9 @@ def usage_fields(usages: Sequence[Usage], num_choices: int) -> dict[str, Any]:
     }
 
 
-def model_fields(model_id: str, created: int) -> dict[str, Any]:
-    return {"id": model_id, "object": "model", "created": created, "owned_by": "epdg"}
+def model_fields(model_id: str, created: int, max_model_len: int) -> dict[str, Any]:
+    fields = {"id": model_id, "object": "model", "created": created, "owned_by": "epdg"}
+    return {**fields, "max_model_len": max_model_len}
 
 
 class _Format:

@@ -14,17 +14,23 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from cluster.errors import RequestError, UnsupportedError
+from router.openai.limits import MAX_INT
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_PRIORITY = 8
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of all messages
+MAX_FRAMES = 1 << 20
+MAX_URL_CHARS = 8192  # of one that is fetched
 
 Harmless = Any
 Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]  # the vocabulary is checked with the whole call
+Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 
 # field → values that change nothing; None always is one
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -132,7 +138,9 @@ def _content_kind(value: Any) -> str:
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[ContentPart], Tag("parts")], Discriminator(_content_kind)
+        Annotated[str, Tag("text")]
+        | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
+        Discriminator(_content_kind),
     ]
     name: Harmless = None
     # what an assistant message of the API carries beside its text, when a client sends it back; nothing may be in it
@@ -151,15 +159,15 @@ class StreamOptions(_Strict):
     continuous_usage_stats: Literal[False] | None = None
 
 
-PositiveInt = Annotated[int, Field(ge=1)]
-FramesPerSecond = Annotated[float, Field(gt=0, le=240, allow_inf_nan=False)]
+FrameCount = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
+FramesPerSecond = Annotated[float, Field(ge=0.001, le=240, allow_inf_nan=False)]
 
 
 class ProcessorOptions(_Strict):
     """`mm_processor_kwargs`: how the model's processor looks at all images and clips of the request."""
 
-    min_pixels: PositiveInt | None = None
-    max_pixels: PositiveInt | None = None
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
     fps: FramesPerSecond | None = None
     use_audio_in_video: bool | None = None
     temporal_pooling: Annotated[int, Field(ge=1, le=8)] | None = None
@@ -168,9 +176,9 @@ class ProcessorOptions(_Strict):
 
 class VideoLoading(_Strict):
     fps: FramesPerSecond | None = None
-    num_frames: PositiveInt | None = None
-    min_frames: PositiveInt | None = None
-    max_frames: PositiveInt | None = None
+    num_frames: FrameCount | None = None
+    min_frames: FrameCount | None = None
+    max_frames: FrameCount | None = None
     strategy: Literal["uniform", "keyframes", "scenes"] | None = None
 
 
@@ -187,15 +195,22 @@ class _Request(_Strict):
 
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Unit | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     min_p: Unit | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop: (
+        Annotated[
+            Annotated[StopString, Tag("<string>")]
+            | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<strings>")],
+            Discriminator(lambda value: "<string>" if isinstance(value, str) else "<strings>"),
+        ]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs sooner
     guidance_scale: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
@@ -208,26 +223,45 @@ class _Request(_Strict):
 
 
 class ChatRequest(_Request):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Count | None = None
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None
-    max_media_tokens: PositiveInt | None = None  # of all items together; more is reduced
+    max_media_tokens: Count | None = None  # of all items together; more is reduced
     exact_media: bool | None = None  # refuse what would have to be reduced
     on_media_error: Literal["refuse", "omit"] | None = (
         None  # omit: answer without an item that cannot be used
     )
 
 
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+MANY = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+
+
+def _prompt_kind(value: Any) -> str | None:
+    """By the first item: a long list of one kind is never tried as another."""
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else None
+    if isinstance(first, str):
+        return "<texts>"
+    return "<lists of ids>" if isinstance(first, list) else "<ids>"
+
+
 class CompletionRequest(_Request):
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
-        ]
-    )
+    prompt: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[str], MANY, Tag("<texts>")]
+        | Annotated[TokenIds, Tag("<ids>")]
+        | Annotated[list[TokenIds], MANY, Tag("<lists of ids>")],
+        Discriminator(
+            _prompt_kind,
+            custom_error_type="prompt_type",
+            custom_error_message="Input should be a string, a list of strings, or token ids",
+        ),
+    ]
 
 
 Request = TypeVar("Request", bound=_Request)
@@ -269,6 +303,8 @@ def _refusal(error: pydantic.ValidationError) -> RequestError:
     path = _path(details["loc"])
     if "tool" in path or details["type"] == "none_required":
         return UnsupportedError(f"{path}: not supported by this server", param=path)
+    if details["type"] in ("model_type", "dict_type"):
+        return RequestError(f"{path}: Input should be an object", param=path)
     if details["type"] == "extra_forbidden":
         return RequestError(f"unknown field {path!r}", param=path)
     if details["type"] == "union_tag_invalid":
@@ -287,7 +323,7 @@ def _path(loc: tuple[str | int, ...]) -> str:
         if isinstance(step, int):
             path += f"[{step}]"
             continue
-        is_type = "[" in step or "-" in step or step == "str"
+        is_type = "[" in step or "-" in step or step[:1] == "<"
         is_branch = step in _BRANCHES and i > 0 and (loc[i - 1] == "content" or isinstance(loc[i - 1], int))
         if not is_type and not is_branch:
             path += f".{step}" if path else step

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -17,11 +17,32 @@ from router.openai.protocol import Generation, TextDelta
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-TellLedger = Callable[[str], None]  # called with the ledger's header before anything is sent
+_OF_WORKERS = ("placement", "alternatives")  # fields of a ledger
 
 
 class ClientGoneError(Exception):
     """The client has closed its connection; nobody waits for an answer."""
+
+
+class Account:
+    """Of a request whose client asked for its ledger."""
+
+    def __init__(self, headers: MutableMapping[str, str], name: str, *, shows_workers: bool):
+        """`headers`: of the answer; the one called `name` is set before anything is sent. `shows_workers`: with the names of workers."""
+        self._headers = headers
+        self._name = name
+        self._hidden = () if shows_workers else _OF_WORKERS
+
+    def begin(self, generation: Generation) -> None:
+        """The first token is there."""
+        self._headers.setdefault(self._name, generation.ledger.header())
+
+    def fields(self, generations: Sequence[Generation], num_choices: int) -> list[dict[str, Any]]:
+        """One per prompt."""
+        return [
+            {name: value for name, value in generation.ledger.fields().items() if name not in self._hidden}
+            for generation in generations[::num_choices]
+        ]
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
@@ -48,9 +69,9 @@ async def whole(
     start: Callable[[], Awaitable[list[Generation]]],
     answer: render.Format,
     num_choices: int,
-    tell_ledger: TellLedger | None = None,
+    account: Account | None = None,
 ) -> bytes:
-    """The body of a response that is not streamed. With `tell_ledger` it contains the ledgers, too."""
+    """The body of a response that is not streamed. With an `account` it contains the ledgers, too."""
     generations = await start()
     try:
         async with asyncio.TaskGroup() as group:
@@ -62,9 +83,9 @@ async def whole(
     texts, reasons = zip(*(task.result() for task in tasks), strict=True)
     usage = render.usage_fields([generation.usage for generation in generations], num_choices)
     ledgers = []
-    if tell_ledger is not None:
-        tell_ledger(generations[0].ledger.header())
-        ledgers = _ledger_fields(generations, num_choices)
+    if account is not None:
+        account.begin(generations[0])
+        ledgers = account.fields(generations, num_choices)
     return answer.body(texts, reasons, usage, generations[0].media_notes, ledgers)
 
 
@@ -73,10 +94,10 @@ async def stream(
     answer: render.Format,
     num_choices: int,
     include_usage: bool,
-    tell_ledger: TellLedger | None = None,
+    account: Account | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events. What is raised before the first one is the caller's to answer; later errors are events. With `tell_ledger` the
-    ledgers are an event, too, the last but one."""
+    """Server-sent events. What is raised before the first one is the caller's to answer; later errors are events. With an `account`
+    the ledgers are an event, too, the last but one."""
     generations = await start()
     started: set[int] = set()
     has_told = False
@@ -91,23 +112,18 @@ async def stream(
                 if delta.finish_reason is not None:
                     events += answer.finish(index, delta.finish_reason)
                 if events:
-                    if tell_ledger is not None and not has_told:
+                    if account is not None and not has_told:
                         has_told = True
-                        tell_ledger(generations[index].ledger.header())
+                        account.begin(generations[index])
                     yield events
-        if tell_ledger is not None:
-            yield answer.ledger(_ledger_fields(generations, num_choices))
+        if account is not None:
+            yield answer.ledger(account.fields(generations, num_choices))
         if include_usage:
             usages = [generation.usage for generation in generations]
             yield answer.usage(render.usage_fields(usages, num_choices))
         yield render.DONE
     finally:
         await close_all(generations)
-
-
-def _ledger_fields(generations: Sequence[Generation], num_choices: int) -> list[dict[str, Any]]:
-    """One per prompt."""
-    return [generation.ledger.fields() for generation in generations[::num_choices]]
 
 
 async def close_all(generations: Sequence[Generation]) -> None:

@@ -7,18 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from cluster.errors import ModelNotFoundError, RequestError
+from cluster.errors import ContextLengthError, ModelNotFoundError, RequestError
 from cluster.media.sources import MediaSource
 from cluster.text.chat import ChatMessage, MediaPart, TextPart
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 from cluster.types.request import SamplingParams
 from router.openai import schema
-from router.openai.schema import ChatRequest, CompletionRequest
+from router.openai.limits import Limits
+from router.openai.schema import MAX_PARTS, MAX_PRIORITY, MAX_URL_CHARS, ChatRequest, CompletionRequest
 
 SEED_MASK = 2**64 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring choices get seeds far apart
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
+ANY = Limits(min_priority=-MAX_PRIORITY)  # where no model is asked
 
 
 class StopRules(msgspec.Struct, frozen=True):
@@ -55,8 +57,8 @@ class ChatCall(msgspec.Struct, frozen=True):
     stream: bool = False
     include_usage: bool = False  # streams only: a last chunk with the usage
     media_rules: MediaRules = MediaRules()
-    tenant: str = ""  # whose media: what one tenant has sent or fetched is never found by another
-    cache_salt: str = ""  # … and whose KV
+    tenant: str = ""  # who pays for it, and whose fetched files it finds
+    cache_salt: str = ""  # tenant and client's salt: whose KV and embeddings it finds
     trace_parent: str = ""  # the client's span
 
 
@@ -79,19 +81,21 @@ def chat_call(
     defaults: GenerationDefaults,
     tenant: str = "",
     trace_parent: str = "",
+    limits: Limits = ANY,
 ) -> ChatCall:
     """`tenant`: of the client, as its credentials say."""
-    _check(request, model_id)
+    _check(request, model_id, limits)
     max_tokens = request.max_completion_tokens or request.max_tokens
     if request.max_tokens not in (None, max_tokens):
         raise RequestError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
+    _check_messages(request.messages, limits)
     media: list[MediaSource] = []
     options = _media_options(request)
     messages = tuple(_message(message, idx, options, media) for idx, message in enumerate(request.messages))
     return ChatCall(
         messages=messages,
         media=tuple(media),
-        sampling=_sampling(request, defaults),
+        sampling=_sampling(request, defaults, limits),
         stop=_stop(request, max_tokens, defaults),
         guidance=_guidance(request, lambda text: _negative(messages, text)),
         priority=request.priority or 0,
@@ -101,7 +105,7 @@ def chat_call(
             request.max_media_tokens, bool(request.exact_media), request.on_media_error == "omit"
         ),
         tenant=tenant,
-        cache_salt=request.cache_salt or "",
+        cache_salt=_salt(request, tenant, limits),
         trace_parent=trace_parent,
     )
 
@@ -112,28 +116,76 @@ def completion_call(
     defaults: GenerationDefaults,
     tenant: str = "",
     trace_parent: str = "",
+    limits: Limits = ANY,
 ) -> CompletionCall:
     """`tenant`: of the client, as its credentials say."""
-    _check(request, model_id)
+    _check(request, model_id, limits)
     return CompletionCall(
-        prompts=_prompts(request.prompt),
-        sampling=_sampling(request, defaults),
+        prompts=_prompts(request.prompt, limits),
+        sampling=_sampling(request, defaults, limits),
         stop=_stop(request, request.max_tokens or DEFAULT_COMPLETION_TOKENS, defaults),
         guidance=_guidance(request, lambda text: text),
         priority=request.priority or 0,
         stream=bool(request.stream),
         include_usage=_wants_usage(request),
         tenant=tenant,
-        cache_salt=request.cache_salt or "",
+        cache_salt=_salt(request, tenant, limits),
         trace_parent=trace_parent,
     )
 
 
-def _check(request: ChatRequest | CompletionRequest, model_id: str) -> None:
+def _check(request: ChatRequest | CompletionRequest, model_id: str, limits: Limits) -> None:
+    """What depends on the model and on what its operator allows."""
     if request.model != model_id:
         raise ModelNotFoundError(f"the model {request.model[:200]!r} does not exist", param="model")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
+    if (request.priority or 0) < limits.min_priority:
+        allowed = f"between {limits.min_priority} and {MAX_PRIORITY}"
+        raise RequestError(f"priority: this server accepts values {allowed}", param="priority")
+    _check_ids(request.stop_token_ids or (), "stop_token_ids", limits)
+    _check_text(len(request.negative_prompt or ""), "negative_prompt", limits)
+    counts = {
+        name: getattr(request, name, None) for name in ("max_tokens", "max_completion_tokens", "min_tokens")
+    }
+    for name, count in counts.items():
+        if count is not None and count > limits.max_model_len:
+            raise ContextLengthError(
+                f"{name}: this model's context has {limits.max_model_len} tokens", param=name
+            )
+
+
+def _check_ids(token_ids: Sequence[int], param: str, limits: Limits) -> None:
+    if token_ids and max(token_ids) >= limits.vocab_size:
+        raise RequestError(f"{param}: token ids must be between 0 and {limits.vocab_size - 1}", param=param)
+
+
+def _check_text(num_chars: int, param: str, limits: Limits) -> None:
+    if num_chars > limits.max_text_chars:
+        raise ContextLengthError(
+            f"{param}: {num_chars} characters do not fit this model's context of {limits.max_model_len} tokens",
+            param=param,
+        )
+
+
+def _check_messages(messages: Sequence[schema.Message], limits: Limits) -> None:
+    num_chars = num_parts = 0
+    for message in messages:
+        if isinstance(message.content, str):
+            num_chars += len(message.content)
+        else:
+            num_parts += len(message.content)
+            num_chars += sum(len(part.text) for part in message.content if isinstance(part, schema.TextPart))
+    if num_parts > MAX_PARTS:
+        raise RequestError(f"messages: at most {MAX_PARTS} content parts are accepted", param="messages")
+    _check_text(num_chars, "messages", limits)
+
+
+def _salt(request: ChatRequest | CompletionRequest, tenant: str, limits: Limits) -> str:
+    """Whose cached KV and embeddings the request finds: its tenant's, and of these the ones under the client's own salt. Clients
+    without credentials are one tenant."""
+    owner = "" if limits.shares_caches else tenant
+    return f"{owner}/{request.cache_salt or ''}" if owner or request.cache_salt else ""
 
 
 def _media_options(request: ChatRequest) -> dict[Modality, MediaOptions]:
@@ -197,11 +249,13 @@ def _source(
         case schema.InputAudioPart():
             modality = Modality.AUDIO
             url = f"data:audio/{part.input_audio.format};base64,{part.input_audio.data}"
+    if len(url) > MAX_URL_CHARS and url[:5].lower() != "data:":
+        raise RequestError(f"{param}: a URL may have {MAX_URL_CHARS} characters at most", param=param)
     return MediaSource(modality, url, param, options[modality])
 
 
 def _sampling(
-    request: ChatRequest | CompletionRequest, defaults: GenerationDefaults
+    request: ChatRequest | CompletionRequest, defaults: GenerationDefaults, limits: Limits
 ) -> tuple[SamplingParams, ...]:
     """One value per choice. Choice 0 draws with the client's seed itself, the others with seeds derived from it."""
     temperature = defaults.temperature if request.temperature is None else request.temperature
@@ -209,10 +263,11 @@ def _sampling(
     if top_p == 0:  # OpenAI accepts it; the smallest set of tokens is the most probable one
         temperature, top_p = 0.0, 1.0
     top_k = defaults.top_k if request.top_k is None else request.top_k
+    top_k = top_k if 0 < top_k < limits.vocab_size else 0  # of all tokens
     min_p = defaults.min_p if request.min_p is None else request.min_p
     seed = secrets.randbits(64) if request.seed is None and temperature > 0 else (request.seed or 0)
     return tuple(
-        SamplingParams(temperature, top_p, max(top_k, 0), min_p, (seed + choice * SEED_STEP) & SEED_MASK)
+        SamplingParams(temperature, top_p, top_k, min_p, (seed + choice * SEED_STEP) & SEED_MASK)
         for choice in range(request.n or 1)
     )
 
@@ -261,8 +316,23 @@ def _wants_usage(request: ChatRequest | CompletionRequest) -> bool:
 
 
 def _prompts(
-    prompt: str | list[str] | list[int] | list[list[int]],
+    prompt: str | list[str] | list[int] | list[list[int]], limits: Limits
 ) -> tuple[str | tuple[int, ...], ...]:
+    prompts = _listed(prompt)
+    for each in prompts:
+        if isinstance(each, str):
+            _check_text(len(each), "prompt", limits)
+            continue
+        _check_ids(each, "prompt", limits)
+        if len(each) > limits.max_model_len:
+            raise ContextLengthError(
+                f"prompt: {len(each)} tokens do not fit this model's context of {limits.max_model_len}",
+                param="prompt",
+            )
+    return prompts
+
+
+def _listed(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(prompt, str):
         return (prompt,)
     token_ids = tuple(item for item in prompt if isinstance(item, int))

@@ -15,6 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from bench.workload import make_case
+from cluster.config.settings import ClusterArgs
 from router.openai.app import build_api
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
@@ -28,10 +29,15 @@ def client_of(cluster: LocalCluster) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://door", timeout=60)
 
 
+def shown(args: ClusterArgs) -> ClusterArgs:
+    """With the names of workers."""
+    return args.model_copy(update={"door": args.door.model_copy(update={"show_workers": True})})
+
+
 @pytest.mark.parametrize("kind", ["text", "image", "video", "audio"])
 async def test_the_stages_sum_to_the_wall_time_of_the_first_token(kind):
     case = make_case(random.Random(5), kind)
-    async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
+    async with local_cluster(shown(cluster_args(64))) as cluster, client_of(cluster) as client:
         body = {
             "model": cluster.door.model_id,
             "messages": case.messages,

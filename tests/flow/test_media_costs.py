@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from bench.demo_model.media import jpeg_bytes
@@ -239,6 +240,23 @@ async def test_a_url_is_read_once_for_each_tenant():
             for name in ("one", "one", "two"):
                 await ask(client, [part("image", host.url("/"))], **key(name))
         assert len(host.requests) == 2
+
+
+@pytest.mark.parametrize("shares_caches", [False, True])
+async def test_usage_tells_no_tenant_what_another_has_sent(shares_caches: bool):
+    """Text, an image, and a raw prompt: what a tenant repeats is cached, what another has sent is not, unless the operator wants it."""
+    async with serving() as (cluster, client):
+        door = cluster.door
+        door.limits = msgspec.structs.replace(door.limits, shares_caches=shares_caches)
+        let_stay(door, lambda _: False)
+        raw = {"model": "demo", "prompt": "red circle " * 20, "max_tokens": 1}
+        cached = []
+        for name in ("one", "one", "two"):
+            response = await client.post("/v1/completions", json=raw, **key(name))
+            seen = num_cached_tokens(response.json())
+            cached.append((num_cached_tokens(await ask(client, [picture_part(43)], **key(name))), seen))
+        assert cached[0] == (0, 0) and min(cached[1]) > 0
+        assert cached[2] == (cached[1] if shares_caches else (0, 0))
 
 
 async def test_a_salt_separates_caches():

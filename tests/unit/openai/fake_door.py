@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from cluster.text.defaults import GenerationDefaults
+from router.openai.limits import Limits
 from router.openai.protocol import MediaNote, TextDelta, Usage
 from router.openai.translate import ChatCall, CompletionCall
 
 
 class FakeLedger:
     def fields(self) -> dict[str, object]:
-        return {"ttft_ms": 1.5}
+        return {"ttft_ms": 1.5, "placement": {"decode": "secret-replica"}, "alternatives": ["secret-replica"]}
 
     def header(self) -> str:
         return "ttft;dur=1.5"
@@ -45,6 +46,7 @@ class FakeDoor:
     model_id = "org/demo"
     created = 1_700_000_000
     defaults = GenerationDefaults(temperature=0.0, max_tokens=64, eos_token_ids=(1014,))
+    limits = Limits(max_model_len=4096, vocab_size=2048, max_body_bytes=4 << 20)
 
     def __init__(self, words: Sequence[str] = ("Hello", " wör", "ld", "")):
         self.words = words

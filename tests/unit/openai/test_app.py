@@ -6,17 +6,19 @@ import asyncio
 import json
 
 import httpx
+import msgspec
 import pytest
 
 from router.openai.app import build_api
+from router.openai.limits import PATIENCE, Patience
 from tests.unit.openai.fake_door import FakeDoor
 
 BODY = {"model": "org/demo", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def call(door: FakeDoor, method: str, path: str, **kwargs) -> httpx.Response:
+def call(door: FakeDoor, method: str, path: str, patience: Patience = PATIENCE, **kwargs) -> httpx.Response:
     async def main():
-        api = build_api(door, max_body_bytes=100_000)
+        api = build_api(door, patience)
         transport = httpx.ASGITransport(api, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
             return await client.request(method, path, **kwargs)
@@ -49,19 +51,8 @@ def test_a_body_that_is_no_json_object_is_refused(door, body):
 def test_unknown_paths_and_methods_have_openais_error_form(door, method, path, status):
     response = call(door, method, path)
     assert response.status_code == status
-    error_of(response)
-
-
-def test_a_body_over_the_cap_is_refused_with_413(door):
-    response = call(door, "POST", "/v1/chat/completions", content=b"x" * 100_001)
-    assert response.status_code == 413 and error_of(response)["code"] == "request_too_large"
-
-    async def chunks():
-        for _ in range(200):
-            yield b"x" * 1000
-
-    response = call(door, "POST", "/v1/chat/completions", content=chunks())
-    assert response.status_code == 413
+    code = {"GET /nothing": "not_found", "GET /v1/models/other/model": "model_not_found"}
+    assert error_of(response)["code"] == code.get(f"{method} {path}", "method_not_allowed")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +65,13 @@ def test_a_body_over_the_cap_is_refused_with_413(door):
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": [2048]}, "stop_token_ids"),
+        ({"max_tokens": 4097}, "max_tokens"),
+        ({"max_completion_tokens": 4097}, "max_completion_tokens"),
+        ({"top_k": 2**64}, "top_k"),
+        ({"mm_processor_kwargs": {"max_pixels": 2**64}}, "mm_processor_kwargs.max_pixels"),
+        ({"mm_processor_kwargs": 5}, "mm_processor_kwargs"),
         ({"stop": ""}, "stop"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
@@ -91,6 +89,40 @@ def test_a_wrong_field_is_named(door, fields, param):
     response = chat(door, **fields)
     assert response.status_code == 400
     assert error_of(response)["param"] == param
+    assert not door.calls
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": ["a"] * 5}, "stop: List should have at most 4 items after validation, not 5"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:"}]}]},
+            "messages[0].content[0].image_url: Input should be an object",
+        ),
+    ],
+)
+def test_a_refusal_says_what_is_wrong(door, fields, message):
+    assert error_of(chat(door, **fields))["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (5, "prompt"),
+        ([], "prompt"),
+        ([[]], "prompt[0]"),
+        ([2048], "prompt"),
+        ([[1], [2048]], "prompt"),
+        ([1] * 4097, "prompt"),
+        (["a", 1], "prompt[1]"),
+        ("x" * (4096 * 32 + 1), "prompt"),
+        (["a"] * 65, "prompt"),
+    ],
+)
+def test_a_prompt_that_the_model_cannot_have_is_refused(door, prompt, param):
+    response = call(door, "POST", "/v1/completions", json={"model": "org/demo", "prompt": prompt})
+    assert response.status_code == 400 and error_of(response)["param"] == param
     assert not door.calls
 
 
@@ -176,7 +208,9 @@ def test_media_parts_become_sources_in_order(door):
 
 def test_health_and_metrics(door):
     assert call(door, "GET", "/health").status_code == 200
-    assert call(door, "GET", "/metrics").content == b"epdg_test 1\n"
+    assert call(door, "HEAD", "/health").status_code == 200
+    metrics = call(door, "GET", "/metrics").text
+    assert metrics.startswith("epdg_test 1\n") and "epdg_door_body_bytes 0.0" in metrics
     door.ready = False
     assert call(door, "GET", "/health").status_code == 503
 
@@ -196,6 +230,15 @@ def test_the_ledger_comes_when_it_is_asked_for(door):
     assert answer.headers["x-epdg-ledger"] == "ttft;dur=1.5" and answer.json()["ledger"] == [{"ttft_ms": 1.5}]
     answer = call(door, "POST", "/v1/chat/completions", json=body)
     assert "x-epdg-ledger" not in answer.headers and "ledger" not in answer.json()
+
+
+@pytest.mark.parametrize("shows_workers", [False, True])
+def test_the_ledger_names_workers_where_the_operator_allows_it(door, shows_workers):
+    door.limits = msgspec.structs.replace(door.limits, shows_workers=shows_workers)
+    for stream in (False, True):
+        body = {"model": "org/demo", "messages": [{"role": "user", "content": "Hello"}], "stream": stream}
+        answer = call(door, "POST", "/v1/chat/completions", json=body, headers={"x-epdg-ledger": "1"})
+        assert ("secret-replica" in answer.text) == shows_workers
 
 
 def test_the_ledger_of_a_stream_is_its_last_event_but_the_usage(door):
@@ -219,13 +262,13 @@ def test_guidance_priority_and_min_tokens_reach_the_door(door):
     fields = {
         "guidance_scale": 1.5,
         "negative_prompt": "nothing",
-        "priority": -2,
+        "priority": 2,
         "min_tokens": 3,
         "max_tokens": 4,
     }
     assert chat(door, messages=messages, **fields).status_code == 200
     call_ = door.calls[0]
-    assert (call_.priority, call_.stop.min_tokens, call_.guidance.scale) == (-2, 3, 1.5)
+    assert (call_.priority, call_.stop.min_tokens, call_.guidance.scale) == (2, 3, 1.5)
     assert [(m.role, m.content) for m in call_.guidance.negative] == [
         ("system", "be brief"),
         ("user", "nothing"),
@@ -239,6 +282,7 @@ def test_guidance_priority_and_min_tokens_reach_the_door(door):
         ({"negative_prompt": "x"}, "negative_prompt"),
         ({"guidance_scale": -1}, "guidance_scale"),
         ({"priority": 99}, "priority"),
+        ({"priority": -1}, "priority"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ],
 )

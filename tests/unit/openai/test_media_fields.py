@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from cluster.types.media import FrameStrategy, MediaOptions
@@ -61,7 +62,7 @@ def test_rules_and_salt_reach_the_door(door):
     chat(door, max_media_tokens=64, exact_media=True, on_media_error="omit", cache_salt="mine")
     chat(door)
     first, second = door.calls
-    assert first.media_rules == MediaRules(64, True, True) and first.cache_salt == "mine"
+    assert first.media_rules == MediaRules(64, True, True) and first.cache_salt == "/mine"
     assert second.media_rules == MediaRules() and second.cache_salt == ""
 
 
@@ -73,6 +74,19 @@ def test_a_tenant_is_known_by_its_key_and_the_key_is_not_passed_on(door):
     first, again, other, nobody = (request.tenant for request in door.calls)
     assert first == again != other and nobody == ""
     assert "one" not in first
+
+
+@pytest.mark.parametrize("shares_caches", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_tenants_share_caches_only_where_the_operator_allows_it(door, path, shares_caches):
+    door.limits = msgspec.structs.replace(door.limits, shares_caches=shares_caches)
+    asked = {"prompt": "hi"} if path == "/v1/completions" else {"messages": MESSAGES}
+    for key in ("one", "two", None):
+        for salt in (None, "s", f"{'0' * 32}/s"):
+            body = {"model": "org/demo", "cache_salt": salt, **asked}
+            headers = {} if key is None else {"authorization": key}
+            assert call(door, "POST", path, json=body, headers=headers).status_code == 200
+    assert len({request.cache_salt for request in door.calls}) == (3 if shares_caches else 9)
 
 
 def test_what_was_done_to_an_item_is_told_once(door):

@@ -201,11 +201,10 @@ def test_under_load_new_media_is_reduced_once_and_the_tighter_reason_is_told():
     assert prepared(builder(is_held=lambda _: True), call(asked), BIG, OTHER, share=0.25).num_tokens == 482
 
 
-def test_names_of_items_differ_between_tenants_and_salts_and_blocks_between_salts():
+def test_names_of_items_and_of_blocks_differ_between_salts():
     asked = user(IMAGE, "a question of more than sixteen letters")
     plain, other, salted = (
-        prepared(builder(), call(asked, tenant=tenant, cache_salt=salt), BIG)
-        for tenant, salt in (("me", ""), ("you", ""), ("me", "salt"))
+        prepared(builder(), call(asked, cache_salt=salt), BIG) for salt in ("", "me/", "me/salt")
     )
     assert len({got.items[0].media_hash for got in (plain, other, salted)}) == 3
     assert len({got.block_hashes[0] for got in (plain, other, salted)}) == 3

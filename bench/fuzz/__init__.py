@@ -1,0 +1,1 @@
+"""Mutated HTTP requests against a running cluster: see `__main__`."""

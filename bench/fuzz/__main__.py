@@ -1,0 +1,177 @@
+"""Thousands of HTTP requests that are almost right, against a running cluster; then everything must be as before.
+
+    python -m bench.fuzz --url http://127.0.0.1:8000 --num 10000 --seed 1
+
+Sends mutations of valid requests (`bench.fuzz.mutator`) in phases: fuzz, a quarter as many valid requests, nothing; a
+well-behaved stream runs beside all of them. Prints one JSON object: statuses, whatever was the server's fault, the workers before and after, what is
+still held, delays of the door's event loop, and the stream's inter-token latency in each phase. Exit status 1 if the server failed a request,
+lost a worker, held something in the end, or answers another way than before. `--repeat NUMBER` sends one case and prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections import Counter
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.fuzz.beside import Beside, percentile
+from bench.fuzz.corpus import CHAT, seeds
+from bench.fuzz.mutator import KINDS, Case, Mutator
+from bench.fuzz.wire import Reply, send
+from bench.soak import wait_idle
+
+QUIET_S = 8.0
+PHASE_CASES = 500
+LAG = "epdg_door_event_loop_lag_seconds_bucket"
+
+
+class Fuzz:
+    def __init__(self, url: str, model_id: str, seed: int, concurrency: int):
+        self._url = url
+        self._mutator = Mutator(seeds(model_id), seed)
+        self._slots = asyncio.Semaphore(concurrency)
+        self.beside = Beside(url, model_id)
+        self.statuses: Counter[str] = Counter()
+        self.faults: list[dict[str, Any]] = []
+        self.lags: dict[str, Counter[str]] = {"fuzz": Counter(), "valid": Counter(), "quiet": Counter()}
+
+    async def run(self, num_cases: int) -> None:
+        beside = asyncio.ensure_future(self.beside.run())
+        try:
+            for first in range(0, num_cases, PHASE_CASES):
+                numbers = range(first, min(first + PHASE_CASES, num_cases))
+                await self._phase("fuzz", numbers, KINDS)
+                await self._phase("valid", numbers[: len(numbers) // 4], ("valid",))
+                await self._phase("quiet", range(0), ())
+                print(f"{numbers[-1] + 1} sent, {len(self.faults)} faults", flush=True)
+        finally:
+            beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
+
+    async def one(self, number: int, kinds: tuple[str, ...] = KINDS) -> tuple[Case, Reply]:
+        case = self._mutator.case(number, kinds)
+        async with self._slots:
+            return case, await send(self._url, case)
+
+    async def _phase(self, name: str, numbers: range, kinds: tuple[str, ...]) -> None:
+        before = await self._lag()
+        self.beside.phase = f"{name} {numbers.start}"  # a stream that spans two phases counts for none
+        for task in asyncio.as_completed([self._judged(number, kinds) for number in numbers]):
+            await task
+        if not numbers:
+            await asyncio.sleep(QUIET_S)
+        self.lags[name].update(await self._lag() - before)
+
+    async def _judged(self, number: int, kinds: tuple[str, ...]) -> None:
+        case, reply = await self.one(number, kinds)
+        is_broken = not reply.status and case.kind != "wire"  # a server may cut a client that speaks no HTTP
+        outcome = "overload" if reply.is_overload else str(reply.status or reply.error)
+        self.statuses[f"{case.kind} {outcome}"] += 1
+        if is_broken or (reply.status >= 500 and not reply.is_overload):
+            body = case.body[:4000].decode("latin-1")
+            self.faults.append(
+                {
+                    "number": number,
+                    "kind": case.kind,
+                    "outcome": outcome,
+                    "answer": str(reply.body[:500]),
+                    "body": body,
+                }
+            )
+
+    async def _lag(self) -> Counter[str]:
+        """Ticks of the door's event loop that came later than a bound, and how many there were."""
+        async with httpx.AsyncClient(timeout=30) as client:
+            text = (await client.get(f"{self._url}/metrics")).text
+        buckets = {
+            sample.labels["le"]: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == LAG
+        }
+        total = buckets.get("+Inf", 0)
+        return Counter(
+            {
+                "ticks": int(total),
+                "over 0.1 s": int(total - buckets.get("0.1", 0)),
+                "over 0.25 s": int(total - buckets.get("0.25", 0)),
+            }
+        )
+
+
+def workers(url: str) -> list[str]:
+    """Every worker that the door is connected to."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30).text)
+    samples = (sample for family in families for sample in family.samples)
+    return sorted(sample.labels["replica"] for sample in samples if sample.name == "epdg_worker_running")
+
+
+def control(url: str, model_id: str) -> str:
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"model": model_id, "messages": messages, "max_tokens": 16, "temperature": 0}
+    answer = httpx.post(url + CHAT, json=body, timeout=120).raise_for_status().json()
+    return answer["choices"][0]["message"]["content"]
+
+
+def latencies(beside: Beside) -> dict[str, dict[str, float]]:
+    """Of the stream beside, in milliseconds, over all phases of a name."""
+    report = {}
+    for name in ("quiet", "valid", "fuzz"):
+        gaps_s = [gap_s for phase, some in beside.gaps_s.items() if phase.startswith(name) for gap_s in some]
+        report[name] = {
+            "tokens": len(gaps_s),
+            **{f"p{100 * share:g}_ms": round(1e3 * percentile(gaps_s, share), 2) for share in (0.5, 0.99)},
+        }
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--num", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--repeat", type=int)
+    args = parser.parse_args()
+    model_id = httpx.get(f"{args.url}/v1/models", timeout=30).json()["data"][0]["id"]
+    fuzz = Fuzz(args.url, model_id, args.seed, args.concurrency)
+    if args.repeat is not None:
+        print(*asyncio.run(fuzz.one(args.repeat)), sep="\n")
+        return 0
+    before, said = workers(args.url), control(args.url, model_id)
+    started_at = time.monotonic()
+    asyncio.run(fuzz.run(args.num))
+    elapsed_s = time.monotonic() - started_at
+    held = wait_idle(args.url, timeout_s=60)
+    is_as_before = workers(args.url) == before and control(args.url, model_id) == said
+    itl = latencies(fuzz.beside)
+    report = {
+        "cases": args.num,
+        "seed": args.seed,
+        "seconds": round(elapsed_s, 1),
+        "statuses": dict(sorted(fuzz.statuses.items())),
+        "faults": fuzz.faults,
+        "workers": before,
+        "as_before": is_as_before,
+        "still_held": held,
+        "streams_failed": fuzz.beside.num_failed,
+        "loop_lag": fuzz.lags,
+        "itl": itl,
+        "itl_p99_ratio": {
+            name: round(itl["fuzz"]["p99_ms"] / itl[name]["p99_ms"], 2) for name in ("quiet", "valid")
+        },
+    }
+    print(json.dumps(report, indent=1))
+    return 0 if is_as_before and not (fuzz.faults or held or fuzz.beside.num_failed) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

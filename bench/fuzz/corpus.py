@@ -1,0 +1,80 @@
+"""Valid requests of both endpoints, with every kind of media and every field: what the mutator starts from."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "demo_model" / "examples"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MAX_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Seed:
+    path: str
+    body: dict[str, Any]
+
+
+def seeds(model_id: str) -> list[Seed]:
+    """The same for the same model."""
+    image, photo = part("image", "png", "red_circle.png"), part("image", "jpeg", "blue_triangle.jpg")
+    video, sound = part("video", "mp4", "moving_right.mp4"), part("audio", "wav", "seven.wav")
+    heard = {"data": encoded("seven.wav"), "format": "wav"}
+    text = {"type": "text", "text": "What do you see or hear?"}
+    contents: list[Any] = [
+        "hello",
+        [text],
+        [image, text],
+        [photo, image, text],
+        [video, text],
+        [sound, text],
+        [{"type": "input_audio", "input_audio": heard}, text],
+        [image, sound, text],
+    ]
+    fields: list[dict[str, Any]] = [
+        {},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 5, "n": 2},
+        {"stop": ["\n", "x"], "stop_token_ids": [3], "min_tokens": 1, "ignore_eos": True, "priority": 1},
+        {"guidance_scale": 1.5, "negative_prompt": "nothing", "cache_salt": "salt", "user": "u"},
+        {
+            "mm_processor_kwargs": {
+                "min_pixels": 1024,
+                "max_pixels": 16384,
+                "fps": 2.0,
+                "spatial_pooling": 2,
+            },
+            "media_io_kwargs": {"video": {"num_frames": 4, "strategy": "uniform"}},
+            "max_media_tokens": 64,
+            "on_media_error": "omit",
+        },
+        {"logprobs": False, "tools": [], "metadata": {"a": "b"}, "response_format": {"type": "text"}},
+    ]
+    system = {"role": "system", "content": "be brief"}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "name": "a"}]
+    found = []
+    for i, content in enumerate(contents):
+        for j, more in enumerate(fields):
+            before = [[], [system], turns][(i + j) % 3]
+            messages = [*before, {"role": "user", "content": content}]
+            found.append(Seed(CHAT, _body(model_id, messages=messages, **more)))
+    for prompt in ("once upon", ["one", "two"], [5, 6, 7], [[5, 6], [7]]):
+        for more in fields[:5]:
+            found.append(Seed(COMPLETIONS, _body(model_id, prompt=prompt, **more)))
+    return found
+
+
+def part(modality: str, kind: str, name: str) -> dict[str, Any]:
+    url = f"data:{modality}/{kind};base64,{encoded(name)}"
+    return {"type": f"{modality}_url", f"{modality}_url": {"url": url}}
+
+
+def encoded(name: str) -> str:
+    return base64.b64encode((EXAMPLES / name).read_bytes()).decode()
+
+
+def _body(model_id: str, **fields: Any) -> dict[str, Any]:
+    return {"model": model_id, "max_tokens": MAX_TOKENS, "temperature": 0, **fields}

@@ -1,0 +1,155 @@
+"""Reading request bodies: never too large, too slow, too intricate, or too many at once.
+
+A body is looked at chunk by chunk while it comes: its size, and how many values it can have. What is refused is refused then,
+before it is all in memory and before it is parsed, so no body costs much more than the copying of its bytes. The bytes of a
+request are charged to its tenant until its answer has been sent: the request holds its media that long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from types import TracebackType
+
+from starlette.requests import ClientDisconnect, Request
+
+from cluster.errors import OverloadedError, RequestError
+from router.openai.limits import Limits
+
+MIN_BYTES_PER_S = 64 << 10  # of a body that takes longer than the patience with it
+RETRY_AFTER_S = 5.0
+_PLAIN = bytes(set(range(256)) - set(b",[{\\"))
+_MEDIA = (b"base64,", b'"input_audio"')  # one of them stands in every body that brings media with it
+
+
+class BodyTooLargeError(RequestError):
+    status = 413
+    code = "request_too_large"
+
+
+class BodyTimeoutError(RequestError):
+    status = 408
+    code = "request_timeout"
+
+
+class BodyBudget:
+    """Bytes of all bodies at this door. A tenant may have as many as are still free (Choudhury and Hahne, "Dynamic queue length
+    thresholds", 1998): alone at most half of all, and there is always room for another."""
+
+    def __init__(self, max_bytes: int):
+        self._free = max_bytes
+        self._held: Counter[str] = Counter()
+
+    @property
+    def num_held(self) -> int:
+        return self._held.total()
+
+    def lease(self, tenant: str) -> BodyLease:
+        return BodyLease(self, tenant)
+
+    def take(self, tenant: str, num_bytes: int) -> None:
+        """Raises OverloadedError."""
+        if self._held[tenant] + num_bytes > self._free - num_bytes:
+            raise OverloadedError(
+                "the requests in work hold too many bytes; send this one again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._free -= num_bytes
+        self._held[tenant] += num_bytes
+
+    def free(self, tenant: str, num_bytes: int) -> None:
+        self._free += num_bytes
+        self._held[tenant] -= num_bytes
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+
+class BodyLease:
+    """The bytes of one request; a context manager that frees them."""
+
+    def __init__(self, budget: BodyBudget, tenant: str):
+        self._budget = budget
+        self._tenant = tenant
+        self._num_bytes = 0
+
+    def grow(self, num_bytes: int) -> None:
+        """Raises OverloadedError."""
+        if num_bytes:
+            self._budget.take(self._tenant, num_bytes)
+            self._num_bytes += num_bytes
+
+    def __enter__(self) -> BodyLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._num_bytes:
+            self._budget.free(self._tenant, self._num_bytes)
+            self._num_bytes = 0
+
+
+class _Scan:
+    """What can be said of a body without parsing it."""
+
+    def __init__(self, limits: Limits):
+        self._limits = limits
+        self._chunks: list[bytes] = []
+        self._has_media = False
+        self._num_marks = 0
+        self._num_escapes = 0
+        self.num_bytes = 0
+
+    def add(self, chunk: bytes) -> None:
+        """Raises BodyTooLargeError."""
+        limits = self._limits
+        self._chunks.append(chunk)
+        self.num_bytes += len(chunk)
+        marks = chunk.translate(None, _PLAIN)
+        num_escapes = marks.count(b"\\")
+        self._num_escapes += num_escapes
+        self._num_marks += len(marks) - num_escapes
+        check_size(self.num_bytes, limits)
+        if self._num_marks > limits.max_marks:
+            raise BodyTooLargeError(f"the body has more than {limits.max_marks} values")
+        if self._num_escapes > limits.max_escapes + self.num_bytes // 32:
+            raise BodyTooLargeError(f"the body has more than {limits.max_escapes} escaped characters")
+        if self.num_bytes > limits.max_text_bytes and not self._has_media:
+            self._has_media = self._finds_media()
+            if not self._has_media:
+                raise BodyTooLargeError(
+                    f"a body without media may have {limits.max_text_bytes} bytes at most"
+                )
+
+    def body(self) -> bytes:
+        return b"".join(self._chunks)
+
+    def _finds_media(self) -> bool:
+        """Called once: text in front of the first item is bounded like a body without media."""
+        start = self.body()
+        return any(mark in start for mark in _MEDIA)
+
+
+def check_size(num_bytes: int, limits: Limits) -> None:
+    if num_bytes > limits.max_body_bytes:
+        raise BodyTooLargeError(f"the body is larger than {limits.max_body_bytes} bytes")
+
+
+async def read_body(request: Request, limits: Limits, lease: BodyLease, patience_s: float) -> bytes:
+    """The whole body. Raises RequestError for one that is too large or does not come in time, OverloadedError where there is no room."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal():
+        check_size(int(declared[:20]), limits)
+    scan = _Scan(limits)
+    started_at = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout_at(started_at + patience_s) as deadline:
+            async for chunk in request.stream():
+                lease.grow(len(chunk))
+                scan.add(chunk)
+                deadline.reschedule(started_at + patience_s + scan.num_bytes / MIN_BYTES_PER_S)
+    except ClientDisconnect as error:
+        raise RequestError("the body ended early") from error
+    except TimeoutError as error:
+        raise BodyTimeoutError("the body did not come in time") from error
+    return scan.body()
