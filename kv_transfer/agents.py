@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from kv_transfer.agent import Agent
@@ -12,10 +13,13 @@ Transport = Literal["nixl", "collective", "in_process"]
 _LOCAL_NETWORK = InProcessNetwork()  # joins all agents of this process; there can be only one of it
 
 
-def make_agent(transport: Transport, name: str, host: str | None = None) -> Agent:
+def make_agent(
+    transport: Transport, name: str, host: str = "127.0.0.1", net_devices: Sequence[str] = ("lo",)
+) -> Agent:
     """An agent of this process. Raises ConfigError when the transport cannot be had here.
 
-    `host` is where other hosts reach this process, for transports that listen themselves; None: they find out.
+    `host` is the address that the collective transport listens on, `net_devices` are those that NIXL may use. Without them the
+    agent is for peers on this host.
     """
     if transport == "in_process":
         return _LOCAL_NETWORK.agent(name)
@@ -25,4 +29,4 @@ def make_agent(transport: Transport, name: str, host: str | None = None) -> Agen
         return CollectiveAgent(name, host)
     from kv_transfer.nixl_agent import NixlAgent  # loads UCX; only where it is used
 
-    return NixlAgent(name)
+    return NixlAgent(name, net_devices)

@@ -51,12 +51,12 @@ def built_backends() -> frozenset[Backend]:
 
 
 class CollectiveAgent:
-    def __init__(self, name: str, host: str | None = None, backends: frozenset[Backend] | None = None):
-        """`host` is the address that peers dial; None: the one that this machine's default route leaves from."""
+    def __init__(self, name: str, host: str = "127.0.0.1", backends: frozenset[Backend] | None = None):
+        """`host` is the address that peers dial, and the only one that this agent listens on."""
         self.name = name
         self._backends = built_backends() if backends is None else backends
         self._token = secrets.token_bytes(32)
-        self._host = _own_address() if host is None else host
+        self._host = host
         self._listener = socket.create_server((self._host, 0), backlog=128)
         self._listener.setblocking(False)
         self._table = RegionTable()
@@ -183,13 +183,3 @@ class CollectiveAgent:
             self._writers.append(
                 IncomingLink(connection, self._token, self._backends, self._table, self._inbox.put)
             )
-
-
-def _own_address() -> str:
-    """The address that the default route leaves from; loopback without one. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation
-        except OSError:
-            return "127.0.0.1"
-        return probe.getsockname()[0]

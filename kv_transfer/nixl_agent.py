@@ -5,6 +5,10 @@ sides must call `notifications` while anything is open. On one host a write of C
 copy that runs inside `post`. UCX's error handling stays at "peer", its default, so that a killed peer is an
 error within a second or two.
 
+UCX listens on TCP as soon as an agent is made, and a peer that connects there may write anywhere in the process: it has no
+authentication. So an agent uses the network devices that its owner names, and loopback alone if it names none. On one host TCP over
+loopback carries notifications and notices a peer's death; bytes go by CMA or CUDA IPC.
+
 The metadata that peers exchange wraps NIXL's own with the list of registered ranges: a grant names addresses
 only, and NIXL wants to know for each whether it is DRAM or VRAM and of which device.
 
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +35,7 @@ import msgspec
 import numpy as np
 import torch
 
+from cluster.config.environment import tell_net_devices
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agent import PeerLostError, TransferError, TransferState
@@ -91,19 +96,26 @@ def load_nixl() -> tuple[ModuleType, ModuleType]:
 
 
 class NixlAgent:
-    def __init__(self, name: str, backend_params: dict[str, str] | None = None):
-        """`name` must never have been used by another process; a replica's incarnation id is right.
-
-        Takes about half a second. `backend_params` go to NIXL's UCX backend.
+    def __init__(self, name: str, net_devices: Sequence[str] = ("lo",)):
+        """`name` must never have been used by another process; a replica's incarnation id is right. `net_devices` are those that
+        UCX may use, by its names. Takes about half a second. Raises ConfigError when NIXL or a device is not there.
         """
         api, self._bindings = load_nixl()
         self.name = name
+        tell_net_devices(net_devices)
         with self._mapped():
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._agent = api.nixl_agent(name, config)
-            if "UCX" not in self._agent.get_plugin_list():
-                raise ConfigError("this NIXL has no UCX plugin")
-            self._agent.create_backend("UCX", backend_params or {})
+        if "UCX" not in self._agent.get_plugin_list():
+            raise ConfigError("this NIXL has no UCX plugin")
+        try:
+            with self._mapped():
+                self._agent.create_backend("UCX", {})
+        except TransferError as error:
+            raise ConfigError(
+                f"NIXL cannot use the network devices {', '.join(net_devices)}: {error}",
+                param="transfer.net_devices",
+            ) from error
         self._regions: list[_Region] = []
         self._registrations: list[
             tuple[BlockMemory, Any]

@@ -9,7 +9,7 @@ HF_HUB_OFFLINE       of the Hugging Face hub's own variables the one that is loo
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,13 @@ def tell_local_rank(rank: int) -> None:
     """To transformers, whose tensor parallelism reads it there, and to Gloo that all ranks are on this host. Changes this
     process's environment."""
     os.environ["LOCAL_RANK"] = str(rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+def tell_net_devices(devices: Sequence[str]) -> None:
+    """To UCX, which otherwise listens on every interface of the host. It looks when an agent is made. Changes this process's
+    environment."""
+    os.environ["UCX_NET_DEVICES"] = ",".join(devices)
 
 
 def child_environment(**overrides: str) -> dict[str, str]:

@@ -97,6 +97,9 @@ class TransferArgs(_Args):
     wire_tokens: int = Field(16_384, ge=64)  # that may be on their way coded, of each worker; others go raw
     # auto: over links so slow that it is sooner there, decode computes the end of a prompt anew
     recompute: Literal["never", "auto"] = "never"
+    # of a private network that joins the hosts, as UCX names them ("eth1", "mlx5_0:1"): NIXL listens there, and whatever reaches it
+    # may write into the workers' memory. Needed with side_channel: tcp; on one host NIXL keeps to loopback
+    net_devices: tuple[str, ...] = ()
 
     @property
     def codecs(self) -> tuple[Literal["raw", "int8", "int4"], ...]:
@@ -208,13 +211,29 @@ class ClusterArgs(_Args):
     side_channel: Literal["unix", "tcp"] = "unix"  # tcp: pools on several hosts
     # a worker whose engine or transfer thread has work and has not moved for so long is replaced; longer than any single layer takes
     hang_timeout_s: float = Field(60.0, gt=0)
-    host: str = "127.0.0.1"  # where other hosts reach this replica; filled in by the replica itself
+    host: str = (
+        "127.0.0.1"  # where other hosts reach this replica; with side_channel: tcp the replica fills it in
+    )
     encode: EncodeArgs = EncodeArgs()
     prefill: PrefillArgs = PrefillArgs()
     decode: DecodeArgs = DecodeArgs()
     transfer: TransferArgs = TransferArgs()
     door: DoorArgs = DoorArgs()
     scheduling: SchedulingArgs = SchedulingArgs()
+
+    @model_validator(mode="after")
+    def _check_network(self) -> ClusterArgs:
+        if self.side_channel == "tcp" and self.transport == "nixl" and not self.transfer.net_devices:
+            raise ValueError(
+                'side_channel: tcp needs transfer.net_devices, the network devices that NIXL may use between hosts (as "eth1" '
+                'or "mlx5_0:1"): of a private network, because NIXL does not authenticate what writes there'
+            )
+        return self
+
+    @property
+    def net_devices(self) -> tuple[str, ...]:
+        """What a worker's NIXL agent may listen on."""
+        return self.transfer.net_devices if self.side_channel == "tcp" else ("lo",)
 
 
 def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> ClusterArgs:

@@ -51,8 +51,9 @@ class Replica:
 
         torch.set_num_threads(threads)
         replica_id = serve.get_replica_context().replica_id.unique_id
-        local = args.model_copy(update={"host": ray.util.get_node_ip_address()})
-        self._service = load(service)(local, replica_id)
+        if args.side_channel == "tcp":
+            args = args.model_copy(update={"host": ray.util.get_node_ip_address()})
+        self._service = load(service)(args, replica_id)
         self._is_stopping = False
 
     async def record_replica_metadata(self) -> dict[str, str]:

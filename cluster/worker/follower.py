@@ -40,7 +40,7 @@ def main(calls_fd: int, moves_fd: int) -> None:
     language = load_language(args, setup, spec.role, spec.sizes, group)
     is_writer = spec.role is Role.PREFILL
     mover = Mover(
-        make_agent(args.transport, setup.replica_id, setup.host),
+        make_agent(args.transport, setup.replica_id, setup.host, setup.net_devices),
         SystemClock(),
         rank_mover.on_event,
         margin_s=spec.lease_margin_s,

@@ -61,7 +61,7 @@ class WorkerProcess:
         self.clock = SystemClock()
         self.outbox = Outbox(self._deliver)
         self.mover = Mover(
-            make_agent(transport, setup.replica_id, setup.host),
+            make_agent(transport, setup.replica_id, setup.host, setup.net_devices),
             self.clock,
             self._on_own_transfer,
             outgoing=outgoing,

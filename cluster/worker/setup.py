@@ -24,7 +24,8 @@ class WorkerSetup:
     replica_id: str
     device: torch.device
     dtype: torch.dtype
-    host: str  # where other hosts reach this replica
+    host: str  # where other workers reach this replica
+    net_devices: tuple[str, ...]  # that NIXL may listen on
     address: str  # of the side channel; a TCP port of 0 is replaced when the server starts
     secret: str | None
     folder: Path  # of this user on this host: sockets, and where processes meet
@@ -50,6 +51,7 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
         device,
         dtype,
         args.host,
+        args.net_devices,
         address,
         environment.cluster_secret,
         environment.socket_dir,

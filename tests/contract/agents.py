@@ -15,10 +15,13 @@ from cluster.clock import SystemClock
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from kv_transfer.agent import Agent, TransferState
+from kv_transfer.agents import Transport
+from kv_transfer.agents import make_agent as make_cluster_agent
 from kv_transfer.collective_agent import CollectiveAgent
 from kv_transfer.in_process import InProcessNetwork
 from kv_transfer.mover import Mover
 from kv_transfer.nixl_agent import NixlAgent, load_nixl
+from tests.fakes.sockets import listeners_of
 
 LAYOUT = MemoryLayout((SegmentSpec(16, (4, 16), torch.float32),) * 2)
 NUM_BLOCKS = 32
@@ -96,3 +99,21 @@ def write_without_cma(pipe: Connection) -> None:
     pipe.send((states, bool((target.buffer == 7).all()), messages))
     writer.close()
     owner.close()
+
+
+def listen(pipe: Connection, kind: Transport, net_devices: tuple[str, ...] | None) -> None:
+    """A process with an agent whose memory peers may write to: sends what it listens on, and whether that is loopback."""
+    agent = make_cluster_agent(
+        kind, unique_name("owner"), **({} if net_devices is None else {"net_devices": net_devices})
+    )
+    agent.register(BlockMemory(LAYOUT, NUM_BLOCKS))
+    pipe.send([(listener.is_local, str(listener)) for listener in listeners_of([os.getpid()])])
+    agent.close()
+
+
+def fail_to_listen(pipe: Connection) -> None:
+    """A process whose agent is to use a network device that does not exist."""
+    try:
+        make_cluster_agent("nixl", unique_name("owner"), net_devices=("nosuch0",))
+    except ConfigError as error:
+        pipe.send((error.param, error.message))
