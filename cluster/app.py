@@ -27,6 +27,7 @@ from ray.serve.schema import LoggingConfig
 from cluster.config import ClusterArgs, read_environment, resolve
 from cluster.config.checkpoint import check_checkpoint, takes_media
 from cluster.serving.door import DoorReplica
+from cluster.serving.exposure import require_authentication
 from cluster.serving.hook_router import HookRouter
 from cluster.serving.replicas import DecodeReplica, Replica
 from cluster.types.members import Role
@@ -63,7 +64,8 @@ class Hosts:
 
 
 def build(args: ClusterArgs) -> serve.Application:
-    """Raises ConfigError for a model or setting that cannot work."""
+    """Raises ConfigError for a model or setting that cannot work, and for a Ray cluster that is open to the network."""
+    require_authentication(ray.util.get_node_ip_address(), read_environment())
     return compose(args, Hosts.here())
 
 

@@ -4,6 +4,7 @@ EPDG_MODEL           model folder or hub id, unless the application's arguments 
 EPDG_SOCKET_DIR      folder of Unix sockets and locks (default /tmp/epdg-<uid>), private to this user
 EPDG_CLUSTER_SECRET  shared by all hosts of one cluster; needed when side channels run over TCP
 HF_HUB_OFFLINE       of the Hugging Face hub's own variables the one that is looked at here: no model is downloaded
+RAY_AUTH_MODE        Ray's own; whether its token authentication is on. Ray hands it to all processes of a cluster
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Environment(msgspec.Struct, frozen=True):
     socket_dir: Path
     cluster_secret: str | None  # never logged, never part of ClusterArgs: the dashboard shows those
     is_hub_offline: bool = False
+    is_ray_authenticated: bool = False
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -29,6 +31,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         socket_dir=Path(source.get("EPDG_SOCKET_DIR") or f"/tmp/epdg-{os.geteuid()}"),
         cluster_secret=source.get("EPDG_CLUSTER_SECRET") or None,
         is_hub_offline=source.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"),
+        is_ray_authenticated=source.get("RAY_AUTH_MODE", "disabled").lower() != "disabled",
     )
 
 

@@ -14,6 +14,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config.settings import ClusterArgs
+from cluster.serving.exposure import bind_to_node_address
 from cluster.serving.membership import MEMBERSHIP
 
 
@@ -23,6 +24,7 @@ class DoorReplica:
         """`pools`: handles of all worker pools, decode last. `door` and `api` are import paths."""
         from cluster.serving.replicas import load
 
+        bind_to_node_address()
         self._decode = pools[-1].options(_by_reference=False)
         door_class = load(door)
         self._door: Any = await asyncio.to_thread(door_class, args, self._call_decode)

@@ -20,6 +20,7 @@ from ray import serve
 
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError, UnavailableError
+from cluster.serving.exposure import bind_to_node_address
 from cluster.serving.published import encode_member
 from cluster.types.members import Member
 
@@ -45,6 +46,7 @@ class Replica:
 
     def __init__(self, args: ClusterArgs, service: str, threads: int, cores: Sequence[int]):
         """Raises ConfigError for cores that this host has not got."""
+        bind_to_node_address()
         if cores:
             _bind_to(cores)  # before torch makes threads
         import torch  # the composing process must not load it

@@ -94,4 +94,4 @@ def _title(pid: int) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         command = "ended"
-    return f"{pid} {command.strip()[:80]}"
+    return f"{pid} {command.strip()[:300]}"

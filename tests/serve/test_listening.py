@@ -1,0 +1,63 @@
+"""Nothing of a cluster on one machine can be reached from another machine, and Ray runs nothing for strangers on this one."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cluster.serving.launch import processes_of
+from cluster.serving.local_environment import ray_headers
+from tests.fakes.sockets import listeners_of, unix_paths_of, with_descendants
+
+JOB = {"entrypoint": "id"}
+
+
+def port_of(cluster, name: str) -> int:
+    """Of one of Ray's processes on this node, as it wrote it down."""
+    (path,) = (cluster.folder / "ray" / "session_latest").glob(f"{name}_*")
+    return int(path.read_text())
+
+
+def test_every_socket_listens_on_loopback(cluster):
+    listeners = listeners_of(with_descendants(processes_of(cluster.folder)))
+    titles = " ".join(listener.process for listener in listeners)
+    expected = ("gcs_server", "raylet", "dashboard", "DashboardAgent", "ServeController", "haproxy")
+    assert [name for name in expected if name not in titles] == []
+    for pool in ("Encode", "Prefill", "Decode", "Door"):
+        assert f"epdg:{pool}" in titles
+    assert [str(listener) for listener in listeners if not listener.is_local] == []
+
+
+def test_every_unix_socket_lies_in_a_private_folder(cluster):
+    assert cluster.folder.stat().st_mode & 0o777 == 0o700
+    assert (cluster.folder / "s").stat().st_mode & 0o777 == 0o700
+    paths = unix_paths_of(with_descendants(processes_of(cluster.folder)))
+    assert any(path.name.startswith("admin.sock") for path in paths) and len(paths) >= 6
+    assert [str(path) for path in paths if not is_private(path, cluster.folder)] == []
+
+
+def is_private(path: Path, folder: Path) -> bool:
+    """Under the cluster's folder, or in another one that this user alone may enter."""
+    return folder in path.parents or any(
+        stat.S_IMODE(parent.stat().st_mode) & 0o077 == 0 for parent in path.parents if parent.exists()
+    )
+
+
+@pytest.mark.parametrize("server", ["dashboard", "agent"])
+def test_ray_takes_no_job_without_the_token(cluster, server):
+    if server == "dashboard":
+        url = f"{cluster.dashboard_url()}/api/jobs/"
+    else:
+        url = f"http://127.0.0.1:{port_of(cluster, 'dashboard_agent_listen_port')}/api/job_agent/jobs/"
+    assert httpx.post(url, json=JOB).status_code == 401
+    assert httpx.post(url, json=JOB, headers={"Authorization": f"Bearer {'0' * 64}"}).status_code == 403
+    # The route is there: with the token the body is looked at, and this one names no entrypoint.
+    answer = httpx.post(url, json={}, headers=ray_headers(cluster.folder))
+    assert answer.status_code in (400, 500) and "entrypoint" in answer.text
+
+
+def test_the_token_is_for_this_user_only(cluster):
+    assert stat.S_IMODE((cluster.folder / "ray_token").stat().st_mode) == 0o600
