@@ -93,7 +93,11 @@ def test_a_model_of_the_hub_is_served_by_its_id(tmp_path, monkeypatch):
         ({"dtype": "float16", "block_size": 0}, r"args\.dtype: .*'float16'\); and 1 more"),
         ({"decode": {"cores": [1, 2]}}, r"decode\.cores: \[2\] are not among"),
         ({"device": "cuda"}, "asks for CUDA"),
-        ({"side_channel": "tcp"}, "needs EPDG_CLUSTER_SECRET"),
+        ({"side_channel": "tcp"}, r"needs transfer\.net_devices"),
+        (
+            {"side_channel": "tcp", "transfer": {"net_devices": ["eth1"]}},
+            "needs EPDG_CLUSTER_SECRET",
+        ),
         (
             {"decode": {"kv_blocks": 10**9}},
             r"decode needs 11,\d{3}\.\d GiB of KV .*; 8\.0 GiB are available",
