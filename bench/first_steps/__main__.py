@@ -12,22 +12,25 @@ from bench.first_steps import kinds, wheel, wrong
 
 
 def print_wrong(folder: Path) -> bool:
-    results = wrong.run_all(folder)
+    is_right = True
     print("| what is wrong | s | CPU s | Ray started | line |\n| --- | --- | --- | --- | --- |")
-    for case, ended, fault in results:
+    for case, ended, fault in wrong.run_all(folder):
         started = "yes" if ended.has_started_ray else "no"
         line = " / ".join(ended.errors).replace(str(folder), "…").replace("|", "\\|")
+        fault_first = f"**{fault}** " if fault else ""
         print(
-            f"| {case.name} | {ended.seconds:.1f} | {ended.cpu_seconds:.2f} | {started} | {fault and f'**{fault}** '}{line} |"
+            f"| {case.name} | {ended.seconds:.1f} | {ended.cpu_seconds:.2f} | {started} | {fault_first}{line} |",
+            flush=True,
         )
-    return not any(fault for _, _, fault in results)
+        is_right = is_right and not fault
+    return is_right
 
 
 def print_kinds(folder: Path) -> bool:
     print("| checkpoint | ready after s | notes | answer |\n| --- | --- | --- | --- |")
     for kind, ready, answer in kinds.run_all(folder):
         notes = "; ".join(line for line in ready.progress if "no encode pool" in line)
-        print(f"| {kind} | {ready.seconds:.1f} | {notes} | {answer} |")
+        print(f"| {kind} | {ready.seconds:.1f} | {notes} | {answer} |", flush=True)
     return True
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,12 @@ EXAMPLES = REPOSITORY / "deploy" / "demo_model" / "examples"
 ANSWER_TIMEOUT_S = 120.0
 
 
-def run_all(folder: Path) -> list[tuple[str, Ready, str]]:
+def run_all(folder: Path) -> Iterator[tuple[str, Ready, str]]:
     """Kind, start, answer. Raises RuntimeError for one that does not start or answer."""
-    results = []
     for kind, (make, shown) in KINDS.items():
         model = make(folder / kind.replace(" ", "_").replace(",", ""))
         with running([*SERVE, str(write_config(folder))], str(model), folder) as ready:
-            results.append((kind, ready, ask(ready.url, shown)))
-    return results
+            yield kind, ready, ask(ready.url, shown)
 
 
 def ask(url: str, shown: Sequence[str] = ()) -> str:

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,16 +56,13 @@ def set_ups(folder: Path, taken_port: int) -> list[WrongSetUp]:
     ]  # fmt: skip
 
 
-def run_all(folder: Path) -> list[tuple[WrongSetUp, Ended, str]]:
+def run_all(folder: Path) -> Iterator[tuple[WrongSetUp, Ended, str]]:
     """With what is wrong about each answer; empty if nothing is."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        cases = set_ups(folder, taken.getsockname()[1])
-        results = []
-        for case in cases:
+        for case in set_ups(folder, taken.getsockname()[1]):
             config = write_config(folder, case.args, case.port, **case.sections)
             ended = run_until_end(config, case.model, case.environment, folder)
-            results.append((case, ended, fault_of(case, ended)))
-    return results
+            yield case, ended, fault_of(case, ended)
 
 
 def fault_of(case: WrongSetUp, ended: Ended) -> str:
