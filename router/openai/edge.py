@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Awaitable, Callable
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
@@ -26,6 +27,12 @@ class HttpMetrics:
         self.loop_lag_s = Histogram(
             "epdg_door_event_loop_lag_seconds",
             "Delay of a timer of the door's event loop while requests are in work",
+            buckets=_LAG_BUCKETS_S,
+            registry=self._registry,
+        )
+        self.loop_busy_s = Histogram(
+            "epdg_door_event_loop_busy_seconds",
+            "The part of such a delay in which this process computed; the rest it waited for a core, or for a system call",
             buckets=_LAG_BUCKETS_S,
             registry=self._registry,
         )
@@ -61,11 +68,12 @@ class _LoopWatch:
 
     def _tick_later(self, loop: asyncio.AbstractEventLoop) -> None:
         due_at = loop.time() + LAG_TICK_S
-        self._timer = loop.call_at(due_at, self._tick, loop, due_at)
+        self._timer = loop.call_at(due_at, self._tick, loop, due_at, time.process_time())
 
-    def _tick(self, loop: asyncio.AbstractEventLoop, due_at: float) -> None:
+    def _tick(self, loop: asyncio.AbstractEventLoop, due_at: float, spent_s: float) -> None:
         lag_s = max(0.0, loop.time() - due_at)
         self._metrics.loop_lag_s.observe(lag_s)
+        self._metrics.loop_busy_s.observe(min(lag_s, time.process_time() - spent_s))
         if lag_s > self._max_s:
             self._max_s = lag_s
             self._metrics.max_loop_lag_s.set(lag_s)
