@@ -140,17 +140,24 @@ class Edge:
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A response that cannot be sent is left unfinished: the server then closes the connection."""
-        async with asyncio.timeout(None) as deadline:
-            sending = _Sending(send, deadline, self._read_timeout_s)
-            try:
-                await self._app(scope, receive, sending)
-            except Exception as error:
-                if sending.has_started:
-                    raise
-                answer = await self._answer_error(Request(scope), error)
-                await answer(scope, receive, sending)
-            finally:
-                sending.close()
+        deadline = asyncio.timeout(None)
+        try:
+            async with deadline:
+                await self._answer(scope, receive, _Sending(send, deadline, self._read_timeout_s))
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+
+    async def _answer(self, scope: Scope, receive: Receive, sending: _Sending) -> None:
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:
+            if sending.has_started:
+                raise
+            answer = await self._answer_error(Request(scope), error)
+            await answer(scope, receive, sending)
+        finally:
+            sending.close()
 
 
 def lease_of(request: Request) -> BodyLease:

@@ -49,6 +49,12 @@ HOSTILE = {
 }
 
 
+SCOPE: dict[str, object] = {
+    "type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b"",
+    "http_version": "1.1", "scheme": "http", "server": ("d", 80), "client": ("c", 1),
+}  # fmt: skip
+
+
 def chunks_of(body: bytes) -> Iterator[bytes]:
     return (body[i : i + CHUNK] for i in range(0, len(body), CHUNK))
 
@@ -74,11 +80,7 @@ async def respond(
     async def send(message: dict) -> None:
         sent.append(message)
 
-    scope: dict[str, object] = {
-        "type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b"",
-        "http_version": "1.1", "scheme": "http", "server": ("d", 80), "client": ("c", 1),
-    }  # fmt: skip
-    await build_api(door, patience)(scope, receive, send)
+    await build_api(door, patience)(dict(SCOPE), receive, send)
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:])
 
@@ -233,6 +235,27 @@ def test_a_client_that_does_not_read_is_given_up(door):
         assert door.generations[0].usage.completion_tokens < 1000
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_send_that_never_ends_ends_the_request_quietly(door, stream):
+    body = {"model": "org/demo", "messages": [{"role": "user", "content": "x"}], "stream": stream}
+
+    async def receive() -> dict[str, object]:
+        if door.calls:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    async def send(message: dict) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            await build_api(door, Patience(read_s=0.05))(dict(SCOPE), receive, send)
+
+    asyncio.run(main())
+    assert all(generation.num_closed for generation in door.generations)
 
 
 @pytest.mark.parametrize("stream", [False, True])
