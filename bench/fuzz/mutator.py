@@ -10,6 +10,7 @@ valid    nothing is wrong: the cluster goes on serving
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 import random
@@ -62,8 +63,9 @@ class Mutator:
             seed = rng.choice([each for each in self._seeds if _files(each.body)])
         body = copy.deepcopy(seed.body)
         if kind == "tree":
-            for _ in range(rng.choice((1, 1, 1, 2, 3, 5))):
-                _change(rng, body, rng.choice(self._seeds).body)
+            with contextlib.suppress(RecursionError):  # it nests too deep to be copied once more
+                for _ in range(rng.choice((1, 1, 1, 2, 3, 5))):
+                    _change(rng, body, rng.choice(self._seeds).body)
         if kind == "media":
             container, key = rng.choice(_files(body))
             container[key] = _broken_file(rng, container[key])
@@ -76,19 +78,24 @@ class Mutator:
 
 
 def _written(rng: random.Random, body: Any) -> bytes:
-    """Sometimes as UTF-8, sometimes escaped; lone surrogates can only be escaped."""
+    """Sometimes as UTF-8, sometimes escaped; lone surrogates can only be escaped, and what nests too deep is all nesting."""
     try:
         return json.dumps(body, ensure_ascii=rng.random() < 0.5).encode()
     except UnicodeEncodeError:
         return json.dumps(body).encode()
+    except RecursionError:
+        return b'{"messages":' + b"[" * 100_000
 
 
 def _nodes(value: Any) -> list[Node]:
+    """Every value inside, with its place."""
     found: list[Node] = []
-    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    for key in keys:
-        found.append((value, key))
-        found += _nodes(value[key])
+    waiting = [value]
+    while waiting:
+        container = waiting.pop()
+        keys = range(len(container)) if isinstance(container, list) else list(container)
+        found += [(container, key) for key in keys]
+        waiting += [container[key] for key in keys if isinstance(container[key], dict | list)]
     return found
 
 

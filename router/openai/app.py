@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ClusterError, ModelNotFoundError, RequestError
 from router.openai import render
-from router.openai.bodies import BodyBudget, BodyTimeoutError, BodyTooLargeError, read_body
+from router.openai.bodies import BodyBudget, BodyTimeoutError, read_body
 from router.openai.edge import Edge, HttpMetrics, lease_of, tenant_of
 from router.openai.limits import PATIENCE, Patience
 from router.openai.protocol import DoorProtocol
@@ -208,8 +208,10 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     headers = {}
     if known.status in (429, 503):
         headers["retry-after"] = str(max(1, round(known.retry_after_s or 1)))
-    if isinstance(known, BodyTooLargeError | BodyTimeoutError):
-        headers["connection"] = "close"  # nobody waits for the rest of the body
+    if isinstance(known, BodyTimeoutError):
+        headers["connection"] = (
+            "close"  # others' rest is read and dropped: a close before it comes would lose the answer
+        )
     return _json(render.error_body(known), known.status, headers)
 
 

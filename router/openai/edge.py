@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Awaitable, Callable
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
@@ -26,6 +27,12 @@ class HttpMetrics:
         self.loop_lag_s = Histogram(
             "epdg_door_event_loop_lag_seconds",
             "Delay of a timer of the door's event loop while requests are in work",
+            buckets=_LAG_BUCKETS_S,
+            registry=self._registry,
+        )
+        self.loop_busy_s = Histogram(
+            "epdg_door_event_loop_busy_seconds",
+            "The part of such a delay in which this process computed; the rest it waited for a core, or for a system call",
             buckets=_LAG_BUCKETS_S,
             registry=self._registry,
         )
@@ -61,11 +68,12 @@ class _LoopWatch:
 
     def _tick_later(self, loop: asyncio.AbstractEventLoop) -> None:
         due_at = loop.time() + LAG_TICK_S
-        self._timer = loop.call_at(due_at, self._tick, loop, due_at)
+        self._timer = loop.call_at(due_at, self._tick, loop, due_at, time.process_time())
 
-    def _tick(self, loop: asyncio.AbstractEventLoop, due_at: float) -> None:
+    def _tick(self, loop: asyncio.AbstractEventLoop, due_at: float, spent_s: float) -> None:
         lag_s = max(0.0, loop.time() - due_at)
         self._metrics.loop_lag_s.observe(lag_s)
+        self._metrics.loop_busy_s.observe(min(lag_s, time.process_time() - spent_s))
         if lag_s > self._max_s:
             self._max_s = lag_s
             self._metrics.max_loop_lag_s.set(lag_s)
@@ -132,17 +140,24 @@ class Edge:
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A response that cannot be sent is left unfinished: the server then closes the connection."""
-        async with asyncio.timeout(None) as deadline:
-            sending = _Sending(send, deadline, self._read_timeout_s)
-            try:
-                await self._app(scope, receive, sending)
-            except Exception as error:
-                if sending.has_started:
-                    raise
-                answer = await self._answer_error(Request(scope), error)
-                await answer(scope, receive, sending)
-            finally:
-                sending.close()
+        deadline = asyncio.timeout(None)
+        try:
+            async with deadline:
+                await self._answer(scope, receive, _Sending(send, deadline, self._read_timeout_s))
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+
+    async def _answer(self, scope: Scope, receive: Receive, sending: _Sending) -> None:
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:
+            if sending.has_started:
+                raise
+            answer = await self._answer_error(Request(scope), error)
+            await answer(scope, receive, sending)
+        finally:
+            sending.close()
 
 
 def lease_of(request: Request) -> BodyLease:

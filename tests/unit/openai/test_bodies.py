@@ -49,6 +49,12 @@ HOSTILE = {
 }
 
 
+SCOPE: dict[str, object] = {
+    "type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b"",
+    "http_version": "1.1", "scheme": "http", "server": ("d", 80), "client": ("c", 1),
+}  # fmt: skip
+
+
 def chunks_of(body: bytes) -> Iterator[bytes]:
     return (body[i : i + CHUNK] for i in range(0, len(body), CHUNK))
 
@@ -74,11 +80,7 @@ async def respond(
     async def send(message: dict) -> None:
         sent.append(message)
 
-    scope: dict[str, object] = {
-        "type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b"",
-        "http_version": "1.1", "scheme": "http", "server": ("d", 80), "client": ("c", 1),
-    }  # fmt: skip
-    await build_api(door, patience)(scope, receive, send)
+    await build_api(door, patience)(dict(SCOPE), receive, send)
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:])
 
@@ -91,7 +93,7 @@ def test_64_mib_of_values_or_text_cost_little(door, name):
     started_s = time.process_time()
     status, headers, answer = asyncio.run(respond(door, chunks_of(body)))
     spent_s = time.process_time() - started_s
-    assert status == 413 and headers["connection"] == "close", answer
+    assert status == 413 and "connection" not in headers, answer
     assert json.loads(answer)["error"]["code"] == "request_too_large"
     assert spent_s < 0.5
     assert not door.calls
@@ -137,6 +139,31 @@ def test_a_body_over_the_cap_is_refused_by_its_declared_size(door):
     content = b"x" * (door.limits.max_body_bytes + 1)
     response = call(door, "POST", "/v1/chat/completions", content=content)
     assert response.status_code == 413 and error_of(response)["code"] == "request_too_large"
+
+
+def test_a_client_that_sends_all_before_it_reads_learns_that_it_is_too_much(door):
+    body = json.dumps(
+        {"model": "org/demo", "messages": [{"role": "user", "content": "x" * 3_000_000}]}
+    ).encode()
+
+    async def main() -> bytes:
+        async with serving(door) as address:
+            host, port = address.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            )
+            for chunk in chunks_of(body):
+                writer.write(chunk)
+                await writer.drain()
+                await asyncio.sleep(0.002)
+            async with asyncio.timeout(20):
+                answer = await reader.readuntil(b"\r\n")
+            writer.transport.abort()
+            return answer
+
+    for _ in range(3):
+        assert b" 413 " in asyncio.run(main())
 
 
 def test_a_body_without_media_has_a_smaller_cap(door):
@@ -233,6 +260,27 @@ def test_a_client_that_does_not_read_is_given_up(door):
         assert door.generations[0].usage.completion_tokens < 1000
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_send_that_never_ends_ends_the_request_quietly(door, stream):
+    body = {"model": "org/demo", "messages": [{"role": "user", "content": "x"}], "stream": stream}
+
+    async def receive() -> dict[str, object]:
+        if door.calls:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    async def send(message: dict) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            await build_api(door, Patience(read_s=0.05))(dict(SCOPE), receive, send)
+
+    asyncio.run(main())
+    assert all(generation.num_closed for generation in door.generations)
 
 
 @pytest.mark.parametrize("stream", [False, True])
