@@ -1,11 +1,11 @@
 """A door's look at the media of one request: what each item is, how closely it is looked at, what stands for it in the prompt.
 
-    look     every item's header is read and laid out as the client asked; an item that cannot be used is refused by name,
-             or left out where the client prefers an answer without it
+    look     every item, which a surveyor process has opened (`router.intake`), is laid out as the client asked; an item that cannot
+             be used is refused by name, or left out where the client prefers an answer without it
     reduce   where all together cost more than there is room for, or encoders are behind: `router.media_budget`
     items    what encoders are sent; a clip that is heard is two items
 
-Blocking work, run in the door's thread pool. Thread-safe.
+No file is opened here. Milliseconds of arithmetic and of the model's processor, run on the door's threads for text. Thread-safe.
 """
 
 from __future__ import annotations
@@ -17,17 +17,25 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from cluster.errors import ContextLengthError, MediaError, UnsupportedError
-from cluster.media.decode import decode
 from cluster.media.fetch import FetchedMedia
 from cluster.media.hashing import media_hash
-from cluster.media.probe import probe
 from cluster.media.processor import MediaProcessor
 from cluster.media.settings import naming
 from cluster.media.sources import MediaSource
+from cluster.media.survey import probe_of
+from cluster.media.surveyor import Surveyed
 from cluster.types.media import MediaItem, MediaLayout, MediaOptions, MediaProbe, Modality
 from router.media_budget import Cut, Reason, fit
 from router.openai.protocol import MediaNote
 from router.openai.translate import MediaRules
+
+
+@dataclass(frozen=True)
+class Content:
+    """One item's bytes and what they are."""
+
+    fetched: FetchedMedia
+    surveyed: Surveyed
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Look:
 
     item_idx: int  # among the request's items
     modality: Modality
-    fetched: FetchedMedia
+    content: Content
     options: MediaOptions
     probe: MediaProbe
     sound: MediaProbe | None  # of a clip that is heard
@@ -60,24 +68,19 @@ class MediaPlanner:
         self._is_held = is_held
 
     def look(
-        self, sources: Sequence[MediaSource], fetched: Sequence[FetchedMedia | MediaError], rules: MediaRules
+        self, sources: Sequence[MediaSource], contents: Sequence[Content | MediaError], rules: MediaRules
     ) -> tuple[list[Look], list[MediaNote]]:
-        """Raises MediaError and UnsupportedError; with `omits_bad`, items that cannot be used are notes instead, and every
-        other is decoded once to make sure of it."""
+        """Raises MediaError and UnsupportedError; with `omits_bad`, items that cannot be used are notes instead."""
         looks: list[Look] = []
         notes: list[MediaNote] = []
-        for item_idx, (source, content) in enumerate(zip(sources, fetched, strict=True)):
+        for item_idx, (source, content) in enumerate(zip(sources, contents, strict=True)):
             try:
                 if isinstance(content, MediaError):
                     raise content
                 looks.append(self._look_at(item_idx, source.modality, content, source.options))
-                if rules.omits_bad:
-                    settings = self.processor(source.modality).settings
-                    decode(source.modality, content.data, settings, source.options, item_idx=item_idx)
             except MediaError as error:
                 if not rules.omits_bad:
                     raise
-                looks = [look for look in looks if look.item_idx != item_idx]
                 notes.append(MediaNote(item_idx, source.modality, "error", error=error.message))
         return looks, notes
 
@@ -121,7 +124,7 @@ class MediaPlanner:
         """What encoders make of one look: one item, or two of a clip that is heard."""
         names = self._names(look, tenant)
         return [
-            MediaItem(kind, look.fetched.data, name, geometry, _options_of(look, kind))
+            MediaItem(kind, look.content.fetched.data, name, geometry, _options_of(look, kind))
             for name, (kind, geometry) in zip(names, look.layout.parts, strict=True)
         ]
 
@@ -130,18 +133,15 @@ class MediaPlanner:
             raise UnsupportedError(f"this model takes no {modality} input", param="messages")
         return self._processor
 
-    def _look_at(
-        self, item_idx: int, modality: Modality, fetched: FetchedMedia, options: MediaOptions
-    ) -> Look:
+    def _look_at(self, item_idx: int, modality: Modality, content: Content, options: MediaOptions) -> Look:
         processor = self.processor(modality)
-        known = probe(modality, fetched.data, processor.settings, options, item_idx=item_idx)
-        is_heard = options.audio_in_video and modality is Modality.VIDEO
-        sound = None
-        if is_heard:
-            with naming(modality, item_idx):
-                sound = probe(Modality.AUDIO, fetched.data, processor.settings, item_idx=None)
+        surveyed, sound = content.surveyed, None
+        with naming(modality, item_idx):
+            known = probe_of(modality, surveyed.survey, processor.settings, options)
+            if surveyed.sound is not None:
+                sound = probe_of(Modality.AUDIO, surveyed.sound, processor.settings, options)
         layout = processor.layout(known, options, sound, item_idx=item_idx)
-        return Look(item_idx, modality, fetched, options, known, sound, layout)
+        return Look(item_idx, modality, content, options, known, sound, layout)
 
     def _as_seen(self, look: Look) -> MediaProbe:
         """The size in which the model sees it, which a cut starts from: seldom that of the file."""
@@ -181,16 +181,16 @@ class MediaPlanner:
         if cut == Cut():
             return look
         try:
-            after = self._look_at(look.item_idx, look.modality, look.fetched, _with_cut(look.options, cut))
+            after = self._look_at(look.item_idx, look.modality, look.content, _with_cut(look.options, cut))
         except UnsupportedError:
             options = _with_cut(look.options, replace(cut, max_pixels=None))
-            after = self._look_at(look.item_idx, look.modality, look.fetched, options)
+            after = self._look_at(look.item_idx, look.modality, look.content, options)
         return look if after.layout == look.layout else after
 
     def _names(self, look: Look, tenant: str) -> list[str]:
         fingerprint = self.processor(look.modality).fingerprint
         return [
-            media_hash(kind, look.fetched.digest, fingerprint, _options_of(look, kind), tenant)
+            media_hash(kind, look.content.fetched.digest, fingerprint, _options_of(look, kind), tenant)
             for kind, _ in look.layout.parts
         ]
 

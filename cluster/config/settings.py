@@ -120,6 +120,12 @@ class FetchArgs(_Args):
 class MediaArgs(_Args):
     fetch: FetchArgs = FetchArgs()
     max_items: int = Field(64, ge=1)  # of one request
+    max_request_bytes: int = Field(
+        256 * MIB, ge=1
+    )  # of one request's files, equal ones counted once (413 beyond)
+    max_held_bytes: int = Field(
+        2048 * MIB, ge=1
+    )  # of all requests in work at a door; half for a tenant (429 beyond)
     max_tokens: int = Field(
         0, ge=0
     )  # of all items of a request; 0: as many as the model's context has room for

@@ -8,7 +8,6 @@ import pytest
 
 from bench.media_files import audio, image, video
 from cluster.errors import ContextLengthError, MediaError, RequestError
-from cluster.media.fetch import FetchedMedia
 from cluster.media.sources import MediaSource
 from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart, TextPart
 from cluster.types.media import MediaOptions, Modality, PlacedMedia
@@ -16,7 +15,7 @@ from cluster.types.request import Prompt, SamplingParams
 from router.media import MediaPlanner
 from router.openai.translate import ChatCall, GuidanceRules, MediaRules, StopRules
 from router.prompts import MediaCaps, PromptBuilder, items_of_earlier_turns, without_items
-from tests.unit.router.test_media import AS_NEEDED, FakeProcessor, fetched
+from tests.unit.router.test_media import AS_NEEDED, FakeProcessor, contents_of
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 ROW = 7
@@ -75,10 +74,7 @@ def call(
 
 
 def prepared(built: PromptBuilder, asked: ChatCall, *contents: bytes | MediaError, share: float = 1.0):
-    items: list[FetchedMedia | MediaError] = [
-        content if isinstance(content, MediaError) else fetched(content) for content in contents
-    ]
-    return built.chat(asked, items, share)
+    return built.chat(asked, contents_of(asked.media, contents, asked.media_rules), share)
 
 
 TALK = (
