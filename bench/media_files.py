@@ -83,6 +83,26 @@ def video_of(
     return out.getvalue()
 
 
+def slow_video(num_frames: int, size: tuple[int, int] = (1920, 1080), fps: int = 25) -> bytes:
+    """Small to send and slow to decode: the same two black seconds again and again. About a millisecond a frame."""
+    period = 2 * fps
+    black = av.VideoFrame.from_ndarray(np.zeros((size[1], size[0], 3), np.uint8), format="rgb24")
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4", options=SAME_EVERY_TIME) as container:
+        stream: Any = container.add_stream("mpeg4", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        stream.codec_context.gop_size = period
+        packets = [packet for _ in range(period) for packet in stream.encode(black)]
+        packets += stream.encode(None)
+        for number in range(num_frames):
+            packet = av.Packet(bytes(packets[number % period]))
+            packet.stream, packet.time_base = stream, stream.codec_context.time_base
+            packet.pts = packet.dts = number
+            packet.is_keyframe = number % period == 0
+            container.mux(packet)
+    return out.getvalue()
+
+
 def scenes(*lengths: int) -> list[np.ndarray]:
     """Scenes of so many frames, 64x48: a bright patch wanders over a ground that gets brighter from scene to scene."""
     frames = []

@@ -1,7 +1,7 @@
 """The door: what one HTTP replica is, without HTTP and without Ray.
 
-Owns the text and media rooms, the members' connections, the dispatcher and the metrics. Everything lives on one event loop;
-media headers, hashing and tokenising run in its thread pool.
+Owns the text and media rooms, the members' connections, the dispatcher and the metrics. Everything lives on one event loop. Text is
+tokenised on threads of its own, beside which nothing else runs but arithmetic on media; files are opened in surveyor processes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.clock import Clock, SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, DoorArgs
-from cluster.errors import ClusterError, ContextLengthError, MediaError
+from cluster.errors import ContextLengthError
 from cluster.ids import new_request_id
-from cluster.media.fetch import FetchedMedia, Fetcher, FetchPolicy
+from cluster.media.fetch import Fetcher, FetchPolicy
 from cluster.media.processor import MediaProcessor
-from cluster.media.sources import MediaSource
+from cluster.media.surveyors import SurveyorPool
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.text.defaults import GenerationDefaults, context_length
 from cluster.text.stop import StopStrings
@@ -31,6 +32,7 @@ from router.admission import AdmissionQueue, Capacity
 from router.dispatch import CallDecode, Dispatcher
 from router.entrance import Entrance
 from router.generation import Choice
+from router.intake import ByteLimits, MediaIntake
 from router.ledger import Ledger
 from router.media import MediaPlanner
 from router.media_budget import load_share
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from router.tracing import Tracing
 
 T = TypeVar("T")
-NUM_THREADS = 2  # for headers, hashing and tokenising, beside the event loop
+NUM_TEXT_THREADS = 2  # for templates, layouts and tokenising, beside the event loop
 
 
 class Door:
@@ -66,16 +68,24 @@ class Door:
         self._cluster = ClusterView(
             scheduling, kv_bytes_per_token=0.0, num_layers=1, codecs=args.transfer.codecs
         )
-        self._max_item_bytes = 0 if media is None else media.settings.limits.max_bytes
         self._reduce_from_rows = rules.reduce_from_queued_rows
         self._prompts = PromptBuilder(
             self._text,
             MediaPlanner(media, self._cluster.has_media),
-            MediaCaps(rules.max_items, rules.max_tokens),
+            MediaCaps(rules.max_items, rules.max_tokens, rules.max_picture_rows, rules.max_rows),
             args.block_size,
             self._max_model_len,
         )
-        self._fetcher = Fetcher(FetchPolicy(**rules.fetch.model_dump()), self._clock)
+        surveyors = SurveyorPool()
+        if media is not None:
+            surveyors.warm_up()
+        self._intake = MediaIntake(
+            Fetcher(FetchPolicy(**rules.fetch.model_dump()), self._clock),
+            surveyors,
+            media,
+            ByteLimits(rules.max_request_bytes, rules.max_held_bytes),
+            self._clock,
+        )
         self._dispatcher = Dispatcher(
             Placing(POLICIES[args.door.policy](), self._cluster, args.block_size),
             Entrance(
@@ -90,7 +100,7 @@ class Door:
         self._dispatcher.members = self._members
         self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._dispatcher)
         self._tracing = _tracing(args, self._clock)
-        self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="door")
+        self._text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="door-text")
 
     def update_members(self, role: Role, members: list[Member]) -> None:
         """Serve's current list for one pool. Event loop only."""
@@ -98,10 +108,10 @@ class Door:
 
     async def aclose(self) -> None:
         await self._members.aclose()
-        await self._fetcher.aclose()
+        await self._intake.aclose()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._text_threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def num_flights(self) -> int:
@@ -110,8 +120,8 @@ class Door:
 
     @property
     def is_idle(self) -> bool:
-        """No request is on its way, waits to be let in, or counts as work somewhere."""
-        return self._dispatcher.is_idle
+        """No request is on its way, waits to be let in, counts as work somewhere or holds media."""
+        return self._dispatcher.is_idle and not self._intake.num_held_bytes
 
     @property
     def peers(self) -> list[Peer]:
@@ -130,7 +140,11 @@ class Door:
     async def chat(self, call: ChatCall) -> list[Choice]:
         ledger = Ledger(self._clock.now(), call.trace_parent)
         prompt = await self.prepare(call, ledger)
-        return self._generate(prompt, call, ledger)
+        try:
+            return self._generate(prompt, call, ledger)
+        except BaseException:
+            prompt.release()
+            raise
 
     async def complete(self, call: CompletionCall) -> list[Choice]:
         choices: list[Choice] = []
@@ -143,35 +157,16 @@ class Door:
         return choices
 
     async def prepare(self, call: ChatCall, ledger: Ledger) -> PreparedPrompt:
-        """What `chat` generates from. Raises ClusterError."""
+        """What `chat` generates from; to be released. Raises ClusterError."""
         self._prompts.check_count(call)
-        fetched = await self._fetch(call)
-        fetched_at = self._clock.now()
-        prepared = await self._off_loop(self._prompts.chat, call, fetched, self._media_share())
-        ledger.prepared(fetched_at, self._clock.now())
-        return prepared
-
-    async def _fetch(self, call: ChatCall) -> list[FetchedMedia | MediaError]:
-        """The bytes of all items, read at once. An item that cannot be read ends the others, unless it may be left out."""
-        if not call.media or not self._needs_encoder:
-            return [FetchedMedia(b"", b"") for _ in call.media]  # refused by name further on
-
-        async def read(source: MediaSource, item_idx: int) -> FetchedMedia | MediaError:
-            try:
-                return await self._fetcher.read(
-                    source, self._max_item_bytes, item_idx=item_idx, tenant=call.tenant
-                )
-            except MediaError as error:
-                if not call.media_rules.omits_bad:
-                    raise
-                return error
-
+        media = await self._intake.take_in(call)
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(read(source, idx)) for idx, source in enumerate(call.media)]
-        except ExceptionGroup as errors:
-            raise next((e for e in errors.exceptions if isinstance(e, ClusterError)), errors) from None
-        return [task.result() for task in tasks]
+            prepared = await self._off_loop(self._prompts.chat, call, media.contents, self._media_share())
+        except BaseException:
+            media.release()
+            raise
+        ledger.prepared(media.read_at, self._clock.now())
+        return replace(prepared, release=media.release)
 
     def _media_share(self) -> float:
         """Of its tokens that new media keeps while encoders are behind."""
@@ -221,7 +216,7 @@ class Door:
 
     async def _off_loop(self, function: Callable[..., T], *args: object) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, functools.partial(function, *args))
+        return await loop.run_in_executor(self._text_threads, functools.partial(function, *args))
 
 
 def _limits(args: DoorArgs, max_model_len: int, text: TextProcessor) -> Limits:

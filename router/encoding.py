@@ -71,8 +71,14 @@ class EncodeStage:
         self._held: list[tuple[Flight, int]] = []
 
     def start(self, flight: Flight) -> None:
-        for item_idx in range(len(flight.items)):
-            self._start(flight, item_idx)
+        """Of equal items the first is sent: prefill shares its embeddings, or grants the others after all."""
+        sent: set[str] = set()
+        for item_idx, item in enumerate(flight.items):
+            if item.media_hash in sent:
+                flight.errands[item_idx].is_shared = True
+            else:
+                sent.add(item.media_hash)
+                self._start(flight, item_idx)
 
     def on_granted(self, flight: Flight, granted: FeatureGranted) -> None:
         errand = flight.errands[granted.item_idx]
@@ -220,7 +226,7 @@ class EncodeStage:
 
     def _send(self, flight: Flight, item_idx: int) -> None:
         errand, item, request = flight.errands[item_idx], flight.items[item_idx], flight.request
-        num_rows_before = sum(earlier.geometry.num_tokens for earlier in flight.items[:item_idx])
+        num_rows_before = sum(earlier.num_call_rows for earlier in flight.items[:item_idx])
         order = (request.priority, request.waited_s, num_rows_before)
         keep = item.media_hash in flight.returning
         errand.encoder.send(StartEncode(request.request_id, item_idx, item, self._timeout_s, *order, keep))

@@ -81,6 +81,7 @@ class Choice:
 
     async def aclose(self) -> None:
         await self._tokens.aclose()
+        self._prompt.release()
         if self._outcome is not None:
             self._metrics.finished(self._outcome)
             if self._keeps_ledger and self._tracing is not None:

@@ -1,11 +1,11 @@
 """A door's look at the media of one request: what each item is, how closely it is looked at, what stands for it in the prompt.
 
-    look     every item's header is read and laid out as the client asked; an item that cannot be used is refused by name,
-             or left out where the client prefers an answer without it
+    look     every item, which a surveyor process has opened (`router.intake`), is laid out as the client asked; an item that cannot
+             be used is refused by name, or left out where the client prefers an answer without it
     reduce   where all together cost more than there is room for, or encoders are behind: `router.media_budget`
     items    what encoders are sent; a clip that is heard is two items
 
-Blocking work, run in the door's thread pool. Thread-safe.
+No file is opened here. Milliseconds of arithmetic and of the model's processor, run on the door's threads for text. Thread-safe.
 """
 
 from __future__ import annotations
@@ -16,18 +16,26 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from cluster.errors import ContextLengthError, MediaError, UnsupportedError
-from cluster.media.decode import decode
+from cluster.errors import ContextLengthError, MediaError, RequestError, UnsupportedError
 from cluster.media.fetch import FetchedMedia
 from cluster.media.hashing import media_hash
-from cluster.media.probe import probe
 from cluster.media.processor import MediaProcessor
-from cluster.media.settings import naming
+from cluster.media.settings import item_name, naming
 from cluster.media.sources import MediaSource
-from cluster.types.media import MediaItem, MediaLayout, MediaOptions, MediaProbe, Modality
+from cluster.media.survey import probe_of
+from cluster.media.surveyor import Surveyed
+from cluster.types.media import MediaGeometry, MediaItem, MediaLayout, MediaOptions, MediaProbe, Modality
 from router.media_budget import Cut, Reason, fit
 from router.openai.protocol import MediaNote
 from router.openai.translate import MediaRules
+
+
+@dataclass(frozen=True)
+class Content:
+    """One item's bytes and what they are."""
+
+    fetched: FetchedMedia
+    surveyed: Surveyed
 
 
 @dataclass(frozen=True)
@@ -36,16 +44,24 @@ class Look:
 
     item_idx: int  # among the request's items
     modality: Modality
-    fetched: FetchedMedia
+    content: Content
     options: MediaOptions
     probe: MediaProbe
     sound: MediaProbe | None  # of a clip that is heard
     layout: MediaLayout
+    encoded: MediaGeometry  # of the item before pooling: what an encoder computes for it
 
     @property
     def num_tokens(self) -> int:
         """Embedding rows, the sound track's included."""
         return _rows(self.layout)
+
+    @property
+    def num_encoded_rows(self) -> int:
+        """Those that encoders compute, the sound track's included."""
+        return self.encoded.num_tokens + sum(
+            geometry.num_tokens for kind, geometry in self.layout.parts if kind is not self.modality
+        )
 
     @property
     def num_sound_tokens(self) -> int:
@@ -60,24 +76,19 @@ class MediaPlanner:
         self._is_held = is_held
 
     def look(
-        self, sources: Sequence[MediaSource], fetched: Sequence[FetchedMedia | MediaError], rules: MediaRules
+        self, sources: Sequence[MediaSource], contents: Sequence[Content | MediaError], rules: MediaRules
     ) -> tuple[list[Look], list[MediaNote]]:
-        """Raises MediaError and UnsupportedError; with `omits_bad`, items that cannot be used are notes instead, and every
-        other is decoded once to make sure of it."""
+        """Raises MediaError and UnsupportedError; with `omits_bad`, items that cannot be used are notes instead."""
         looks: list[Look] = []
         notes: list[MediaNote] = []
-        for item_idx, (source, content) in enumerate(zip(sources, fetched, strict=True)):
+        for item_idx, (source, content) in enumerate(zip(sources, contents, strict=True)):
             try:
                 if isinstance(content, MediaError):
                     raise content
                 looks.append(self._look_at(item_idx, source.modality, content, source.options))
-                if rules.omits_bad:
-                    settings = self.processor(source.modality).settings
-                    decode(source.modality, content.data, settings, source.options, item_idx=item_idx)
             except MediaError as error:
                 if not rules.omits_bad:
                     raise
-                looks = [look for look in looks if look.item_idx != item_idx]
                 notes.append(MediaNote(item_idx, source.modality, "error", error=error.message))
         return looks, notes
 
@@ -121,37 +132,58 @@ class MediaPlanner:
         """What encoders make of one look: one item, or two of a clip that is heard."""
         names = self._names(look, tenant)
         return [
-            MediaItem(kind, look.fetched.data, name, geometry, _options_of(look, kind))
+            MediaItem(
+                kind,
+                look.content.fetched.data,
+                name,
+                geometry,
+                _options_of(look, kind),
+                num_encoded_rows=look.encoded.num_tokens if kind is look.modality else geometry.num_tokens,
+            )
             for name, (kind, geometry) in zip(names, look.layout.parts, strict=True)
         ]
+
+    def check_rows(self, looks: Sequence[Look], max_picture_rows: int, max_rows: int) -> None:
+        """Of what encoders would compute for the request, whatever is left of it after pooling. `max_picture_rows`: that attend to each
+        other, of an image or of a clip's frames that are seen together. Raises MediaError and RequestError."""
+        for look in looks:
+            grid = look.encoded.grid_thw
+            num_rows = look.encoded.num_tokens // (1 if grid is None else max(1, grid[0]))
+            if look.modality is not Modality.AUDIO and num_rows > max_picture_rows:
+                name = item_name(look.modality, look.item_idx)
+                raise MediaError(
+                    f"{name}: an encoder would compute {num_rows} rows for one picture; at most {max_picture_rows} are accepted",
+                    param="messages",
+                )
+        total = sum(look.num_encoded_rows for look in looks)
+        if total > max_rows:
+            raise RequestError(
+                f"encoders would compute {total} rows for this request; at most {max_rows} are accepted",
+                param="messages",
+            )
 
     def processor(self, modality: Modality) -> MediaProcessor:
         if self._processor is None:
             raise UnsupportedError(f"this model takes no {modality} input", param="messages")
         return self._processor
 
-    def _look_at(
-        self, item_idx: int, modality: Modality, fetched: FetchedMedia, options: MediaOptions
-    ) -> Look:
+    def _look_at(self, item_idx: int, modality: Modality, content: Content, options: MediaOptions) -> Look:
         processor = self.processor(modality)
-        known = probe(modality, fetched.data, processor.settings, options, item_idx=item_idx)
-        is_heard = options.audio_in_video and modality is Modality.VIDEO
-        sound = None
-        if is_heard:
-            with naming(modality, item_idx):
-                sound = probe(Modality.AUDIO, fetched.data, processor.settings, item_idx=None)
+        surveyed, sound = content.surveyed, None
+        with naming(modality, item_idx):
+            known = probe_of(modality, surveyed.survey, processor.settings, options)
+            if surveyed.sound is not None:
+                sound = probe_of(Modality.AUDIO, surveyed.sound, processor.settings, options)
         layout = processor.layout(known, options, sound, item_idx=item_idx)
-        return Look(item_idx, modality, fetched, options, known, sound, layout)
+        encoded = processor.layout(known, _unpooled(options), sound, item_idx=item_idx).geometry
+        return Look(item_idx, modality, content, options, known, sound, layout, encoded)
 
     def _as_seen(self, look: Look) -> MediaProbe:
         """The size in which the model sees it, which a cut starts from: seldom that of the file."""
-        processor = self.processor(look.modality)
-        options = msgspec.structs.replace(look.options, temporal_pooling=1, spatial_pooling=1)
-        layout = processor.layout(look.probe, options, look.sound, item_idx=look.item_idx)
-        if layout.geometry.grid_thw is None:
+        if look.encoded.grid_thw is None:
             return look.probe
-        _, height, width = layout.geometry.grid_thw
-        side = processor.patch_side(look.modality)
+        _, height, width = look.encoded.grid_thw
+        side = self.processor(look.modality).patch_side(look.modality)
         return msgspec.structs.replace(look.probe, width=width * side, height=height * side)
 
     def _settled(self, seen: MediaProbe, cut: Cut) -> Cut:
@@ -181,22 +213,26 @@ class MediaPlanner:
         if cut == Cut():
             return look
         try:
-            after = self._look_at(look.item_idx, look.modality, look.fetched, _with_cut(look.options, cut))
+            after = self._look_at(look.item_idx, look.modality, look.content, _with_cut(look.options, cut))
         except UnsupportedError:
             options = _with_cut(look.options, replace(cut, max_pixels=None))
-            after = self._look_at(look.item_idx, look.modality, look.fetched, options)
+            after = self._look_at(look.item_idx, look.modality, look.content, options)
         return look if after.layout == look.layout else after
 
     def _names(self, look: Look, tenant: str) -> list[str]:
         fingerprint = self.processor(look.modality).fingerprint
         return [
-            media_hash(kind, look.fetched.digest, fingerprint, _options_of(look, kind), tenant)
+            media_hash(kind, look.content.fetched.digest, fingerprint, _options_of(look, kind), tenant)
             for kind, _ in look.layout.parts
         ]
 
 
 def _rows(layout: MediaLayout) -> int:
     return sum(geometry.num_tokens for _, geometry in layout.parts)
+
+
+def _unpooled(options: MediaOptions) -> MediaOptions:
+    return msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
 
 
 def _options_of(look: Look, kind: Modality) -> MediaOptions:

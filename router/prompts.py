@@ -1,20 +1,20 @@
-"""From a call to prompts: media looked at, text tokenised, placeholders expanded. Blocking work, run off the event loop."""
+"""From a call to prompts: media laid out, text tokenised, placeholders expanded. Blocking work, run off the event loop; no file is
+opened."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from cluster.errors import ContextLengthError, MediaError, RequestError
 from cluster.kvcache.hashing import block_hashes
-from cluster.media.fetch import FetchedMedia
 from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.types.request import Guidance, Prompt
-from router.media import Look, MediaPlanner
+from router.media import Content, Look, MediaPlanner
 from router.media_budget import Reason
 from router.openai.protocol import MediaNote
 from router.openai.translate import ChatCall, GuidanceRules
@@ -31,6 +31,7 @@ class PreparedPrompt:
     block_hashes: Sequence[bytes]
     guidance: Guidance | None = None
     media_notes: Sequence[MediaNote] = ()  # what was done to items that the client did not ask for
+    release: Callable[[], None] = lambda: None  # to be called when its request has ended
 
     @property
     def num_tokens(self) -> int:
@@ -47,6 +48,10 @@ class MediaCaps:
 
     max_items: int
     max_tokens: int  # of all items; 0: as many as the context has room for
+    max_picture_rows: int = (
+        16_384  # that an encoder computes for one image, or for frames that are seen together
+    )
+    max_rows: int = 65_536  # … and for all items
 
 
 class PromptBuilder:
@@ -70,14 +75,14 @@ class PromptBuilder:
             )
 
     def chat(
-        self, call: ChatCall, fetched: Sequence[FetchedMedia | MediaError], share: float = 1.0
+        self, call: ChatCall, contents: Sequence[Content | MediaError], share: float = 1.0
     ) -> PreparedPrompt:
-        """`fetched`: of each of the call's items, in order. `share`: of its tokens that new media keeps, because encoders are behind.
+        """`contents`: of each of the call's items, in order. `share`: of its tokens that new media keeps, because encoders are behind.
 
-        Raises RequestError and its kin. Blocks: decodes headers, hashes bytes, tokenises."""
+        Raises RequestError and its kin. Blocks: lays out, tokenises."""
         rules = call.media_rules
         tenant = call.cache_salt
-        looks, notes = self._media.look(call.media, fetched, rules)
+        looks, notes = self._media.look(call.media, contents, rules)
         messages = without_items(call.messages, {note.item for note in notes})
         if share < 1.0 and not rules.is_exact:
             looks, relieved = self._media.relieve(looks, share, tenant)
@@ -89,6 +94,7 @@ class PromptBuilder:
             looks, reduced = self._media.reduce(looks, room, rules, Reason.BUDGET)
             notes = [note for note in notes if note.item not in {new.item for new in reduced}] + reduced
             prompt, items = self._expanded(messages, looks, tenant, earlier)
+        self._media.check_rows(looks, self._caps.max_picture_rows, self._caps.max_rows)
         notes.sort(key=lambda note: note.item)
         return self._prepared(prompt, items, call.guidance, call.cache_salt, notes)
 

@@ -34,13 +34,14 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.media.fetch import FetchedMedia
 from cluster.media.processor import MediaProcessor
 from cluster.media.sources import MediaSource, read_source
+from cluster.media.surveyor import SurveyOrder, look
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.text.defaults import GenerationDefaults, context_length
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import Modality
 from encoder_service.runner import EncoderRunner, Piece
-from router.media import MediaPlanner
+from router.media import Content, MediaPlanner
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
 from router.prompts import MediaCaps, PreparedPrompt, PromptBuilder
@@ -156,7 +157,7 @@ class Model:
         body = {"model": self._name, "messages": [{"role": "user", "content": content}], **(fields or {})}
         body["max_tokens"] = MAX_NEW_TOKENS
         call = chat_call(ChatRequest.model_validate(body), self._name, self._defaults)
-        return self._prompts.chat(call, [self._fetched(source) for source in call.media])
+        return self._prompts.chat(call, [self._content(source) for source in call.media])
 
     def whole(self, plain: PreparedPrompt) -> Whole:
         areas = []
@@ -226,9 +227,13 @@ class Model:
     def _is_over(self, answer: Sequence[int]) -> bool:
         return len(answer) == MAX_NEW_TOKENS or answer[-1] in self._language.eos_token_ids
 
-    def _fetched(self, source: MediaSource) -> FetchedMedia:
-        data, _ = read_source(source, self._media.settings.limits.max_bytes)
-        return FetchedMedia(data, hashlib.sha256(data).digest())
+    def _content(self, source: MediaSource) -> Content:
+        settings = self._media.settings
+        data, _ = read_source(source, settings.limits.max_bytes)
+        order = SurveyOrder(
+            source.modality, source.options, settings, len(data), settings.limits.max_decode_s
+        )
+        return Content(FetchedMedia(data, hashlib.sha256(data).digest()), look(order, data))
 
 
 def message(sample: Sample) -> list[Part]:

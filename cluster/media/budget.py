@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Callable
 
-from cluster.errors import MediaError
+from cluster.errors import MediaError, NotWantedError
 from cluster.media.settings import MediaLimits
 
 
 class DecodeBudget:
     """Starts when it is made. C libraries cannot be interrupted; they are stopped where they next read the file."""
 
-    def __init__(self, limits: MediaLimits):
+    def __init__(
+        self,
+        limits: MediaLimits,
+        timeout_s: float | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        """`timeout_s`: less time than the limits allow. `is_wanted`: whether anything still waits for the result."""
         self.limits = limits
-        self._ends_at = time.monotonic() + limits.max_decode_s
+        self._timeout_s = limits.max_decode_s if timeout_s is None else min(timeout_s, limits.max_decode_s)
+        self._is_wanted = is_wanted
+        self._now = now
+        self._ends_at = now() + self._timeout_s
         self._packets_left = limits.max_packets
 
     def check(self) -> None:
-        """Call between frames, packets and reads. Raises MediaError when the time is over."""
-        if time.monotonic() > self._ends_at:
-            raise MediaError(f"takes longer than {self.limits.max_decode_s:g} seconds to decode")
+        """Call between frames, packets and reads. Raises MediaError when the time is over, NotWantedError."""
+        if self._now() > self._ends_at:
+            raise MediaError(too_slow(self._timeout_s))
+        if not self._is_wanted():
+            raise NotWantedError("not wanted any more")
 
     def take_packet(self) -> None:
         self.check()
@@ -31,6 +44,10 @@ class DecodeBudget:
     def file(self, data: bytes) -> io.BytesIO:
         """The bytes as a file whose reads and seeks raise MediaError when the time is over."""
         return _TimedFile(data, self)
+
+
+def too_slow(timeout_s: float) -> str:
+    return f"takes longer than {timeout_s:g} seconds to decode"
 
 
 class _TimedFile(io.BytesIO):

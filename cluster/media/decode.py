@@ -5,6 +5,8 @@ Size and length are decided by functions that `probe` calls, too, so the two agr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from cluster.media.budget import DecodeBudget
@@ -22,16 +24,25 @@ def decode(
     options: MediaOptions = DEFAULT_OPTIONS,
     *,
     item_idx: int | None = 0,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> np.ndarray:
     """Image: [H, W, 3] uint8. Video: [T, H, W, 3] uint8, the frames that `probe` names. Audio: [num_samples] float32.
 
-    Blocks for as long as decoding takes, `max_decode_s` at most. Raises MediaError."""
+    Blocks for as long as decoding takes, `max_decode_s` at most, or until it `is_wanted` no more. Raises MediaError and
+    NotWantedError."""
     with naming(modality, item_idx):
-        budget = DecodeBudget(settings.limits)
-        match modality:
-            case Modality.IMAGE:
-                return decode_image(data, budget)
-            case Modality.VIDEO:
-                return decode_video(data, plan_video(data, settings, options, budget), budget)
-            case Modality.AUDIO:
-                return decode_audio(data, settings, budget)
+        budget = DecodeBudget(settings.limits, is_wanted=is_wanted)
+        return decode_within(modality, data, settings, options, budget)
+
+
+def decode_within(
+    modality: Modality, data: bytes, settings: MediaSettings, options: MediaOptions, budget: DecodeBudget
+) -> np.ndarray:
+    """Raises MediaError, and whatever Pillow or PyAV raise for broken files."""
+    match modality:
+        case Modality.IMAGE:
+            return decode_image(data, budget)
+        case Modality.VIDEO:
+            return decode_video(data, plan_video(data, settings, options, budget), budget)
+        case Modality.AUDIO:
+            return decode_audio(data, settings, budget)

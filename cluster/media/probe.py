@@ -1,4 +1,5 @@
-"""What an item is, before it goes anywhere: size and length, within the limits. Runs in the door, blocks.
+"""What an item is, before it goes anywhere: size and length, within the limits. Blocks; for a door it runs in a process of its
+own (`surveyors`).
 
 Images are known from their header. Videos are planned from their packets and first frame; the strategy "scenes" decodes all
 frames. Audio is decoded, because no header gives an exact sample count."""
@@ -10,8 +11,27 @@ from cluster.media.budget import DecodeBudget
 from cluster.media.images import open_image
 from cluster.media.settings import DEFAULT_OPTIONS, MediaSettings, naming
 from cluster.media.sounds import count_samples
-from cluster.media.videos import plan_video
+from cluster.media.survey import MediaSurvey, probe_of
+from cluster.media.videos import survey_clip
 from cluster.types.media import MediaOptions, MediaProbe, Modality
+
+
+def survey(
+    modality: Modality, data: bytes, settings: MediaSettings, options: MediaOptions, budget: DecodeBudget
+) -> MediaSurvey:
+    """Raises MediaError, and whatever Pillow or PyAV raise for broken files."""
+    if not data:
+        raise MediaError("empty")
+    if len(data) > settings.limits.max_bytes:
+        raise MediaError(f"larger than {settings.limits.max_bytes} bytes")
+    match modality:
+        case Modality.IMAGE:
+            opened = open_image(data, budget)
+            return MediaSurvey(opened.width, opened.height)
+        case Modality.VIDEO:
+            return survey_clip(data, settings, options, budget).survey
+        case Modality.AUDIO:
+            return MediaSurvey(num_samples=count_samples(data, settings, budget))
 
 
 def probe(
@@ -24,26 +44,5 @@ def probe(
 ) -> MediaProbe:
     """Raises MediaError, whose message names the item, unless it is None."""
     with naming(modality, item_idx):
-        if not data:
-            raise MediaError("empty")
-        if len(data) > settings.limits.max_bytes:
-            raise MediaError(f"larger than {settings.limits.max_bytes} bytes")
-        budget = DecodeBudget(settings.limits)
-        match modality:
-            case Modality.IMAGE:
-                opened = open_image(data, budget)
-                return MediaProbe(modality, opened.width, opened.height)
-            case Modality.VIDEO:
-                plan = plan_video(data, settings, options, budget)
-                return MediaProbe(
-                    modality,
-                    plan.width,
-                    plan.height,
-                    num_frames=len(plan.frame_idx),
-                    fps=plan.fps,
-                    frame_idx=plan.frame_idx,
-                    source_fps=plan.source_fps,
-                    num_source_frames=plan.num_source_frames,
-                )
-            case Modality.AUDIO:
-                return MediaProbe(modality, num_samples=count_samples(data, settings, budget))
+        found = survey(modality, data, settings, options, DecodeBudget(settings.limits))
+        return probe_of(modality, found, settings, options)

@@ -1,6 +1,6 @@
 """A video: which of its frames are taken (door and encoder), and their pixels (encoder).
 
-Both ask `plan_video`, so their answers cannot differ. A planned frame is the last one shown at its time, so the number of
+Both go through `survey_clip` and `taken_frames`, so their answers cannot differ. A planned frame is the last one shown at its time, so the number of
 frames is the plan's even where some packets show nothing (VP8's hidden frames) or two share a time. Planning reads packets
 and decodes the first frame; the strategy "scenes" alone decodes all of them, in the door, too, and in the encoder twice.
 The number of frames does not depend on where it finds cuts.
@@ -17,7 +17,8 @@ from cluster.errors import MediaError
 from cluster.media import sampling
 from cluster.media.budget import DecodeBudget
 from cluster.media.clips import Clip, Picture, Timeline, open_clip
-from cluster.media.settings import MediaSettings, VideoSampling
+from cluster.media.settings import MediaSettings
+from cluster.media.survey import MediaSurvey, taken_frames
 from cluster.types.media import FrameStrategy, MediaOptions
 
 
@@ -25,48 +26,57 @@ class VideoPlan(msgspec.Struct, frozen=True):
     """Which frames to take. Equal frames may follow each other."""
 
     frame_idx: tuple[int, ...]  # among all frames, in the order in which they are shown
-    source_fps: float
-    num_source_frames: int
     width: int  # as shown
     height: int
     turns: int  # quarter turns, counter-clockwise, from how frames are stored to how they are shown
     times: tuple[int, ...] | None  # of the taken frames in the file's units; None: it says nothing
     only_keys: bool  # all are key frames, nothing else needs decoding
 
-    @property
-    def fps(self) -> float:
-        """Frames per second of the frames taken."""
-        return len(self.frame_idx) / self.num_source_frames * self.source_fps
+
+class SurveyedClip(msgspec.Struct, frozen=True):
+    survey: MediaSurvey
+    turns: int  # as in VideoPlan
+    times: tuple[int, ...] | None  # of all frames
+
+
+def survey_clip(
+    data: bytes, settings: MediaSettings, options: MediaOptions, budget: DecodeBudget
+) -> SurveyedClip:
+    """`options`: whether cuts are looked for, for which all frames are decoded. Raises MediaError."""
+    sampling.video_sampling(settings.video, options)  # wishes that cannot be met cost no look at the file
+    clip = open_clip(data, budget)
+    timeline = clip.timeline()
+    if not timeline.num_frames / timeline.source_fps <= settings.limits.max_video_s:
+        raise MediaError(f"longer than {settings.limits.max_video_s:g} seconds")
+    first = next(clip.pictures(num_threads=1), None)
+    if first is None:
+        raise MediaError("no frame can be decoded")
+    width, height = (first.height, first.width) if first.turns % 2 else (first.width, first.height)
+    cuts = _cuts(clip, timeline) if options.strategy is FrameStrategy.SCENES else ()
+    survey = MediaSurvey(
+        width,
+        height,
+        num_frames=timeline.num_frames,
+        source_fps=timeline.source_fps,
+        key_idx=timeline.key_idx,
+        cut_idx=tuple(cuts),
+    )
+    return SurveyedClip(survey, first.turns, timeline.times)
 
 
 def plan_video(
     data: bytes, settings: MediaSettings, options: MediaOptions, budget: DecodeBudget
 ) -> VideoPlan:
     """Raises MediaError."""
-    wanted = sampling.video_sampling(settings.video, options)
-    limits = settings.limits
-    clip = open_clip(data, budget)
-    timeline = clip.timeline()
-    if not timeline.num_frames / timeline.source_fps <= limits.max_video_s:
-        raise MediaError(f"longer than {limits.max_video_s:g} seconds")
-    first = next(clip.pictures(num_threads=1), None)
-    if first is None:
-        raise MediaError("no frame can be decoded")
-    width, height = first.width, first.height
-    indices = _frame_idx(options.strategy, clip, timeline, wanted)
-    if len(indices) * width * height > limits.max_video_pixels:
-        raise MediaError(
-            f"{len(indices)} frames of {width}x{height}, together more than {limits.max_video_pixels} pixels"
-        )
-    times = timeline.times
+    clip = survey_clip(data, settings, options, budget)
+    indices = taken_frames(clip.survey, settings, options)
     return VideoPlan(
         tuple(indices),
-        timeline.source_fps,
-        timeline.num_frames,
-        *((height, width) if first.turns % 2 else (width, height)),
-        first.turns,
-        None if times is None else tuple(times[idx] for idx in indices),
-        options.strategy is FrameStrategy.KEYFRAMES and times is not None,
+        clip.survey.width,
+        clip.survey.height,
+        clip.turns,
+        None if clip.times is None else tuple(clip.times[idx] for idx in indices),
+        options.strategy is FrameStrategy.KEYFRAMES and clip.times is not None,
     )
 
 
@@ -82,19 +92,13 @@ def decode_video(data: bytes, plan: VideoPlan, budget: DecodeBudget) -> np.ndarr
     return frames
 
 
-def _frame_idx(strategy: FrameStrategy, clip: Clip, timeline: Timeline, wanted: VideoSampling) -> list[int]:
-    if strategy is FrameStrategy.KEYFRAMES:
-        if not timeline.key_idx:
-            raise MediaError("has no key frames")
-        return sampling.keyframes(timeline.key_idx, wanted)
-    indices = sampling.uniform(timeline.num_frames, timeline.source_fps, wanted)
-    if strategy is FrameStrategy.UNIFORM:
-        return indices
+def _cuts(clip: Clip, timeline: Timeline) -> list[int]:
+    """First frames after cuts, the strongest first."""
     histograms, places = [], []
     for position, picture in enumerate(clip.pictures(num_threads=1)):
         histograms.append(sampling.luma_histogram(picture.luma()))
         places.append(timeline.idx_at(picture.time, position))
-    return sampling.scenes(timeline.num_frames, indices, [places[cut] for cut in sampling.cuts(histograms)])
+    return [places[cut] for cut in sampling.cuts(histograms)]
 
 
 def _taken(clip: Clip, plan: VideoPlan) -> Iterator[Picture]:

@@ -7,28 +7,41 @@ All callbacks run synchronously on the event loop's thread inside the socket's r
 message, and a read that brings many frames delivers them in one go. A callback must not block. One that raises ends the
 connection: a half-handled stream of messages cannot be trusted.
 
-`send` never blocks and never fails: it writes to the transport's buffer. A peer that stops reading would let this
-buffer grow, so beyond `max_buffered_bytes` the connection is cut. Sending on a connection that has ended does nothing;
-`on_close` has told the owner, or is about to.
+`send` never blocks. While the transport's buffer is full, messages wait here, in order, and are written as it drains; other
+peers are not affected. A media file that waits is not copied, and its request's Cancel withdraws it. A peer that reads nothing
+for `STALL_TIMEOUT_S`, or for which more than `max_buffered_bytes` of other messages wait, is cut. Sending on a connection that
+has ended does nothing; `on_close` has told the owner, or is about to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from cluster.errors import ClusterError, InternalError, UnavailableError
-from cluster.rpc.frames import MAX_FRAME_BYTES, FrameBuffer, FrameError, decode_message, encode_message
+from cluster.rpc.frames import (
+    MAX_FRAME_BYTES,
+    FrameBuffer,
+    FrameError,
+    decode_message,
+    encode_message,
+    without_file,
+)
 from cluster.rpc.handshake import MAX_HANDSHAKE_FRAME_BYTES, Handshake
-from cluster.types.messages import AnyMessage
+from cluster.types.messages import AnyMessage, Cancel, StartEncode
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0  # time a closing connection has to flush what was sent
 MAX_BUFFERED_BYTES = 2 * MAX_FRAME_BYTES
+HIGH_WATER_BYTES = (
+    1 << 20
+)  # in the transport's buffer: the kernel's has the next bytes while the loop does something else
+STALL_TIMEOUT_S = 30.0
 
 OnMessage = Callable[["Connection", AnyMessage], None]
 OnConnection = Callable[["Connection"], None]
@@ -55,6 +68,11 @@ class Connection(asyncio.Protocol):
         self._on_close = on_close
         self._max_buffered_bytes = max_buffered_bytes
         self._handshake_timeout_s = handshake_timeout_s
+        # frames, and messages too large to encode early
+        self._waiting: deque[bytearray | StartEncode] = deque()
+        self._waiting_bytes = 0  # of the frames
+        self._is_full = False  # the transport's buffer
+        self._stall: asyncio.TimerHandle | None = None
         self._frames = FrameBuffer(MAX_HANDSHAKE_FRAME_BYTES)
         self._transport: Any = None
         self._is_open = False
@@ -71,9 +89,19 @@ class Connection(asyncio.Protocol):
     def send(self, message: AnyMessage) -> None:
         if not self._is_open:
             return
+        if not self._is_full and not self._waiting:
+            self._transport.write(encode_message(message))
+            return
+        if isinstance(message, Cancel):
+            self._withdraw(message)
+        if isinstance(message, StartEncode):
+            encode_message(without_file(message))  # what cannot be encoded is the sender's error, now
+            self._waiting.append(message)
+            return
         data = encode_message(message)
-        self._transport.write(data)
-        if self._transport.get_write_buffer_size() > self._max_buffered_bytes:
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        if self._waiting_bytes > self._max_buffered_bytes:
             self._fail(UnavailableError(f"{self.peer_name} reads too slowly; its connection was cut"))
 
     async def wait_open(self) -> None:
@@ -86,6 +114,8 @@ class Connection(asyncio.Protocol):
 
     async def aclose(self) -> None:
         """Send what is buffered, close, and wait until `on_close` has run. May be called at any time, repeatedly."""
+        if self._is_open:
+            self._write_waiting(to_the_end=True)
         self._is_open = False
         if self._transport is not None and not self._ended.done():
             self._transport.close()
@@ -106,7 +136,48 @@ class Connection(asyncio.Protocol):
             self.error = error
         self.abort()
 
+    def _withdraw(self, cancel: Cancel) -> None:
+        """Media of a cancelled item, or of all items of its request, need not be sent any more."""
+        self._waiting = deque(
+            entry
+            for entry in self._waiting
+            if isinstance(entry, bytearray)
+            or entry.request_id != cancel.request_id
+            or cancel.item_idx not in (None, entry.item_idx)
+        )
+
+    def _write_waiting(self, *, to_the_end: bool = False) -> None:
+        while self._waiting and (to_the_end or not self._is_full):
+            entry = self._waiting.popleft()
+            if isinstance(entry, bytearray):
+                self._waiting_bytes -= len(entry)
+                self._transport.write(entry)
+            else:
+                self._transport.write(encode_message(entry))
+
+    def _check_progress(self, num_bytes_before: int) -> None:
+        num_bytes = self._transport.get_write_buffer_size()
+        if num_bytes >= num_bytes_before:
+            self._fail(UnavailableError(f"{self.peer_name} has stopped to read; its connection was cut"))
+        else:
+            self._watch()
+
+    def _watch(self) -> None:
+        num_bytes = self._transport.get_write_buffer_size()
+        self._stall = self._loop.call_later(STALL_TIMEOUT_S, self._check_progress, num_bytes)
+
     # asyncio.Protocol
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+        self._watch()
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        if self._stall is not None:
+            self._stall.cancel()
+        if self._is_open:
+            self._write_waiting()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert self._handshake is not None
@@ -114,6 +185,7 @@ class Connection(asyncio.Protocol):
         if self._is_aborted:
             self._transport.abort()
             return
+        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         self._deadline = self._loop.call_later(self._handshake_timeout_s, self._handshake_timed_out)
         self._transport.write(self._handshake.opening())
 
@@ -140,8 +212,10 @@ class Connection(asyncio.Protocol):
         was_greeted = self._handshake is None
         waiting_for = "" if self._handshake is None else self._handshake.waiting_for
         self._is_open = False
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._waiting.clear()
+        for timer in (self._deadline, self._stall):
+            if timer is not None:
+                timer.cancel()
         if exc is not None and self.error is None:
             self.error = UnavailableError(f"connection to {self.peer_name or 'the peer'} lost: {exc}")
         if not self._opened.done():

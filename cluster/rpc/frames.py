@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
+from msgspec.structs import replace
 
-from cluster.types.messages import AnyMessage
+from cluster.types.messages import AnyMessage, StartEncode
 
 HEADER_BYTES = 4
 MAX_FRAME_BYTES = 256 << 20  # one media file with its envelope; a longer frame is a bug or an attack
@@ -35,6 +36,11 @@ def encode_message(message: AnyMessage) -> bytearray:
         raise FrameError(f"a message of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
     buffer[:HEADER_BYTES] = size.to_bytes(HEADER_BYTES, "little")
     return buffer
+
+
+def without_file(message: StartEncode) -> StartEncode:
+    """The same message, and few bytes."""
+    return replace(message, item=replace(message.item, data=b""))
 
 
 def decode_message(payload: bytes | memoryview) -> AnyMessage:

@@ -52,11 +52,14 @@ class LocalCluster:
             for peer in door.peers:
                 assert peer.load.is_idle, f"{peer.member.replica_id} still holds something: {peer.load}"
                 assert peer.num_flights == 0
-            assert door.is_idle, "work counts as sent that is not there, or somebody waits for admission"
+            assert door.is_idle, (
+                "work counts as sent that is not there, somebody waits for admission, or media is held"
+            )
 
     def _is_idle(self) -> bool:
         return all(
-            door.num_flights == 0 and all(peer.load.is_idle for peer in door.peers) for door in self.doors
+            door.num_flights == 0 and door.is_idle and all(peer.load.is_idle for peer in door.peers)
+            for door in self.doors
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 from yarl import URL
@@ -22,6 +23,8 @@ from cluster.media.settings import item_name
 from cluster.media.sources import MediaSource, read_source
 
 INLINE_CHARS = 64 * 1024  # of a data URI; longer ones are decoded in a thread (64 Ki characters take 0.1 ms)
+
+NUM_THREADS = 2  # for them
 
 
 class FetchedMedia(msgspec.Struct, frozen=True):
@@ -47,6 +50,7 @@ class Fetcher:
         self._cache = ContentCache(policy.cache_bytes, clock or SystemClock())
         self._downloader = Downloader(policy, lookup=lookup, is_public=is_public, tls=tls)
         self._flights: SingleFlight[tuple[str, str, int], FetchedMedia] = SingleFlight()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="media-bytes")
 
     async def read(
         self, source: MediaSource, max_bytes: int, *, item_idx: int, tenant: str = ""
@@ -59,7 +63,8 @@ class Fetcher:
         if source.url[:5].lower() == "data:":
             if len(source.url) <= INLINE_CHARS:
                 return _read_data_uri(source, max_bytes, item_idx)
-            return await asyncio.to_thread(_read_data_uri, source, max_bytes, item_idx)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, _read_data_uri, source, max_bytes, item_idx)
         try:
             url = check_url(source.url, self._policy)
             return await self._read_url(url, max_bytes, tenant)
@@ -71,6 +76,7 @@ class Fetcher:
         """Ends all downloads, whose callers get UnavailableError, and closes all connections. May be repeated."""
         await self._flights.aclose()
         await self._downloader.aclose()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _read_url(self, url: URL, max_bytes: int, tenant: str) -> FetchedMedia:
         known = self._cache.get((tenant, str(url)))

@@ -34,7 +34,7 @@ from router.members import Peer
 from router.quarantine import Quarantine
 from tests.fakes.clock import ManualClock
 
-ITEMS = [MediaItem(Modality.IMAGE, b"png", name, MediaGeometry(3)) for name in ("a", "b")]
+ITEMS = tuple(MediaItem(Modality.IMAGE, b"png", name, MediaGeometry(3)) for name in ("a", "b"))
 
 
 def placed(name: str, offset: int) -> PlacedMedia:
@@ -80,6 +80,7 @@ class Stage:
     """A flight with both items at the first of several encoders."""
 
     num_encoders: int
+    items: tuple[MediaItem, ...] = ITEMS
     encoders: list[Peer] = field(init=False)
 
     def __post_init__(self):
@@ -93,7 +94,9 @@ class Stage:
         self.stage = EncodeStage(
             self.cluster, self._choose, 1.0, self.quarantine, lambda _, f, *args: f(*args)
         )
-        self.flight = Flight(REQUEST, ITEMS, Ledger(0.0), [self.encoders[0]] * 2, self.prefill, decode)
+        self.flight = Flight(
+            REQUEST, self.items, Ledger(0.0), [self.encoders[0]] * len(self.items), self.prefill, decode
+        )
         self.stage.start(self.flight)
 
     def _peer(self, name: str, role: Role) -> Peer:
@@ -146,6 +149,18 @@ def test_items_of_a_lost_encoder_go_to_another_and_prefill_is_told_of_those_that
     assert stage.error() is None
     assert stage.cluster.moved == [(0, "e1"), (1, "e1")]
     assert stage.flight.peers[-1] is stage.encoders[1] and stage.encoders[1].num_flights == 1
+
+
+def test_of_equal_items_one_is_sent_and_another_only_if_prefill_grants_it_room_of_its_own():
+    stage = Stage(1, ITEMS * 32)
+    assert stage.started("e0") == [0, 1]
+    for item_idx in range(2, 64):
+        stage.stage.on_shared(stage.flight, item_idx)
+    assert stage.started("e0") == [0, 1]
+    stage.grant(5, "its own")
+    assert stage.started("e0") == [0, 1, 5]
+    assert stage.sent("e0")[-1] == EncodeTarget("r", 5, grant("its own"))
+    assert stage.cluster.moved == [(5, "e0")] and stage.error() is None
 
 
 def test_without_another_encoder_the_flight_fails_once_by_name():

@@ -8,12 +8,13 @@ import math
 import pytest
 
 from bench.media_files import audio, image, scenes, video, video_of
-from cluster.errors import ContextLengthError, MediaError, UnsupportedError
+from cluster.errors import ContextLengthError, MediaError, RequestError, UnsupportedError
 from cluster.media.fetch import FetchedMedia
-from cluster.media.settings import MediaSettings
+from cluster.media.settings import MediaSettings, naming
 from cluster.media.sources import MediaSource
+from cluster.media.surveyor import SurveyOrder, look
 from cluster.types.media import FrameStrategy, MediaGeometry, MediaLayout, MediaOptions, MediaProbe, Modality
-from router.media import Look, MediaPlanner, _with_cut
+from router.media import Content, Look, MediaPlanner, _with_cut
 from router.media_budget import Cut, Reason
 from router.openai.protocol import MediaNote
 from router.openai.translate import MediaRules
@@ -76,12 +77,35 @@ def planner(*held: str, **processor) -> MediaPlanner:
     return MediaPlanner(FakeProcessor(**processor), lambda name: name in held)
 
 
+def content_of(
+    modality: Modality, media: FetchedMedia, options: MediaOptions, decodes: bool = False
+) -> Content:
+    """Opened in this process, by the code of the others."""
+    settings = FakeProcessor.settings
+    order = SurveyOrder(modality, options, settings, len(media.data), settings.limits.max_decode_s, decodes)
+    return Content(media, look(order, media.data))
+
+
+def contents_of(sources, contents, rules: MediaRules) -> list[Content | MediaError]:
+    """`contents`: bytes, or why there are none."""
+    found: list[Content | MediaError] = []
+    for idx, (source, content) in enumerate(zip(sources, contents, strict=True)):
+        try:
+            if isinstance(content, MediaError):
+                raise content
+            with naming(source.modality, idx):
+                media = fetched(content)
+                found.append(content_of(source.modality, media, source.options, rules.omits_bad))
+        except MediaError as error:
+            found.append(error)
+    return found
+
+
 def look_at(plans: MediaPlanner, *items, rules: MediaRules = AS_NEEDED, **options):
     """items: (modality, bytes or error). Options are those of images and videos."""
     of = {kind: MediaOptions() if kind is AUDIO else MediaOptions(**options) for kind in Modality}
     sources = [MediaSource(kind, "", options=of[kind]) for kind, _ in items]
-    contents = [fetched(content) if isinstance(content, bytes) else content for _, content in items]
-    return plans.look(sources, contents, rules)
+    return plans.look(sources, contents_of(sources, [content for _, content in items], rules), rules)
 
 
 def looks_at(plans: MediaPlanner, *items, **options) -> list[Look]:
@@ -212,6 +236,21 @@ def test_pooled_items_are_cut_from_their_size_before_pooling():
     assert rows(looks) == [25]
     reduced, (note,) = plans.reduce(looks, 24, MediaRules(), Reason.BUDGET)
     assert rows(reduced) == [16] and note.max_pixels <= OWN_PIXELS
+
+
+def test_what_encoders_compute_is_known_before_pooling_and_bounded():
+    plans = planner()
+    looks = looks_at(plans, (IMAGE, image(640, 640)), (VIDEO, CLIP), spatial_pooling=8)
+    assert rows(looks) == [4, 16]
+    items = [item for look in looks for item in plans.items(look, "")]
+    assert [item.num_call_rows for item in items] == [256, 1024]
+    plans.check_rows(looks, 256, 1280)
+    with pytest.raises(MediaError, match=r"item 0 \(image\): .* 256 rows for one picture; at most 255"):
+        plans.check_rows(looks, 255, 1280)
+    with pytest.raises(RequestError, match="1280 rows for this request; at most 1279"):
+        plans.check_rows(looks, 256, 1279)
+    sounds = looks_at(plans, (AUDIO, SOUND))
+    plans.check_rows(sounds, 1, 10)
 
 
 def test_clips_of_a_model_with_one_size_lose_frames_alone():

@@ -1,0 +1,67 @@
+"""What one look at a file finds, whatever a client asks of it, and what follows from that for one client's options.
+
+A survey needs the file and FFmpeg or Pillow (`probe.survey`); a probe is arithmetic on it. So a file is opened once however
+many options it is asked with, and the two may be made in different processes (`surveyors`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.errors import MediaError
+from cluster.media import sampling
+from cluster.media.settings import MediaSettings
+from cluster.types.media import FrameStrategy, MediaOptions, MediaProbe, Modality
+
+
+class MediaSurvey(msgspec.Struct, frozen=True, array_like=True):
+    """One image, clip or sound."""
+
+    width: int = 0  # pixels, as shown; 0 for audio
+    height: int = 0
+    num_samples: int = 0  # of a sound, at the model's sampling rate
+    num_frames: int = 0  # of a clip, all of them
+    source_fps: float = 0.0
+    key_idx: tuple[int, ...] = ()  # frames that are stored whole
+    cut_idx: tuple[
+        int, ...
+    ] = ()  # first frames after cuts, the strongest first; looked for where scenes are asked for
+
+
+def probe_of(
+    modality: Modality, survey: MediaSurvey, settings: MediaSettings, options: MediaOptions
+) -> MediaProbe:
+    """Raises MediaError for options that the item cannot meet."""
+    match modality:
+        case Modality.IMAGE:
+            return MediaProbe(modality, survey.width, survey.height)
+        case Modality.AUDIO:
+            return MediaProbe(modality, num_samples=survey.num_samples)
+    indices = taken_frames(survey, settings, options)
+    return MediaProbe(
+        modality,
+        survey.width,
+        survey.height,
+        num_frames=len(indices),
+        fps=len(indices) / survey.num_frames * survey.source_fps,
+        frame_idx=tuple(indices),
+        source_fps=survey.source_fps,
+        num_source_frames=survey.num_frames,
+    )
+
+
+def taken_frames(survey: MediaSurvey, settings: MediaSettings, options: MediaOptions) -> list[int]:
+    """Among all frames of a clip, in the order in which they are shown. Raises MediaError."""
+    wanted = sampling.video_sampling(settings.video, options)
+    if options.strategy is FrameStrategy.KEYFRAMES:
+        if not survey.key_idx:
+            raise MediaError("has no key frames")
+        indices = sampling.keyframes(survey.key_idx, wanted)
+    else:
+        indices = sampling.uniform(survey.num_frames, survey.source_fps, wanted)
+        if options.strategy is FrameStrategy.SCENES:
+            indices = sampling.scenes(survey.num_frames, indices, survey.cut_idx)
+    most, (width, height) = settings.limits.max_video_pixels, (survey.width, survey.height)
+    if len(indices) * width * height > most:
+        raise MediaError(f"{len(indices)} frames of {width}x{height}, together more than {most} pixels")
+    return indices

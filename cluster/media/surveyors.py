@@ -1,0 +1,201 @@
+"""A door's surveyor processes: files are opened there (`surveyor`), never in the door, whose event loop and streams they cannot touch.
+
+    survey   wait for a place among the tenants' looks → an idle process, or a new one → order and bytes go out, the answer comes in
+
+A look that is not wanted any more or takes too long ends with its process, at once; the next look starts another one. A process
+that dies over a file has its file tried once more by another; a file that ends two of them is bad.
+
+Long looks (clips, sounds, whole decodes) leave a process for images' headers, which take a millisecond, and a process for other
+tenants. Belongs to one event loop. Processes are started when they are needed; `warm_up` starts the first one early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import msgspec
+
+from cluster.config.environment import child_environment
+from cluster.errors import MediaError, OverloadedError, UnavailableError, from_info
+from cluster.media.budget import too_slow
+from cluster.media.slots import FairSlots
+from cluster.media.surveyor import HEADER_BYTES, Answer, Refused, Surveyed, SurveyOrder, framed
+from cluster.types.media import Modality
+
+NUM_PROCESSES = 4
+NUM_LONG = 3
+NUM_LONG_PER_TENANT = 2
+START_TIMEOUT_S = 60.0  # it imports FFmpeg and Pillow: half a second on a busy core
+WAIT_TIMEOUT_S = 60.0  # for a place
+GRACE_S = 1.0  # a process keeps the time limit itself, wherever its libraries let it
+MAX_ANSWER_BYTES = 64 << 20
+RETRY_AFTER_S = 5.0
+
+_decoder = msgspec.msgpack.Decoder(Answer)
+
+
+@dataclass
+class DecodeTime:
+    """What all looks of one request may take together."""
+
+    left_s: float
+
+    def bound(self, order: SurveyOrder) -> SurveyOrder:
+        """Raises MediaError when nothing is left."""
+        if self.left_s <= 0:
+            raise MediaError("the media of this request take too long to decode")
+        return msgspec.structs.replace(order, timeout_s=min(order.timeout_s, self.left_s))
+
+
+class SurveyorEndedError(Exception):
+    """The process has died, or speaks nonsense."""
+
+
+class SurveyorProcess:
+    """One look at a time. After an `ask` that was interrupted nothing is left but to `close` it."""
+
+    def __init__(self, module: str = "cluster.media.surveyor") -> None:
+        """Starts it and does not wait."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                env=child_environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C is the door's
+            )
+        ours.setblocking(False)
+        self._socket = ours
+        self._is_ready = False
+
+    async def ask(self, order: SurveyOrder, data: bytes) -> Answer:
+        """Raises SurveyorEndedError, TimeoutError for a look that takes too long, UnavailableError for a process that does not start."""
+        loop = asyncio.get_running_loop()
+        try:
+            await self._start_up()
+            async with asyncio.timeout(order.timeout_s + GRACE_S):
+                await loop.sock_sendall(self._socket, framed(order))
+                await loop.sock_sendall(self._socket, data)
+                return _decoder.decode(await self._receive())
+        except (OSError, msgspec.DecodeError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise SurveyorEndedError from error
+
+    def kill(self) -> None:
+        """`ask`, if it is under way, sees the end."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Not while `ask` is under way."""
+        self._socket.close()
+        self._process.kill()
+        threading.Thread(target=self._process.wait, name="reap-surveyor", daemon=True).start()
+
+    async def _start_up(self) -> None:
+        if self._is_ready:
+            return
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._receive()
+        except (OSError, TimeoutError, SurveyorEndedError) as error:
+            raise UnavailableError("the process that opens media files did not start") from error
+        self._is_ready = True
+
+    async def _receive(self) -> bytes:
+        size = int.from_bytes(await self._read(HEADER_BYTES), "little")
+        if size > MAX_ANSWER_BYTES:
+            raise SurveyorEndedError
+        return await self._read(size)
+
+    async def _read(self, num_bytes: int) -> bytes:
+        loop, data = asyncio.get_running_loop(), bytearray()
+        while len(data) < num_bytes:
+            piece = await loop.sock_recv(self._socket, num_bytes - len(data))
+            if not piece:
+                raise SurveyorEndedError
+            data += piece
+        return bytes(data)
+
+
+class SurveyorPool:
+    def __init__(self, start: Callable[[], SurveyorProcess] = SurveyorProcess):
+        self._start = start
+        self._idle: list[SurveyorProcess] = []
+        self._busy: set[SurveyorProcess] = set()
+        self._is_closed = False
+        self._long = FairSlots(NUM_LONG, NUM_LONG_PER_TENANT)
+        self._all = FairSlots(NUM_PROCESSES, NUM_PROCESSES - 1)
+
+    @property
+    def num_busy(self) -> int:
+        return len(self._busy)
+
+    def warm_up(self) -> None:
+        """The first client need not wait for a process to start."""
+        if not self._idle and not self._busy:
+            self._idle.append(self._start())
+
+    async def survey(self, tenant: str, order: SurveyOrder, data: bytes, time: DecodeTime) -> Surveyed:
+        """Raises MediaError, which does not name the item, OverloadedError and UnavailableError. May be cancelled at any time."""
+        async with AsyncExitStack() as places:
+            try:
+                async with asyncio.timeout(WAIT_TIMEOUT_S):
+                    if order.modality is not Modality.IMAGE or order.decodes:
+                        await places.enter_async_context(self._long.slot(tenant))
+                    await places.enter_async_context(self._all.slot(tenant))
+            except TimeoutError:
+                raise OverloadedError(
+                    "too many media items wait to be looked at", retry_after_s=RETRY_AFTER_S
+                ) from None
+            for _ in range(2):
+                bounded = time.bound(order)
+                try:
+                    answer = await self._ask(bounded, data, time)
+                except SurveyorEndedError:
+                    continue
+                except TimeoutError:
+                    raise MediaError(too_slow(bounded.timeout_s)) from None
+                if isinstance(answer, Refused):
+                    raise from_info(answer.error)
+                return answer
+            raise MediaError("cannot be decoded: the process that opens it dies")
+
+    def close(self) -> None:
+        """Ends all processes. Looks that are under way fail."""
+        self._is_closed = True
+        for process in self._idle:
+            process.close()
+        for process in self._busy:
+            process.kill()
+        self._idle.clear()
+
+    async def _ask(self, order: SurveyOrder, data: bytes, time: DecodeTime) -> Answer:
+        if self._is_closed:
+            raise UnavailableError("the server is shutting down")
+        process = self._idle.pop() if self._idle else self._start()
+        self._busy.add(process)
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        try:
+            answer = await process.ask(order, data)
+        except BaseException:
+            self._busy.remove(process)
+            process.close()
+            if not self._is_closed:
+                self.warm_up()
+            raise
+        finally:
+            time.left_s -= loop.time() - began_at
+        self._busy.remove(process)
+        self._idle.append(process)
+        return answer

@@ -1,0 +1,114 @@
+"""What bounds one look at a file while it is under way: time between packets, the wish of whoever asked, and one file alone."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from cluster.errors import MediaError, NotWantedError
+from cluster.media import container
+from cluster.media.boxes import check_index
+from cluster.media.budget import DecodeBudget
+from cluster.media.clips import ContainerClip
+from cluster.media.probe import probe
+from cluster.media.settings import MediaLimits, MediaSettings
+from cluster.media.sounds import count_samples
+from cluster.types.media import Modality
+from tests.unit.media import files
+
+SETTINGS = MediaSettings()
+CLIP = files.video(16, 8)
+SOUND = files.audio(1.0, form="mp3")
+
+
+class TickingBudget(DecodeBudget):
+    """Each look at the clock is a second later; reading the file is no occasion to look."""
+
+    def __init__(self, timeout_s: float, is_wanted=lambda: True):
+        self.num_seconds = 0
+        super().__init__(MediaLimits(), timeout_s, is_wanted, self._tick)
+
+    def _tick(self) -> float:
+        self.num_seconds += 1
+        return float(self.num_seconds)
+
+    def file(self, data: bytes) -> io.BytesIO:
+        return io.BytesIO(data)
+
+
+LOOKS = {
+    "packets of a clip": lambda budget: ContainerClip(CLIP, budget).timeline(),
+    "pictures": lambda budget: list(ContainerClip(CLIP, budget).pictures(num_threads=1)),
+    "packets of a sound": lambda budget: count_samples(SOUND, SETTINGS, budget),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_the_time_is_looked_at_between_packets(look):
+    look(TickingBudget(60.0))
+    with pytest.raises(MediaError, match="longer than 5 seconds"):
+        look(TickingBudget(5.0))
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_a_look_that_is_not_wanted_any_more_ends_at_the_next_packet(look):
+    answers = iter([True, True, True])
+    with pytest.raises(NotWantedError):
+        look(TickingBudget(60.0, lambda: next(answers, False)))
+
+
+def test_the_time_is_looked_at_with_every_read_of_the_file():
+    budget = DecodeBudget(MediaLimits(), 2.5, now=iter(range(100)).__next__)
+    file = budget.file(b"12345")
+    assert file.read(1) == b"1" and file.seek(0) == 0
+    with pytest.raises(MediaError, match="longer than"):
+        file.read(1)
+
+
+def test_packets_are_counted():
+    budget = DecodeBudget(MediaLimits(max_packets=2))
+    budget.take_packet()
+    budget.take_packet()
+    with pytest.raises(MediaError, match="more than 2 packets"):
+        budget.take_packet()
+
+
+def test_a_playlist_that_is_opened_all_the_same_opens_no_other_file(monkeypatch, tmp_path):
+    """The list of formats holds none that names other files; this is the gate behind it."""
+    part = tmp_path / "part.ts"
+    part.write_bytes(files.video(4, 8, form="mpegts"))
+    playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile://{part}\n#EXT-X-ENDLIST\n".encode()
+    monkeypatch.setattr(container, "container_format", lambda data: "hls")
+    with (
+        pytest.raises(MediaError, match="refers to another file"),
+        container.open_container(playlist, DecodeBudget(MediaLimits())),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("text", [b"#EXTM3U\nhttp://10.0.0.1/x.ts\n", b"ffconcat version 1.0\nfile 'x.mp4'\n", b"<MPD></MPD>"])  # fmt: skip
+def test_playlists_are_of_no_format_that_is_opened(text):
+    assert container.container_format(text) is None
+
+
+def box(kind: bytes, payload: bytes) -> bytes:
+    return (8 + len(payload)).to_bytes(4) + kind + payload
+
+
+def indexed(num_samples: int) -> bytes:
+    """An MP4 whose index says that each of so many samples has 8 bytes."""
+    sizes = box(b"stsz", bytes(4) + (8).to_bytes(4) + num_samples.to_bytes(4))
+    table = box(b"minf", box(b"stbl", sizes))
+    track = box(b"trak", box(b"mdia", table))
+    return box(b"ftyp", b"isom" + bytes(4)) + box(b"moov", track)
+
+
+@pytest.mark.parametrize("modality", [Modality.VIDEO, Modality.AUDIO])
+def test_an_index_of_billions_of_samples_is_refused_before_the_file_is_opened(modality):
+    with pytest.raises(MediaError, match="its index declares more samples"):
+        probe(modality, indexed(2**32 - 1), SETTINGS)
+    most = SETTINGS.limits.max_packets
+    check_index(indexed(2 * most), most)
+    with pytest.raises(MediaError, match="its index declares more samples"):
+        check_index(indexed(2 * most + 1), most)
