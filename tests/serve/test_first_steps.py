@@ -6,12 +6,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-import transformers as hf
 from safetensors.torch import load_file, save_file
 
+from bench.first_steps.folders import make_text
 from bench.first_steps.launcher import SERVE, run_until_end, running, write_config
 from cluster.serving.launch import processes_of
-from tests.flow.text_models import SIZES, save_text_model
 from tests.serve.test_replicas import ask
 
 pytestmark = pytest.mark.slow  # each starts a cluster of its own
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.slow  # each starts a cluster of its own
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return save_text_model(tmp_path / "text", hf.Qwen2Config(**SIZES), seed=1)
+    return make_text(tmp_path / "text")
 
 
 def folder_of(line: str) -> Path:
