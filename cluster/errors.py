@@ -9,6 +9,7 @@
     │   └── ModelNotFoundError  404
     ├── OverloadedError         429: the client may retry after `retry_after_s`
     ├── UnavailableError        503: a worker or a peer was lost, or a deadline passed
+    ├── NotWantedError          work that was given up because nothing waits for it; never leaves its process
     └── ConfigError             the operator must change the configuration; raised at start only
 
 An error crosses a process as `ErrorInfo`; `to_info` and `from_info` are the only two places that know the
@@ -87,6 +88,10 @@ class UnavailableError(ClusterError):
     status = 503
     type = "server_error"
     code = "unavailable"
+
+
+class NotWantedError(ClusterError):
+    """Nothing waits for the result of this work any more; reaches no client."""
 
 
 class ConfigError(ClusterError):

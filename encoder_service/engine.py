@@ -38,7 +38,7 @@ from encoder_service.deliveries import Deliveries
 from encoder_service.failures import named
 from encoder_service.fits import EncoderFits
 from encoder_service.ledger import Ledger
-from encoder_service.preparation import Preparation, PreparationLimits
+from encoder_service.preparation import IsWanted, NotWantedError, Preparation, PreparationLimits
 from encoder_service.runner import EncoderRunner, Prepared
 from encoder_service.state import Delivery, EncodeItem, delivery_key
 from kv_transfer.mover import Mover
@@ -220,11 +220,11 @@ class EncoderEngine:
             item.ticket = ticket
             self._preparation.reorder(ticket)
 
-    def _prepare(self, item: MediaItem) -> Prepared:
+    def _prepare(self, item: MediaItem, is_wanted: IsWanted) -> Prepared:
         """On a thread of the pool."""
         assert self._loop is not None
         began_at = self._clock.now()
-        prepared = self._runner.prepare(item)
+        prepared = self._runner.prepare(item, is_wanted)
         took_s = self._clock.now() - began_at
         self._loop.call(self.fits.prepare[item.modality].observe, item.num_call_rows, 0.0, took_s)
         return prepared
@@ -237,10 +237,12 @@ class EncoderEngine:
     def _prepared(self, media_hash: str, result: Prepared | BaseException, at: float) -> None:
         item = self._items[media_hash]  # it is not forgotten while a thread has it
         item.marks.prepared_at = at
-        if isinstance(result, BaseException):
-            self._fail_item(item, named(result))
-        elif not item.deliveries:
+        if not item.deliveries:
             self._remove(item, MediaPhase.DISCARDED)
+        elif isinstance(result, NotWantedError):
+            self._preparation.put(item.ticket, item.item)  # asked for again meanwhile
+        elif isinstance(result, BaseException):
+            self._fail_item(item, named(result))
         else:
             item.prepared = result
             item.move(MediaPhase.READY)

@@ -7,7 +7,7 @@ has to wait for these bytes, so a large one gets its turn. One thread is kept fr
 Frames that are being decoded are not in the sum: the media limits bound them for each item, the number of threads bounds the items.
 
     put → a thread prepares → `on_done` → release, when the tensors are gone
-    put → withdraw
+    put → withdraw (one that a thread has is given up at its next packet)
 
 Every method may be called by any thread, for a free thread takes the next item without waiting for the engine.
 """
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from cluster.errors import NotWantedError as NotWantedError
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
 from cluster.scheduling.queue import WaitingQueue
 from cluster.types.media import MediaItem, Modality
@@ -27,6 +28,7 @@ from encoder_service.runner import Prepared
 
 FIRST_GUESS = 32 << 10  # bytes a row; 18,816 in Qwen2.5-VL
 
+IsWanted = Callable[[], bool]
 OnDone = Callable[[str, Prepared | BaseException], None]
 
 
@@ -58,7 +60,7 @@ class _Lane:
 class Preparation:
     def __init__(
         self,
-        prepare: Callable[[MediaItem], Prepared],
+        prepare: Callable[[MediaItem, IsWanted], Prepared],
         executor: Executor,
         limits: PreparationLimits,
         policy: SchedulingPolicy,
@@ -75,6 +77,7 @@ class Preparation:
         self._waiting: dict[str, MediaItem] = {}
         self._short = _Lane(WaitingQueue(policy), limits.num_threads)
         self._long = _Lane(WaitingQueue(policy), max(1, limits.num_threads - 1))
+        self._unwanted: set[str] = set()  # items that threads have, and are to give up
         self._held = Ledger()
         self._seen: dict[Modality, _Seen] = {}
 
@@ -90,8 +93,9 @@ class Preparation:
             self._start()
 
     def reorder(self, ticket: Ticket) -> None:
-        """The item's place has changed. One that does not wait any more is ignored."""
+        """The item's place has changed: it is wanted. One that does not wait any more stays where it is."""
         with self._lock:
+            self._unwanted.discard(ticket.request_id)
             item = self._waiting.get(ticket.request_id)
             if item is not None:
                 queue = self._lane(item).queue
@@ -99,10 +103,12 @@ class Preparation:
                 queue.push(ticket)
 
     def withdraw(self, media_hash: str) -> bool:
-        """Forget an item that waits. False: a thread has it, or had."""
+        """Forget an item that waits. False: a thread has it, or had; it stops between packets with NotWantedError, or is done before."""
         with self._lock:
             item = self._waiting.pop(media_hash, None)
             if item is None:
+                if media_hash in self._short.running or media_hash in self._long.running:
+                    self._unwanted.add(media_hash)
                 return False
             self._lane(item).queue.remove(media_hash)
             self._start()
@@ -144,11 +150,12 @@ class Preparation:
         """On a thread of the executor."""
         result: Prepared | BaseException
         try:
-            result = self._prepare(item)
+            result = self._prepare(item, lambda: media_hash not in self._unwanted)
         except BaseException as error:  # whatever a codec raises belongs to the item
             result = error
         with self._lock:
             lane.running.remove(media_hash)
+            self._unwanted.discard(media_hash)
             if isinstance(result, Prepared):
                 self._held.hold(media_hash, result.num_bytes)
                 seen = self._seen.setdefault(item.modality, _Seen(0, 0))

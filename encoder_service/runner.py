@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,12 +52,13 @@ class EncoderRunner:
         self._model = model
         self._processor = processor
 
-    def prepare(self, item: MediaItem) -> Prepared:
-        """Thread-safe; blocks. Raises MediaError for bytes that cannot be used.
+    def prepare(self, item: MediaItem, is_wanted: Callable[[], bool] = lambda: True) -> Prepared:
+        """Thread-safe; blocks. Raises MediaError for bytes that cannot be used, NotWantedError soon after it is not wanted any more.
 
         The error does not number the item: requests that share it know it by different numbers, and their doors do.
         """
-        array = decode(item.modality, item.data, self._processor.settings, item.options, item_idx=None)
+        settings, options = self._processor.settings, item.options
+        array = decode(item.modality, item.data, settings, options, item_idx=None, is_wanted=is_wanted)
         return self.preprocess(item.modality, array, item.options)
 
     def preprocess(self, modality: Modality, array: np.ndarray, options: MediaOptions) -> Prepared:

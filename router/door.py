@@ -72,7 +72,7 @@ class Door:
         self._prompts = PromptBuilder(
             self._text,
             MediaPlanner(media, self._cluster.has_media),
-            MediaCaps(rules.max_items, rules.max_tokens),
+            MediaCaps(rules.max_items, rules.max_tokens, rules.max_picture_rows, rules.max_rows),
             args.block_size,
             self._max_model_len,
         )

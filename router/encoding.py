@@ -226,7 +226,7 @@ class EncodeStage:
 
     def _send(self, flight: Flight, item_idx: int) -> None:
         errand, item, request = flight.errands[item_idx], flight.items[item_idx], flight.request
-        num_rows_before = sum(earlier.geometry.num_tokens for earlier in flight.items[:item_idx])
+        num_rows_before = sum(earlier.num_call_rows for earlier in flight.items[:item_idx])
         order = (request.priority, request.waited_s, num_rows_before)
         keep = item.media_hash in flight.returning
         errand.encoder.send(StartEncode(request.request_id, item_idx, item, self._timeout_s, *order, keep))

@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from cluster.errors import ContextLengthError, MediaError, UnsupportedError
+from cluster.errors import ContextLengthError, MediaError, RequestError, UnsupportedError
 from cluster.media.fetch import FetchedMedia
 from cluster.media.hashing import media_hash
 from cluster.media.processor import MediaProcessor
-from cluster.media.settings import naming
+from cluster.media.settings import item_name, naming
 from cluster.media.sources import MediaSource
 from cluster.media.survey import probe_of
 from cluster.media.surveyor import Surveyed
-from cluster.types.media import MediaItem, MediaLayout, MediaOptions, MediaProbe, Modality
+from cluster.types.media import MediaGeometry, MediaItem, MediaLayout, MediaOptions, MediaProbe, Modality
 from router.media_budget import Cut, Reason, fit
 from router.openai.protocol import MediaNote
 from router.openai.translate import MediaRules
@@ -49,11 +49,19 @@ class Look:
     probe: MediaProbe
     sound: MediaProbe | None  # of a clip that is heard
     layout: MediaLayout
+    encoded: MediaGeometry  # of the item before pooling: what an encoder computes for it
 
     @property
     def num_tokens(self) -> int:
         """Embedding rows, the sound track's included."""
         return _rows(self.layout)
+
+    @property
+    def num_encoded_rows(self) -> int:
+        """Those that encoders compute, the sound track's included."""
+        return self.encoded.num_tokens + sum(
+            geometry.num_tokens for kind, geometry in self.layout.parts if kind is not self.modality
+        )
 
     @property
     def num_sound_tokens(self) -> int:
@@ -124,9 +132,35 @@ class MediaPlanner:
         """What encoders make of one look: one item, or two of a clip that is heard."""
         names = self._names(look, tenant)
         return [
-            MediaItem(kind, look.content.fetched.data, name, geometry, _options_of(look, kind))
+            MediaItem(
+                kind,
+                look.content.fetched.data,
+                name,
+                geometry,
+                _options_of(look, kind),
+                num_encoded_rows=look.encoded.num_tokens if kind is look.modality else geometry.num_tokens,
+            )
             for name, (kind, geometry) in zip(names, look.layout.parts, strict=True)
         ]
+
+    def check_rows(self, looks: Sequence[Look], max_picture_rows: int, max_rows: int) -> None:
+        """Of what encoders would compute for the request, whatever is left of it after pooling. `max_picture_rows`: that attend to each
+        other, of an image or of a clip's frames that are seen together. Raises MediaError and RequestError."""
+        for look in looks:
+            grid = look.encoded.grid_thw
+            num_rows = look.encoded.num_tokens // (1 if grid is None else max(1, grid[0]))
+            if look.modality is not Modality.AUDIO and num_rows > max_picture_rows:
+                name = item_name(look.modality, look.item_idx)
+                raise MediaError(
+                    f"{name}: an encoder would compute {num_rows} rows for one picture; at most {max_picture_rows} are accepted",
+                    param="messages",
+                )
+        total = sum(look.num_encoded_rows for look in looks)
+        if total > max_rows:
+            raise RequestError(
+                f"encoders would compute {total} rows for this request; at most {max_rows} are accepted",
+                param="messages",
+            )
 
     def processor(self, modality: Modality) -> MediaProcessor:
         if self._processor is None:
@@ -141,17 +175,15 @@ class MediaPlanner:
             if surveyed.sound is not None:
                 sound = probe_of(Modality.AUDIO, surveyed.sound, processor.settings, options)
         layout = processor.layout(known, options, sound, item_idx=item_idx)
-        return Look(item_idx, modality, content, options, known, sound, layout)
+        encoded = processor.layout(known, _unpooled(options), sound, item_idx=item_idx).geometry
+        return Look(item_idx, modality, content, options, known, sound, layout, encoded)
 
     def _as_seen(self, look: Look) -> MediaProbe:
         """The size in which the model sees it, which a cut starts from: seldom that of the file."""
-        processor = self.processor(look.modality)
-        options = msgspec.structs.replace(look.options, temporal_pooling=1, spatial_pooling=1)
-        layout = processor.layout(look.probe, options, look.sound, item_idx=look.item_idx)
-        if layout.geometry.grid_thw is None:
+        if look.encoded.grid_thw is None:
             return look.probe
-        _, height, width = layout.geometry.grid_thw
-        side = processor.patch_side(look.modality)
+        _, height, width = look.encoded.grid_thw
+        side = self.processor(look.modality).patch_side(look.modality)
         return msgspec.structs.replace(look.probe, width=width * side, height=height * side)
 
     def _settled(self, seen: MediaProbe, cut: Cut) -> Cut:
@@ -197,6 +229,10 @@ class MediaPlanner:
 
 def _rows(layout: MediaLayout) -> int:
     return sum(geometry.num_tokens for _, geometry in layout.parts)
+
+
+def _unpooled(options: MediaOptions) -> MediaOptions:
+    return msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
 
 
 def _options_of(look: Look, kind: Modality) -> MediaOptions:

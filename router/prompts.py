@@ -48,6 +48,10 @@ class MediaCaps:
 
     max_items: int
     max_tokens: int  # of all items; 0: as many as the context has room for
+    max_picture_rows: int = (
+        16_384  # that an encoder computes for one image, or for frames that are seen together
+    )
+    max_rows: int = 65_536  # … and for all items
 
 
 class PromptBuilder:
@@ -90,6 +94,7 @@ class PromptBuilder:
             looks, reduced = self._media.reduce(looks, room, rules, Reason.BUDGET)
             notes = [note for note in notes if note.item not in {new.item for new in reduced}] + reduced
             prompt, items = self._expanded(messages, looks, tenant, earlier)
+        self._media.check_rows(looks, self._caps.max_picture_rows, self._caps.max_rows)
         notes.sort(key=lambda note: note.item)
         return self._prepared(prompt, items, call.guidance, call.cache_salt, notes)
 

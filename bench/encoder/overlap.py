@@ -59,8 +59,8 @@ class SlowRunner:
         self._runner = runner
         self._delay_s = delay_s
 
-    def prepare(self, item: MediaItem) -> Mapping[str, torch.Tensor]:
-        return self._runner.prepare(item)
+    def prepare(self, item: MediaItem, is_wanted: Callable[[], bool] = lambda: True) -> Prepared:
+        return self._runner.prepare(item, is_wanted)
 
     def encode(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
         time.sleep(self._delay_s)

@@ -129,6 +129,9 @@ class MediaArgs(_Args):
     max_tokens: int = Field(
         0, ge=0
     )  # of all items of a request; 0: as many as the model's context has room for
+    # rows that encoders compute, before pooling: for one image (they attend to each other), and for all items of a request
+    max_picture_rows: int = Field(16_384, ge=1)
+    max_rows: int = Field(65_536, ge=1)
     # From so many embedding rows in the shortest queue of an encoder on, new media is looked at less closely: the longer the queue
     # the less, down to a quarter of its tokens. Clients are told. 0: never
     reduce_from_queued_rows: int = Field(0, ge=0)

@@ -6,7 +6,7 @@ import io
 import time
 from collections.abc import Callable
 
-from cluster.errors import MediaError
+from cluster.errors import MediaError, NotWantedError
 from cluster.media.settings import MediaLimits
 
 
@@ -29,11 +29,11 @@ class DecodeBudget:
         self._packets_left = limits.max_packets
 
     def check(self) -> None:
-        """Call between frames, packets and reads. Raises MediaError when the time is over or the result is not wanted any more."""
+        """Call between frames, packets and reads. Raises MediaError when the time is over, NotWantedError."""
         if self._now() > self._ends_at:
             raise MediaError(too_slow(self._timeout_s))
         if not self._is_wanted():
-            raise MediaError("not wanted any more")
+            raise NotWantedError("not wanted any more")
 
     def take_packet(self) -> None:
         self.check()

@@ -148,7 +148,8 @@ def _has_vision_options(options: MediaOptions) -> bool:
 
 
 def _area(part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: int = 1) -> dict[str, Any]:
-    """Call arguments for `min_pixels` and `max_pixels`; of the model's own bounds, one that contradicts the client's gives way. share:
+    """Call arguments for `min_pixels` and `max_pixels`; of the model's own bounds, one that contradicts the client's gives way, but
+    nothing is enlarged beyond the most that the model itself looks at. share:
     images that are bounded together. Only processors that bound the number of pixels take them: where the model knows one size alone,
     shrinking its input first would lose detail and save nothing."""
     if options.min_pixels is None and options.max_pixels is None:
@@ -158,6 +159,11 @@ def _area(part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: in
     if own_least is None or own_most is None:
         raise UnsupportedError(
             "min_pixels and max_pixels: this model sees everything in sizes of its own", param="messages"
+        )
+    if options.min_pixels is not None and options.min_pixels > own_most:
+        raise MediaError(
+            f"min_pixels is {options.min_pixels}; nothing is enlarged beyond this model's own limit of {own_most}",
+            param="mm_processor_kwargs.min_pixels",
         )
     least = own_least if options.min_pixels is None else options.min_pixels * share
     most = own_most if options.max_pixels is None else options.max_pixels * share

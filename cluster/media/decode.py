@@ -28,7 +28,8 @@ def decode(
 ) -> np.ndarray:
     """Image: [H, W, 3] uint8. Video: [T, H, W, 3] uint8, the frames that `probe` names. Audio: [num_samples] float32.
 
-    Blocks for as long as decoding takes, `max_decode_s` at most, or until it `is_wanted` no more. Raises MediaError."""
+    Blocks for as long as decoding takes, `max_decode_s` at most, or until it `is_wanted` no more. Raises MediaError and
+    NotWantedError."""
     with naming(modality, item_idx):
         budget = DecodeBudget(settings.limits, is_wanted=is_wanted)
         return decode_within(modality, data, settings, options, budget)

@@ -88,9 +88,13 @@ class MediaItem(msgspec.Struct, frozen=True):
     options: MediaOptions = MediaOptions()
     is_returning: bool = False  # an earlier turn of the conversation showed it
 
+    num_encoded_rows: int | None = None  # before pooling; None: nothing is known but its geometry
+
     @property
     def num_call_rows(self) -> int:
-        """Rows that the encoder computes, before pooling. An estimate from above: groups at the edges are smaller."""
+        """Rows that the encoder computes, before pooling: what the item costs. Where that is not known, an estimate from above."""
+        if self.num_encoded_rows is not None:
+            return self.num_encoded_rows
         return self.geometry.num_tokens * self.options.temporal_pooling * self.options.spatial_pooling**2
 
 

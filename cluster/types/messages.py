@@ -121,7 +121,9 @@ class StartEncode(Message, frozen=True):
     timeout_s: float
     priority: int = 0  # class of the request; lower goes sooner
     waited_s: float = 0.0  # since the client asked, when the door sent this
-    num_rows_before: int = 0  # of the request's items that stand before it: they are needed sooner
+    num_rows_before: int = (
+        0  # before pooling, of the request's items that stand before it: they are needed sooner
+    )
     keep: bool = True  # another use is expected; else the embeddings are the first to make room for others
 
 

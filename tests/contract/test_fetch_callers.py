@@ -64,8 +64,9 @@ async def test_a_caller_that_leaves_does_not_disturb_the_others(host, fetcher):
 async def test_the_last_caller_to_leave_closes_the_connection(host, fetcher):
     host.handlers["/a"] = drip_body
     callers = [asyncio.create_task(read(fetcher, host.url("/a"))) for _ in range(3)]
-    await asyncio.sleep(0.05)
-    assert host.num_open == 1
+    async with asyncio.timeout(30):
+        while host.num_open != 1:
+            await asyncio.sleep(0.005)
     for caller in callers:
         caller.cancel()
     await host.until_closed()

@@ -292,7 +292,7 @@ class Rig:
         assert self.cache.num_held_blocks == 0
         assert self.cache.num_cached_blocks == self.pools["encoder"].num_referenced
 
-    def _prepare(self, item: MediaItem) -> Prepared:
+    def _prepare(self, item: MediaItem, _: Any = None) -> Prepared:
         if item.media_hash in self.bad_items:
             raise ValueError("this item cannot be decoded")
         grid = item.geometry.grid_thw

@@ -156,7 +156,7 @@ def test_texts_have_about_as_many_tokens_as_asked_for() -> None:
 
 def test_a_slow_runner_only_takes_longer() -> None:
     class Runner:
-        def prepare(self, item):
+        def prepare(self, item, is_wanted):
             return item
 
         def encode(self, modality, items):

@@ -213,7 +213,9 @@ def test_requests_that_share_an_item_hold_one_copy_of_its_file(rig):
 def test_an_item_that_is_given_up_before_its_turn_is_not_prepared(rig, how):
     """Two threads are busy with two others."""
     prepared, prepare = [], rig.encoder.engine._runner.prepare
-    rig.encoder.engine._runner.prepare = lambda item: prepared.append(item.media_hash) or prepare(item)
+    rig.encoder.engine._runner.prepare = lambda item, is_wanted: (
+        prepared.append(item.media_hash) or prepare(item, is_wanted)
+    )
     for number, name in enumerate(("a", "b", "given up")):
         rig.start(make_item(name, 3), f"r{number}")
     rig.encoder.inbox.run()

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.errors import NotWantedError
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.types.media import MediaItem
 from encoder_service.preparation import Preparation, PreparationLimits
@@ -19,7 +20,7 @@ POLICY = SchedulingPolicy(aging_s=5.0, tokens_per_s=10.0, text_share=0.5)
 LONG_ROWS = 100
 
 
-def prepare(item: MediaItem) -> Prepared:
+def prepare(item: MediaItem, is_wanted=lambda: True) -> Prepared:
     if item.media_hash.startswith("bad"):
         raise ValueError("cannot be decoded")
     return Prepared({"rows": torch.zeros(item.geometry.num_tokens, dtype=torch.uint8)}, 1)
@@ -59,6 +60,33 @@ def test_who_becomes_more_urgent_goes_sooner():
     bench.preparation.reorder(Ticket("third", 0.0, 10, priority=-1))
     bench.preparation.reorder(Ticket("first", 0.0, 10, priority=9))  # a thread has it: too late
     assert bench.run_all() == ["first", "third", "second"]
+
+
+def test_an_item_that_a_thread_has_is_given_up_when_it_is_not_wanted_and_goes_on_when_it_is_again():
+    seen: list[bool] = []
+    executor = ManualExecutor()
+    done: dict[str, Prepared | BaseException] = {}
+
+    def prepare_slowly(item: MediaItem, is_wanted) -> Prepared:
+        seen.append(is_wanted())
+        assert not preparation.withdraw(item.media_hash)
+        seen.append(is_wanted())
+        if item.media_hash == "again":
+            preparation.reorder(Ticket("again", 0.0, 1))
+            seen.append(is_wanted())
+        if not is_wanted():
+            raise NotWantedError("not wanted any more")
+        return prepare(item)
+
+    limits = PreparationLimits(1, 1 << 30, LONG_ROWS)
+    preparation = Preparation(prepare_slowly, executor, limits, POLICY, done.__setitem__)
+    for name in ("gone", "again"):
+        preparation.put(Ticket(name, 0.0, 1), make_item(name, 1))
+        executor.run_one()
+    assert seen == [True, False, True, False, True]
+    assert isinstance(done["gone"], NotWantedError) and isinstance(done["again"], Prepared)
+    preparation.release("again")
+    assert preparation.held_bytes == 0 and not preparation._unwanted
 
 
 def test_long_items_leave_a_thread_to_the_others():

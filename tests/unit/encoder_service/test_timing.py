@@ -19,9 +19,9 @@ def rig():
     runner = rig.encoder.engine._runner
     prepare, encode = runner.prepare, runner.encode
 
-    def slow_prepare(item):
+    def slow_prepare(item, is_wanted):
         rig.clock.at += PREPARE_S
-        return prepare(item)
+        return prepare(item, is_wanted)
 
     def slow_encode(modality, pieces):
         rig.clock.at += CALL_S

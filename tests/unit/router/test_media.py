@@ -8,7 +8,7 @@ import math
 import pytest
 
 from bench.media_files import audio, image, scenes, video, video_of
-from cluster.errors import ContextLengthError, MediaError, UnsupportedError
+from cluster.errors import ContextLengthError, MediaError, RequestError, UnsupportedError
 from cluster.media.fetch import FetchedMedia
 from cluster.media.settings import MediaSettings, naming
 from cluster.media.sources import MediaSource
@@ -236,6 +236,21 @@ def test_pooled_items_are_cut_from_their_size_before_pooling():
     assert rows(looks) == [25]
     reduced, (note,) = plans.reduce(looks, 24, MediaRules(), Reason.BUDGET)
     assert rows(reduced) == [16] and note.max_pixels <= OWN_PIXELS
+
+
+def test_what_encoders_compute_is_known_before_pooling_and_bounded():
+    plans = planner()
+    looks = looks_at(plans, (IMAGE, image(640, 640)), (VIDEO, CLIP), spatial_pooling=8)
+    assert rows(looks) == [4, 16]
+    items = [item for look in looks for item in plans.items(look, "")]
+    assert [item.num_call_rows for item in items] == [256, 1024]
+    plans.check_rows(looks, 256, 1280)
+    with pytest.raises(MediaError, match=r"item 0 \(image\): .* 256 rows for one picture; at most 255"):
+        plans.check_rows(looks, 255, 1280)
+    with pytest.raises(RequestError, match="1280 rows for this request; at most 1279"):
+        plans.check_rows(looks, 256, 1279)
+    sounds = looks_at(plans, (AUDIO, SOUND))
+    plans.check_rows(sounds, 1, 10)
 
 
 def test_clips_of_a_model_with_one_size_lose_frames_alone():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from bench.media_files import audio, image, video
@@ -121,6 +122,21 @@ def test_an_item_that_is_shown_once_more_returns_in_both_places():
     got = prepared(builder(), call(*talk), BIG, BIG)
     assert [item.is_returning for item in got.items] == [True, True]
     assert got.items[0].media_hash == got.items[1].media_hash
+
+
+def test_rows_that_pooling_hides_are_refused_though_the_prompt_has_room():
+    asked = call(user(IMAGE, "?"))
+    media = msgspec.structs.replace(asked.media[0], options=MediaOptions(spatial_pooling=8))
+    asked = msgspec.structs.replace(asked, media=(media,))
+    planner = MediaPlanner(FakeProcessor(), lambda _: False)
+    for most, is_accepted in ((256, True), (255, False)):
+        built = PromptBuilder(FakeText(), planner, MediaCaps(4, 0, most, 1000), 16, 1000)
+        if is_accepted:
+            (item,) = prepared(built, asked, BIG).items
+            assert (item.geometry.num_tokens, item.num_call_rows) == (4, 256)
+        else:
+            with pytest.raises(MediaError, match="would compute 256 rows"):
+                prepared(built, asked, BIG)
 
 
 def test_too_many_items_are_refused_before_any_is_fetched():
