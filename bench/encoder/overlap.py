@@ -17,7 +17,7 @@ import itertools
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ from cluster.types.media import MediaItem, Modality
 from cluster.types.members import Role
 from cluster.worker.turns import no_turns
 from decode_service.service import DecodeService
-from encoder_service.runner import EncoderRunner
+from encoder_service.runner import EncoderRunner, Prepared
 from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
 from router.door import Door
