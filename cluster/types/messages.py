@@ -42,7 +42,7 @@ from cluster.types.media import MediaItem
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, SentTotals
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class FinishReason(StrEnum):
