@@ -25,7 +25,7 @@ def client(url: str, strict: bool = True) -> openai.AsyncOpenAI:
     )
 
 
-async def until(holds: Callable[[], object]) -> None:
+async def expect_soon(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(HANG_S):
         while not holds():
             await asyncio.sleep(0.005)
@@ -178,9 +178,9 @@ def test_a_client_that_leaves_cancels_its_call(door, stream, waiting):
         call = asyncio.ensure_future(
             api.chat.completions.create(model="org/demo", messages=HELLO, stream=stream, n=2)
         )
-        await until(lambda: door.calls if waiting == "door" else door.generations)
+        await expect_soon(lambda: door.calls if waiting == "door" else door.generations)
         call.cancel()
-        await until(lambda: door.was_cancelled if waiting == "door" else door.closed.is_set())
+        await expect_soon(lambda: door.was_cancelled if waiting == "door" else door.closed.is_set())
 
     run(door, scenario)
 
