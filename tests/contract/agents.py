@@ -27,6 +27,8 @@ LAYOUT = MemoryLayout((SegmentSpec(16, (4, 16), torch.float32),) * 2)
 NUM_BLOCKS = 32
 BIG_LAYOUT = MemoryLayout((SegmentSpec(16, (256,), torch.float32),) * 2)  # blocks of 32 KiB
 NUM_BIG_BLOCKS = 1024  # 32 MiB
+HANG_S = 300.0  # a guard only: a process takes seconds to start, and far longer on a busy machine
+LEASE_S = 2 * HANG_S  # so that nothing is noticed because a lease has ended
 _serial = itertools.count()
 
 
@@ -65,7 +67,7 @@ def serve_leases(pipe: Connection, kind: str, name: str) -> None:
     pipe.send("ready")
     while (request := pipe.recv()) is not None:
         lease_id, block_ids = request
-        pipe.send(mover.grant(lease_id, block_ids, [0] * len(block_ids), 10.0))
+        pipe.send(mover.grant(lease_id, block_ids, [0] * len(block_ids), LEASE_S))
         while not events:
             time.sleep(0.0005)
         blocks = [segment[block_ids].clone() for segment in memory.segments]
@@ -87,7 +89,7 @@ def write_without_cma(pipe: Connection) -> None:
     writer.register(source)
     owner.register(target)
     peer = writer.connect(owner.metadata())
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + HANG_S
     states: list[TransferState] = []
     for block in range(NUM_BLOCKS):
         handle = writer.post(peer, source.descriptors([block]), target.descriptors([block]))

@@ -19,6 +19,7 @@ from kv_transfer.sender import Finished, SendFailed
 from tests.contract.agents import (
     BETWEEN_PROCESSES,
     BIG_LAYOUT,
+    HANG_S,
     NUM_BIG_BLOCKS,
     make_agent,
     needs_nixl,
@@ -26,9 +27,6 @@ from tests.contract.agents import (
     unique_name,
     write_without_cma,
 )
-
-DEADLINE_S = 20.0
-DETECTION_S = 5.0  # from a peer's death to the error; a fraction of a second on an idle machine
 
 
 @contextlib.contextmanager
@@ -41,19 +39,19 @@ def process_of(target, *arguments):
     theirs.close()
     try:
         yield pipe, process
-        process.join(10)
+        process.join(HANG_S)
         assert process.exitcode in (0, -signal.SIGKILL)
     finally:
         process.kill()
 
 
 def receive(pipe):
-    assert pipe.poll(30), "the child says nothing"
+    assert pipe.poll(HANG_S), "the child says nothing"
     return pipe.recv()
 
 
 def await_event(events):
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while not events and time.monotonic() < deadline:
         time.sleep(0.001)
     assert events, "no event before the deadline"
@@ -61,7 +59,8 @@ def await_event(events):
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
-def test_a_killed_owner_fails_what_is_in_flight_in_time_and_its_namesake_takes_over(kind):
+def test_a_killed_owner_fails_what_is_in_flight_and_its_namesake_takes_over(kind):
+    """By its connection's end, long before its lease does."""
     events, memory = [], BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS)
     for segment in memory.segments:
         segment.normal_()
@@ -93,12 +92,10 @@ def test_a_killed_owner_fails_what_is_in_flight_in_time_and_its_namesake_takes_o
         time.sleep(0.1)
         assert not events
         os.kill(process.pid, signal.SIGKILL)
-        killed_at = time.monotonic()
         with contextlib.suppress(TransferError):  # the copy between processes does not need the peer awake
             outgoing.write([1], [0])
         event = await_event(events)
         assert isinstance(event, SendFailed) and isinstance(event.error, PeerLostError)
-        assert time.monotonic() - killed_at < DETECTION_S
         check_lease(next_pipe, "four")
         next_pipe.send(None)
     mover.close(2.0)

@@ -17,6 +17,7 @@ from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from router.ledger import Ledger
+from tests.fakes.progress import Progress
 from tests.fakes.staying import let_stay
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MAX_TOKENS, MODEL, check_all, cluster_args
@@ -151,23 +152,23 @@ async def test_the_first_token_tells_how_long_the_prompt_took(folder, prompts):
 
 
 async def test_clients_that_leave_while_decode_computes_their_prompts_leave_nothing_behind(folder, prompts):
-    rng = random.Random(5)
-    ends = []
+    rng, progress = random.Random(5), Progress()
 
-    async def one(cluster: LocalCluster, prompt: tuple[int, ...]) -> None:
-        try:
-            async with asyncio.timeout(rng.choice([rng.uniform(0, 0.1), None])):
-                ends.append(
-                    len((await answers(cluster, prompt, NUM_TOKENS, num_choices=rng.choice([1, 2])))[0])
-                )
-        except TimeoutError:
-            ends.append(-1)
+    async def one(cluster: LocalCluster, prompt: tuple[int, ...]) -> bool:
+        async def read() -> None:
+            num_choices = rng.choice([1, 2])
+            got = await answers(
+                cluster, prompt, NUM_TOKENS, num_choices=num_choices, on_event=progress.happens
+            )
+            assert [len(answer) for answer in got] == [NUM_TOKENS] * num_choices
+
+        return await progress.leave_after(rng.choice([rng.randrange(400), None]), read())
 
     async with local_cluster(folder_args(folder, {"kv_blocks": 40}), (0, 1, 1)) as cluster:
         cut_stretches(cluster)
         let_stay(cluster.door, lambda number: number % 4)
-        await asyncio.gather(*(one(cluster, prompt) for prompt in prompts * 4))
-    assert ends.count(-1) > 5 and ends.count(NUM_TOKENS) > 5
+        have_finished = await asyncio.gather(*(one(cluster, prompt) for prompt in prompts * 4))
+    assert have_finished.count(False) > 5 and have_finished.count(True) > 5
 
 
 async def test_a_prompt_that_decode_cannot_hold_is_refused_by_name(folder):

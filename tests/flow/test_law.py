@@ -24,7 +24,7 @@ from router.ledger import Ledger
 from router.openai.app import build_api
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
-from tests.fakes.cases import Pair, part_of
+from tests.fakes.cases import NUM_PARTS, Pair, part_of
 from tests.flow.local_cluster import PATIENT_DOOR, LocalCluster, local_cluster
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
@@ -84,18 +84,24 @@ CHUNKINGS = [(16, 1), (16, 32), (48, 8), (4096, 1), (4096, 32)]  # tokens in a s
 
 @pytest.mark.parametrize(("max_batch_tokens", "concurrency"), CHUNKINGS)
 async def test_cold_and_warm_answers_equal_generate(expected, max_batch_tokens, concurrency):
-    pairs = part_of(expected, CHUNKINGS.index((max_batch_tokens, concurrency)))
-    await check_cold_and_warm(pairs, max_batch_tokens, concurrency)
+    """A third of the cases over caches of a third, which overflow with them as whole ones do with all cases."""
+    args = cluster_args(max_batch_tokens)
+    encode = args.encode.model_copy(update={"cache_bytes": args.encode.cache_bytes // NUM_PARTS})
+    prefill = args.prefill.model_copy(update={"kv_blocks": args.prefill.kv_blocks // NUM_PARTS})
+    args = args.model_copy(update={"encode": encode, "prefill": prefill})
+    await check_cold_and_warm(
+        part_of(expected, CHUNKINGS.index((max_batch_tokens, concurrency))), args, concurrency
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("max_batch_tokens", "concurrency"), CHUNKINGS)
 async def test_cold_and_warm_answers_of_all_cases_equal_generate(expected, max_batch_tokens, concurrency):
-    await check_cold_and_warm(expected, max_batch_tokens, concurrency)
+    await check_cold_and_warm(expected, cluster_args(max_batch_tokens), concurrency)
 
 
-async def check_cold_and_warm(pairs: list[Pair], max_batch_tokens: int, concurrency: int) -> None:
-    async with local_cluster(cluster_args(max_batch_tokens)) as cluster:
+async def check_cold_and_warm(pairs: list[Pair], args: ClusterArgs, concurrency: int) -> None:
+    async with local_cluster(args) as cluster:
         await check_all(cluster, pairs, concurrency)
         await check_all(cluster, pairs, concurrency)  # prefix cache and encoder cache are warm now
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ import transformers as hf
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from router.ledger import Ledger
+from router.streams import TokenStream
 from tests.flow.local_cluster import LocalCluster
 from tests.flow.test_law import MODEL
 
@@ -62,13 +63,22 @@ async def answers(
     num_tokens: int,
     sampling: SamplingParams = GREEDY,
     num_choices: int = 1,
+    on_event: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """Of all choices. Who is cancelled leaves nothing open."""
+
+    async def read(stream: TokenStream) -> list[int]:
+        token_ids: list[int] = []
+        async for event in stream:
+            token_ids += event.token_ids
+            on_event()
+        return token_ids
+
     stop = StopParams(num_tokens)
     request = GenerateRequest(new_request_id(), Prompt(prompt), (sampling,) * num_choices, stop)
     streams = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
     try:
-        return [[token_id async for event in stream for token_id in event.token_ids] for stream in streams]
+        return [await read(stream) for stream in streams]
     finally:
         for stream in streams:
             await stream.aclose()

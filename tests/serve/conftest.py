@@ -1,9 +1,12 @@
-"""One cluster for the session: four processes behind HTTP, on a port of its own, ended by process id."""
+"""Two clusters for the session, each on a port of its own and ended by process id: the shipped one, of four processes behind HTTP,
+and a larger one. To start one costs half a minute of two cores: a test takes one of these if it can."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,9 +19,31 @@ CLUSTER = Path(__file__).parents[2] / "deploy" / "cluster.yaml"
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with running(tmp_path_factory.mktemp("cluster")) as local:
+        yield local
+
+
+@pytest.fixture(scope="session")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Two encoders; prefill and decode workers of two processes each, and decode guesses."""
+    speculation = {"method": "ngram", "max_draft_tokens": 3}
+    args = {"tensor_parallel_size": 2, "decode": {"speculation": speculation}}
+    with running(tmp_path_factory.mktemp("parallel"), args, Encode=2) as local:
+        yield local
+
+
+@contextmanager
+def running(folder: Path, args: dict[str, Any] | None = None, **num_replicas: int) -> Iterator[LocalCluster]:
+    """The shipped cluster, with other arguments or numbers of replicas if they are given; audited at its end."""
     config = yaml.safe_load(CLUSTER.read_text())
     config["http_options"]["port"] = free_port()
-    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
+    (application,) = config["applications"]
+    if args is not None:
+        application["args"] = args
+    kept = [each for each in application["deployments"] if each["name"] not in num_replicas]
+    changed = [{"name": name, "num_replicas": number} for name, number in num_replicas.items()]
+    application["deployments"] = [*kept, *changed]
+    path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(config))
     with LocalCluster(path) as local:
         local.wait_ready()
@@ -37,4 +62,4 @@ def audit(cluster: LocalCluster) -> None:
     assert not cluster.has_ended(), cluster.log_end()
     from bench import soak
 
-    assert soak.wait_idle(cluster.url, timeout_s=30) == {}
+    assert soak.wait_idle(cluster.url, timeout_s=120) == {}

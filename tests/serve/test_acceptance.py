@@ -7,27 +7,35 @@ import asyncio
 import pytest
 
 from bench import equality, soak
-from bench.workload import Answer, Case, Reference, make_cases
+from bench.workload import Reference, make_cases
+from tests.fakes.cases import Pair, part_of
 
 NUM_REQUESTS = 204
-NUM_SOAK_REQUESTS = 1000
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[tuple[Case, Answer]]:
+def expected() -> list[Pair]:
     reference = Reference(equality.MODEL)
     return [(case, reference.answer(case, equality.MAX_TOKENS)) for case in make_cases(77, NUM_REQUESTS)]
 
 
+@pytest.mark.parametrize(("concurrency", "part"), [(1, 0), (8, 1), (32, 2)])
+def test_greedy_answers_over_http_equal_generate(cluster_url, expected, concurrency, part):
+    faults, _ = asyncio.run(equality.run(cluster_url, part_of(expected, part), concurrency))
+    assert faults == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 8, 32])
-def test_greedy_answers_over_http_equal_generate(cluster_url, expected, concurrency):
+def test_all_greedy_answers_over_http_equal_generate(cluster_url, expected, concurrency):
     faults, _ = asyncio.run(equality.run(cluster_url, expected, concurrency))
     assert faults == []
 
 
-def test_a_thousand_requests_with_a_fifth_cancelled_leave_nothing_behind(cluster_url):
-    cases = make_cases(78, NUM_SOAK_REQUESTS)
+@pytest.mark.parametrize("num_requests", [250, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_requests_with_a_fifth_cancelled_leave_nothing_behind(cluster_url, num_requests):
+    cases = make_cases(78, num_requests)
     outcomes = asyncio.run(soak.run(cluster_url, cases, concurrency=16, cancelled_ratio=0.2, seed=3))
-    assert soak.wait_idle(cluster_url, timeout_s=30) == {}
-    assert set(outcomes) <= {"answered", "left"} and outcomes["answered"] >= 0.8 * NUM_SOAK_REQUESTS
+    assert soak.wait_idle(cluster_url, timeout_s=120) == {}
+    assert set(outcomes) <= {"answered", "left"} and outcomes["answered"] >= 0.8 * num_requests
     assert outcomes["left"] > 0

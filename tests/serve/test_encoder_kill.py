@@ -8,12 +8,10 @@ import signal
 from pathlib import Path
 
 import httpx
-import yaml
 
 from bench.workload import Reference, make_cases
-from cluster.serving.launch import LocalCluster, processes_of
-from cluster.serving.local_environment import free_port
-from tests.serve.conftest import CLUSTER, audit
+from cluster.serving.launch import LocalCluster
+from tests.serve.conftest import audit
 from tests.serve.test_replicas import pid_of
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
@@ -21,27 +19,17 @@ MAX_TOKENS = 16
 NUM_CASES = 80
 
 
-async def test_an_encoder_that_is_killed_under_load_costs_no_request(tmp_path: Path) -> None:
-    config = yaml.safe_load(CLUSTER.read_text())
-    config["http_options"]["port"] = free_port()
-    config["applications"][0]["args"] = {"dtype": "float32"}
-    config["applications"][0]["deployments"].append({"name": "Encode", "num_replicas": 2})
-    path = tmp_path / "cluster.yaml"
-    path.write_text(yaml.safe_dump(config))
+async def test_an_encoder_that_is_killed_under_load_costs_no_request(parallel: LocalCluster) -> None:
     cases = [case for case in make_cases(41, 2 * NUM_CASES) if case.kind != "text"][:NUM_CASES]
     reference = Reference(MODEL)
     expected = [reference.answer(case, MAX_TOKENS).text for case in cases]
-    with LocalCluster(path) as local:
-        local.wait_ready()
-        await both_encoders(local.url)
-        answers = await ask_all(local, cases)
-        assert answers == expected
-        audit(local)
-    assert processes_of(local.folder) == []
+    await both_encoders(parallel.url)
+    assert await ask_all(parallel, cases) == expected
+    audit(parallel)
 
 
 async def both_encoders(url: str) -> None:
-    async with asyncio.timeout(60), httpx.AsyncClient() as client:
+    async with asyncio.timeout(300), httpx.AsyncClient() as client:
         while (await client.get(f"{url}/metrics")).text.count('epdg_worker_running{pool="encode"') < 2:
             await asyncio.sleep(0.1)
 
@@ -60,5 +48,5 @@ async def ask_all(local: LocalCluster, cases: list) -> list[str]:
         return response.json()["choices"][0]["message"]["content"]
 
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=300, limits=limits) as client:
         return await asyncio.gather(*(ask(client, case.messages) for case in cases))

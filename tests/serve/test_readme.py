@@ -35,7 +35,7 @@ def test_an_example_prints_what_the_readme_says(cluster_url, name, client):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,  # a guard
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == output

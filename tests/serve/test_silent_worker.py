@@ -9,25 +9,15 @@ import time
 from pathlib import Path
 
 import httpx
-import yaml
 
-from cluster.serving.launch import LocalCluster, processes_of
-from cluster.serving.local_environment import free_port
-from tests.serve.conftest import CLUSTER, audit
+from tests.serve.conftest import running
 from tests.serve.test_replicas import pid_of
 
 GUARD_S = 60.0
 
 
 async def test_a_stopped_worker_is_avoided_until_it_moves(tmp_path: Path) -> None:
-    config = yaml.safe_load(CLUSTER.read_text())
-    config["http_options"]["port"] = free_port()
-    for deployment in config["applications"][0]["deployments"]:
-        deployment["num_replicas"] = 2 if deployment["name"] == "Decode" else 1
-    path = tmp_path / "cluster.yaml"
-    path.write_text(yaml.safe_dump(config))
-    with LocalCluster(path) as local:
-        local.wait_ready()
+    with running(tmp_path, Decode=2) as local:
         async with asyncio.timeout(4 * GUARD_S), httpx.AsyncClient(base_url=local.url, timeout=120) as client:
             await until(client, 'epdg_worker_running{pool="decode"', 2, count=True)
             stopped = pid_of(local, "Decode")
@@ -45,8 +35,6 @@ async def test_a_stopped_worker_is_avoided_until_it_moves(tmp_path: Path) -> Non
                 os.kill(stopped, signal.SIGCONT)
             await until(client, 'epdg_door_silent_workers{pool="decode"}', 0)
             assert set(await asyncio.gather(*early)) == {200}, "they go on with their worker"
-        audit(local)
-    assert processes_of(local.folder) == []
 
 
 async def ask(client: httpx.AsyncClient) -> int:

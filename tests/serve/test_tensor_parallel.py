@@ -6,34 +6,15 @@ import asyncio
 import os
 import select
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 
 from bench import equality
 from bench.workload import Reference, make_cases
 from cluster.serving.launch import LocalCluster, processes_of
-from cluster.serving.local_environment import free_port
-from tests.serve.conftest import CLUSTER, audit
 from tests.serve.test_replicas import ask, pid_of, wait_for_health
-
-
-@pytest.fixture(scope="module")
-def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    config = yaml.safe_load(CLUSTER.read_text())
-    config["http_options"]["port"] = free_port()
-    speculation = {"method": "ngram", "max_draft_tokens": 3}
-    config["applications"][0]["args"] = {"tensor_parallel_size": 2, "decode": {"speculation": speculation}}
-    path = tmp_path_factory.mktemp("parallel") / "cluster.yaml"
-    path.write_text(yaml.safe_dump(config))
-    with LocalCluster(path) as local:
-        local.wait_ready()
-        yield local
-        audit(local)
-    assert processes_of(local.folder) == []
 
 
 def rank_of(cluster: LocalCluster, pool: str) -> int:
@@ -76,7 +57,7 @@ def test_a_worker_that_loses_a_rank_is_replaced(parallel):
     worker, rank = pid_of(parallel, "Prefill"), rank_of(parallel, "Prefill")
     os.kill(rank, signal.SIGKILL)
     wait_for_health(parallel.url, 503, timeout_s=2)
-    wait_for_health(parallel.url, 200, timeout_s=90)
+    wait_for_health(parallel.url, 200, timeout_s=180)
     assert pid_of(parallel, "Prefill") != worker
     assert ask(parallel.url).status_code == 200
 
@@ -84,9 +65,9 @@ def test_a_worker_that_loses_a_rank_is_replaced(parallel):
 def test_the_ranks_of_a_killed_worker_end(parallel):
     rank = os.pidfd_open(rank_of(parallel, "Decode"))
     os.kill(pid_of(parallel, "Decode"), signal.SIGKILL)
-    has_ended, _, _ = select.select([rank], [], [], 5)
+    has_ended, _, _ = select.select([rank], [], [], 120)
     os.close(rank)
     assert has_ended, "a rank lives on without its worker"
     wait_for_health(parallel.url, 503, timeout_s=2)
-    wait_for_health(parallel.url, 200, timeout_s=90)
+    wait_for_health(parallel.url, 200, timeout_s=180)
     assert ask(parallel.url).status_code == 200

@@ -57,6 +57,7 @@ def train_two_steps(
     return model.state_dict()
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_seed_give_the_same_bits(built: tuple[Model, Processor]) -> None:
     first, second = train_two_steps(built, seed=1), train_two_steps(built, seed=1)
     assert all(torch.equal(first[name], second[name]) for name in first)
