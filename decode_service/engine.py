@@ -40,12 +40,12 @@ from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import Speed
 from cluster.worker.turns import Turns
 from decode_service.runner import DecodeRunner
-from decode_service.state import Choice, DecodeRequest, Phase
+from decode_service.state import Choice, DecodeRequest, Phase, holders
 from decode_service.stretches import MAX_STRETCH_TOKENS, Stretches
 from decode_service.tables import leave_blocks, share_prompts, take_prompt_blocks, try_grow
 from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover
-from kv_transfer.receiver import Aborted, Completed, LeaseEvent
+from kv_transfer.receiver import Aborted, Completed, LateWrite, LeaseEvent
 
 _id_of = attrgetter("request_id")
 
@@ -187,8 +187,14 @@ class DecodeEngine:
         for request in [r for r in self._requests.values() if r.door == door]:
             self.cancel(request.request_id)
 
-    def on_transfer(self, event: LeaseEvent, at: float) -> None:
+    def on_transfer(self, event: LeaseEvent | LateWrite, at: float) -> None:
         """A lease has closed: KV complete, writer gave up, or time over. Exactly once per lease. `at`: when."""
+        if isinstance(event, LateWrite):
+            for holder in holders(self._requests.values(), event.block_ids):
+                self._fail(
+                    holder, UnavailableError("its KV cache was overwritten by a worker that came late")
+                )
+            return
         request = self._by_lease.pop(event.lease_id, None)
         if request is not None:
             self._blame.run(request.request_id, self._on_lease, request, event)

@@ -15,7 +15,7 @@ is copied for each before anybody writes to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -158,6 +158,13 @@ class DecodeRequest:
         return [choice for choice in self.choices if not choice.is_done]
 
     @property
+    def held_blocks(self) -> set[int]:
+        """Of all its prompts and choices."""
+        tables = [*self.prompt_blocks, self.copy_blocks]
+        tables += (branch.blocks for choice in self.choices for branch in choice.branches)
+        return {block_id for table in tables for block_id in table}
+
+    @property
     def num_sequences(self) -> int:
         """Rows of a decode step."""
         return len(self.live_choices) * len(self.request.prompts)
@@ -198,3 +205,10 @@ class DecodeRequest:
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.request_id}: {self.phase} cannot become {phase}")
         self.phase = phase
+
+
+def holders(requests: Iterable[DecodeRequest], block_ids: Iterable[int]) -> list[DecodeRequest]:
+    """The requests that read these blocks."""
+    wanted = set(block_ids)
+    live = (request for request in requests if request.phase is not Phase.CLOSING)
+    return [request for request in live if not wanted.isdisjoint(request.held_blocks)]

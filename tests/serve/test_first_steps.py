@@ -14,7 +14,6 @@ from cluster.serving.launch import processes_of
 from tests.flow.text_models import SIZES, save_text_model
 from tests.serve.test_replicas import ask
 
-
 pytestmark = pytest.mark.slow  # each starts a cluster of its own
 
 

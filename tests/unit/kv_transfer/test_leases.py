@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
+from cluster.types.members import ProcessId
 from kv_transfer.agent import LayoutMismatchError, LeaseExpiredError, PeerLostError, TransferError
 from kv_transfer.mover import Mover
-from kv_transfer.receiver import Aborted, Completed, Expired
+from kv_transfer.receiver import IN_FLIGHT_S, LOOK_EVERY_S, Aborted, Completed, Expired, LateWrite
 from kv_transfer.sender import Finished, SendAborted, SendFailed
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 
+PROCESS = ProcessId("boot", 1, 7, 0)
 LAYOUT = MemoryLayout((SegmentSpec(4, (2,), torch.float32), SegmentSpec(4, (3,), torch.float32)))
 
 
@@ -37,7 +39,7 @@ def pair():
 
 
 def send(pair, grant):
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     outgoing.write([7, 6], [0, 1])
     pair.step()
     outgoing.write([5, 4], [2, 3])
@@ -60,7 +62,7 @@ def test_bytes_and_payload_arrive(pair):
 
 
 def test_one_segment_can_be_written_at_a_time(pair):
-    outgoing = pair.writer.open(pair.grant())
+    outgoing = pair.open(pair.grant())
     outgoing.write([7], [0], segment_ids=[1])
     pair.step()
     assert not pair.target.segments[0].any()
@@ -79,7 +81,7 @@ def test_nothing_is_announced_before_the_last_write_is_done(pair):
 
 def test_an_abort_waits_for_the_write_in_flight(pair):
     pair.network.faults.post_polls = 4
-    outgoing = pair.writer.open(pair.grant())
+    outgoing = pair.open(pair.grant())
     outgoing.write([7], [0])
     pair.step()
     outgoing.abort("client gone")
@@ -91,7 +93,7 @@ def test_an_abort_waits_for_the_write_in_flight(pair):
 
 
 def test_an_unused_right_can_be_given_back(pair):
-    pair.writer.open(pair.grant()).abort("not needed")
+    pair.open(pair.grant()).abort("not needed")
     pair.step(2)
     assert pair.received == [Aborted("lease", "not needed")]
 
@@ -117,25 +119,95 @@ def test_a_silent_writer_loses_its_lease_after_the_margin(pair):
     assert pair.received == [Expired("lease")]
 
 
-def test_a_lease_whose_writer_is_lost_ends_sooner_and_never_later(pair):
+def test_a_lease_whose_writers_have_all_ended_is_over_when_nothing_of_theirs_is_on_its_way(pair):
+    first, second = (ProcessId("boot", 1, pid, 0) for pid in (7, 8))
     pair.grant()
-    pair.owner.shorten("lease", TTL_S + 1)
-    pair.owner.shorten("lease", 1.0)
-    pair.owner.shorten("lease", 2.0)
-    pair.owner.shorten("unknown", 1.0)
-    pair.clock.at = 1.0 + MARGIN_S - 0.01
+    pair.owner.note_writer("lease", [first, second])
+    pair.owner.note_writer("unknown", [first])
+    pair.ended.add(first)
+    pair.clock.at = 1.0
+    pair.step()
+    pair.clock.at = 1.0 + IN_FLIGHT_S + LOOK_EVERY_S
+    pair.step()
+    assert not pair.received, "one of them still writes"
+    pair.ended.add(second)
+    ended_at = pair.clock.at = 4.0
+    pair.step()
+    pair.clock.at = ended_at + IN_FLIGHT_S - 0.01
     pair.step()
     assert not pair.received
-    pair.clock.at = 1.0 + MARGIN_S
+    pair.clock.at = ended_at + IN_FLIGHT_S
     pair.step()
-    assert pair.received == [Expired("lease")]
-    pair.clock.at = TTL_S + 2 * MARGIN_S
+    assert pair.received == [Aborted("lease", "the process that was to write has ended")]
+    pair.clock.at = 2 * (TTL_S + MARGIN_S)
     pair.step()
     assert len(pair.received) == 1
 
 
+def test_that_its_writer_has_ended_makes_no_lease_longer(pair):
+    pair.grant()
+    pair.owner.note_writer("lease", [PROCESS])
+    pair.clock.at = TTL_S + MARGIN_S - 0.5
+    pair.step()
+    pair.ended.add(PROCESS)
+    pair.clock.at += LOOK_EVERY_S
+    pair.step()
+    assert not pair.received
+    pair.clock.at = TTL_S + MARGIN_S
+    pair.step()
+    assert len(pair.received) == 1
+
+
+def test_a_writer_that_ended_behind_its_last_word_has_delivered(pair):
+    grant = pair.grant()
+    pair.owner.note_writer("lease", [PROCESS])
+    send(pair, grant)
+    pair.writer.step()
+    pair.ended.add(PROCESS)
+    pair.step(2)
+    assert pair.received == [Completed("lease", b"payload")]
+
+
+def test_a_grants_time_is_counted_from_its_receipt(pair):
+    """Not from when the writer has something to send."""
+    received = pair.grant().received(pair.clock.at)
+    pair.clock.at = TTL_S - 1
+    outgoing = pair.writer.open(received)
+    outgoing.write([7], [0])
+    pair.clock.at = TTL_S
+    pair.step(2)
+    assert not pair.target.buffer.any()
+    assert isinstance(pair.sent[0].error, LeaseExpiredError)
+
+
+@pytest.mark.parametrize("late_s", [0.0, MARGIN_S - 0.1])
+def test_a_right_whose_time_is_over_can_still_be_given_back(pair, late_s):
+    received = pair.grant().received(pair.clock.at)
+    pair.clock.at = TTL_S + late_s
+    pair.writer.open(received).abort("too late")
+    pair.step(2)
+    assert pair.received == [Aborted("lease", "too late")]
+
+
+def test_the_clock_is_looked_at_before_each_post(pair):
+    """The first of two writes takes until the time is over."""
+    outgoing = pair.open(pair.grant())
+    outgoing.write([7], [0])
+    outgoing.write([6], [1])
+    post = pair.writer.agent.post
+
+    def slow(*args):
+        pair.clock.at = TTL_S
+        return post(*args)
+
+    pair.writer.agent.post = slow
+    pair.step(2)
+    assert pair.target.segments[0][0].any() and not pair.target.segments[0][1].any()
+    assert pair.received[0].lease_id == "lease" and isinstance(pair.received[0], Aborted)
+
+
 def test_nothing_is_posted_after_the_grants_time(pair):
-    outgoing = pair.writer.open(pair.grant())
+    outgoing = pair.open(pair.grant())
     outgoing.write([7], [0])  # queued in time, but the thread comes too late
     pair.clock.at = TTL_S
     with pytest.raises(LeaseExpiredError):
@@ -149,7 +221,7 @@ def test_nothing_is_posted_after_the_grants_time(pair):
 
 def test_a_write_that_never_ends_is_taken_back_at_the_deadline(pair):
     pair.network.faults.post_polls = 10**9
-    outgoing = pair.writer.open(pair.grant())
+    outgoing = pair.open(pair.grant())
     outgoing.write([7], [0])
     outgoing.finish(b"")
     pair.step(3)
@@ -167,7 +239,7 @@ def test_a_grant_is_written_once(pair):
     send(pair, grant)
     pair.step(2)
     with pytest.raises(TransferError, match="opened before"):
-        pair.writer.open(grant)
+        pair.open(grant)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +257,14 @@ def test_peers_that_differ_are_refused_and_the_difference_is_named(pair, field, 
     other = msgspec.structs.replace(grant.contract, **{field: value})
     assert getattr(grant.contract, field) != value
     with pytest.raises(LayoutMismatchError, match=f"{field} is .* here and .* there"):
-        pair.writer.open(msgspec.structs.replace(grant, contract=other))
+        pair.open(msgspec.structs.replace(grant, contract=other))
 
 
 @pytest.mark.parametrize("segment", [0, 1])
 @pytest.mark.parametrize("block", range(4))
 def test_a_flipped_bit_is_an_error_and_never_an_answer(pair, segment, block):
     grant = pair.grant()
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     outgoing.write([7, 6, 5, 4], [0, 1, 2, 3])
     pair.step()
     pair.target.segments[segment].view(torch.uint8)[grant.block_ids[block], 3, -1] ^= 16
@@ -205,7 +277,7 @@ def test_a_flipped_bit_is_an_error_and_never_an_answer(pair, segment, block):
 
 def test_a_block_that_lacks_a_segment_is_an_error(pair):
     """The writer forgot a layer."""
-    outgoing = pair.writer.open(pair.grant())
+    outgoing = pair.open(pair.grant())
     outgoing.write([7, 6, 5, 4], [0, 1, 2, 3], segment_ids=[0])
     outgoing.write([7, 6, 5], [0, 1, 2], segment_ids=[1])
     outgoing.finish(b"payload")
@@ -216,7 +288,7 @@ def test_a_block_that_lacks_a_segment_is_an_error(pair):
 
 def test_a_write_waits_until_its_bytes_are_there_and_keeps_later_ones_behind_it(pair):
     grant = pair.grant()
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     answers = [True, False, False]
     outgoing.write([7], [0], ready=answers.pop)
     outgoing.write([6, 5, 4], [1, 2, 3])
@@ -248,8 +320,9 @@ def test_trouble_with_the_notification_gives_one_end(pair, trouble):
     pair.step(5)
     pair.clock.at = TTL_S + MARGIN_S
     pair.step(60)
-    assert [type(e) for e in pair.received] == [Completed if trouble == "duplicate" else Expired]
-    assert pair.owner._receiver.num_ignored == (0 if trouble == "drop" else 1)
+    ends = {"duplicate": [Completed], "drop": [Expired], "delay": [Expired, LateWrite]}
+    assert [type(event) for event in pair.received] == ends[trouble]
+    assert pair.owner._receiver.num_ignored == (trouble == "duplicate")
 
 
 def test_a_killed_owner_fails_all_leases_to_it(pair):
@@ -282,7 +355,7 @@ def run_scenario(pair):
     pair.network.faults.post_polls = 2
     send(pair, grant)
     try:
-        pair.writer.open(pair.grant("two", 2)).abort("no")
+        pair.open(pair.grant("two", 2)).abort("no")
     finally:
         pair.let_everything_end()
     return grant
@@ -334,7 +407,7 @@ def test_how_long_a_block_takes_to_a_peer_is_measured_and_forgotten_with_it(pair
     monkeypatch.setattr("kv_transfer.link.MIN_MEASURED_BYTES", 1)
     pair.network.faults.post_polls = 2
     grant = pair.grant()
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     assert outgoing.block_s is None
     outgoing.write([7, 6, 5, 4], [0, 1, 2, 3])
     outgoing.finish(b"")
@@ -342,10 +415,75 @@ def test_how_long_a_block_takes_to_a_peer_is_measured_and_forgotten_with_it(pair
     pair.clock.at += 2.0
     pair.step(3)
     assert outgoing.block_s == pytest.approx(0.5)
-    later = pair.writer.open(pair.grant("later", 1))
+    later = pair.open(pair.grant("later", 1))
     assert later.block_s == pytest.approx(0.5)  # before anything of this lease was posted
     pair.network.kill("owner")
     later.write([1], [0])
     later.finish(b"")
     pair.writer.step()
     assert later.block_s is None
+
+
+def test_a_lost_peer_is_forgotten_under_all_that_was_known_of_it(pair, monkeypatch):
+    """Its namesake is another process: how fast that one is says nothing about leases of the one before."""
+    monkeypatch.setattr("kv_transfer.link.MIN_MEASURED_BYTES", 1)
+    before = pair.open(pair.grant("before"))
+    before.write([7], [0])
+    pair.writer.step()
+    pair.network.kill("owner")
+    before.write([6], [1])
+    pair.step(2)
+    assert isinstance(pair.sent[0].error, PeerLostError) and pair.writer.agent._peers == {}
+    namesake = Mover(pair.network.agent("owner"), pair.clock, [].append, incoming=BlockMemory(LAYOUT, 4))
+    pair.network.faults.post_polls = 2
+    outgoing = pair.open(namesake.grant("next", [0], [0], TTL_S))
+    outgoing.write([7], [0])
+    outgoing.finish(b"")
+    pair.writer.step()
+    pair.clock.at += 2.0
+    for _ in range(3):
+        pair.writer.step()
+        namesake.step()
+    assert outgoing.block_s is not None and before.block_s is None
+    namesake.close()
+    pair.owner._receiver.revoke_all("its process is gone")
+
+
+def test_a_failed_post_does_not_keep_the_owner_from_hearing_that_the_writer_stopped(pair):
+    """What was posted before is over: nothing can land any more."""
+    outgoing = pair.open(pair.grant())
+    outgoing.write([7], [0])
+    outgoing.write([6], [1])
+    pair.network.faults.fail("post", 2)
+    pair.step(2)
+    assert isinstance(pair.sent[0], SendFailed)
+    assert [type(event) for event in pair.received] == [Aborted]
+
+
+def test_a_right_that_is_never_used_ends_with_its_time_and_the_owner_hears_of_it(pair):
+    pair.open(pair.grant())
+    pair.clock.at = TTL_S - 0.1
+    pair.step()
+    assert not pair.sent
+    pair.clock.at = TTL_S
+    pair.step(2)
+    (event,) = pair.sent
+    assert isinstance(event, SendFailed) and isinstance(event.error, LeaseExpiredError)
+    assert [type(event) for event in pair.received] == [Aborted]
+
+
+def test_no_word_is_sent_of_a_lease_whose_writes_were_cut_off_with_their_connection(pair):
+    """Not even over a new connection: they may still land."""
+    pair.network.faults.post_polls = 9
+    grants = [pair.grant(name, 1) for name in ("one", "new", "two")]
+    one, new, two = (pair.open(grant) for grant in grants)
+    one.write([7], [0])
+    two.write([6], [0])
+    pair.writer.step()
+    new.write([5], [0])
+    new.finish(b"")
+    pair.network.faults.fail("poll", pair.network.faults._counts["poll"] + 1, PeerLostError("cut"))
+    pair.network.faults.post_polls = 0
+    pair.step(3)
+    assert {event.lease_id for event in pair.sent} == {"one", "new", "two"}
+    assert [type(event) for event in pair.received] == [Completed] and pair.received[0].lease_id == "new"
