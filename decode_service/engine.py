@@ -40,7 +40,7 @@ from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import Speed
 from cluster.worker.turns import Turns
 from decode_service.runner import DecodeRunner
-from decode_service.state import Choice, DecodeRequest, Phase, holders
+from decode_service.state import Choice, DecodeRequest, Phase, fail_holders
 from decode_service.stretches import MAX_STRETCH_TOKENS, Stretches
 from decode_service.tables import leave_blocks, share_prompts, take_prompt_blocks, try_grow
 from kv_transfer.group import GroupMover
@@ -190,13 +190,8 @@ class DecodeEngine:
     def on_transfer(self, event: LeaseEvent | LateWrite, at: float) -> None:
         """A lease has closed: KV complete, writer gave up, or time over. Exactly once per lease. `at`: when."""
         if isinstance(event, LateWrite):
-            for holder in holders(self._requests.values(), event.block_ids):
-                self._fail(
-                    holder, UnavailableError("its KV cache was overwritten by a worker that came late")
-                )
-            return
-        request = self._by_lease.pop(event.lease_id, None)
-        if request is not None:
+            return fail_holders(event.block_ids, self._requests, self._fail)
+        if (request := self._by_lease.pop(event.lease_id, None)) is not None:
             self._blame.run(request.request_id, self._on_lease, request, event)
 
     def _on_lease(self, request: DecodeRequest, event: LeaseEvent) -> None:
@@ -323,8 +318,7 @@ class DecodeEngine:
         """`tokens`: per live choice."""
         step_s = request.take_first_step_s(self._clock.now())
         for choice, drawn in zip(request.live_choices, tokens, strict=True):
-            finish_reason = None
-            first_new = len(choice.token_ids)
+            finish_reason, first_new = None, len(choice.token_ids)
             for token_id in drawn:
                 finish_reason = choice.append(token_id)
                 if finish_reason is not None:

@@ -15,10 +15,11 @@ is copied for each before anybody writes to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cluster.errors import ClusterError, UnavailableError
 from cluster.types.messages import FinishReason, KvReady, PrefillTiming
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from cluster.worker.outbox import DoorId
@@ -207,8 +208,13 @@ class DecodeRequest:
         self.phase = phase
 
 
-def holders(requests: Iterable[DecodeRequest], block_ids: Iterable[int]) -> list[DecodeRequest]:
-    """The requests that read these blocks."""
-    wanted = set(block_ids)
-    live = (request for request in requests if request.phase is not Phase.CLOSING)
-    return [request for request in live if not wanted.isdisjoint(request.held_blocks)]
+def fail_holders(
+    block_ids: Iterable[int],
+    requests: Mapping[str, DecodeRequest],
+    fail: Callable[[DecodeRequest, ClusterError], None],
+) -> None:
+    """A prefill worker has written to these blocks after they had been taken back (`LateWrite` of `kv_transfer.receiver`)."""
+    late = set(block_ids)
+    for request in list(requests.values()):
+        if request.phase is not Phase.CLOSING and not late.isdisjoint(request.held_blocks):
+            fail(request, UnavailableError("its KV cache was overwritten by a worker that came late"))
