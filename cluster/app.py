@@ -47,7 +47,7 @@ MAX_ONGOING_REQUESTS = (
 )
 HEALTH_CHECK_PERIOD_S = 5.0  # doors notice a death at once, by end-of-file; Serve replaces it this much later
 HEALTH_CHECK_TIMEOUT_S = 5.0
-DRAIN_TIMEOUT_S = 20.0  # a replica that must go may finish its requests for this long
+DRAIN_TIMEOUT_S = 20.0  # a replica that must go may finish its requests and stop for this long
 
 
 @dataclass(frozen=True)

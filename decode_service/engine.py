@@ -40,12 +40,12 @@ from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import Speed
 from cluster.worker.turns import Turns
 from decode_service.runner import DecodeRunner
-from decode_service.state import Choice, DecodeRequest, Phase
+from decode_service.state import Choice, DecodeRequest, Phase, fail_holders
 from decode_service.stretches import MAX_STRETCH_TOKENS, Stretches
 from decode_service.tables import leave_blocks, share_prompts, take_prompt_blocks, try_grow
 from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover
-from kv_transfer.receiver import Aborted, Completed, LeaseEvent
+from kv_transfer.receiver import Aborted, Completed, LateWrite, LeaseEvent
 
 _id_of = attrgetter("request_id")
 
@@ -187,10 +187,11 @@ class DecodeEngine:
         for request in [r for r in self._requests.values() if r.door == door]:
             self.cancel(request.request_id)
 
-    def on_transfer(self, event: LeaseEvent, at: float) -> None:
+    def on_transfer(self, event: LeaseEvent | LateWrite, at: float) -> None:
         """A lease has closed: KV complete, writer gave up, or time over. Exactly once per lease. `at`: when."""
-        request = self._by_lease.pop(event.lease_id, None)
-        if request is not None:
+        if isinstance(event, LateWrite):
+            return fail_holders(event.block_ids, self._requests, self._fail)
+        if (request := self._by_lease.pop(event.lease_id, None)) is not None:
             self._blame.run(request.request_id, self._on_lease, request, event)
 
     def _on_lease(self, request: DecodeRequest, event: LeaseEvent) -> None:
@@ -317,8 +318,7 @@ class DecodeEngine:
         """`tokens`: per live choice."""
         step_s = request.take_first_step_s(self._clock.now())
         for choice, drawn in zip(request.live_choices, tokens, strict=True):
-            finish_reason = None
-            first_new = len(choice.token_ids)
+            finish_reason, first_new = None, len(choice.token_ids)
             for token_id in drawn:
                 finish_reason = choice.append(token_id)
                 if finish_reason is not None:

@@ -17,7 +17,7 @@ from cluster.model.language import LanguageModel
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.text.tokenizer import placeholder_ids
 from cluster.types.members import Member, Role
-from cluster.types.messages import AnyMessage, Cancel, ReturnGrant, StartDecode
+from cluster.types.messages import AnyMessage, Cancel, GrantPassed, ReturnGrant, StartDecode
 from cluster.worker.language import LanguageSizes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
@@ -100,6 +100,7 @@ class DecodeService:
             device=self._process.device,
             block_bytes=self._model.kv_layout.block_bytes,
             num_layers=self._model.num_layers,
+            processes=self._process.processes,
         )
 
     async def run(self, request_id: str, start_timeout_s: float = START_TIMEOUT_S) -> None:
@@ -121,6 +122,10 @@ class DecodeService:
         if request_id not in self._started and (run := self._runs.pop(request_id, None)) is not None:
             run.set_exception(UnavailableError("the request did not reach this worker"))
 
+    async def drain(self, timeout_s: float) -> None:
+        """`WorkerProcess.drain`."""
+        await self._process.drain(timeout_s)
+
     async def stop(self) -> None:
         await self._process.stop()
 
@@ -134,10 +139,12 @@ class DecodeService:
                 self._process.loop.call(self._engine.start, door, message)
             case Cancel():
                 self._process.loop.call(self._engine.cancel, message.request_id, message.choice_idx)
+            # these two tell other ranks, if there are any: not on the event loop
+            case GrantPassed():
+                note_writer = self._process.kv_mover.note_writer
+                self._process.loop.call(note_writer, message.lease_id, message.processes)
             case ReturnGrant():
-                revoke = (
-                    self._process.kv_mover.revoke
-                )  # tells other ranks, if there are any: not on the event loop
+                revoke = self._process.kv_mover.revoke
                 self._process.loop.call(revoke, message.lease_id, "no writer was given the grant")
 
     def _on_ended(self, request_id: str) -> None:

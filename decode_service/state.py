@@ -15,10 +15,11 @@ is copied for each before anybody writes to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cluster.errors import ClusterError, UnavailableError
 from cluster.types.messages import FinishReason, KvReady, PrefillTiming
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from cluster.worker.outbox import DoorId
@@ -158,6 +159,13 @@ class DecodeRequest:
         return [choice for choice in self.choices if not choice.is_done]
 
     @property
+    def held_blocks(self) -> set[int]:
+        """Of all its prompts and choices."""
+        tables = [*self.prompt_blocks, self.copy_blocks]
+        tables += (branch.blocks for choice in self.choices for branch in choice.branches)
+        return {block_id for table in tables for block_id in table}
+
+    @property
     def num_sequences(self) -> int:
         """Rows of a decode step."""
         return len(self.live_choices) * len(self.request.prompts)
@@ -198,3 +206,15 @@ class DecodeRequest:
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.request_id}: {self.phase} cannot become {phase}")
         self.phase = phase
+
+
+def fail_holders(
+    block_ids: Iterable[int],
+    requests: Mapping[str, DecodeRequest],
+    fail: Callable[[DecodeRequest, ClusterError], None],
+) -> None:
+    """A prefill worker has written to these blocks after they had been taken back (`LateWrite` of `kv_transfer.receiver`)."""
+    late = set(block_ids)
+    for request in list(requests.values()):
+        if request.phase is not Phase.CLOSING and not late.isdisjoint(request.held_blocks):
+            fail(request, UnavailableError("its KV cache was overwritten by a worker that came late"))

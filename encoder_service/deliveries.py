@@ -16,7 +16,7 @@ from cluster.clock import Clock
 from cluster.errors import ClusterError, UnavailableError, to_info
 from cluster.types.media import MediaItem
 from cluster.types.messages import Encoded, Failed, FeaturesReady
-from cluster.types.transfer import Grant
+from cluster.types.transfer import ReceivedGrant
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
 from encoder_service.cache import EmbeddingCache
@@ -103,7 +103,7 @@ class Deliveries:
         try:
             delivery.outgoing = self._mover.open(delivery.target)
             block_ids = self._cache.pin(delivery.media_hash)
-            lease_id = delivery.target.lease_id
+            lease_id = delivery.target.grant.lease_id
             self._by_lease[lease_id] = delivery
             self._sending_bytes.hold(lease_id, self._cache.num_bytes(delivery.media_hash))
             delivery.outgoing.write(block_ids, range(len(block_ids)))
@@ -141,12 +141,12 @@ class Deliveries:
         elif delivery.target is not None:
             self.give_back(delivery.target, reason)
 
-    def give_back(self, grant: Grant, reason: str) -> None:
+    def give_back(self, target: ReceivedGrant, reason: str) -> None:
         """A right that will not be used."""
         try:
-            self._mover.open(grant).abort(reason)
+            self._mover.open(target).abort(reason)
         except Exception as error:
-            logger.info("lease %s is left to expire: %s", grant.lease_id, error)
+            logger.info("lease %s is left to expire: %s", target.grant.lease_id, error)
 
     def _forget(self, delivery: Delivery) -> None:
         media_hash = delivery.media_hash

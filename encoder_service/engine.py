@@ -25,7 +25,8 @@ from cluster.model.failures import is_device_lost, is_out_of_memory
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
 from cluster.types.media import MediaItem
 from cluster.types.media_phase import MediaPhase
-from cluster.types.messages import CacheChanged, EncodeTarget, EncodeTotals, Failed, LoadReport, StartEncode
+from cluster.types.messages import CacheChanged, EncodeTotals, Failed, LoadReport, StartEncode
+from cluster.types.transfer import ReceivedGrant
 from cluster.worker.blame import Blame, bookkeeping
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
@@ -119,13 +120,12 @@ class EncoderEngine:
         if earlier is not None:
             self._detach(earlier)  # now, that its item is not left in between
 
-    def set_target(self, message: EncodeTarget) -> None:
+    def set_target(self, request_id: str, item_idx: int, target: ReceivedGrant) -> None:
         """Prefill has made room. For a delivery that has ended, the right is given back at once."""
-        delivery = self._deliveries.get(delivery_key(message.request_id, message.item_idx))
+        delivery = self._deliveries.get(delivery_key(request_id, item_idx))
         if delivery is None:
-            self._deliveries.give_back(message.grant, "the request has ended")
-            return
-        delivery.target = message.grant
+            return self._deliveries.give_back(target, "the request has ended")
+        delivery.target = target
         self._blame_delivery.run(delivery.key, self._serve, delivery)
 
     def cancel(self, request_id: str, item_idx: int | None = None) -> None:

@@ -96,7 +96,12 @@ class EncoderService:
         return Member(
             self.replica_id, Role.ENCODE, address, self._model.fingerprint, self._layout.fingerprint, self._num_blocks,
             tuple(modality.value for modality in self._model.modalities), self._process.hardware, self._process.device,
+            processes=self._process.processes,
         )  # fmt: skip
+
+    async def drain(self, timeout_s: float) -> None:
+        """`WorkerProcess.drain`."""
+        await self._process.drain(timeout_s)
 
     async def stop(self) -> None:
         await self._process.stop()
@@ -111,6 +116,9 @@ class EncoderService:
                 came_at = self._process.clock.now()
                 self._process.loop.call(self._engine.start, door, message, came_at)
             case EncodeTarget():
-                self._process.loop.call(self._engine.set_target, message)
+                received = message.grant.received(self._process.clock.now())
+                self._process.loop.call(
+                    self._engine.set_target, message.request_id, message.item_idx, received
+                )
             case Cancel():
                 self._process.loop.call(self._engine.cancel, message.request_id, message.item_idx)

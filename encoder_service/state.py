@@ -16,7 +16,7 @@ from cluster.scheduling.keys import Ticket
 from cluster.types.media import MediaItem
 from cluster.types.media_phase import MediaPhase, next_phase
 from cluster.types.messages import EncodeTiming
-from cluster.types.transfer import Grant
+from cluster.types.transfer import ReceivedGrant
 from cluster.worker.outbox import DoorId
 from encoder_service.runner import Prepared
 from kv_transfer.outgoing import Outgoing
@@ -42,7 +42,7 @@ class Delivery:
     ticket: Ticket  # its place in the order; `request_id` there is the media hash
     keep: bool = True  # another use is expected
     from_cache: bool = False
-    target: Grant | None = None
+    target: ReceivedGrant | None = None
     outgoing: Outgoing | None = None
     came_at: float = 0.0  # StartEncode did
     sent_at: float = 0.0  # the transfer began

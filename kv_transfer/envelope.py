@@ -19,7 +19,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.types.transfer import Contract, Grant
 from kv_transfer.checksum import checksum, tensor_checksum
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class NoticeKind(StrEnum):
@@ -37,10 +37,11 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes  # `digest_grant` of the grant the writer worked from
     kind: NoticeKind
     payload: bytes  # done: the caller's bytes; abort: the reason as UTF-8
-    written: tuple[int, ...] = ()  # done: the grant's blocks that were written raw, by place, ascending
-    checksum: Checksum | None = None  # … of that content, segment by segment
-    coded: tuple[int, ...] = ()  # done: the grant's groups that were written coded, by place, ascending
-    coded_checksum: Checksum | None = None  # … of their wire blocks
+    # the grant's blocks that were written raw, by place, ascending; abort: those that may have been written to
+    written: tuple[int, ...] = ()
+    checksum: Checksum | None = None  # done: of that content, segment by segment
+    coded: tuple[int, ...] = ()  # likewise: the grant's groups that were written coded
+    coded_checksum: Checksum | None = None  # done: of their wire blocks
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,9 +8,9 @@ and is a good one if all were good. Only then are the blocks free on every rank.
     rank 0                                              rank i
     grant(...)     ── ("grant", …) ──▶                  mover.grant ── ("granted", Grant) ──▶ waited for, so that a writer
                                                         can never be there before the lease
-    open(grant)    ── ("open", grant.shards[i - 1]) ─▶  mover.open
+    open(received) ── ("open", shard i - 1) ─▶          mover.open
     write(...)     ── ("write", …, mark) ──▶            outgoing.write, ready when rank i's forward has come to `mark`
-    finish, abort, cancel, revoke ──▶                   the same
+    finish, abort, cancel, revoke, note_writer ──▶      the same
     on_event(i, …) ◀── ("event", event, totals) ──      of its mover
 
 If one rank's transfer goes wrong, the writer aborts those of the others. Pipes are ordered; a pipe that ends is the end of
@@ -31,11 +31,12 @@ from typing import Any
 import msgspec
 
 from cluster.types.curves import CodecSpeed, Link
-from cluster.types.transfer import Grant, Mark, SentTotals
+from cluster.types.members import ProcessId
+from cluster.types.transfer import Grant, Mark, ReceivedGrant, SentTotals
 from kv_transfer.agent import LayoutMismatchError, TransferError
 from kv_transfer.mover import Mover, MoverEvent, MoverFailed
 from kv_transfer.outgoing import Outgoing
-from kv_transfer.receiver import Completed
+from kv_transfer.receiver import Completed, LateWrite
 from kv_transfer.sender import Finished, SendFailed
 
 logger = logging.getLogger(__name__)
@@ -171,14 +172,21 @@ class GroupMover:
         for link in self._links:
             link.tell("cancel", lease_id)
 
+    def note_writer(self, lease_id: str, processes: Sequence[ProcessId]) -> None:
+        """`Mover.note_writer`."""
+        self._mover.note_writer(lease_id, processes)
+        for link in self._links:
+            link.tell("writer", lease_id, processes)
+
     def revoke(self, lease_id: str, reason: str) -> None:
         """`Mover.revoke`."""
         self._mover.revoke(lease_id, reason)
         for link in self._links:
             link.tell("revoke", lease_id, reason)
 
-    def open(self, grant: Grant) -> GroupOutgoing:
+    def open(self, received: ReceivedGrant) -> GroupOutgoing:
         """`Mover.open`. Raises LayoutMismatchError when the owner has another number of ranks."""
+        grant, expires_at = received.grant, received.expires_at
         if len(grant.shards) != len(self._links):
             raise LayoutMismatchError(
                 f"lease {grant.lease_id}: tensor_parallel_size is {len(self._links) + 1} here and {len(grant.shards) + 1} there"
@@ -189,14 +197,14 @@ class GroupMover:
                 raise TransferError(f"lease {grant.lease_id} was opened before; it can be written once")
             self._leases[grant.lease_id] = lease
         try:
-            own = self._mover.open(msgspec.structs.replace(grant, shards=()))
+            own = self._mover.open(ReceivedGrant(msgspec.structs.replace(grant, shards=()), expires_at))
         except TransferError:
             with self._lock:
                 del self._leases[grant.lease_id]
             raise
         outgoing = GroupOutgoing(own, self._links, self._now)
         for link, shard in zip(self._links, grant.shards, strict=True):
-            link.tell("open", shard)
+            link.tell("open", ReceivedGrant(shard, expires_at))  # of one host, whose processes share a clock
         with self._lock:  # from here on a failure finds what to abort; those before are looked up now
             lease.outgoing, failure = outgoing, lease.failure
         if failure is not None:
@@ -204,7 +212,7 @@ class GroupMover:
         return outgoing
 
     def on_event(self, rank: int, event: MoverEvent) -> None:
-        if isinstance(event, MoverFailed):
+        if isinstance(event, MoverFailed | LateWrite):
             return self._on_joint(event)
         with self._lock:
             lease = self._leases.get(event.lease_id)
@@ -307,14 +315,16 @@ class RankMover:
                 self.send("granted", mover.grant(*arguments))
             case ("cancel", lease_id):
                 mover.cancel(lease_id)
+            case ("writer", lease_id, processes):
+                mover.note_writer(lease_id, processes)
             case ("revoke", lease_id, reason):
                 mover.revoke(lease_id, reason)
-            case ("open", grant):
+            case ("open", received):
                 try:
                     with self._lock:
-                        self._open[grant.lease_id] = mover.open(grant)
+                        self._open[received.grant.lease_id] = mover.open(received)
                 except TransferError as error:
-                    self.on_event(SendFailed(grant.lease_id, error))
+                    self.on_event(SendFailed(received.grant.lease_id, error))
             case (verb, lease_id, *arguments):
                 if (outgoing := self._open.get(lease_id)) is not None:
                     with suppress(TransferError):  # its time is over, as its event will say

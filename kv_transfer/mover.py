@@ -2,7 +2,7 @@
 
     any thread    grant / cancel / revoke, open, and the outgoing's write / finish / abort: returns at once
     mover thread  step(): notifications in, writes out, events to `on_event`; every `poll_interval_s` while
-                  anything is open, asleep on a condition otherwise
+                  anything is open, now and then while a writer's last word is missing, asleep otherwise
 
 A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
 last lease has closed the thread polls on for `linger_s`, because a notification that was just sent may need
@@ -26,15 +26,21 @@ from dataclasses import dataclass
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.curves import CodecSpeed, Link
-from cluster.types.transfer import Grant, SentTotals
+from cluster.types.members import ProcessId
+from cluster.types.transfer import Grant, ReceivedGrant, SentTotals
 from cluster.worker.pulse import Pulse
 from kv_transfer.agent import Agent, TransferError
 from kv_transfer.outgoing import Outgoing
-from kv_transfer.receiver import LeaseEvent, Receiver
+from kv_transfer.processes import has_ended
+from kv_transfer.receiver import LateWrite, LeaseEvent, Receiver
 from kv_transfer.sender import Sender, SendEvent
 from kv_transfer.wire import Wire
 
 logger = logging.getLogger(__name__)
+
+LATE_POLL_INTERVAL_S = (
+    0.05  # while nothing is open but some writer of an ended lease has not said that it stopped
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class MoverFailed:
     error: Exception
 
 
-MoverEvent = LeaseEvent | SendEvent | MoverFailed
+MoverEvent = LeaseEvent | LateWrite | SendEvent | MoverFailed
 
 
 class Mover:
@@ -62,6 +68,7 @@ class Mover:
         model: str = "",
         outgoing_wire: Wire | None = None,
         incoming_wire: Wire | None = None,
+        has_ended: Callable[[ProcessId], bool] = has_ended,
     ):
         """`outgoing` is the memory that is sent from, `incoming` the one peers may write to; they may be the
         same.
@@ -80,7 +87,9 @@ class Mover:
             None if outgoing is None else Sender(agent, outgoing, clock, self._wake, model, outgoing_wire)
         )
         self._receiver = (
-            None if incoming is None else Receiver(agent, incoming, clock, margin_s, model, incoming_wire)
+            None
+            if incoming is None
+            else Receiver(agent, incoming, clock, margin_s, model, incoming_wire, has_ended)
         )
         self._condition = threading.Condition()
         self._is_awake = False  # there is something new to do
@@ -131,22 +140,22 @@ class Mover:
         """`Receiver.cancel`."""
         self._incoming().cancel(lease_id)
 
-    def shorten(self, lease_id: str, ttl_s: float) -> None:
-        """`Receiver.shorten`."""
-        self._incoming().shorten(lease_id, ttl_s)
+    def note_writer(self, lease_id: str, processes: Sequence[ProcessId]) -> None:
+        """`Receiver.note_writer`."""
+        self._incoming().note_writer(lease_id, processes)
 
     def revoke(self, lease_id: str, reason: str) -> None:
         """`Receiver.revoke`."""
         self._incoming().revoke(lease_id, reason)
         self._wake()
 
-    def open(self, grant: Grant) -> Outgoing:
+    def open(self, received: ReceivedGrant) -> Outgoing:
         """`Sender.open`."""
         if self._is_closing:
             raise TransferError("this worker is shutting down")
         if self._sender is None:
             raise ValueError("this mover was made without an outgoing memory")
-        return self._sender.open(grant)
+        return self._sender.open(received)
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=f"mover-{self.agent.name}", daemon=True)
@@ -219,7 +228,13 @@ class Mover:
             is_busy = self.step()
             with self._condition:
                 if not self._is_awake and self._thread is not None:
-                    self._condition.wait(self._poll_interval_s if is_busy else None)
+                    self._condition.wait(self._poll_interval_s if is_busy else self._idle_s)
+
+    @property
+    def _idle_s(self) -> float | None:
+        """Until the next step, while nothing is open."""
+        waits = self._receiver is not None and self._receiver.is_waiting_for_late_words
+        return LATE_POLL_INTERVAL_S if waits else None
 
     def _stop_thread(self) -> None:
         with self._condition:

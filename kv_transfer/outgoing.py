@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.types.transfer import Grant
+from cluster.types.transfer import Grant, ReceivedGrant
 from kv_transfer.agent import LeaseExpiredError, TransferError, TransferHandle
 from kv_transfer.wire import Coding
 
@@ -25,15 +25,17 @@ class Write:
 class Outgoing:
     """One lease from the writer's side. Made by `Sender.open`; the fields are the sender's."""
 
-    def __init__(self, grant: Grant, sender: Sender, expires_at: float):
+    def __init__(self, received: ReceivedGrant, sender: Sender):
+        grant = received.grant
         self.lease_id = grant.lease_id
         self._grant = grant
         self._sender = sender
-        self._expires_at = expires_at
+        self._expires_at = received.expires_at
         self._queued: deque[Write] = deque()
         self._in_flight: list[TransferHandle] = []
         self._peer: str | None = None  # once connected
         self._sources: dict[int, int] = {}  # the local block that each of the grant's has its content from
+        self._has_posted = False  # a write was begun
         self._coding: Coding | None = None  # of the groups that may travel coded
         if sender.wire is not None and grant.coded is not None:
             self._coding = Coding(sender.wire, grant.coded)

@@ -2,7 +2,7 @@
 
 In call order:
 
-    outgoing = sender.open(grant)                        once the grant is there: its time runs from here
+    outgoing = sender.open(received)                     the grant, and when its time is over: counted from its receipt
     outgoing.write(local_block_ids, grant_indices)       any number of times, while the rest is computed
     outgoing.finish(payload)  or  outgoing.abort(reason) once; abort may also follow finish, and may repeat
     sender.poll()                                        again and again while `num_open` > 0
@@ -12,9 +12,10 @@ In call order:
     open, draining --write, peer or clock fails--> draining --no write in flight, abort tried--> SendFailed
 
 Every `open` that returned ends in exactly one event, also without finish or abort: the grant's time runs out.
-Until that event the local blocks belong to the transport and must not be freed. Nothing is posted after
-`ttl_s` from `open`; a write that is still in flight then is cancelled, its peer disconnected if it cannot be,
-and the owner is left to its own timer (no abort is sent, because bytes might still land). A lease is written
+Until that event the local blocks belong to the transport and must not be freed. Nothing is posted from the grant's deadline on, which
+is checked before each post. A write that is still in flight then is cancelled, its peer disconnected if it cannot be,
+and the owner is left to its own timer (no abort is sent, because bytes might still land). A process that was stopped between the check
+and the write may write later still: then its last notification, done or abort, says to the owner where. A lease is written
 once: its grant is refused when it comes again.
 
 Whole groups of blocks travel coded where the grant has room for that, this side has too, and it pays (`kv_transfer.wire`). That is
@@ -37,7 +38,7 @@ import msgspec
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory, block_descriptors
 from cluster.types.curves import Link
-from cluster.types.transfer import Grant, SentTotals
+from cluster.types.transfer import ReceivedGrant, SentTotals
 from kv_transfer.agent import (
     Agent,
     LayoutMismatchError,
@@ -136,16 +137,17 @@ class Sender:
         wire = self.wire if is_coded else None
         return self.memory.layout.block_bytes * (1.0 if wire is None else wire.ratio) / link.bytes_per_s
 
-    def open(self, grant: Grant) -> Outgoing:
-        """Take a grant up; its time runs from here.
+    def open(self, received: ReceivedGrant) -> Outgoing:
+        """Take a grant up, before or after its time is over: then it can only be aborted.
 
         Raises LayoutMismatchError, which names the difference, when the two sides do not fit and TransferError when the lease was opened
         before; no event follows then.
         """
+        grant = received.grant
         difference = self._contract.difference(grant.contract)
         if difference is not None:
             raise LayoutMismatchError(f"lease {grant.lease_id}: {difference}")
-        outgoing = Outgoing(grant, self, self.now() + grant.ttl_s)
+        outgoing = Outgoing(received, self)
         with self._lock:
             if grant.lease_id in self._open or grant.lease_id in self._used_ids:
                 raise TransferError(f"lease {grant.lease_id} was opened before; it can be written once")
@@ -189,7 +191,12 @@ class Sender:
         payload, abort_reason = outgoing._payload, outgoing._abort_reason
         try:
             self._post_queued(outgoing, is_aborted=abort_reason is not None)
-            self._settle(outgoing)
+        except TransferError as error:
+            self._fail(outgoing, error)
+        try:
+            self._settle(
+                outgoing
+            )  # also behind a failed post: the owner is told only if nothing is in flight
         except TransferError as error:
             self._fail(outgoing, error)
         is_over = self.now() >= outgoing._expires_at
@@ -209,8 +216,6 @@ class Sender:
             if outgoing._error is not None or is_aborted:
                 outgoing._queued.clear()
                 return
-            if self.now() >= outgoing._expires_at:
-                raise expired(outgoing._grant)
             if (ready := outgoing._queued[0].ready) is not None and not ready():
                 return
             self._post_write(outgoing, outgoing._queued.popleft())
@@ -243,6 +248,9 @@ class Sender:
             memory.layout, base_address, num_blocks, write.remote_ids, write.segment_ids
         )
         posted_at = self.now()
+        if posted_at >= outgoing._expires_at:
+            raise expired(outgoing._grant)
+        outgoing._has_posted = True
         outgoing._in_flight.append(self._agent.post(peer, local, remote))
         num_bytes = int(local[:, 1].sum())
         self._links.setdefault(peer, LinkMeter()).posted(num_bytes, posted_at)
@@ -343,6 +351,10 @@ class Sender:
         envelope = Envelope(outgoing.lease_id, digest_grant(outgoing._grant), kind, payload)
         if kind is NoticeKind.DONE:
             envelope = self._with_checksums(outgoing, envelope)
+        elif outgoing._has_posted:
+            coded = () if outgoing._coding is None else tuple(outgoing._coding.coded_groups)
+            written = tuple(sorted(outgoing._sources))
+            envelope = msgspec.structs.replace(envelope, written=written, coded=coded)
         self._agent.notify(self._connect(outgoing), encode(envelope))
 
     def _with_checksums(self, outgoing: Outgoing, envelope: Envelope) -> Envelope:

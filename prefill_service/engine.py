@@ -31,7 +31,7 @@ from cluster.types.messages import (
     TokenEvent,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
-from cluster.types.transfer import Grant
+from cluster.types.transfer import ReceivedGrant
 from cluster.worker.blame import Blame, bookkeeping
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
@@ -40,11 +40,12 @@ from cluster.worker.turns import Turns
 from kv_transfer.agent import TransferError
 from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover
-from kv_transfer.receiver import Completed, LeaseEvent
+from kv_transfer.receiver import Completed, LateWrite, LeaseEvent
 from kv_transfer.sender import Finished, SendEvent
 from prefill_service.allotment import take_blocks, try_give_blocks
 from prefill_service.features import FeatureStore
 from prefill_service.first_tokens import first_events
+from prefill_service.late_writes import fail_harmed
 from prefill_service.runner import PrefillRunner, uncut_spans
 from prefill_service.state import Phase, PrefillRequest, PromptSequence
 from prefill_service.steps import StepPlanner
@@ -113,7 +114,7 @@ class PrefillEngine:
         self._requests[request.request_id] = request
         self._blame.run(request.request_id, self._take_in, request, message.timeout_s)
 
-    def offer_target(self, request_id: str, grant: Grant) -> None:
+    def offer_target(self, request_id: str, grant: ReceivedGrant) -> None:
         """Decode's grant has come. Any thread; `take_targets` must follow. A step that computes this very prompt takes it up at its
         next layer."""
         self._targets.offer(request_id, grant)
@@ -130,12 +131,13 @@ class PrefillEngine:
         for request_id in [r.request_id for r in self._requests.values() if r.door == door][::-1]:
             self.cancel(request_id)  # newest first: nobody's features are handed on to the next of them
 
-    def on_transfer(self, event: LeaseEvent | SendEvent, at: float) -> None:
+    def on_transfer(self, event: LeaseEvent | LateWrite | SendEvent, at: float) -> None:
         """A lease on our features, or a transfer of ours, has closed. Exactly once each. `at`: when it did."""
+        if isinstance(event, LateWrite):
+            return fail_harmed(event.block_ids, self._features, self._blocks, self._requests, self._fail)
         request = self._targets.by_lease.pop(event.lease_id, None)
         if request is not None:
-            self._blame.run(request.request_id, self._on_sent, request, event)
-            return
+            return self._blame.run(request.request_id, self._on_sent, request, event)
         has_come = isinstance(event, Completed)
         for request_id, item_idx in self._features.close_lease(event.lease_id, completed=has_come):
             self._blame.run(request_id, self._on_item, request_id, item_idx, at)

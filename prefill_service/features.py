@@ -9,6 +9,8 @@ An owner that releases the copy early leaves its lease to the others. Has it fai
 stop: they go on in other room if there is some, and else take this room over at the lease's end. So does the owner itself when
 its encoder is lost (`renew`).
 
+Room that an encoder may have written to after it had been given to others (`kv_transfer.receiver`) is named by `harmed_by`.
+
 Room is given strictly in order of arrival: requests in order, items in prompt order. Prefill takes KV blocks in the same
 order, so the oldest request always gets what it needs and none can wait for a younger one. Hence nobody joins a copy behind
 which others wait already: they would wait for the newcomer. It makes a copy of its own, at the end of the queue.
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,8 +34,6 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.types.media_phase import MediaPhase, next_phase
 from cluster.types.messages import FeatureGranted, FeatureShared
 from kv_transfer.mover import Mover
-
-LOSS_NOTICED_S = 6.0  # after one end of a connection knows that it is lost the other knows it, too: TCP's keepalive, and a second
 
 ItemKey = tuple[str, int]  # request id, item index
 Tell = Callable[[FeatureGranted | FeatureShared], None]
@@ -69,6 +69,9 @@ class FeatureStore:
         self._items: dict[ItemKey, _Copy] = {}
         self._by_name: dict[tuple[str, int], list[_Copy]] = {}  # those that have consumers, oldest first
         self._by_lease: dict[str, _Copy] = {}
+        self._merged: dict[
+            str, set[int]
+        ] = {}  # by request in work: blocks whose rows its KV was computed from
 
     @property
     def max_rows(self) -> int:
@@ -124,14 +127,23 @@ class FeatureStore:
             self._grant_queued()
             return []
 
-    def renew(self, key: ItemKey) -> None:
-        """The encoder that was given the item's grant is lost: dead, or without a connection to its door, which it notices as well and
-        stops. Any thread."""
+    def renew(self, key: ItemKey, lease_id: str) -> None:
+        """The encoder that was given this grant of the item is lost: dead, or without a connection to its door, which it notices as
+        well and stops. Any thread."""
         with self._lock:
             copy = self._items.get(key)
-            if copy is not None and copy.lease_id and copy.owner == key:
-                self._mover.shorten(copy.lease_id, LOSS_NOTICED_S)
+            if copy is not None and lease_id and copy.lease_id == lease_id and copy.owner == key:
                 self._move_on(copy)
+
+    def harmed_by(self, block_ids: Iterable[int]) -> set[str]:
+        """Requests that have, or have had, their embeddings in these blocks. Any thread."""
+        with self._lock:
+            blocks = set(block_ids)
+            copies = {
+                id(copy): copy for copy in self._items.values() if not blocks.isdisjoint(copy.block_ids)
+            }
+            waiting = {request_id for copy in copies.values() for request_id, _ in copy.consumers}
+            return waiting | {name for name, merged in self._merged.items() if not blocks.isdisjoint(merged)}
 
     def ready_items(self, request_id: str, num_items: int) -> set[int]:
         """Items whose rows were here before the request was, or that came before its engine knew it. Engine thread."""
@@ -162,9 +174,13 @@ class FeatureStore:
         """The request does not need the item any more; `has_ended`: because the request itself is over, and its encoder will be told
         to stop. May be called for an item that was released before."""
         with self._lock:
+            if has_ended:
+                self._merged.pop(key[0], None)
             copy = self._items.pop(key, None)
             if copy is None:
                 return
+            if not has_ended and copy.phase is MediaPhase.STAGED:
+                self._merged.setdefault(key[0], set()).update(copy.block_ids)
             self._drop(copy, key)
             if copy.consumers:
                 if has_ended and copy.lease_id and copy.owner == key:

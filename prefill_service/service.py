@@ -21,6 +21,7 @@ from cluster.types.messages import (
     DecodeTarget,
     EncoderLost,
     Failed,
+    GrantPassed,
     ReturnGrant,
     StartPrefill,
 )
@@ -99,7 +100,12 @@ class PrefillService:
             device=self._process.device,
             block_bytes=self._model.kv_layout.block_bytes,
             num_layers=self._model.num_layers,
+            processes=self._process.processes,
         )
+
+    async def drain(self, timeout_s: float) -> None:
+        """`WorkerProcess.drain`."""
+        await self._process.drain(timeout_s)
 
     async def stop(self) -> None:
         await self._process.stop()
@@ -112,12 +118,15 @@ class PrefillService:
             case StartPrefill():
                 self._start(door, message)
             case DecodeTarget():
-                self._engine.offer_target(message.request_id, message.grant)
+                received = message.grant.received(self._process.clock.now())
+                self._engine.offer_target(message.request_id, received)
                 self._process.loop.call(self._engine.take_targets)
             case Cancel():
                 self._process.loop.call(self._engine.cancel, message.request_id)
             case EncoderLost():
-                self._features.renew((message.request_id, message.item_idx))
+                self._features.renew((message.request_id, message.item_idx), message.lease_id)
+            case GrantPassed():
+                self._process.mover.note_writer(message.lease_id, message.processes)
             case ReturnGrant():
                 self._process.mover.revoke(message.lease_id, "no writer was given the grant")
 

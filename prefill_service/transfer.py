@@ -22,7 +22,7 @@ import msgspec
 from cluster.kvcache.memory import MemoryLayout
 from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import KvReady
-from cluster.types.transfer import Grant
+from cluster.types.transfer import Grant, ReceivedGrant
 from kv_transfer.agent import TransferError
 from kv_transfer.group import GroupMover, GroupOutgoing
 from kv_transfer.link import MIN_MEASURED_BYTES
@@ -45,25 +45,25 @@ class Targets:
         self._mover = mover
         self._budget = budget
         self._layout = layout
-        self._offered: deque[tuple[str, Grant]] = deque()
+        self._offered: deque[tuple[str, ReceivedGrant]] = deque()
         self.by_lease: dict[str, PrefillRequest] = {}  # whose transfer has not ended
 
-    def offer(self, request_id: str, grant: Grant) -> None:
-        self._offered.append((request_id, grant))
+    def offer(self, request_id: str, received: ReceivedGrant) -> None:
+        self._offered.append((request_id, received))
 
     def take(
         self, requests: Mapping[str, PrefillRequest]
     ) -> Iterator[tuple[PrefillRequest, Exception | None]]:
         """Whose grants have come, with what is wrong with them. Where the request has ended, the right is given back at once."""
         while self._offered:
-            request_id, grant = self._offered.popleft()
+            request_id, received = self._offered.popleft()
             request = requests.get(request_id)
             try:
-                outgoing = self._mover.open(grant)
+                outgoing = self._mover.open(received)
                 if request is None or request.phase is Phase.CLOSING:
                     outgoing.abort("the request has ended")
                     continue
-                self._take_up(request, outgoing, grant)
+                self._take_up(request, outgoing, received.grant)
             except Exception as error:  # the caller's to name
                 if request is not None:
                     yield request, error
@@ -73,12 +73,12 @@ class Targets:
     def take_early(self, in_step: Mapping[str, PrefillRequest]) -> None:
         """The same between two layers of a step, for requests in it. Nothing may end there: what goes wrong waits for `take`."""
         for _ in range(len(self._offered)):
-            request_id, grant = self._offered.popleft()
+            request_id, received = self._offered.popleft()
             try:
                 request = in_step[request_id]
-                self._take_up(request, self._mover.open(grant), grant)
+                self._take_up(request, self._mover.open(received), received.grant)
             except Exception:
-                self._offered.append((request_id, grant))
+                self._offered.append((request_id, received))
                 continue
             with suppress(TransferError):  # its time is over, as its event will say
                 send_computed(request, self._layout.segments[0].rows)

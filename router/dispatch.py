@@ -37,6 +37,7 @@ from cluster.types.messages import (
     Failed,
     FeatureGranted,
     FeatureShared,
+    GrantPassed,
     LoadReport,
     Preempted,
     ReturnGrant,
@@ -238,6 +239,7 @@ class Dispatcher:
             self._start_decode(flight)
         elif isinstance(message, DecodeGranted) and flight.prefill is not None:
             flight.prefill.send(DecodeTarget(message.request_id, message.grant))
+            peer.send(GrantPassed(message.grant.lease_id, flight.prefill.member.processes))
         elif isinstance(message, FeatureGranted):
             self._encode.on_granted(flight, message)
         elif isinstance(message, FeatureShared):

@@ -33,6 +33,7 @@ from cluster.types.messages import (
     EncodeTarget,
     Failed,
     FeatureGranted,
+    GrantPassed,
     ReturnGrant,
     StartEncode,
 )
@@ -85,7 +86,7 @@ class EncodeStage:
         if errand.is_shared:  # whoever was to bring it has failed or left
             errand.is_shared = False
             self._start_anew(flight, granted.item_idx)
-        elif errand.has_target and not errand.is_held:  # what this encoder sent did not arrive
+        elif errand.lease_id and not errand.is_held:  # what this encoder sent did not arrive
             errand.num_attempts += 1
             if errand.num_attempts > MAX_ATTEMPTS:
                 flight.fail(
@@ -179,14 +180,17 @@ class EncodeStage:
 
     def _give_up(self, flight: Flight, item_idx: int) -> None:
         """The encoder of an item does not bring it any more: prefill grants other room."""
-        if flight.errands[item_idx].has_target and flight.prefill is not None:
-            flight.prefill.send(EncoderLost(flight.request.request_id, item_idx))
+        lease_id = flight.errands[item_idx].lease_id
+        if lease_id and flight.prefill is not None:
+            flight.prefill.send(EncoderLost(flight.request.request_id, item_idx, lease_id))
         self._release(flight, item_idx)
 
     def _pass_on(self, flight: Flight, item_idx: int, grant: Grant) -> None:
         errand = flight.errands[item_idx]
-        errand.has_target = True
+        errand.lease_id = grant.lease_id
         errand.encoder.send(EncodeTarget(flight.request.request_id, item_idx, grant))
+        if flight.prefill is not None:
+            flight.prefill.send(GrantPassed(grant.lease_id, errand.encoder.member.processes))
 
     def _may_go(self, flight: Flight, item_idx: int) -> bool:
         """False: it is a suspect, and its encoder has another one. A suspect that may go is the encoder's from now on."""
@@ -238,7 +242,7 @@ class EncodeStage:
         """To another encoder; fails the flight with `error` when there is none."""
         errand = flight.errands[item_idx]
         errand.num_attempts += 1
-        errand.has_target = False
+        errand.lease_id = ""
         if errand.num_attempts > MAX_ATTEMPTS:
             flight.fail(error)
             return

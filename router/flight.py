@@ -20,7 +20,7 @@ class Errand:
     """One media item on its way into prefill's memory."""
 
     encoder: Peer  # who is asked for it
-    has_target: bool = False  # that encoder has been told where the embeddings go
+    lease_id: str = ""  # that encoder has been told where the embeddings go: with this lease
     is_shared: bool = False  # prefill has them, or gets them, for another request
     num_attempts: int = 1
     is_held: bool = False  # it waits until no other suspect is at its encoder: nothing has been sent there

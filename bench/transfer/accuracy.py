@@ -222,7 +222,7 @@ class HandOver:
         """The blocks of one prompt. RuntimeError if they do not arrive."""
         before, number = self._writer.sent, len(self._events)
         grant = self._owner.grant(f"lease-{number}", target, [0] * len(target), TTL_S, [num_tokens])
-        outgoing = self._writer.open(grant)
+        outgoing = self._writer.open(grant.received(SystemClock().now()))
         outgoing.write(source, range(len(source)))
         outgoing.finish(b"")
         while self._owner.num_open or self._writer.num_open:

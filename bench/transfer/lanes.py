@@ -92,7 +92,7 @@ class MoverLane:
         grant = self._received(self._pipe)
         before = self._mover.sent
         start = time.perf_counter()
-        outgoing = self._mover.open(grant)
+        outgoing = self._mover.open(grant.received(SystemClock().now()))
         outgoing.write(shipment.local_ids, range(len(shipment.local_ids)))
         outgoing.finish(b"")
         event, arrived_at = self._received(self._pipe)

@@ -2,8 +2,9 @@
 
 Order: `__init__` imports and builds the service (torch is loaded here, in the replica only, never in the process that
 composes the application) → `record_replica_metadata` opens its side channel and publishes its `Member` → `check_health`
-every period → Serve drains its calls → `__del__` stops the service. Serve runs all of it on the replica's user loop, apart
-from `__init__`, which may block.
+every period → Serve takes it off the list and drains its calls → `__del__` waits until the doors, which see the list, have nothing
+left here, then stops the service. Only decode's requests are calls of Serve's: without that wait encode and prefill workers would look
+idle in the middle of their work. Serve runs all of it on the replica's user loop, apart from `__init__`, which may block.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from cluster.serving.exposure import bind_to_node_address
 from cluster.serving.published import encode_member
 from cluster.types.members import Member
 
+DRAIN_S = 14.0  # of the time that Serve gives a replica to end (cluster.app); the rest is for stopping
+
 
 class WorkerService(Protocol):
     def __init__(self, args: ClusterArgs, replica_id: str): ...
 
     async def start(self) -> Member: ...
+
+    async def drain(self, timeout_s: float) -> None: ...
 
     async def stop(self) -> None: ...
 
@@ -67,6 +72,7 @@ class Replica:
     async def __del__(self) -> None:
         service = getattr(self, "_service", None)
         if service is not None:
+            await service.drain(DRAIN_S)
             await service.stop()
 
 

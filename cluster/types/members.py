@@ -13,6 +13,15 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class ProcessId(msgspec.Struct, frozen=True, array_like=True):
+    """One process among all that ever run; see `kv_transfer.processes`."""
+
+    boot_id: str  # of the host's running kernel
+    namespace: int  # in which the pid counts
+    pid: int
+    started_at: int  # clock ticks after the kernel's start: pids are used again
+
+
 class Member(msgspec.Struct, frozen=True):
     """One live replica. Published once when it becomes ready; never changes for one incarnation."""
 
@@ -27,3 +36,4 @@ class Member(msgspec.Struct, frozen=True):
     device: str = ""  # host and device; workers of an equal one take it from each other
     block_bytes: int = 0  # of one block, with the KV (embeddings) of as many tokens (rows) as it holds
     num_layers: int = 1  # of the model; prefill and decode
+    processes: tuple[ProcessId, ...] = ()  # of all its ranks: what writes to others' memories

@@ -7,6 +7,7 @@ One request, in call order (D decode, P prefill, E encoder):
     door → D  StartDecode            D → door  DecodeGranted (StartDecode with `prefills`: P has no part in the request)
     door → P  DecodeTarget (D's grant, as soon as it is there)
     door → E  EncodeTarget per item (P's grant)
+    door → D, P  GrantPassed behind each of these two, to the grant's owner: who may write now
     door → E  Cancel per shared item; should P grant it later after all, StartEncode and EncodeTarget follow
     E → door  Encoded (the embeddings are in P's memory)
     E → door  Failed for an item, or the encoder is lost: the door asks another one, and if the lost one had P's grant tells P so
@@ -39,6 +40,7 @@ import msgspec
 from cluster.errors import ErrorInfo
 from cluster.types.curves import ServiceCurves
 from cluster.types.media import MediaItem
+from cluster.types.members import ProcessId
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, SentTotals
 
@@ -136,10 +138,18 @@ class EncodeTarget(Message, frozen=True):
 
 
 class EncoderLost(Message, frozen=True):
-    """To prefill: the encoder that was given the grant of one item is gone. Another grant follows."""
+    """To prefill: the encoder that was given this grant of one item is gone. Another grant follows."""
 
     request_id: str
     item_idx: int
+    lease_id: str
+
+
+class GrantPassed(Message, frozen=True):
+    """To the owner of a grant: the processes that were given it. When all of them have ended, nothing can write any more."""
+
+    lease_id: str
+    processes: tuple[ProcessId, ...]
 
 
 class ReturnGrant(Message, frozen=True):
@@ -299,7 +309,7 @@ class Cancel(Message, frozen=True):
 
 AnyMessage = (
     Hello | StartDecode | DecodeGranted | StartPrefill | Admitted | FeatureGranted | FeatureShared | DecodeTarget
-    | StartEncode | EncodeTarget | EncoderLost | ReturnGrant | Encoded | CacheChanged
+    | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded | CacheChanged
     | BlocksChanged | Measured | Stalled | Ping | Pong | Tokens | Failed | Preempted | Cancel
 )  # fmt: skip
 

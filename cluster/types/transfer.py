@@ -53,9 +53,8 @@ class CodedPart(msgspec.Struct, frozen=True):
 class Grant(msgspec.Struct, frozen=True):
     """Write access to some blocks of one block memory, until it expires.
 
-    Block i of the sender's message goes to `block_ids[i]`. The owner frees the blocks only when the writer said that
-    it is done (or has stopped), or when the lease ran out: the writer posts nothing after `ttl_s` from receipt, the
-    owner waits a margin longer.
+    Block i of the sender's message goes to `block_ids[i]`. The writer posts nothing after `ttl_s` from receipt. When the owner may
+    use the blocks again: see `kv_transfer.receiver`.
     """
 
     lease_id: str
@@ -72,3 +71,14 @@ class Grant(msgspec.Struct, frozen=True):
     )
     # of an owner of several ranks: those of ranks 1, 2, … for the same blocks in their memories, for the writer's ranks
     shards: tuple[Grant, ...] = ()
+
+    def received(self, now: float) -> ReceivedGrant:
+        """Called where the grant's message arrives, before anything can delay it. `now`: by the writer's clock."""
+        return ReceivedGrant(self, now + self.ttl_s)
+
+
+class ReceivedGrant(msgspec.Struct, frozen=True):
+    """A grant in its writer's process."""
+
+    grant: Grant
+    expires_at: float  # by the clock of the writer's host: nothing is posted from then on

@@ -6,6 +6,8 @@ Order: made → the service builds its engine with `mover`, `outbox` and `turns`
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,6 +16,7 @@ import torch
 from cluster.clock import SystemClock
 from cluster.errors import UnavailableError
 from cluster.kvcache.memory import BlockMemory
+from cluster.types.members import ProcessId
 from cluster.types.messages import AnyMessage
 from cluster.worker.hardware import device_of, hardware_of
 from cluster.worker.loop import StepLoop
@@ -26,10 +29,13 @@ from cluster.worker.turns import cpu_turns, no_turns
 from kv_transfer.agents import Transport, make_agent
 from kv_transfer.group import GroupMover
 from kv_transfer.mover import Mover, MoverEvent, MoverFailed
+from kv_transfer.processes import process_id
 from kv_transfer.wire import Wire
 
 STOP_TIMEOUT_S = 5.0
-LEASE_MARGIN_S = 5.0  # how much longer than its writer an owner waits: see kv_transfer.receiver
+# How much longer than its writer an owner waits for the writer's word (kv_transfer.receiver). Serve kills a replica that does not answer
+# three health checks of 5 s, each 5 s after the last, and then for 20 s the call to stop
+LEASE_MARGIN_S = 120.0
 
 
 class WorkerEngine(Protocol):
@@ -89,6 +95,13 @@ class WorkerProcess:
         )
 
     @property
+    def processes(self) -> tuple[ProcessId, ...]:
+        """All that write to other workers' memories for this one; empty where this system does not tell."""
+        pids = [os.getpid(), *(() if self._ranks is None else self._ranks.pids)]
+        known = [process_id(pid) for pid in pids]
+        return () if None in known else tuple(process for process in known if process is not None)
+
+    @property
     def kv_mover(self) -> Mover | GroupMover:
         """Moves what all ranks hold a share of."""
         return self._group or self.mover
@@ -112,6 +125,11 @@ class WorkerProcess:
         self.loop.start()
         self._watch.start()
         return address
+
+    async def drain(self, timeout_s: float) -> None:
+        """Work on until no door has anything left here, for so long at most. Serve does not list this worker any more."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.shell.wait_alone(), timeout_s)
 
     async def stop(self) -> None:
         self._watch.stop()

@@ -114,6 +114,11 @@ class Ranks:
         leading = LeadingModel(language.steps, self._calls, self.progress, dtype, group.device)
         return dataclasses.replace(language, steps=leading)
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the other ranks."""
+        return [process.pid for process in self._processes]
+
     def attach(self, on_event: Callable[[int, MoverEvent], None], on_lost: Callable[[int], None]) -> None:
         """Once, before the first transfer. `on_event(rank, event)`: of that rank's transfers. `on_lost(rank)`: it has ended unasked,
         now or earlier; once, for the first. Both from any thread."""

@@ -53,6 +53,8 @@ class WorkerShell:
         self._connections: dict[DoorId, Connection] = {}
         self._num_doors_seen = 0
         self._stalled = Stalled(())
+        self._is_alone = asyncio.Event()  # no door is connected
+        self._is_alone.set()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._hanging_up: asyncio.Future[None] | None = None
 
@@ -65,6 +67,11 @@ class WorkerShell:
 
     async def aclose(self) -> None:
         await self._server.aclose()
+
+    async def wait_alone(self) -> None:
+        """Until every door has hung up. A door does so when Serve does not list this worker any more and the last of its requests that
+        had a part here is over; a door that ends does, too."""
+        await self._is_alone.wait()
 
     def send(self, door: DoorId, message: AnyMessage) -> None:
         """Event loop only. A door that is gone is ignored."""
@@ -103,6 +110,7 @@ class WorkerShell:
         door = self._num_doors_seen
         self._doors[connection] = door
         self._connections[door] = connection
+        self._is_alone.clear()
         self._loop.call(self._outbox.add_door, door)
         if self._stalled.threads:
             connection.send(self._stalled)
@@ -123,5 +131,7 @@ class WorkerShell:
     def _on_close(self, connection: Connection) -> None:
         door = self._doors.pop(connection)
         del self._connections[door]
+        if not self._connections:
+            self._is_alone.set()
         self._loop.call(self._engine.drop_door, door)
         self._loop.call(self._outbox.remove_door, door)

@@ -69,7 +69,7 @@ def test_a_killed_owner_fails_what_is_in_flight_and_its_namesake_takes_over(kind
 
     def check_lease(pipe, lease_id):
         pipe.send((lease_id, [4, 2]))
-        outgoing = mover.open(receive(pipe))
+        outgoing = mover.open(receive(pipe).received(time.monotonic()))
         outgoing.write([6, 7], [0, 1])
         outgoing.finish(b"payload")
         assert await_event(events) == Finished(lease_id)
@@ -86,7 +86,7 @@ def test_a_killed_owner_fails_what_is_in_flight_and_its_namesake_takes_over(kind
         check_lease(pipe, "one")
         check_lease(pipe, "two")
         pipe.send(("three", every_other))
-        outgoing = mover.open(receive(pipe))
+        outgoing = mover.open(receive(pipe).received(time.monotonic()))
         os.kill(process.pid, signal.SIGSTOP)
         outgoing.write(every_other, range(len(every_other)))
         time.sleep(0.1)

@@ -273,7 +273,8 @@ def test_two_movers_with_threads_serve_many_leases(agents):
     sending.start()
     receiving.start()
     for i in range(30):
-        outgoing = sending.open(receiving.grant(f"lease-{i}", [i], [0], 10.0))
+        grant = receiving.grant(f"lease-{i}", [i], [0], 10.0)
+        outgoing = sending.open(grant.received(time.monotonic()))
         outgoing.write([i + 1], [0])
         outgoing.finish(b"%d" % i)
     deadline = time.monotonic() + DEADLINE_S

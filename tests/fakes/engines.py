@@ -7,35 +7,38 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 
 from cluster.kvcache.blocks import BlockPool
-from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec, feature_layout
+from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.media import MediaItem, Modality
+from cluster.types.members import ProcessId
 from cluster.types.messages import (
     AnyMessage,
     Cancel,
     DecodeTarget,
+    EncoderLost,
     EncodeTarget,
+    GrantPassed,
     ReturnGrant,
     StartDecode,
     StartEncode,
     StartPrefill,
 )  # fmt: skip
-from cluster.types.request import GenerateRequest, Prompt
+from cluster.types.request import GenerateRequest
 from cluster.worker.blame import bookkeeping
 from cluster.worker.outbox import Outbox
 from cluster.worker.turns import no_turns
 from decode_service.engine import DecodeEngine
+from decode_service.speculation import accept
 from decode_service.state import PromptPart
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
@@ -43,17 +46,17 @@ from encoder_service.engine import EncoderEngine
 from encoder_service.runner import Piece, Prepared
 from kv_transfer.in_process import InProcessNetwork
 from kv_transfer.mover import Mover, MoverFailed
+from kv_transfer.wire import Wire
 from prefill_service import transfer as prefill_transfer
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore
 from tests.fakes.clock import ManualClock
+from tests.fakes.kv_rows import BLOCK_SIZE, CODED_KV_LAYOUT, KV_LAYOUT, check_tokens, write_token
 from tests.fakes.requests import first_token, item_value, kv_value, place
+from tests.fakes.workers import DOOR, Inbox, ManualExecutor, Worker
 
-BLOCK_SIZE = 4
 TIMEOUT_S, MARGIN_S = 10.0, 2.0
-KV_LAYOUT = MemoryLayout((SegmentSpec(BLOCK_SIZE, (1,), torch.int64),))
 FEATURE_LAYOUT = feature_layout(1, BLOCK_SIZE, torch.int64)
-DOOR = 1
 POLICY = SchedulingPolicy(aging_s=5.0, tokens_per_s=1e9, text_share=0.5)
 MAX_BATCH_SEQUENCES = 2  # of a decode step
 ENCODER_LIMITS = EncoderLimits(
@@ -68,59 +71,6 @@ ENCODER_LIMITS = EncoderLimits(
 )
 
 
-class Inbox:
-    """Stands for the engine's loop: calls wait until `run`."""
-
-    def __init__(self) -> None:
-        self.calls: deque[Callable[[], None]] = deque()
-
-    def call(self, function: Callable[..., None], *args: Any) -> None:
-        self.calls.append(lambda: function(*args))
-
-    def run(self) -> None:
-        while self.calls:
-            self.calls.popleft()()
-
-
-class ManualExecutor(Executor):
-    def __init__(self) -> None:
-        self.jobs: deque[Callable[[], None]] = deque()
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def job() -> None:
-            try:
-                future.set_result(function(*args, **kwargs))
-            except Exception as error:
-                future.set_exception(error)
-
-        self.jobs.append(job)
-        return future
-
-    def run_one(self) -> None:
-        if self.jobs:
-            self.jobs.popleft()()
-
-
-@dataclass
-class Worker:
-    """An engine, its mover, and what it has said to the door so far."""
-
-    engine: Any
-    mover: Mover
-    inbox: Inbox
-    outbox: Outbox
-    said: deque[AnyMessage] = field(default_factory=deque)
-
-    def step(self) -> None:
-        self.inbox.run()
-        self.engine.step()
-
-    def tell(self, function: Callable[..., None], *args: Any) -> None:
-        self.inbox.call(function, *args)
-
-
 class Rig:
     def __init__(
         self,
@@ -131,37 +81,91 @@ class Rig:
         encoder_limits: EncoderLimits = ENCODER_LIMITS,
         encoder_policy: SchedulingPolicy = POLICY,
         window: int | None = None,
+        codec: Literal["raw", "int8"] = "raw",
+        step_tokens: int = 10,
     ):
-        """`window`: tokens that decode's model looks back; None: all."""
+        """`window`: tokens that decode's model looks back; None: all. `step_tokens`: of a prefill step."""
         self.clock = ManualClock()
         self.network = InProcessNetwork()
         self.executor = ManualExecutor()
         self.mid_step: Callable[[], Any] = lambda: None  # what happens while prefill computes
+        self.mid_call: Callable[[], Any] = lambda: None  # … while the encoder does
+        self.mid_decode: Callable[[], Any] = lambda: None  # … while decode does
         self.bad_items: set[str] = set()  # names of items that cannot be decoded
         self.poison: set[str] = set()  # names of items that make every encoder call with them fail
         self.max_call_rows = 1 << 30  # an encoder call with more runs out of memory
         self.encoder_calls: list[list[tuple[str, int, int]]] = []  # (name, first unit, end) of each piece
         self.ended: list[str] = []  # request ids that left decode
-        self._kv, self._decode_kv = BlockMemory(KV_LAYOUT, kv_blocks), BlockMemory(KV_LAYOUT, decode_blocks)
-        features, rows = (
-            BlockMemory(FEATURE_LAYOUT, feature_blocks),
-            BlockMemory(FEATURE_LAYOUT, cache_blocks),
-        )
-        self.pools = {
-            "prefill": BlockPool(kv_blocks, BLOCK_SIZE),
-            "decode": BlockPool(decode_blocks, BLOCK_SIZE),
-            "features": BlockPool(feature_blocks, BLOCK_SIZE),
-            "encoder": BlockPool(cache_blocks, BLOCK_SIZE),
+        self.codec = codec
+        self.draft: Callable[[Any], list[int]] = lambda choice: []  # decode's guesses at what follows
+        self.ended_processes: set[ProcessId] = set()
+        self._num_processes = 0
+        self._sizes = {
+            "prefill": kv_blocks,
+            "decode": decode_blocks,
+            "features": feature_blocks,
+            "encoder": cache_blocks,
         }
+        self._encoder_settings = (encoder_limits, encoder_policy)
+        self._window, self._step_tokens = window, step_tokens
+        self.pools: dict[str, BlockPool] = {}
+        self.workers: dict[str, Worker] = {}
+        for name in ("encoder", "prefill", "decode"):
+            self.start_worker(name)
+
+    @property
+    def encoder(self) -> Worker:
+        return self.workers["encoder"]
+
+    @property
+    def prefill(self) -> Worker:
+        return self.workers["prefill"]
+
+    @property
+    def decode(self) -> Worker:
+        return self.workers["decode"]
+
+    def start_worker(self, name: str) -> None:
+        """A process with memories of its own. One that had the name is killed."""
+        if name in self.workers:
+            self.ended_processes.add(self.workers[name].process)
+            self.workers[name].mover.agent.close()
+        self.pools[name] = BlockPool(self._sizes[name], BLOCK_SIZE)
+        {"encoder": self._start_encoder, "prefill": self._start_prefill, "decode": self._start_decode}[name]()
+
+    def reconnect(self, name: str) -> None:
+        """The door's connection to a worker breaks and is made again."""
+        worker = self.workers[name]
+        worker.said.clear()
+        old, worker.door = worker.door, worker.door + 1
+        worker.tell(worker.engine.drop_door, old)
+        worker.tell(worker.outbox.remove_door, old)
+        worker.tell(worker.outbox.add_door, worker.door)
+
+    def _start_encoder(self) -> None:
+        rows = BlockMemory(FEATURE_LAYOUT, self._sizes["encoder"])
         self.cache = EmbeddingCache(rows, self.pools["encoder"])
         runner = SimpleNamespace(prepare=self._prepare, encode=self._encode)
-        self.encoder = self._worker("encoder", lambda mover, outbox: EncoderEngine(
-            runner, self.cache, mover, outbox, self.clock, self.executor, encoder_limits, encoder_policy,
+        limits, policy = self._encoder_settings
+        self._add_worker("encoder", lambda mover, outbox: EncoderEngine(
+            runner, self.cache, mover, outbox, self.clock, self.executor, limits, policy,
             no_turns(self.clock)), outgoing=rows)  # fmt: skip
         self.encoder.engine.attach(self.encoder.inbox)
 
+    def _kv_memory(self, name: str) -> tuple[BlockMemory, Wire | None]:
+        if self.codec == "raw":
+            return BlockMemory(KV_LAYOUT, self._sizes[name]), None
+        memory = BlockMemory(CODED_KV_LAYOUT, self._sizes[name])
+        return memory, Wire(memory, self.codec, self._sizes[name] * BLOCK_SIZE)
+
+    def _start_prefill(self) -> None:
+        self._kv, wire = self._kv_memory("prefill")
+        features = BlockMemory(FEATURE_LAYOUT, self._sizes["features"])
+        self.pools["features"] = BlockPool(self._sizes["features"], BLOCK_SIZE)
+
         def prefill(mover: Mover, outbox: Outbox) -> PrefillEngine:
-            model = SimpleNamespace(positions=place, chunk_cut_spans=False, kv_layout=KV_LAYOUT, num_layers=1)
+            layout = self._kv.layout
+            model = SimpleNamespace(positions=place, chunk_cut_spans=False, kv_layout=layout, num_layers=1)
             self.features = FeatureStore(features, self.pools["features"], mover)
             runner = SimpleNamespace(
                 run=bookkeeping(self._run_prefill),
@@ -177,19 +181,17 @@ class Rig:
                 outbox,
                 self.clock,
                 POLICY,
-                StepBudget(1.0, 10, 10),
+                StepBudget(1.0, self._step_tokens, self._step_tokens),
                 no_turns(self.clock),
             )
 
-        self.prefill = self._worker("prefill", prefill, outgoing=self._kv, incoming=features)
-        self.decode = self._worker(
-            "decode",
-            lambda mover, outbox: self._decode_engine(mover, outbox, window),
-            incoming=self._decode_kv,
-        )
-        self.workers = {"encoder": self.encoder, "prefill": self.prefill, "decode": self.decode}
+        self._add_worker("prefill", prefill, outgoing=self._kv, outgoing_wire=wire, incoming=features)
 
-    def _decode_engine(self, mover: Mover, outbox: Outbox, window: int | None) -> DecodeEngine:
+    def _start_decode(self) -> None:
+        self._decode_kv, wire = self._kv_memory("decode")
+        self._add_worker("decode", self._decode_engine, incoming=self._decode_kv, incoming_wire=wire)
+
+    def _decode_engine(self, mover: Mover, outbox: Outbox) -> DecodeEngine:
         runner = SimpleNamespace(
             run=bookkeeping(self._run_decode),
             propose=self._propose,
@@ -202,10 +204,12 @@ class Rig:
         )
         return DecodeEngine(
             runner, self.pools["decode"], mover, outbox, self.clock, POLICY, MAX_BATCH_SEQUENCES,
-            self.ended.append, no_turns(self.clock), window, max_stretch_tokens=BLOCK_SIZE,
+            self.ended.append, no_turns(self.clock), self._window, max_stretch_tokens=BLOCK_SIZE,
         )  # fmt: skip
 
-    def _worker(self, name: str, build: Callable[[Mover, Outbox], Any], **memories: BlockMemory) -> Worker:
+    def _add_worker(self, name: str, build: Callable[[Mover, Outbox], Any], **memories: Any) -> None:
+        self._num_processes += 1
+        agent_name = name if name not in self.workers else f"{name}-{self._num_processes}"
         inbox = Inbox()
         said: deque[AnyMessage] = deque()
         outbox = Outbox(lambda batch: said.extend(message for _, message in batch))
@@ -215,9 +219,16 @@ class Rig:
             assert not isinstance(event, MoverFailed), event.error
             inbox.call(lambda: worker.engine.on_transfer(event, self.clock.now()))
 
-        mover = Mover(self.network.agent(name), self.clock, on_event, margin_s=MARGIN_S, **memories)
-        worker = Worker(build(mover, outbox), mover, inbox, outbox, said)
-        return worker
+        mover = Mover(
+            self.network.agent(agent_name),
+            self.clock,
+            on_event,
+            margin_s=MARGIN_S,
+            has_ended=self.ended_processes.__contains__,
+            **memories,
+        )
+        process = ProcessId("rig", 0, self._num_processes, 0)
+        self.workers[name] = worker = Worker(build(mover, outbox), mover, inbox, outbox, process, said)
 
     def receive(self, name: str, message: AnyMessage) -> None:
         """A frame from the door reaches a worker; what `service.py` does with it."""
@@ -227,23 +238,33 @@ class Rig:
             case StartPrefill():
                 for item_idx, item in enumerate(message.request.prompt.media):
                     key = (message.request.request_id, item_idx)
-                    num_rows, tell = item.geometry.num_tokens, worker.said.append
+                    num_rows, tell = item.geometry.num_tokens, partial(self._say, worker, worker.door)
                     self.features.reserve(key, item.media_hash, num_rows, message.timeout_s, tell)
-                worker.tell(engine.start, DOOR, message, self.clock.now())
+                worker.tell(engine.start, worker.door, message, self.clock.now())
             case StartEncode():
-                worker.tell(engine.start, DOOR, message, self.clock.now())
+                worker.tell(engine.start, worker.door, message, self.clock.now())
             case StartDecode():
-                worker.tell(engine.start, DOOR, message)
+                worker.tell(engine.start, worker.door, message)
             case DecodeTarget():
-                engine.offer_target(message.request_id, message.grant)
+                engine.offer_target(message.request_id, message.grant.received(self.clock.now()))
                 worker.tell(engine.take_targets)
             case EncodeTarget():
-                worker.tell(engine.set_target, message)
+                received = message.grant.received(self.clock.now())
+                worker.tell(engine.set_target, message.request_id, message.item_idx, received)
             case Cancel():
                 part = {"decode": (message.choice_idx,), "encoder": (message.item_idx,)}.get(name, ())
                 worker.tell(engine.cancel, message.request_id, *part)
+            case EncoderLost():
+                self.features.renew((message.request_id, message.item_idx), message.lease_id)
+            case GrantPassed():
+                worker.mover.note_writer(message.lease_id, message.processes)
             case ReturnGrant():
                 worker.mover.revoke(message.lease_id, "nobody was given it")
+
+    @staticmethod
+    def _say(worker: Worker, door: int, message: AnyMessage) -> None:
+        if door == worker.door:
+            worker.said.append(message)
 
     def launch(
         self, request: GenerateRequest, items: Sequence[MediaItem] = (), stays: bool = False
@@ -310,6 +331,7 @@ class Rig:
             outputs.append(rows[piece.start * len(rows) // num_units : piece.end * len(rows) // num_units])
         if sum(map(len, outputs)) > self.max_call_rows:
             raise torch.OutOfMemoryError("out of memory")
+        self.mid_call()
         if self.poison.intersection(names):
             raise RuntimeError("the encoder stumbles")
         return outputs
@@ -325,9 +347,9 @@ class Rig:
                     rows = self.features.rows((request.request_id, item_idx), row, row + count)
                     expected = [item_value(item.media_hash, i) for i in range(row, row + count)]
                     assert torch.cat(rows).flatten().tolist() == expected
-            _check(self._kv, sequence.block_table, prompt, start)
+            check_tokens(self._kv, sequence.block_table, prompt, start)
             for position in range(start, end):
-                _write(self._kv, sequence.block_table, position, kv_value(prompt, position))
+                write_token(self._kv, sequence.block_table, position, kv_value(prompt, position))
         self.mid_step()
         on_layer(0, None)
         return [torch.empty(0)] * len(batch)
@@ -337,25 +359,35 @@ class Rig:
         assert 0 < sum(len(part.token_ids) for part in parts) <= BLOCK_SIZE
         for part in parts:
             for position, token_id in enumerate(part.token_ids, part.start):
-                _write(self._decode_kv, part.block_table, position, token_id)
+                write_token(self._decode_kv, part.block_table, position, token_id)
         return [tuple(first_token(part.token_ids[-1]) for _ in part.draws) for part in parts]
 
     def _propose(self, batch: Sequence[Any]) -> None:
-        """Nothing is drafted."""
+        for request in batch:
+            for choice in request.live_choices if request.request.guidance is None else ():
+                room = choice.stop.max_tokens - choice.num_generated - 1
+                choice.drafts = self.draft(choice)[:room]
 
     def _run_decode(self, batch: Sequence[Any]) -> list[list[list[int]]]:
         """Checks every branch's prompt and answer, writes what a model would, says the next number."""
         answer: list[list[list[int]]] = []
+        self.mid_decode()
         for request in batch:
+            answer.append([])
             for choice in request.live_choices:
                 generated = choice.token_ids[choice.num_prompt_tokens :]
                 for branch, prompt in zip(choice.branches, request.request.prompts, strict=True):
                     position = choice.context_len(branch)
                     tagged = [1000 * choice.idx + token_id for token_id in generated[:-1]]
-                    _check(self._decode_kv, branch.block_table, prompt, branch.num_prompt_tokens, tagged)
-                    value = 1000 * choice.idx + generated[-1]
-                    _write(self._decode_kv, branch.block_table, position, value)
-            answer.append([[choice.token_ids[-1] + 1] for choice in request.live_choices])
+                    check_tokens(
+                        self._decode_kv, branch.block_table, prompt, branch.num_prompt_tokens, tagged
+                    )
+                    for i, token_id in enumerate((generated[-1], *choice.drafts)):
+                        value = 1000 * choice.idx + token_id
+                        write_token(self._decode_kv, branch.block_table, position + i, value)
+                drawn = [token_id + 1 for token_id in (choice.token_ids[-1], *choice.drafts)]
+                answer[-1].append(accept(choice.drafts, drawn))
+                choice.drafts = []
         return answer
 
 
@@ -366,19 +398,3 @@ def _first_tokens(requests: Sequence[Any]) -> list[tuple[int, ...]]:
         token_id = first_token(request.main.prompt.token_ids[-1])
         tokens.append((token_id,) * len(request.request.sampling))
     return tokens
-
-
-def _write(memory: BlockMemory, block_table: Sequence[int], position: int, value: int) -> None:
-    memory.segments[0][block_table[position // BLOCK_SIZE], position % BLOCK_SIZE] = value
-
-
-def _check(
-    memory: BlockMemory,
-    block_table: Sequence[int],
-    prompt: Prompt,
-    num_tokens: int,
-    behind: Sequence[int] = (),
-) -> None:
-    found = memory.segments[0][list(block_table)].flatten().tolist()[: num_tokens + len(behind)]
-    expected = [kv_value(prompt, position) for position in range(num_tokens)] + list(behind)
-    assert found == expected, "foreign KV"

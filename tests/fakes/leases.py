@@ -6,8 +6,10 @@ from typing import Any
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.types.members import ProcessId
 from kv_transfer.in_process import InProcessNetwork
 from kv_transfer.mover import Mover
+from kv_transfer.receiver import LateWrite
 from kv_transfer.wire import Wire
 from tests.fakes.clock import ManualClock
 
@@ -49,6 +51,7 @@ class LeasePair(SteppedPair):
         self.writer_wire, self.owner_wire = writer_wire, owner_wire
         self.pool = BlockPool(target.num_blocks, block_size(target.layout))
         self.held: dict[str, list[int]] = {}
+        self.ended: set[ProcessId] = set()  # of processes that may have been given a grant
         self.sent, self.received = [], []
         self.writer = Mover(
             self.network.agent("writer"),
@@ -64,15 +67,22 @@ class LeasePair(SteppedPair):
             incoming=target,
             incoming_wire=owner_wire,
             margin_s=MARGIN_S,
+            has_ended=lambda process: process in self.ended,
         )
 
     def _on_lease(self, event):
         self.received.append(event)
+        if isinstance(event, LateWrite):
+            return
         self.pool.free(self.held.pop(event.lease_id))
 
     def take(self, lease_id, num_blocks):
         self.held[lease_id] = blocks = self.pool.allocate(num_blocks)
         return blocks, self.pool.generations(blocks)
+
+    def open(self, grant):
+        """The writer takes up a grant that it is handed now."""
+        return self.writer.open(grant.received(self.clock.at))
 
     def audit(self):
         assert self.writer.num_open == 0 and self.owner.num_open == 0
@@ -82,7 +92,7 @@ class LeasePair(SteppedPair):
             assert wire is None or wire.num_used == 0
         assert self.writer.agent.num_handles == 0
         for events in (self.sent, self.received):
-            names = [event.lease_id for event in events]
+            names = [event.lease_id for event in events if not isinstance(event, LateWrite)]
             assert len(names) == len(set(names)), "a lease had two ends"
 
 

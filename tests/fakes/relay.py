@@ -15,11 +15,13 @@ from cluster.types.messages import (
     Cancel,
     DecodeGranted,
     DecodeTarget,
+    EncoderLost,
     EncodeTarget,
     Failed,
     FeatureGranted,
     FeatureShared,
     FinishReason,
+    GrantPassed,
     Measured,
     Preempted,
     ReturnGrant,
@@ -55,7 +57,10 @@ class Story:
     error: str | None = None
     is_open: bool = True
     shared_items: set[int] = field(default_factory=set)  # that come for another request
-    targets: set[int] = field(default_factory=set)  # items whose encoder was told where to write
+    targets: dict[int, str] = field(
+        default_factory=dict
+    )  # items whose encoder was told where to write: leases
+    has_decode_spoken: bool = False
     flown_on: set[int] = field(default_factory=set)  # choices that go on as requests of their own
     stays: bool = False  # decode computes the prompt
 
@@ -145,22 +150,21 @@ class Relay:
         if isinstance(message, DecodeGranted | FeatureGranted) and not story.is_open:
             self.to_worker[name].append(ReturnGrant(message.grant.lease_id))
         elif isinstance(message, Admitted) and story.is_open:
-            self.to_worker["decode"].append(StartDecode(story.request, TIMEOUT_S))
+            self.to_worker["decode"].append(StartDecode(story.request, TIMEOUT_S, codec=self.rig.codec))
         elif isinstance(message, DecodeGranted):
             self.to_worker["prefill"].append(DecodeTarget(message.request_id, message.grant))
+            self._pass_grant("decode", message.grant.lease_id, "prefill")
         elif isinstance(message, FeatureShared) and story.is_open:
             story.shared_items.add(message.item_idx)
             self.to_worker["encoder"].append(Cancel(message.request_id, item_idx=message.item_idx))
         elif isinstance(message, FeatureGranted):
-            if message.item_idx in story.shared_items | story.targets:  # it did not come
+            if message.item_idx in story.shared_items | story.targets.keys():  # it did not come
                 story.shared_items.discard(message.item_idx)
-                item = story.items[message.item_idx]
-                self.to_worker["encoder"].append(
-                    StartEncode(message.request_id, message.item_idx, item, TIMEOUT_S)
-                )
-            story.targets.add(message.item_idx)
+                self._encode(story, message.item_idx)
+            story.targets[message.item_idx] = message.grant.lease_id
             target = EncodeTarget(message.request_id, message.item_idx, message.grant)
             self.to_worker["encoder"].append(target)
+            self._pass_grant("prefill", message.grant.lease_id, "encoder")
         elif isinstance(message, Preempted) and story.is_open:
             for idx, line in enumerate(story.lines):
                 line.is_preempted = line.finish_reason is None
@@ -171,6 +175,40 @@ class Relay:
             story.error = message.error.message
             self.land(message.request_id)
 
+    def _encode(self, story: Story, item_idx: int) -> None:
+        start = StartEncode(story.request.request_id, item_idx, story.items[item_idx], TIMEOUT_S)
+        self.to_worker["encoder"].append(start)
+
+    def _pass_grant(self, owner: str, lease_id: str, writer: str) -> None:
+        self.to_worker[owner].append(GrantPassed(lease_id, (self.rig.workers[writer].process,)))
+
+    def lose(self, name: str, *, dies: bool) -> None:
+        """A worker's connection ends, because its process does or by itself; the next one is there at once."""
+        self.to_worker[name].clear()
+        if dies:
+            self.rig.start_worker(name)
+        else:
+            self.rig.reconnect(name)
+        for story in [story for story in self.stories.values() if story.is_open]:
+            if name == "encoder":
+                self._lose_encoder(story)
+            elif name == "decode" or not (story.stays or self._is_with_decode(story)):
+                story.error = f"the {name} worker was lost"
+                self.land(story.request.request_id)
+
+    @staticmethod
+    def _is_with_decode(story: Story) -> bool:
+        return story.has_decode_spoken and all(line.has_first for line in story.lines)
+
+    def _lose_encoder(self, story: Story) -> None:
+        if any(line.has_first for line in story.lines):
+            return
+        for item_idx in set(range(len(story.items))) - story.shared_items:
+            lease_id = story.targets.pop(item_idx, None)
+            if lease_id is not None:
+                self.to_worker["prefill"].append(EncoderLost(story.request.request_id, item_idx, lease_id))
+            self._encode(story, item_idx)
+
     def _token(self, name: str, event: TokenEvent) -> None:
         story = self.stories[event.request_id]
         if not story.is_open or event.finish_reason is FinishReason.CANCELLED:
@@ -178,6 +216,8 @@ class Relay:
         line = story.lines[event.choice_idx]
         (line.tokens if name == "prefill" else line.early).extend(event.token_ids)
         line.has_first |= name == "prefill"
+        story.has_decode_spoken |= name == "decode"
+        assert line.finish_reason is None or event.finish_reason is None, "a choice has one end"
         line.finish_reason = line.finish_reason or event.finish_reason
         if line.has_first:
             line.tokens += line.early

@@ -4,12 +4,16 @@ cancels, time. Then everything is let go, and nothing may be left; meanwhile no 
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S, Rig
+from tests.fakes.engines import MARGIN_S, TIMEOUT_S, Rig
 from tests.fakes.relay import Relay
 from tests.fakes.requests import make_item, make_request, make_video
+from tests.faults import stress
 
 NAMES = ("encoder", "prefill", "decode")
 ITEMS = {name: make_item(name, num_rows) for name, num_rows in (("a", 3), ("b", 4), ("c", 9), ("bad", 5))}
@@ -61,7 +65,7 @@ def act(rig: Rig, relay: Relay, event: tuple) -> None:
         case ("wait", seconds):
             rig.clock.at += seconds
         case ("drop", name):
-            rig.workers[name].tell(rig.workers[name].engine.drop_door, DOOR)
+            relay.lose(name, dies=False)
 
 
 def let_everything_end(rig: Rig, relay: Relay) -> None:
@@ -108,3 +112,11 @@ def test_whatever_the_order_of_messages_every_good_request_is_answered(events, p
             assert line.tokens == list(range(50, 50 + len(line.tokens)))
     let_everything_end(rig, relay)
     rig.audit()
+
+
+@pytest.mark.parametrize("first_seed", range(0, 100, 25))
+def test_nothing_is_wrong_or_lost_whatever_breaks_whenever(first_seed):
+    """`python -m tests.faults.stress 1000` runs more of them."""
+    counts = sum((stress.run(seed) for seed in range(first_seed, first_seed + 25)), Counter())
+    for kind in ("right", "failed", "cancelled", "deaths", "cuts", "pauses", "transport faults"):
+        assert counts[kind] > 0, kind

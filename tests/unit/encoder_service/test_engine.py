@@ -160,6 +160,35 @@ def test_a_target_for_a_request_that_has_ended_is_given_back(rig):
     assert rig.features.num_open_leases == 0
 
 
+@pytest.mark.parametrize("how", ["cancel", "drop", "deadline", "bad item", "asked anew"])
+def test_a_target_that_is_not_used_is_given_back_whatever_ends_its_delivery(rig, how):
+    """Prefill waits for that word: it does not reuse the room without it."""
+    if how == "bad item":
+        rig.bad_items.add("a")
+    rig.start(ITEM)
+    rig.target(ITEM)
+    rig.encoder.step()
+    rig.features.release(("r", 0))
+    assert rig.features.num_open_leases == 1
+    match how:
+        case "cancel":
+            rig.receive("encoder", Cancel("r", item_idx=0))
+        case "drop":
+            rig.encoder.tell(rig.encoder.engine.drop_door, DOOR)
+        case "deadline":
+            rig.clock.at += TIMEOUT_S
+        case "bad item":
+            rig.turn(2)
+        case "asked anew":
+            rig.start(ITEM)
+    for _ in range(3):
+        rig.encoder.step()
+        rig.encoder.mover.step()
+        rig.prefill.mover.step()
+        rig.prefill.step()
+    assert rig.features.num_open_leases == 0
+
+
 def test_a_delivery_without_a_target_ends_with_its_deadline(rig):
     rig.start(ITEM)
     rig.turn(3)

@@ -79,7 +79,7 @@ class Pair(SteppedPair):
         return self.owner.group.grant("lease", self.blocks, self.pool.generations(self.blocks), TTL_S)
 
     def send(self):
-        outgoing = self.writer.group.open(self.grant())
+        outgoing = self.writer.group.open(self.grant().received(self.clock.at))
         outgoing.write([7], [0])
         outgoing.write([6], [1])
         outgoing.finish(b"payload")
@@ -168,7 +168,7 @@ def test_wherever_an_operation_fails_both_sides_hear_once_and_no_wrong_bytes_cou
 def test_a_worker_with_another_number_of_ranks_is_refused(pair):
     grant = pair.owner.movers[0].grant("alone", [5], [0], TTL_S)
     with pytest.raises(LayoutMismatchError, match="tensor_parallel_size is 2 here and 1 there"):
-        pair.writer.group.open(grant)
+        pair.writer.group.open(grant.received(pair.clock.at))
     pair.owner.movers[0].revoke("alone", "test")
     pair.owner.movers[0].step()
     pair.owner.events.clear()
@@ -176,10 +176,10 @@ def test_a_worker_with_another_number_of_ranks_is_refused(pair):
 
 def test_a_rank_that_cannot_open_its_part_fails_the_lease(pair):
     grant = pair.grant()
-    pair.writer.movers[1].open(grant.shards[0]).abort("somebody else had it")
+    pair.writer.movers[1].open(grant.shards[0].received(pair.clock.at)).abort("somebody else had it")
     with pytest.raises(TransferError):
-        pair.writer.movers[1].open(grant.shards[0])
-    outgoing = pair.writer.group.open(grant)
+        pair.writer.movers[1].open(grant.shards[0].received(pair.clock.at))
+    outgoing = pair.writer.group.open(grant.received(pair.clock.at))
     outgoing.write([7], [0])
     pair.let_everything_end()
     assert isinstance(pair.writer.events[0], SendFailed)

@@ -9,7 +9,7 @@ import torch
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from kv_transfer.agent import LayoutMismatchError, LeaseExpiredError, PeerLostError, TransferError
 from kv_transfer.mover import Mover
-from kv_transfer.receiver import Aborted, Completed, Expired
+from kv_transfer.receiver import Aborted, Completed, Expired, LateWrite
 from kv_transfer.sender import Finished, SendAborted, SendFailed
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 
@@ -37,7 +37,7 @@ def pair():
 
 
 def send(pair, grant):
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     outgoing.write([7, 6], [0, 1])
     pair.step()
     outgoing.write([5, 4], [2, 3])
@@ -60,7 +60,7 @@ def test_bytes_and_payload_arrive(pair):
 
 
 def test_one_segment_can_be_written_at_a_time(pair):
-    outgoing = pair.writer.open(pair.grant())
+    outgoing = pair.open(pair.grant())
     outgoing.write([7], [0], segment_ids=[1])
     pair.step()
     assert not pair.target.segments[0].any()
@@ -79,7 +79,7 @@ def test_nothing_is_announced_before_the_last_write_is_done(pair):
 
 def test_an_abort_waits_for_the_write_in_flight(pair):
     pair.network.faults.post_polls = 4
-    outgoing = pair.writer.open(pair.grant())
+    outgoing = pair.open(pair.grant())
     outgoing.write([7], [0])
     pair.step()
     outgoing.abort("client gone")
@@ -91,7 +91,7 @@ def test_an_abort_waits_for_the_write_in_flight(pair):
 
 
 def test_an_unused_right_can_be_given_back(pair):
-    pair.writer.open(pair.grant()).abort("not needed")
+    pair.open(pair.grant()).abort("not needed")
     pair.step(2)
     assert pair.received == [Aborted("lease", "not needed")]
 
@@ -117,25 +117,46 @@ def test_a_silent_writer_loses_its_lease_after_the_margin(pair):
     assert pair.received == [Expired("lease")]
 
 
-def test_a_lease_whose_writer_is_lost_ends_sooner_and_never_later(pair):
-    pair.grant()
-    pair.owner.shorten("lease", TTL_S + 1)
-    pair.owner.shorten("lease", 1.0)
-    pair.owner.shorten("lease", 2.0)
-    pair.owner.shorten("unknown", 1.0)
-    pair.clock.at = 1.0 + MARGIN_S - 0.01
-    pair.step()
-    assert not pair.received
-    pair.clock.at = 1.0 + MARGIN_S
-    pair.step()
-    assert pair.received == [Expired("lease")]
-    pair.clock.at = TTL_S + 2 * MARGIN_S
-    pair.step()
-    assert len(pair.received) == 1
+def test_a_grants_time_is_counted_from_its_receipt(pair):
+    """Not from when the writer has something to send."""
+    received = pair.grant().received(pair.clock.at)
+    pair.clock.at = TTL_S - 1
+    outgoing = pair.writer.open(received)
+    outgoing.write([7], [0])
+    pair.clock.at = TTL_S
+    pair.step(2)
+    assert not pair.target.buffer.any()
+    assert isinstance(pair.sent[0].error, LeaseExpiredError)
+
+
+@pytest.mark.parametrize("late_s", [0.0, MARGIN_S - 0.1])
+def test_a_right_whose_time_is_over_can_still_be_given_back(pair, late_s):
+    received = pair.grant().received(pair.clock.at)
+    pair.clock.at = TTL_S + late_s
+    pair.writer.open(received).abort("too late")
+    pair.step(2)
+    assert pair.received == [Aborted("lease", "too late")]
+
+
+def test_the_clock_is_looked_at_before_each_post(pair):
+    """The first of two writes takes until the time is over."""
+    outgoing = pair.open(pair.grant())
+    outgoing.write([7], [0])
+    outgoing.write([6], [1])
+    post = pair.writer.agent.post
+
+    def slow(*args):
+        pair.clock.at = TTL_S
+        return post(*args)
+
+    pair.writer.agent.post = slow
+    pair.step(2)
+    assert pair.target.segments[0][0].any() and not pair.target.segments[0][1].any()
+    assert pair.received[0].lease_id == "lease" and isinstance(pair.received[0], Aborted)
 
 
 def test_nothing_is_posted_after_the_grants_time(pair):
-    outgoing = pair.writer.open(pair.grant())
+    outgoing = pair.open(pair.grant())
     outgoing.write([7], [0])  # queued in time, but the thread comes too late
     pair.clock.at = TTL_S
     with pytest.raises(LeaseExpiredError):
@@ -149,7 +170,7 @@ def test_nothing_is_posted_after_the_grants_time(pair):
 
 def test_a_write_that_never_ends_is_taken_back_at_the_deadline(pair):
     pair.network.faults.post_polls = 10**9
-    outgoing = pair.writer.open(pair.grant())
+    outgoing = pair.open(pair.grant())
     outgoing.write([7], [0])
     outgoing.finish(b"")
     pair.step(3)
@@ -167,7 +188,7 @@ def test_a_grant_is_written_once(pair):
     send(pair, grant)
     pair.step(2)
     with pytest.raises(TransferError, match="opened before"):
-        pair.writer.open(grant)
+        pair.open(grant)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +206,14 @@ def test_peers_that_differ_are_refused_and_the_difference_is_named(pair, field, 
     other = msgspec.structs.replace(grant.contract, **{field: value})
     assert getattr(grant.contract, field) != value
     with pytest.raises(LayoutMismatchError, match=f"{field} is .* here and .* there"):
-        pair.writer.open(msgspec.structs.replace(grant, contract=other))
+        pair.open(msgspec.structs.replace(grant, contract=other))
 
 
 @pytest.mark.parametrize("segment", [0, 1])
 @pytest.mark.parametrize("block", range(4))
 def test_a_flipped_bit_is_an_error_and_never_an_answer(pair, segment, block):
     grant = pair.grant()
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     outgoing.write([7, 6, 5, 4], [0, 1, 2, 3])
     pair.step()
     pair.target.segments[segment].view(torch.uint8)[grant.block_ids[block], 3, -1] ^= 16
@@ -205,7 +226,7 @@ def test_a_flipped_bit_is_an_error_and_never_an_answer(pair, segment, block):
 
 def test_a_block_that_lacks_a_segment_is_an_error(pair):
     """The writer forgot a layer."""
-    outgoing = pair.writer.open(pair.grant())
+    outgoing = pair.open(pair.grant())
     outgoing.write([7, 6, 5, 4], [0, 1, 2, 3], segment_ids=[0])
     outgoing.write([7, 6, 5], [0, 1, 2], segment_ids=[1])
     outgoing.finish(b"payload")
@@ -216,7 +237,7 @@ def test_a_block_that_lacks_a_segment_is_an_error(pair):
 
 def test_a_write_waits_until_its_bytes_are_there_and_keeps_later_ones_behind_it(pair):
     grant = pair.grant()
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     answers = [True, False, False]
     outgoing.write([7], [0], ready=answers.pop)
     outgoing.write([6, 5, 4], [1, 2, 3])
@@ -248,8 +269,9 @@ def test_trouble_with_the_notification_gives_one_end(pair, trouble):
     pair.step(5)
     pair.clock.at = TTL_S + MARGIN_S
     pair.step(60)
-    assert [type(e) for e in pair.received] == [Completed if trouble == "duplicate" else Expired]
-    assert pair.owner._receiver.num_ignored == (0 if trouble == "drop" else 1)
+    ends = {"duplicate": [Completed], "drop": [Expired], "delay": [Expired, LateWrite]}
+    assert [type(event) for event in pair.received] == ends[trouble]
+    assert pair.owner._receiver.num_ignored == (trouble == "duplicate")
 
 
 def test_a_killed_owner_fails_all_leases_to_it(pair):
@@ -282,7 +304,7 @@ def run_scenario(pair):
     pair.network.faults.post_polls = 2
     send(pair, grant)
     try:
-        pair.writer.open(pair.grant("two", 2)).abort("no")
+        pair.open(pair.grant("two", 2)).abort("no")
     finally:
         pair.let_everything_end()
     return grant
@@ -334,7 +356,7 @@ def test_how_long_a_block_takes_to_a_peer_is_measured_and_forgotten_with_it(pair
     monkeypatch.setattr("kv_transfer.link.MIN_MEASURED_BYTES", 1)
     pair.network.faults.post_polls = 2
     grant = pair.grant()
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     assert outgoing.block_s is None
     outgoing.write([7, 6, 5, 4], [0, 1, 2, 3])
     outgoing.finish(b"")
@@ -342,7 +364,7 @@ def test_how_long_a_block_takes_to_a_peer_is_measured_and_forgotten_with_it(pair
     pair.clock.at += 2.0
     pair.step(3)
     assert outgoing.block_s == pytest.approx(0.5)
-    later = pair.writer.open(pair.grant("later", 1))
+    later = pair.open(pair.grant("later", 1))
     assert later.block_s == pytest.approx(0.5)  # before anything of this lease was posted
     pair.network.kill("owner")
     later.write([1], [0])

@@ -24,7 +24,7 @@ def test_a_link_is_known_by_the_owners_name_once_something_was_sent():
     writer = Mover(network.agent("p0"), clock, lambda event: None, outgoing=BlockMemory(LAYOUT, 1))
     owner = Mover(network.agent("d0"), clock, lambda event: None, incoming=BlockMemory(LAYOUT, 1))
     assert writer.links == owner.links == {}
-    outgoing = writer.open(owner.grant("lease", [0], [0], 10.0))
+    outgoing = writer.open(owner.grant("lease", [0], [0], 10.0).received(clock.at))
     outgoing.write([0], [0])
     outgoing.finish(b"")
     for _ in range(4):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kv_transfer.receiver import Aborted, Completed, Expired
+from kv_transfer.receiver import TAKEN_BACK_S, Aborted, Completed, Expired, LateWrite
 from tests.fakes.leases import MARGIN_S, TTL_S
 from tests.unit.kv_transfer.test_leases import Pair, assert_arrived, send
 
@@ -27,11 +27,11 @@ def expire(pair):
 
 
 def test_a_writer_that_ignores_its_time_is_found_out_by_the_next_owner_of_the_blocks(pair):
-    late = pair.writer.open(pair.grant("late"))
+    late = pair.open(pair.grant("late"))
     late._expires_at = math.inf  # the mutation
     expire(pair)
     grant = pair.grant("next")
-    following = pair.writer.open(grant)
+    following = pair.open(grant)
     following.write([7, 6, 5, 4], [0, 1, 2, 3])
     pair.step()
     late.write([0], [0])
@@ -40,6 +40,61 @@ def test_a_writer_that_ignores_its_time_is_found_out_by_the_next_owner_of_the_bl
     pair.step(2)
     late.abort("enough")
     assert [type(event) for event in pair.received] == [Expired, Aborted]
+
+
+@pytest.mark.parametrize("ends_with", ["finish", "abort"])
+@pytest.mark.parametrize("is_next_complete", [False, True])
+def test_a_write_that_lands_behind_the_margin_ends_what_holds_the_blocks_now(
+    pair, ends_with, is_next_complete
+):
+    """The writer was stopped between its look at the clock and the write."""
+    late = pair.open(pair.grant("late"))
+    late._expires_at = math.inf  # the mutation
+    expire(pair)
+    grant = pair.grant("next")
+    following = pair.open(grant)
+    following.write([7, 6, 5, 4], [0, 1, 2, 3])
+    if is_next_complete:
+        following.finish(b"payload")
+    pair.step(2)
+    late.write([0], [0])
+    pair.writer.step()
+    late.finish(b"") if ends_with == "finish" else late.abort("stopped")
+    pair.step(2)
+    if not is_next_complete:
+        following.finish(b"payload")
+        pair.step(2)
+    late_write = LateWrite("late", tuple(sorted(grant.block_ids)))
+    if is_next_complete:
+        assert pair.received == [Expired("late"), Completed("next", b"payload"), late_write]
+    else:
+        assert pair.received[:2] == [Expired("late"), late_write]
+        assert isinstance(pair.received[2], Aborted) and "wrote late" in pair.received[2].reason
+    assert pair.owner._receiver.num_late == 1
+
+
+def test_the_last_word_of_a_writer_that_wrote_nothing_harms_nothing(pair):
+    late = pair.open(pair.grant("late"))
+    late._expires_at = math.inf
+    expire(pair)
+    send(pair, pair.grant("next"))
+    late.abort("stopped")
+    pair.step(3)
+    assert pair.received == [Expired("late"), Completed("next", b"payload")]
+    assert pair.owner._receiver.num_late == 0 and pair.owner._receiver.num_ignored == 1
+
+
+def test_how_long_and_how_many_leases_without_a_last_word_are_remembered(pair, monkeypatch):
+    monkeypatch.setattr("kv_transfer.receiver.MAX_TAKEN_BACK", 2)
+    receiver = pair.owner._receiver
+    for name in ("a", "b", "c"):
+        pair.grant(name, 1)
+    assert not receiver.is_waiting_for_late_words
+    expire(pair)
+    assert list(receiver._taken_back) == ["b", "c"] and receiver.is_waiting_for_late_words
+    pair.clock.at += TAKEN_BACK_S
+    pair.owner.step()
+    assert not receiver.is_waiting_for_late_words
 
 
 def test_an_old_notification_completes_nothing_although_the_blocks_kept_their_generations(pair, monkeypatch):
@@ -52,12 +107,16 @@ def test_an_old_notification_completes_nothing_although_the_blocks_kept_their_ge
     second = pair.grant("second")
     assert second.generations == first.generations and set(second.block_ids) == set(first.block_ids)
     pair.step(6)
-    assert [type(event) for event in pair.received] == [Expired]
-    assert pair.owner._receiver.num_ignored == 1
+    assert [type(event) for event in pair.received] == [Expired, LateWrite]
     send(pair, second)
     pair.step(2)
-    assert pair.received[1:] == [Completed("second", b"payload")]
-    assert_arrived(pair, second)
+    (event,) = pair.received[2:]
+    assert isinstance(event, Aborted) and "wrote late" in event.reason
+    third = pair.grant("third")
+    send(pair, third)
+    pair.step(2)
+    assert pair.received[3:] == [Completed("third", b"payload")]
+    assert_arrived(pair, third)
 
 
 def test_a_dropped_notification_ends_with_the_lease(pair):
@@ -72,7 +131,7 @@ def test_a_dropped_notification_ends_with_the_lease(pair):
 def test_a_dropped_write_is_an_error(pair, monkeypatch):
     """The transport says DONE and has moved nothing."""
     grant = pair.grant()
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     outgoing.write([7, 6], [0, 1])
     pair.step()
     post = pair.writer.agent.post

@@ -60,7 +60,7 @@ def source_blocks(grant):
 
 def send(pair, grant):
     """In two writes, the second layer by layer."""
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     sources = source_blocks(grant)
     outgoing.write(sources[:PER_GROUP], list(range(PER_GROUP)))
     pair.step()
@@ -109,7 +109,7 @@ def test_whole_groups_travel_coded_and_the_rest_as_it_is(pair):
 def test_a_companions_groups_begin_behind_the_prompts_last_block(pair):
     grant = pair.grant(run_lengths=(70, 64, 10))
     assert grant.coded.first_blocks == (0, 5)
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     outgoing.write(source_blocks(grant), list(range(10)))
     outgoing.finish(b"")
     pair.step(2)
@@ -138,7 +138,7 @@ def test_coded_groups_are_a_quarter_of_float32(pair):
 def test_a_prompt_without_a_whole_group_takes_no_wire(pair, prompt_tokens):
     grant = pair.grant(run_lengths=(prompt_tokens,))
     assert grant.coded is None
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     assert outgoing.blocks_together == 1
     outgoing.write(source_blocks(grant), list(range(len(grant.block_ids))))
     outgoing.finish(b"")
@@ -160,7 +160,7 @@ def test_what_finds_no_room_goes_raw(writer_tokens, owner_tokens, num_coded):
 
 def test_a_group_that_is_written_in_parts_goes_raw(pair):
     grant = pair.grant()
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     sources = source_blocks(grant)
     for start, end in ((0, 3), (3, 6), (6, 10)):
         outgoing.write(sources[start:end], list(range(start, end)))
@@ -171,7 +171,7 @@ def test_a_group_that_is_written_in_parts_goes_raw(pair):
 
 def test_a_group_cannot_be_begun_whole_and_go_on_in_parts(pair):
     grant = pair.grant()
-    outgoing = pair.writer.open(grant)
+    outgoing = pair.open(grant)
     sources = source_blocks(grant)
     outgoing.write(sources, list(range(10)), [0, 1])
     outgoing.write(sources[:2], [0, 1], [2, 3])
@@ -194,7 +194,7 @@ def test_a_byte_that_changes_on_the_wire_is_found(pair):
 def test_peers_with_other_codecs_are_told_which(pair):
     plain = Mover(pair.network.agent("plain"), pair.clock, print, outgoing=BlockMemory(LAYOUT, 4))
     with pytest.raises(LayoutMismatchError, match="codec is raw here and int8 there"):
-        plain.open(pair.grant())
+        plain.open(pair.grant().received(0.0))
 
 
 def test_a_lease_that_is_revoked_while_it_is_decoded_ends_once_and_after_that(pair, monkeypatch):
@@ -273,7 +273,7 @@ def test_whoever_dies_at_whatever_moment_the_other_is_told_and_gives_all_back(wh
         pair = Pair()
         pair.network.faults.post_polls = 2
         grant = pair.grant()
-        outgoing = pair.writer.open(grant)
+        outgoing = pair.open(grant)
         outgoing.write(source_blocks(grant), list(range(10)))
         outgoing.finish(b"")
         pair.step(rounds)
@@ -291,7 +291,7 @@ def test_a_decoder_that_fails_costs_its_lease_only_and_the_next_notice_is_read(p
     first, second = pair.grant("first", (64,)), pair.grant("second", (20,))
     monkeypatch.setattr(pair.owner_wire, "decode", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
     for grant in (first, second):
-        outgoing = pair.writer.open(grant)
+        outgoing = pair.open(grant)
         outgoing.write(source_blocks(grant), range(len(grant.block_ids)))
         outgoing.finish(b"")
     pair.writer.step()

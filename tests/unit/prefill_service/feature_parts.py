@@ -22,7 +22,6 @@ class FakeMover:
     def __init__(self):
         self.granted: list[str] = []
         self.cancelled: list[str] = []
-        self.shortened: list[str] = []
 
     def grant(self, lease_id, block_ids, generations, ttl_s):
         self.granted.append(lease_id)
@@ -30,9 +29,6 @@ class FakeMover:
 
     def cancel(self, lease_id):
         self.cancelled.append(lease_id)
-
-    def shorten(self, lease_id, ttl_s):
-        self.shortened.append(lease_id)
 
 
 class Parts:

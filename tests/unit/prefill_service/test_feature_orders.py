@@ -46,7 +46,8 @@ class Model(Parts):
     def lose_encoder(self, nth: int) -> None:
         keys = sorted(self.waiting | self.ready)
         if keys:
-            self.store.renew(keys[nth % len(keys)])
+            key = keys[nth % len(keys)]
+            self.store.renew(key, self.store._items[key].lease_id)
 
     def leave(self, nth: int, has_ended: bool) -> None:
         keys = sorted(self.waiting | self.ready)

@@ -89,10 +89,11 @@ def test_room_whose_writer_gave_up_is_granted_anew(parts):
 def test_an_item_whose_encoder_is_lost_moves_to_other_room_or_waits_for_its_own(parts, num_rows):
     parts.reserve("r", num_rows)
     old = parts.grants["r", 0]
-    parts.store.renew(("r", 0))
+    parts.store.renew(("r", 0), "an earlier one")
+    assert parts.grants["r", 0] is old
+    parts.store.renew(("r", 0), old.lease_id)
     has_moved = parts.grants["r", 0] is not old
     assert has_moved == (num_rows == 8)
-    assert parts.mover.shortened == [old.lease_id]
     assert parts.mover.cancelled == ([old.lease_id] if has_moved else [])
     parts.store.close_lease(old.lease_id, completed=False)
     assert parts.told["r", 0] == [GRANTED, GRANTED]
@@ -103,9 +104,11 @@ def test_the_loss_of_an_encoder_that_has_delivered_or_was_never_told_where_chang
     parts.reserve("r", 4)
     parts.reserve("large", 16)
     share(parts, "a")
+    lease_id = parts.grants["r", 0].lease_id
     parts.close("r")
     for key in (("r", 0), ("large", 0), ("a", 0), ("unknown", 0)):
-        parts.store.renew(key)
+        for name in (lease_id, ""):
+            parts.store.renew(key, name)
     assert parts.told["r", 0] == [GRANTED] and parts.told["large", 0] == []
 
 

@@ -237,12 +237,32 @@ class Opener:
     """A mover whose leases of some names cannot be opened."""
 
     def __init__(self, *bad):
-        self.bad = bad
+        self.bad, self.opened = bad, {}
 
-    def open(self, grant):
-        if grant.lease_id in self.bad:
+    def open(self, received):
+        if received.grant.lease_id in self.bad:
             raise TransferError("not that one")
-        return Recorder()
+        outgoing = self.opened[received.grant.lease_id] = Recorder()
+        return outgoing
+
+
+def received(name):
+    return SimpleNamespace(grant=SimpleNamespace(lease_id=name, token_s=None))
+
+
+def test_a_grant_for_a_request_that_has_ended_is_given_back_and_belongs_to_nothing():
+    closing = request(sequence(8, 8))
+    closing.outgoing, closing.phase = None, Phase.CLOSING
+    mover = Opener("bad")
+    targets = Targets(mover, BUDGET, WIDE)
+    for name in ("closing", "gone", "bad"):
+        targets.offer(name, received(name))
+    assert list(targets.take({"closing": closing})) == []
+    assert {name: outgoing.aborted for name, outgoing in mover.opened.items()} == {
+        "closing": "the request has ended",
+        "gone": "the request has ended",
+    }
+    assert not targets.by_lease and closing.outgoing is None
 
 
 def test_between_layers_only_good_grants_of_prompts_in_the_step_are_taken_up():
@@ -252,7 +272,7 @@ def test_between_layers_only_good_grants_of_prompts_in_the_step_are_taken_up():
         each.outgoing, each.phase = None, Phase.RUNNING
     targets = Targets(Opener("failing"), BUDGET, WIDE)
     for name in (*requests, "gone"):
-        targets.offer(name, SimpleNamespace(lease_id=name, token_s=None))
+        targets.offer(name, received(name))
     targets.take_early({"running": running, "failing": failing})
     assert set(targets.by_lease) == {"running"}
     assert {index for index, _ in running.outgoing.written} == {0, 1} and other.outgoing is None

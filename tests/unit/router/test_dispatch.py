@@ -21,6 +21,7 @@ from cluster.types.messages import (
     FeatureGranted,
     FeatureShared,
     FinishReason,
+    GrantPassed,
     Measured,
     Preempted,
     ReturnGrant,
@@ -46,7 +47,9 @@ async def test_decode_is_asked_once_prefill_has_the_memory_and_grants_are_passed
     ]  # fmt: skip
     door.tell(Role.DECODE, DecodeGranted("r", grant("d")))
     door.tell(Role.PREFILL, FeatureGranted("r", 0, grant("p")))
-    assert door.members.connections[Role.PREFILL].sent[-1] == DecodeTarget("r", grant("d"))
+    told = door.members.connections[Role.PREFILL].sent[-2:]
+    assert told == [DecodeTarget("r", grant("d")), GrantPassed("p", ())]
+    assert door.members.connections[Role.DECODE].sent[-1] == GrantPassed("d", ())
     assert door.members.connections[Role.ENCODE].sent[-1] == EncodeTarget("r", 0, grant("p"))
     door.token(Role.PREFILL, 5)
     door.token(Role.DECODE, 6)

@@ -15,13 +15,14 @@ from cluster.errors import (
     to_info,
 )
 from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
-from cluster.types.members import Member, Role
+from cluster.types.members import Member, ProcessId, Role
 from cluster.types.messages import (
     Cancel,
     EncoderLost,
     EncodeTarget,
     Failed,
     FeatureGranted,
+    GrantPassed,
     ReturnGrant,
     StartEncode,
 )
@@ -34,6 +35,7 @@ from router.members import Peer
 from router.quarantine import Quarantine
 from tests.fakes.clock import ManualClock
 
+PROCESS = ProcessId("boot", 1, 2, 3)
 ITEMS = tuple(MediaItem(Modality.IMAGE, b"png", name, MediaGeometry(3)) for name in ("a", "b"))
 
 
@@ -100,7 +102,7 @@ class Stage:
         self.stage.start(self.flight)
 
     def _peer(self, name: str, role: Role) -> Peer:
-        peer = Peer(Member(name, role, "", "", "", 8))
+        peer = Peer(Member(name, role, "", "", "", 8, processes=(PROCESS,)))
         self.connections[name] = Connection()
         peer.attach(self.connections[name])
         return peer
@@ -139,7 +141,7 @@ def test_items_of_a_lost_encoder_go_to_another_and_prefill_is_told_of_those_that
     assert stage.started("e1") == [
         0
     ]  # it may be what ended the first one, and so may the other: one at a time
-    assert stage.sent("p") == [EncoderLost("r", 0)]
+    assert stage.sent("p") == [GrantPassed("lease", (PROCESS,)), EncoderLost("r", 0, "lease")]
     stage.grant(0, "anew")
     stage.grant(1, "first")
     stage.stage.on_encoded(stage.flight, 0)
@@ -283,7 +285,7 @@ def test_items_leave_a_silent_encoder_where_another_moves():
     stage.stage.on_silent(stage.flight, stage.encoders[0])
     assert stage.started("e1") == [0, 1] and not len(stage.quarantine)
     assert stage.sent("e0")[-2:] == [Cancel("r", item_idx=0), Cancel("r", item_idx=1)]
-    assert stage.sent("p") == [EncoderLost("r", 0)]
+    assert stage.sent("p") == [GrantPassed("lease", (PROCESS,)), EncoderLost("r", 0, "lease")]
 
 
 def test_items_stay_with_a_silent_encoder_where_no_other_moves():

@@ -1,0 +1,71 @@
+"""What a worker's process consists of beside its engine, for tests that move everything by hand."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.types.members import ProcessId
+from cluster.types.messages import AnyMessage
+from cluster.worker.outbox import Outbox
+from kv_transfer.mover import Mover
+
+DOOR = 1
+
+
+class Inbox:
+    """Stands for the engine's loop: calls wait until `run`."""
+
+    def __init__(self) -> None:
+        self.calls: deque[Callable[[], None]] = deque()
+
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        self.calls.append(lambda: function(*args))
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.popleft()()
+
+
+class ManualExecutor(Executor):
+    def __init__(self) -> None:
+        self.jobs: deque[Callable[[], None]] = deque()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+
+        self.jobs.append(job)
+        return future
+
+    def run_one(self) -> None:
+        if self.jobs:
+            self.jobs.popleft()()
+
+
+@dataclass
+class Worker:
+    """An engine, its mover, and what it has said to the door so far."""
+
+    engine: Any
+    mover: Mover
+    inbox: Inbox
+    outbox: Outbox
+    process: ProcessId
+    said: deque[AnyMessage] = field(default_factory=deque)
+    door: int = DOOR  # its number for the door's connection
+
+    def step(self) -> None:
+        self.inbox.run()
+        self.engine.step()
+
+    def tell(self, function: Callable[..., None], *args: Any) -> None:
+        self.inbox.call(function, *args)

@@ -1,0 +1,63 @@
+"""Workers that must go, as on scale-down, finish what the doors have given them; the clients notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from bench.workload import Reference, make_cases
+from cluster.types.members import Role
+from router.openai.app import build_api
+from tests.flow.local_cluster import local_cluster
+from tests.flow.test_law import MAX_TOKENS, MODEL, ask, cluster_args
+
+NUM_CASES = 16
+
+
+@pytest.mark.parametrize("role", [Role.ENCODE, Role.PREFILL, Role.DECODE])
+async def test_a_worker_that_must_go_first_finishes_its_requests(role):
+    reference = Reference(MODEL)
+    cases = [case for case in make_cases(29, 2 * NUM_CASES) if case.kind != "text"][:NUM_CASES]
+    expected = [reference.answer(case, MAX_TOKENS).text for case in cases]
+    async with local_cluster(cluster_args(64), (2, 2, 2), num_doors=2) as cluster:
+        pools = {Role.ENCODE: cluster.encoders, Role.PREFILL: cluster.prefills, Role.DECODE: cluster.decodes}
+        leaving = pools[role][0]
+
+        def leaving_peers():
+            peers = [peer for door in cluster.doors for peer in door.peers]
+            return [peer for peer in peers if peer.member.replica_id == leaving.replica_id]
+
+        async def answers_of(door, some):
+            transport = httpx.ASGITransport(build_api(door))
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
+                return await asyncio.gather(*(ask(client, case) for case in some))
+
+        half = NUM_CASES // 2
+        asking = [
+            asyncio.ensure_future(answers_of(door, some))
+            for door, some in zip(cluster.doors, (cases[:half], cases[half:]), strict=True)
+        ]
+        async with asyncio.timeout(60):
+            while not all(peer.num_flights for peer in leaving_peers()):
+                await asyncio.sleep(0.001)
+        draining = asyncio.ensure_future(leaving.drain(60.0))
+        for door in cluster.doors:
+            listed = [peer.member for peer in door.peers if peer.member.role is role]
+            door.update_members(role, [m for m in listed if m.replica_id != leaving.replica_id])
+        await asyncio.sleep(0)
+        assert not draining.done()
+        await draining
+        assert leaving._engine.load().is_idle and leaving_peers() == []
+        answers = [answer for some in await asyncio.gather(*asking) for answer in some]
+        assert [answer["choices"][0]["message"]["content"] for answer in answers] == expected
+
+
+async def test_a_worker_does_not_wait_longer_than_it_is_given_nor_without_doors():
+    async with local_cluster(cluster_args(64)) as cluster:
+        async with asyncio.timeout(30):
+            await cluster.prefills[0].drain(0.01)
+        await cluster.door.aclose()
+        async with asyncio.timeout(30):
+            await cluster.prefills[0].drain(3600.0)

@@ -1,0 +1,32 @@
+"""What a replica's shutdown hook asks of its service."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from cluster.app import DRAIN_TIMEOUT_S
+from cluster.serving.replicas import DRAIN_S, DecodeReplica, Replica
+from cluster.worker.process import STOP_TIMEOUT_S
+
+
+class Service:
+    def __init__(self):
+        self.asked: list[tuple] = []
+
+    async def drain(self, timeout_s: float) -> None:
+        self.asked.append(("drain", timeout_s))
+
+    async def stop(self) -> None:
+        self.asked.append(("stop",))
+
+
+async def test_a_replica_of_every_pool_drains_before_it_stops():
+    for kind in (Replica, DecodeReplica):
+        service = Service()
+        await kind.__del__(SimpleNamespace(_service=service))  # Serve's context is not here
+        assert service.asked == [("drain", DRAIN_S), ("stop",)]
+    await Replica.__del__(SimpleNamespace())  # its service could not be made
+
+
+def test_a_drained_replica_has_time_left_to_stop():
+    assert DRAIN_S + STOP_TIMEOUT_S < DRAIN_TIMEOUT_S
