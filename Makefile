@@ -18,7 +18,7 @@ TORCH_INDEX ?=
 CONFIG ?= deploy/cluster.yaml
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2# each takes a core and about 2 GB
-PYTEST = $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
 OPENAI_2 := openai==2.54.0 distro==1.9.0# the examples are tested with this major version of the client, too
 VENV := .venv
 BIN := $(VENV)/bin

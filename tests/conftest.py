@@ -53,13 +53,19 @@ def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.pluginmanager.has_plugin("xdist"):
-        return
-    places = {item: item.path.relative_to(TESTS).parts for item in items}
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {folder: rank for rank, folder in enumerate(FIRST)}
-    items.sort(key=lambda item: ranks.get(places[item][0], len(FIRST)))
-    for item in items:
-        folder, *_ = places[item]
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "serve" else "/".join(places[item])))
+    items.sort(key=lambda item: ranks.get(item.path.relative_to(TESTS).parts[0], len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """A file's tests share its fixtures, and all of tests/serve a cluster: each goes to one worker, in this order."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "tests/serve" if path.startswith("tests/serve/") else path
+
+    return ByFile(config, log)
