@@ -48,6 +48,7 @@ test: lint
 
 test-all: lint
 	$(PYTEST) $(PYTEST_ARGS)
+	$(BIN)/python -m tests.faults.stress 1000
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(PACKAGES)

@@ -49,6 +49,7 @@ class Trace:
         for number, answer in enumerate(answers):
             call = chat_call(parse(ChatRequest, answer.call.body), door.model_id, door.defaults, "")
             prompt = await door.prepare(call, Ledger(0.0))
+            prompt.release()  # only its tokens and names are wanted
             lines.append({"block": self._num_blocks, "request": number} | request_fields(answer, prompt))
         with self._path.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)

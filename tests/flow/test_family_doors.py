@@ -231,6 +231,7 @@ async def prompt_and_answer(door: Door, content: list[Part], **fields: object) -
     request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, StopParams(MAX_TOKENS))
     (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes, Ledger(0.0))
     answer = [token_id async for event in events for token_id in event.token_ids]
+    prompt.release()
     return list(prompt.prompt.token_ids), answer
 
 

@@ -137,7 +137,9 @@ async def answer(cluster: LocalCluster, content: list[Part], sampling: SamplingP
     prompt = await cluster.door.prepare(call, Ledger(0.0))
     request = GenerateRequest(new_request_id(), prompt.prompt, (sampling,), StopParams(NUM_TOKENS))
     (events,) = cluster.door._dispatcher.generate(request, prompt.items, prompt.block_hashes, Ledger(0.0))
-    return [token_id async for event in events for token_id in event.token_ids]
+    got = [token_id async for event in events for token_id in event.token_ids]
+    prompt.release()
+    return got
 
 
 def preempt_often(engine: DecodeEngine) -> None:

@@ -118,6 +118,7 @@ async def test_every_token_id_equals_generate(expected):
             request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, stop)
             (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes, Ledger(0.0))
             got = [token_id async for event in events for token_id in event.token_ids]
+            prompt.release()
             assert tuple(got) == answer.token_ids, case.kind
 
 
