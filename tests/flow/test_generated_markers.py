@@ -163,7 +163,13 @@ def generated(reference: Reference, content: list[Part]) -> list[int]:
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Each way of placing positions and of marking media; the others are like one of them.
+ALWAYS = ("qwen2_5_omni", "qwen3_omni", "qwen2_5_vl", "gemma3", "llava_onevision")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 async def test_preempted_answers_full_of_special_tokens_do_not_change(name: str, tmp_path) -> None:
     folder = save_family(name, tmp_path)
     make_talkative(folder)

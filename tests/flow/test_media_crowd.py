@@ -6,7 +6,7 @@ import asyncio
 import base64
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import httpx
@@ -143,9 +143,9 @@ def prepared_after(cluster: LocalCluster, image: dict, event: threading.Event) -
     data = base64.b64decode(image["image_url"]["url"].partition(",")[2])
     prepare = runner._prepare
 
-    def in_order(item: MediaItem):
+    def in_order(item: MediaItem, is_wanted: Callable[[], bool]):
         assert item.data != data or event.wait(timeout=HANG_S)
-        return prepare(item)
+        return prepare(item, is_wanted)
 
     runner._prepare = in_order
 
@@ -155,7 +155,7 @@ async def num_computed(cluster: LocalCluster, at_least: int) -> int:
     async with asyncio.timeout(HANG_S):
         while True:
             for request in list(cluster.prefills[0]._engine._requests.values()):
-                if request.main.num_computed_tokens >= at_least:
+                if request.sequences and request.main.num_computed_tokens >= at_least:
                     return request.main.num_computed_tokens
             await asyncio.sleep(0.002)
 
@@ -181,7 +181,9 @@ async def test_prefill_computes_what_stands_before_each_image_while_the_image_is
             prepared_after(cluster, images[1], held.has_first)
             task = asyncio.ensure_future(ask(client, messages))
             async with asyncio.timeout(HANG_S):
-                while not cluster.prefills[0]._engine._requests:
+                while not any(
+                    known.sequences for known in list(cluster.prefills[0]._engine._requests.values())
+                ):
                     await asyncio.sleep(0.002)
             (request,) = cluster.prefills[0]._engine._requests.values()
             first, second = request.main.prompt.media
