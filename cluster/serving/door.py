@@ -22,13 +22,14 @@ from cluster.serving.membership import MEMBERSHIP
 class DoorReplica:
     async def __init__(self, args: ClusterArgs, door: str, api: str, pools: list[DeploymentHandle]):
         """`pools`: handles of all worker pools, decode last. `door` and `api` are import paths."""
-        from cluster.serving.replicas import load
+        from cluster.serving.replicas import freeze_what_is_loaded, load
 
         bind_to_node_address()
         self._decode = pools[-1].options(_by_reference=False)
         door_class = load(door)
         self._door: Any = await asyncio.to_thread(door_class, args, self._call_decode)
         self._api = load(api)(self._door)
+        freeze_what_is_loaded()
         self._unsubscribe = MEMBERSHIP.subscribe(self._door.update_members)
         for handle in (*pools[:-1], self._decode):
             if not handle.is_initialized:
