@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import time
 from pathlib import Path
 
 import httpx
@@ -16,9 +17,15 @@ JOB = {"entrypoint": "id"}
 
 
 def port_of(cluster, name: str) -> int:
-    """Of one of Ray's processes on this node, as it wrote it down."""
-    (path,) = (cluster.folder / "ray" / "session_latest").glob(f"{name}_*")
-    return int(path.read_text())
+    """Of one of Ray's processes on this node, as it writes it down once it listens: on a busy machine later than the cluster serves."""
+    deadline = time.monotonic() + 120.0
+    while time.monotonic() < deadline:
+        for path in (cluster.folder / "ray" / "session_latest").glob(f"{name}_*"):
+            port = path.read_text().strip()
+            if port.isdecimal() and 0 < int(port) < 1 << 16:
+                return int(port)
+        time.sleep(0.2)
+    raise AssertionError(f"Ray wrote no port for {name}")
 
 
 def test_every_socket_listens_on_loopback(cluster):
