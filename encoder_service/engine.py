@@ -204,7 +204,7 @@ class EncoderEngine:
 
     @bookkeeping
     def _take_on(self, delivery: Delivery) -> EncodeItem:
-        """An item that nobody else wants at present."""
+        """An item that no other request wants at present."""
         item = EncodeItem(delivery.item, delivery.ticket, deliveries=[delivery])
         delivery.marks = item.marks
         self._items[item.media_hash] = item

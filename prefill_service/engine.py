@@ -274,7 +274,7 @@ class PrefillEngine:
                 self._blame.run(request.request_id, self._tell_first_tokens, request, tokens)
 
     def _probe(self) -> None:
-        """Whether the device still works: one token that belongs to nobody. Without a free block for it, the answer is yes."""
+        """Whether the device still works: one token that belongs to no request. Without a free block for it, the answer is yes."""
         block = self._blocks.try_allocate(1)
         if block is not None:
             self._runner.warm_up(1, block)

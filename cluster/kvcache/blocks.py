@@ -4,7 +4,7 @@ A block is in exactly one of three states:
 
     free        no content that anyone may rely on; on the free list
     referenced  one or more requests (or leases) hold it; it may carry a hash, then others can join
-    cached      nobody holds it, but its content is known by a hash; the oldest is evicted first
+    cached      no request holds it, but its content is known by a hash; the oldest is evicted first
 
     free --allocate--> referenced --free (no hash)--> free
                        referenced --free (hash)-----> cached --lookup--> referenced
@@ -119,7 +119,7 @@ class BlockPool:
         """One more reference to each block, which somebody must hold already. Nobody may write to a shared block."""
         for block_id in block_ids:
             if self._num_references[block_id] == 0:
-                raise BookkeepingError(f"block {block_id} is shared but nobody holds it")
+                raise BookkeepingError(f"block {block_id} is shared but no request holds it")
             self._num_references[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ class BlockPool:
         """
         for block_id in reversed(block_ids):
             if self._num_references[block_id] == 0:
-                raise BookkeepingError(f"block {block_id} is freed but nobody holds it")
+                raise BookkeepingError(f"block {block_id} is freed but no request holds it")
             self._num_references[block_id] -= 1
             if self._num_references[block_id] > 0:
                 continue
@@ -144,7 +144,7 @@ class BlockPool:
         reference.
         """
         if self._num_references[block_id] == 0:
-            raise BookkeepingError(f"block {block_id} is registered but nobody holds it")
+            raise BookkeepingError(f"block {block_id} is registered but no request holds it")
         known = self._hash_of[block_id]
         if known is not None and known != block_hash:
             raise BookkeepingError(

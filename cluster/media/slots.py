@@ -1,4 +1,4 @@
-"""A few places for many tenants' work: whoever has fewest places goes next, and none has all of them.
+"""A few places for many tenants' work: the tenant with the fewest places goes next, and none has all of them.
 
 Belongs to one event loop. Within a tenant the order is that of arrival. A caller that is cancelled gives up its place, or its wait.
 """

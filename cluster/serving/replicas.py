@@ -42,8 +42,8 @@ class WorkerService(Protocol):
 
 
 def freeze_what_is_loaded() -> None:
-    """Modules, models and tokenizers stay for good. Collections that visited them all held the door's event loop up for more than
-    0.1 s at 15 of 4,911 ticks of `bench.fuzz`; without them it is none."""
+    """Modules, models and tokenizers stay for good. Collections that visited them all held the door's event loop up; bench/fuzz/README.md
+    has the figures."""
     gc.collect()
     gc.freeze()
 

@@ -56,7 +56,7 @@ class Pulse:
             self.on_begin()
 
     def beat_on(self) -> None:
-        """It has moved, if it has work: before the first request a step is nobody's."""
+        """It has moved, if it has work: a step before the first request belongs to no work."""
         if self._moved_at != math.inf:
             self._moved_at = self._clock.now()
 

@@ -52,7 +52,7 @@ class Turns:
         pause: Callable[[float], None] = time.sleep,
         on_progress: Callable[[], None] = lambda: None,
     ):
-        """`folder` is common to those who take turns; None: this worker shares its device with nobody. `on_progress` is called at every
+        """`folder` is common to the workers that take turns; None: this worker has its device alone. `on_progress` is called at every
         offer, and while a turn is waited for: this thread moves."""
         self._clock = clock
         self._pause = pause

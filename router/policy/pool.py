@@ -62,11 +62,11 @@ class Pool:
     def __init__(self, role: Role):
         self.role = role
         self.slots: dict[str, int] = {}  # replica id → slot
-        self.replica_ids: list[str] = []  # by slot; empty where nobody is
+        self.replica_ids: list[str] = []  # by slot; empty where no worker is
         self.hardware: list[str] = []  # names of the classes, by index
         self.is_listed = np.zeros(0, bool)
         self.is_silent = np.zeros(0, bool)  # has not moved for a while: chosen only where all others are, too
-        self.incarnations = np.zeros(0, np.int64)  # 0 where nobody is
+        self.incarnations = np.zeros(0, np.int64)  # 0 where no worker is
         self.classes = np.zeros(0, np.intp)  # index of the hardware class
         self.salts = np.zeros(0, np.uint64)
         self.num_blocks = np.zeros(0)

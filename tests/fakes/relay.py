@@ -82,7 +82,7 @@ class Story:
 
 class Relay:
     def __init__(self, rig: Rig, expects_faults: bool = False):
-        """`expects_faults`: requests may fail because engines meet errors that are nobody's but their own."""
+        """`expects_faults`: requests may fail because engines meet errors of their own."""
         self.rig = rig
         self._expects_faults = expects_faults
         self.to_worker: dict[str, deque[AnyMessage]] = {name: deque() for name in rig.workers}

@@ -53,7 +53,7 @@ class LocalCluster:
                 assert peer.load.is_idle, f"{peer.member.replica_id} still holds something: {peer.load}"
                 assert peer.num_flights == 0
             assert door.is_idle, (
-                "work counts as sent that is not there, somebody waits for admission, or media is held"
+                "work counts as sent that is not there, a request waits for admission, or media is held"
             )
 
     def _is_idle(self) -> bool:

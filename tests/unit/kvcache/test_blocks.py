@@ -70,7 +70,7 @@ def test_a_block_gets_a_new_generation_when_its_content_is_lost():
 
 def test_freeing_a_free_block_is_an_error():
     pool = BlockPool(1, 16)
-    with pytest.raises(ValueError, match="nobody holds it"):
+    with pytest.raises(ValueError, match="no request holds it"):
         pool.free([0])
 
 
@@ -201,7 +201,7 @@ def test_a_shared_block_is_free_when_the_last_holder_gives_it_back():
     assert pool.num_free == 2
     pool.free(blocks)
     assert pool.num_free == 4
-    with pytest.raises(ValueError, match="nobody holds it"):
+    with pytest.raises(ValueError, match="no request holds it"):
         pool.share(blocks)
     pool.check_integrity()
 
