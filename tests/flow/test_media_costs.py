@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Coroutine
 from typing import Any
 
 import httpx
@@ -167,6 +168,14 @@ async def until_queued(cluster: LocalCluster, num_rows: int) -> None:
             await asyncio.sleep(0.002)
 
 
+async def queued(cluster: LocalCluster, request: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+    """Send the request, and go on once an encoder's queue has grown by it."""
+    before = cluster.door._cluster.num_queued_rows()
+    sent = asyncio.ensure_future(request)
+    await until_queued(cluster, before + 1)
+    return sent
+
+
 async def first_chunk(response: httpx.Response) -> dict[str, Any]:
     lines = [line async for line in response.aiter_lines() if line.startswith("data: {")]
     chunks = [json.loads(line[6:]) for line in lines]
@@ -179,12 +188,10 @@ async def test_new_media_is_reduced_while_encoders_are_behind_and_the_client_is_
         with gate(cluster) as held:
             waiting = asyncio.ensure_future(ask(client, [picture_part(20)]))
             await until_queued(cluster, 64)
-            new = asyncio.ensure_future(ask(client, [picture_part(21)]))
-            await until_queued(cluster, 66)
-            streamed = asyncio.ensure_future(post(client, [picture_part(22)], stream=True))
-            exact = asyncio.ensure_future(ask(client, [picture_part(23)], exact_media=True))
-            same = asyncio.ensure_future(ask(client, [picture_part(20), picture_part(24)]))
-            await until_queued(cluster, 64 + 64 + 3)
+            new = await queued(cluster, ask(client, [picture_part(21)]))
+            streamed = await queued(cluster, post(client, [picture_part(22)], stream=True))
+            exact = await queued(cluster, ask(client, [picture_part(23)], exact_media=True))
+            same = await queued(cluster, ask(client, [picture_part(20), picture_part(24)]))
             held.let_through(100)
             whole, got, untouched, mixed = await asyncio.gather(waiting, new, exact, same)
             chunk = await first_chunk(await streamed)
