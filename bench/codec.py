@@ -26,8 +26,8 @@ from torch import Tensor
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.cpu.library import load
 from cluster.model.kv_format import kv_segments
-from kv_transfer.checksum import checksum
-from kv_transfer.codecs import CODECS, Codec, CodecName, dequantise, quantise
+from kv_transfer.codecs.checksum import checksum
+from kv_transfer.codecs.codecs import CODECS, Codec, CodecName, dequantise, quantise
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LAYERS = 4

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from bench.demo_model import data
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.families import family_of
 from cluster.model.language import LanguageModel, SequenceChunk
@@ -30,6 +29,7 @@ from cluster.model.loading import Half, load_half
 from cluster.model.sampling import sample
 from cluster.types.request import SamplingParams
 from decode_service.speculation import DraftModelProposer, NgramProposer, Proposer, Speculator, accept
+from deploy.demo_model.training import data
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 BLOCK_SIZE = 16

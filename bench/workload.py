@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from bench.demo_model import data, media
+from deploy.demo_model.training import data, media
 
 KINDS = ("text", "image", "two images", "video", "audio", "image and audio")
 SAMPLING_RATE = 16_000

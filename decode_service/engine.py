@@ -43,9 +43,9 @@ from decode_service.runner import DecodeRunner
 from decode_service.state import Choice, DecodeRequest, Phase, fail_holders
 from decode_service.stretches import MAX_STRETCH_TOKENS, Stretches
 from decode_service.tables import leave_blocks, share_prompts, take_prompt_blocks, try_grow
-from kv_transfer.group import GroupMover
-from kv_transfer.mover import Mover
-from kv_transfer.receiver import Aborted, Completed, LateWrite, LeaseEvent
+from kv_transfer.lease.group import GroupMover
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.receiver import Aborted, Completed, LateWrite, LeaseEvent
 
 _id_of = attrgetter("request_id")
 

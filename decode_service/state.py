@@ -213,7 +213,7 @@ def fail_holders(
     requests: Mapping[str, DecodeRequest],
     fail: Callable[[DecodeRequest, ClusterError], None],
 ) -> None:
-    """A prefill worker has written to these blocks after they had been taken back (`LateWrite` of `kv_transfer.receiver`)."""
+    """A prefill worker has written to these blocks after they had been taken back (`LateWrite` of `kv_transfer.lease.receiver`)."""
     late = set(block_ids)
     for request in list(requests.values()):
         if request.phase is not Phase.CLOSING and not late.isdisjoint(request.held_blocks):

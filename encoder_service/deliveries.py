@@ -22,9 +22,9 @@ from cluster.worker.outbox import DoorId, Outbox
 from encoder_service.cache import EmbeddingCache
 from encoder_service.ledger import Ledger
 from encoder_service.state import Delivery
-from kv_transfer.agent import TransferError
-from kv_transfer.mover import Mover
-from kv_transfer.sender import Finished, SendEvent
+from kv_transfer.agents.agent import TransferError
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.sender import Finished, SendEvent
 
 logger = logging.getLogger(__name__)
 

@@ -42,8 +42,8 @@ from encoder_service.ledger import Ledger
 from encoder_service.preparation import IsWanted, NotWantedError, Preparation, PreparationLimits
 from encoder_service.runner import EncoderRunner, Prepared
 from encoder_service.state import Delivery, EncodeItem, delivery_key
-from kv_transfer.mover import Mover
-from kv_transfer.sender import SendEvent
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.sender import SendEvent
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from cluster.types.messages import EncodeTiming
 from cluster.types.transfer import ReceivedGrant
 from cluster.worker.outbox import DoorId
 from encoder_service.runner import Prepared
-from kv_transfer.outgoing import Outgoing
+from kv_transfer.lease.outgoing import Outgoing
 
 
 @dataclass(eq=False)

@@ -1,3 +1,3 @@
-"""Moving blocks between processes under leases: `agent` (the protocol), `nixl_agent` and `in_process` (who
-speaks it), `receiver` and `sender` (the two halves of a lease), `mover` (the thread that runs them).
+"""Moving blocks between processes under leases: `agents` (transports), `codecs` (KV on the wire),
+`lease` (the protocol between the owner of memory and its writer).
 """

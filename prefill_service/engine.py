@@ -37,11 +37,11 @@ from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import Speed
 from cluster.worker.turns import Turns
-from kv_transfer.agent import TransferError
-from kv_transfer.group import GroupMover
-from kv_transfer.mover import Mover
-from kv_transfer.receiver import Completed, LateWrite, LeaseEvent
-from kv_transfer.sender import Finished, SendEvent
+from kv_transfer.agents.agent import TransferError
+from kv_transfer.lease.group import GroupMover
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.receiver import Completed, LateWrite, LeaseEvent
+from kv_transfer.lease.sender import Finished, SendEvent
 from prefill_service.allotment import take_blocks, try_give_blocks
 from prefill_service.features import FeatureStore
 from prefill_service.first_tokens import first_events

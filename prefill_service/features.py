@@ -9,7 +9,7 @@ An owner that releases the copy early leaves its lease to the others. Has it fai
 stop: they go on in other room if there is some, and else take this room over at the lease's end. So does the owner itself when
 its encoder is lost (`renew`).
 
-Room that an encoder may have written to after it had been given to others (`kv_transfer.receiver`) is named by `harmed_by`.
+Room that an encoder may have written to after it had been given to others (`kv_transfer.lease.receiver`) is named by `harmed_by`.
 
 Room is given strictly in order of arrival: requests in order, items in prompt order. Prefill takes KV blocks in the same
 order, so the oldest request always gets what it needs and none can wait for a younger one. Hence nobody joins a copy behind
@@ -33,7 +33,7 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.media_phase import MediaPhase, next_phase
 from cluster.types.messages import FeatureGranted, FeatureShared
-from kv_transfer.mover import Mover
+from kv_transfer.lease.mover import Mover
 
 ItemKey = tuple[str, int]  # request id, item index
 Tell = Callable[[FeatureGranted | FeatureShared], None]

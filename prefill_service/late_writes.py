@@ -1,4 +1,4 @@
-"""What a worker does when an encoder has written into room that was given to others meanwhile (`LateWrite` of `kv_transfer.receiver`).
+"""What a worker does when an encoder has written into room that was given to others meanwhile (`LateWrite` of `kv_transfer.lease.receiver`).
 
 Everything computed from those rows is suspect: the requests that read them, the prefix cache, and the requests that share blocks with
 them. All these fail; none may answer.

@@ -21,8 +21,8 @@ from torch import Tensor
 from cluster.model.language import PromptPositions
 from cluster.types.request import GenerateRequest, Prompt
 from cluster.worker.outbox import DoorId
-from kv_transfer.group import GroupOutgoing
-from kv_transfer.outgoing import Outgoing
+from kv_transfer.lease.group import GroupOutgoing
+from kv_transfer.lease.outgoing import Outgoing
 from prefill_service.timing import Stopwatch
 
 

@@ -23,11 +23,11 @@ from cluster.kvcache.memory import MemoryLayout
 from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import KvReady
 from cluster.types.transfer import Grant, ReceivedGrant
-from kv_transfer.agent import TransferError
-from kv_transfer.group import GroupMover, GroupOutgoing
-from kv_transfer.link import MIN_MEASURED_BYTES
-from kv_transfer.mover import Mover
-from kv_transfer.outgoing import Outgoing
+from kv_transfer.agents.agent import TransferError
+from kv_transfer.lease.group import GroupMover, GroupOutgoing
+from kv_transfer.lease.link import MIN_MEASURED_BYTES
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.outgoing import Outgoing
 from prefill_service.state import Phase, PrefillRequest, PromptSequence
 
 # A write costs the transfer thread about as long as copying this much: smaller layers wait for the next ones.

@@ -28,24 +28,24 @@ from cluster.text.stop import StopStrings
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.members import Member, Role
 from cluster.types.request import GenerateRequest, StopParams
-from router.admission import AdmissionQueue, Capacity
-from router.dispatch import CallDecode, Dispatcher
-from router.entrance import Entrance
+from router.admission.entrance import Entrance
+from router.admission.queue import AdmissionQueue, Capacity
+from router.flow.dispatch import CallDecode, Dispatcher
+from router.flow.placing import Placing
 from router.generation import Choice
-from router.intake import ByteLimits, MediaIntake
-from router.ledger import Ledger
-from router.media import MediaPlanner
-from router.media_budget import load_share
 from router.members import MemberTable, Peer
-from router.metrics import DoorMetrics
 from router.openai.limits import Limits
 from router.openai.translate import ChatCall, CompletionCall, StopRules
-from router.placing import Placing
 from router.policy import POLICIES, ClusterView
-from router.prompts import MediaCaps, PreparedPrompt, PromptBuilder
+from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
+from router.prompts.intake import ByteLimits, MediaIntake
+from router.prompts.media import MediaPlanner
+from router.prompts.media_budget import load_share
+from router.telemetry.metrics import DoorMetrics
+from router.telemetry.timeline import Ledger
 
 if TYPE_CHECKING:
-    from router.tracing import Tracing
+    from router.telemetry.tracing import Tracing
 
 T = TypeVar("T")
 NUM_TEXT_THREADS = 2  # for templates, layouts and tokenising, beside the event loop
@@ -235,6 +235,6 @@ def _tracing(args: ClusterArgs, clock: Clock) -> Tracing | None:
     """Imported where it is wanted: OpenTelemetry's exporter takes a quarter of a second."""
     if not args.door.otlp_traces_endpoint:
         return None
-    from router.tracing import tracing_to
+    from router.telemetry.tracing import tracing_to
 
     return tracing_to(args.door.otlp_traces_endpoint, args.model_id, clock)

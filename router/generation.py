@@ -10,14 +10,14 @@ from cluster.errors import ClusterError
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.stop import StopStrings
 from cluster.types.messages import FinishReason, TokenEvent
-from router.ledger import Ledger
-from router.metrics import DoorMetrics
+from router.flow.streams import TokenStream
 from router.openai.protocol import MediaNote, TextDelta, Usage
-from router.prompts import PreparedPrompt
-from router.streams import TokenStream
+from router.prompts.builder import PreparedPrompt
+from router.telemetry.metrics import DoorMetrics
+from router.telemetry.timeline import Ledger
 
 if TYPE_CHECKING:
-    from router.tracing import Tracing
+    from router.telemetry.tracing import Tracing
 
 
 class Choice:

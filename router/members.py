@@ -46,7 +46,7 @@ class Peer:
         self.num_flights = 0
         self.is_listed = True
         self.has_joined = False  # the listener knows it
-        self.is_silent = False  # it has work and does not move: see `router.watch`
+        self.is_silent = False  # it has work and does not move: see `router.flow.watch`
         self._connection: Connection | None = None
 
     def attach(self, connection: Connection) -> None:

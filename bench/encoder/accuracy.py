@@ -4,7 +4,7 @@ One process, no server, fp32: a request body as the API takes it, the door's pro
 decoding. Images are PNG files, clips h264 with a key frame a second.
 
     plain       what the model's own processor makes of the file; the others are compared with it, on the same samples
-    right       whole answers equal to the one that counts, as `bench.demo_model.evaluate` judges
+    right       whole answers equal to the one that counts, as `deploy.demo_model.training.evaluate` judges
     lost, won   answers that are right when plain and wrong with the setting, and the other way round
     rows        embedding rows of all items; each item must have as many as the door said
 """
@@ -24,8 +24,6 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
-from bench.demo_model.evaluate import MAX_NEW_TOKENS, Sample, draw_samples
-from bench.demo_model.speech import WordBank
 from bench.encoder.clients import text_part
 from bench.encoder.records import Record
 from bench.engine.prompts import Part
@@ -40,11 +38,13 @@ from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.text.defaults import GenerationDefaults, context_length
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import Modality
+from deploy.demo_model.training.evaluate import MAX_NEW_TOKENS, Sample, draw_samples
+from deploy.demo_model.training.speech import WordBank
 from encoder_service.runner import EncoderRunner, Piece
-from router.media import Content, MediaPlanner
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
-from router.prompts import MediaCaps, PreparedPrompt, PromptBuilder
+from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
+from router.prompts.media import Content, MediaPlanner
 
 TASKS = {
     Modality.IMAGE: ("shape", "colour", "yes or no", "describe the image", "two images in order"),

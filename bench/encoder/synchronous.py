@@ -34,8 +34,8 @@ from cluster.types.messages import FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
 from encoder_service.runner import EncoderRunner, Piece, Prepared
 from router.door import Door
-from router.ledger import Ledger
 from router.openai.app import build_api
+from router.telemetry.timeline import Ledger
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ class Prompts:
         """A square h264 clip as a data URI: noise that drifts sideways."""
         import numpy as np
 
-        from bench.demo_model.media import mp4_bytes
+        from deploy.demo_model.training.media import mp4_bytes
 
         picture = np.asarray(self._picture(side, key))
         frames = np.stack([np.roll(picture, 4 * idx, axis=1) for idx in range(num_frames)])

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.router.policies import ORACLE, WHOLE, WHOLE_IN_TURN
-from bench.simulate.hardware import A100, H200, H200_PAIR, VL_7B, VL_32B, Accelerator, Model
-from bench.simulate.layouts import Layout, throttled, workers
-from bench.simulate.results import Slo
-from bench.simulate.worker import WorkerSpec
+from cluster.simulator.hardware import A100, H200, H200_PAIR, VL_7B, VL_32B, Accelerator, Model
+from cluster.simulator.layouts import Layout, throttled, workers
+from cluster.simulator.results import Slo
+from cluster.simulator.worker import WorkerSpec
 
 POLICY_NAMES = ("joint", "round_robin", "least_loaded", "linear", "per_stage", ORACLE)
 

@@ -10,9 +10,9 @@ from statistics import fmean, median
 
 from bench.encoder.records import Record
 from bench.engine.measure import percentile
-from bench.simulate.hardware import BLOCK_SIZE, H200, VL_7B
-from bench.simulate.layouts import Layout, workers
-from bench.simulate.simulation import SCHEDULING
+from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B
+from cluster.simulator.layouts import Layout, workers
+from cluster.simulator.simulation import SCHEDULING
 from cluster.types.media import Modality
 from cluster.types.members import Role
 from cluster.types.messages import LoadReport

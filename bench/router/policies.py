@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bench.simulate.oracle import Oracle
-from bench.simulate.simulation import MakePolicy, Simulation
-from bench.simulate.whole import OneDevice, OneDeviceInTurn
+from cluster.simulator.oracle import Oracle
+from cluster.simulator.simulation import MakePolicy, Simulation
+from cluster.simulator.whole import OneDevice, OneDeviceInTurn
 from router.policy import POLICIES, Policy
 
 ORACLE, WHOLE, WHOLE_IN_TURN = "oracle", "data_parallel", "data_parallel_in_turn"

@@ -11,7 +11,7 @@ from bench.charts import box, label, svg
 from bench.encoder.records import Record
 from bench.router.cases import DATA_PARALLEL, POLICY_NAMES, SLOS, SPLITS
 from bench.router.policies import ORACLE
-from bench.simulate.results import interval
+from cluster.simulator.results import interval
 
 COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#888888")
 WIDTH, LEFT, BAR, VALUES = 760, 210, 13, 130

@@ -22,11 +22,11 @@ from bench.router.cases import (
 )
 from bench.router.policies import maker
 from bench.router.simulated_overload import overload
-from bench.simulate.demand import capacity, demand
-from bench.simulate.layouts import workers
-from bench.simulate.results import Slo, Summary, fields
-from bench.simulate.search import highest_rate, run_once
-from bench.simulate.workload import WORKLOADS
+from cluster.simulator.demand import capacity, demand
+from cluster.simulator.layouts import workers
+from cluster.simulator.results import Slo, Summary, fields
+from cluster.simulator.search import highest_rate, run_once
+from cluster.simulator.workload import WORKLOADS
 
 NO_LIMIT = Slo(float("inf"))
 

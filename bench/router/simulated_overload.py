@@ -8,15 +8,15 @@ from random import Random
 from bench.encoder.records import Record
 from bench.router.cases import OverloadCase
 from bench.router.policies import maker
-from bench.simulate.demand import capacity, demand
-from bench.simulate.flight import Outcome
-from bench.simulate.gate import Gate
-from bench.simulate.hardware import H200, VL_7B
-from bench.simulate.layouts import Layout, workers
-from bench.simulate.results import WARM_UP_SHARE, Slo, fields, summarise
-from bench.simulate.simulation import SCHEDULING, Simulation
-from bench.simulate.workload import Draft, Workload, image_prompts, text
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
+from cluster.simulator.demand import capacity, demand
+from cluster.simulator.flight import Outcome
+from cluster.simulator.gate import Gate
+from cluster.simulator.hardware import H200, VL_7B
+from cluster.simulator.layouts import Layout, workers
+from cluster.simulator.results import WARM_UP_SHARE, Slo, fields, summarise
+from cluster.simulator.simulation import SCHEDULING, Simulation
+from cluster.simulator.workload import Draft, Workload, image_prompts, text
 
 SLO = Slo(ttft_s=3.0)
 CLASSES = (

@@ -28,10 +28,10 @@ from cluster.types.curves import ServiceCurves
 from cluster.types.members import Role
 from encoder_service.service import MAX_BATCH_ROWS
 from router.door import Door
-from router.ledger import Ledger
 from router.openai.schema import ChatRequest, parse
 from router.openai.translate import chat_call
-from router.prompts import PreparedPrompt
+from router.prompts.builder import PreparedPrompt
+from router.telemetry.timeline import Ledger
 
 
 class Trace:

@@ -96,10 +96,10 @@ def _hidden(arguments: argparse.Namespace) -> None:
 
 
 def _accuracy(arguments: argparse.Namespace) -> None:
-    from bench.demo_model.evaluate import TASKS
-    from bench.demo_model.words import test_words
     from bench.transfer.accuracy import Halves, measure
-    from kv_transfer.codecs import CODECS
+    from deploy.demo_model.training.evaluate import TASKS
+    from deploy.demo_model.training.words import test_words
+    from kv_transfer.codecs.codecs import CODECS
 
     records = measure(
         Halves(arguments.model),

@@ -5,7 +5,7 @@ serve (whole groups of 64 tokens coded, the rest as it is), greedy decoding from
 
 The hand-over over `raw` is what the others are compared with:
 
-    right          whole answers equal to the one that counts, as `bench.demo_model.evaluate` judges
+    right          whole answers equal to the one that counts, as `deploy.demo_model.training.evaluate` judges
     lost, won      answers that are right over raw and wrong over this codec, and the other way round
     positions      tokens of the raw answer that are predicted over KV that travelled
     same_top       those whose likeliest token is the raw answer's, with the raw answer as input
@@ -31,10 +31,6 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from bench.demo_model import data
-from bench.demo_model.data import Turn
-from bench.demo_model.evaluate import MAX_NEW_TOKENS, Sample, draw_samples
-from bench.demo_model.speech import WordBank
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.processor import MediaProcessor
@@ -44,11 +40,15 @@ from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart, TextPart
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaProbe, Modality
 from cluster.types.request import Prompt
-from kv_transfer.codecs import GROUP_TOKENS, CodecName
-from kv_transfer.in_process import InProcessNetwork
-from kv_transfer.mover import Mover
-from kv_transfer.receiver import Completed
-from kv_transfer.wire import Wire
+from deploy.demo_model.training import data
+from deploy.demo_model.training.data import Turn
+from deploy.demo_model.training.evaluate import MAX_NEW_TOKENS, Sample, draw_samples
+from deploy.demo_model.training.speech import WordBank
+from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.codecs.codecs import GROUP_TOKENS, CodecName
+from kv_transfer.codecs.wire import Wire
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.receiver import Completed
 
 Carrier = Literal["raw"] | CodecName
 Prompts = Literal["short", "long"]

@@ -26,9 +26,9 @@ from cluster.ids import new_request_id
 from cluster.types.members import Role
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from decode_service.service import DecodeService
-from kv_transfer.agent import TransferState
-from kv_transfer.in_process import InProcessNetwork
-from kv_transfer.receiver import Completed
+from kv_transfer.agents.agent import TransferState
+from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.lease.receiver import Completed
 from prefill_service import engine as prefill_engine
 from prefill_service import transfer as prefill_transfer
 from prefill_service.service import PrefillService

@@ -28,11 +28,11 @@ import torch
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, block_descriptors
 from cluster.model.kv_format import kv_segments
-from kv_transfer.agent import TransferState
-from kv_transfer.agents import Transport, make_agent
-from kv_transfer.codecs import CodecName
-from kv_transfer.mover import Mover
-from kv_transfer.wire import Wire
+from kv_transfer.agents.agent import TransferState
+from kv_transfer.agents.factory import Transport, make_agent
+from kv_transfer.codecs.codecs import CodecName
+from kv_transfer.codecs.wire import Wire
+from kv_transfer.lease.mover import Mover
 
 BLOCK_SIZE, HEADS, WIDTH = 16, 4, 128  # bfloat16: 16 KiB a block and segment
 LAYOUT = MemoryLayout(kv_segments([(HEADS, WIDTH)] * 2, BLOCK_SIZE, torch.bfloat16))

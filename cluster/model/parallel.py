@@ -4,7 +4,7 @@ Rank 0 is the worker process with engine, queues and sockets. It tells every mod
 nothing but repeat it (`follow`), because the model's layers meet in collectives inside each call. The logits are whole on
 every rank; only rank 0 samples. Block ids mean the same positions on all ranks; each rank's `BlockMemory` holds its own
 share of the KV heads (all of them where a family's plan leaves attention whole), so KV travels from rank i of one
-pool to rank i of the other: kv_transfer/group.py.
+pool to rank i of the other: kv_transfer/lease/group.py.
 
 A group lives and dies as one: a rank that is lost makes the others' collectives fail. Calls travel over pipes, where a
 rank may wait for days; embeddings over the model's own group (NCCL, or Gloo on the CPU). NCCL is untried on hardware.

@@ -14,7 +14,7 @@ class Role(StrEnum):
 
 
 class ProcessId(msgspec.Struct, frozen=True, array_like=True):
-    """One process among all that ever run; see `kv_transfer.processes`."""
+    """One process among all that ever run; see `kv_transfer.lease.processes`."""
 
     boot_id: str  # of the host's running kernel
     namespace: int  # in which the pid counts

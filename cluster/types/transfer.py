@@ -54,7 +54,7 @@ class Grant(msgspec.Struct, frozen=True):
     """Write access to some blocks of one block memory, until it expires.
 
     Block i of the sender's message goes to `block_ids[i]`. The writer posts nothing after `ttl_s` from receipt. When the owner may
-    use the blocks again: see `kv_transfer.receiver`.
+    use the blocks again: see `kv_transfer.lease.receiver`.
     """
 
     lease_id: str

@@ -20,9 +20,9 @@ from cluster.types.members import Role
 from cluster.worker.language import load_language
 from cluster.worker.ranks import RankSpec
 from cluster.worker.setup import set_up
-from kv_transfer.agents import make_agent
-from kv_transfer.group import RankMover
-from kv_transfer.mover import Mover
+from kv_transfer.agents.factory import make_agent
+from kv_transfer.lease.group import RankMover
+from kv_transfer.lease.mover import Mover
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from cluster.types.members import Role
 from cluster.worker.codec_probe import check_codec
 from cluster.worker.memory_plan import MemoryPlan, available_bytes, step_bytes
 from cluster.worker.setup import WorkerSetup
-from kv_transfer.codecs import GROUP_TOKENS, CodecName, is_available, wire_layout
-from kv_transfer.wire import Wire
+from kv_transfer.codecs.codecs import GROUP_TOKENS, CodecName, is_available, wire_layout
+from kv_transfer.codecs.wire import Wire
 
 logger = logging.getLogger(__name__)
 

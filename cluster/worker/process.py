@@ -26,14 +26,14 @@ from cluster.worker.ranks import Ranks
 from cluster.worker.setup import WorkerSetup
 from cluster.worker.shell import WorkerShell
 from cluster.worker.turns import cpu_turns, no_turns
-from kv_transfer.agents import Transport, make_agent
-from kv_transfer.group import GroupMover
-from kv_transfer.mover import Mover, MoverEvent, MoverFailed
-from kv_transfer.processes import process_id
-from kv_transfer.wire import Wire
+from kv_transfer.agents.factory import Transport, make_agent
+from kv_transfer.codecs.wire import Wire
+from kv_transfer.lease.group import GroupMover
+from kv_transfer.lease.mover import Mover, MoverEvent, MoverFailed
+from kv_transfer.lease.processes import process_id
 
 STOP_TIMEOUT_S = 5.0
-# How much longer than its writer an owner waits for the writer's word (kv_transfer.receiver). Serve kills a replica that does not answer
+# How much longer than its writer an owner waits for the writer's word (kv_transfer.lease.receiver). Serve kills a replica that does not answer
 # three health checks of 5 s, each 5 s after the last, and then for 20 s the call to stop
 LEASE_MARGIN_S = 120.0
 

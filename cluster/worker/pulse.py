@@ -14,7 +14,7 @@ within; it is far shorter.
 A look that comes late found the whole process held up, stopped by a signal for example: silence counts from there.
 
 The watch lives on the worker's event loop and looks only while a thread has work: an idle worker does nothing for it. That loop itself, and a
-process that is stopped, are watched by the doors, which ask (`router.watch`), and by Serve.
+process that is stopped, are watched by the doors, which ask (`router.flow.watch`), and by Serve.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ from cluster.rpc.address import make_private
 from cluster.types.members import Role
 from cluster.worker.language import Language, LanguageSizes, load_language
 from cluster.worker.setup import WorkerSetup
-from kv_transfer.agent import TransferError
-from kv_transfer.group import RankLink
-from kv_transfer.mover import MoverEvent
+from kv_transfer.agents.agent import TransferError
+from kv_transfer.lease.group import RankLink
+from kv_transfer.lease.mover import MoverEvent
 
 logger = logging.getLogger(__name__)
 

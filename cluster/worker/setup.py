@@ -12,7 +12,7 @@ from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.rpc import new_address
-from kv_transfer.lane_check import check_lane
+from kv_transfer.agents.lane_check import check_lane
 
 logger = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ class MediaNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LedgerProtocol(Protocol):
-    """Where the time of a prompt went; see `router.ledger`."""
+    """Where the time of a prompt went; see `router.telemetry.timeline`."""
 
     def fields(self) -> dict[str, Any]:
         """For the body of an answer."""

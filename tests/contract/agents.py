@@ -14,13 +14,13 @@ import torch
 from cluster.clock import SystemClock
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
-from kv_transfer.agent import Agent, TransferState
-from kv_transfer.agents import Transport
-from kv_transfer.agents import make_agent as make_cluster_agent
-from kv_transfer.collective_agent import CollectiveAgent
-from kv_transfer.in_process import InProcessNetwork
-from kv_transfer.mover import Mover
-from kv_transfer.nixl_agent import NixlAgent, load_nixl
+from kv_transfer.agents.agent import Agent, TransferState
+from kv_transfer.agents.collective_agent import CollectiveAgent
+from kv_transfer.agents.factory import Transport
+from kv_transfer.agents.factory import make_agent as make_cluster_agent
+from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.agents.nixl_agent import NixlAgent, load_nixl
+from kv_transfer.lease.mover import Mover
 from tests.fakes.sockets import listeners_of
 
 LAYOUT = MemoryLayout((SegmentSpec(16, (4, 16), torch.float32),) * 2)

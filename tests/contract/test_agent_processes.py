@@ -13,9 +13,9 @@ import torch
 
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
-from kv_transfer.agent import PeerLostError, TransferError, TransferState
-from kv_transfer.mover import Mover
-from kv_transfer.sender import Finished, SendFailed
+from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.sender import Finished, SendFailed
 from tests.contract.agents import (
     BETWEEN_PROCESSES,
     BIG_LAYOUT,

@@ -10,11 +10,11 @@ import torch
 
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
-from kv_transfer import agents as agents_of_the_cluster
-from kv_transfer.agent import PeerLostError, TransferError, TransferState
-from kv_transfer.in_process import InProcessNetwork
-from kv_transfer.mover import Mover
-from kv_transfer.sender import Finished
+from kv_transfer.agents import factory as agents_of_the_cluster
+from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
+from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.sender import Finished
 from tests.contract.agents import (
     ALL_KINDS,
     BIG_LAYOUT,

@@ -10,8 +10,8 @@ import torch
 
 from cluster.errors import ConfigError
 from cluster.worker import setup as worker_setup
-from kv_transfer import lane_check
-from kv_transfer.nixl_agent import NixlAgent
+from kv_transfer.agents import lane_check
+from kv_transfer.agents.nixl_agent import NixlAgent
 from tests.contract.agents import HANG_S
 
 

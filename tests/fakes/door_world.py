@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
-from router.admission import AdmissionQueue, AdmissionTicket, Admitted, Capacity, Refused
+from router.admission.queue import AdmissionQueue, AdmissionTicket, Admitted, Capacity, Refused
 
 
 @dataclass

@@ -44,9 +44,9 @@ from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
 from encoder_service.engine import EncoderEngine
 from encoder_service.runner import Piece, Prepared
-from kv_transfer.in_process import InProcessNetwork
-from kv_transfer.mover import Mover, MoverFailed
-from kv_transfer.wire import Wire
+from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.codecs.wire import Wire
+from kv_transfer.lease.mover import Mover, MoverFailed
 from prefill_service import transfer as prefill_transfer
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore

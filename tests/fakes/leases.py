@@ -7,10 +7,10 @@ from typing import Any
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.types.members import ProcessId
-from kv_transfer.in_process import InProcessNetwork
-from kv_transfer.mover import Mover
-from kv_transfer.receiver import LateWrite
-from kv_transfer.wire import Wire
+from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.codecs.wire import Wire
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.receiver import LateWrite
 from tests.fakes.clock import ManualClock
 
 TTL_S, MARGIN_S = 10.0, 2.0

@@ -11,7 +11,7 @@ from typing import Any
 from cluster.types.members import ProcessId
 from cluster.types.messages import AnyMessage
 from cluster.worker.outbox import Outbox
-from kv_transfer.mover import Mover
+from kv_transfer.lease.mover import Mover
 
 DOOR = 1
 

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cluster.types.messages import FinishReason
-from kv_transfer.agent import PeerLostError, TransferError
-from kv_transfer.in_process import FaultScript
+from kv_transfer.agents.agent import PeerLostError, TransferError
+from kv_transfer.agents.in_process import FaultScript
 from tests.fakes.engines import MARGIN_S, TIMEOUT_S, Rig
 from tests.fakes.relay import Relay, Story
 from tests.fakes.requests import FIRST_TOKEN, make_item, make_request, make_video

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.messages import Failed, FeatureGranted, TokenEvent, Tokens
-from kv_transfer.mover import Mover
+from kv_transfer.lease.mover import Mover
 from tests.fakes.engines import FEATURE_LAYOUT, MARGIN_S, TIMEOUT_S, Rig
 from tests.fakes.relay import Relay
 from tests.fakes.requests import item_value, make_item, make_request

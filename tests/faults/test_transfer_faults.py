@@ -18,9 +18,9 @@ from cluster.config.settings import ClusterArgs, DoorArgs, TransferArgs
 from cluster.errors import UnavailableError
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.members import Role
-from kv_transfer.agent import PeerLostError, TransferError
-from kv_transfer.agents import _LOCAL_NETWORK as network
-from kv_transfer.in_process import FaultScript
+from kv_transfer.agents.agent import PeerLostError, TransferError
+from kv_transfer.agents.factory import _LOCAL_NETWORK as network
+from kv_transfer.agents.in_process import FaultScript
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
 from tests.fakes.staying import let_stay

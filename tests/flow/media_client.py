@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import numpy as np
 
-from bench.demo_model import data
-from bench.demo_model.media import mp4_bytes
 from bench.workload import Answer, Case, data_uri, png_bytes
 from cluster.config.settings import MediaArgs
+from deploy.demo_model.training import data
+from deploy.demo_model.training.media import mp4_bytes
 from router.openai.app import build_api
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import MAX_TOKENS, cluster_args

@@ -16,7 +16,7 @@ from cluster.ids import new_request_id
 from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from router.ledger import Ledger
+from router.telemetry.timeline import Ledger
 from tests.fakes.progress import Progress
 from tests.fakes.staying import let_stay
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit

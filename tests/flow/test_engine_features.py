@@ -15,8 +15,8 @@ from bench.workload import Answer, Case, Reference, make_cases
 from cluster.config.settings import ClusterArgs
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
-from router.ledger import Ledger
 from router.openai.app import build_api
+from router.telemetry.timeline import Ledger
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MODEL, cluster_args
 from tests.flow.text_models import SIZES, save_text_model

@@ -24,10 +24,10 @@ from cluster.media.processor import MediaProcessor
 from cluster.types.media import MediaProbe, Modality
 from cluster.types.request import GenerateRequest, StopParams
 from router.door import Door
-from router.ledger import Ledger
 from router.openai.app import build_api
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
+from router.telemetry.timeline import Ledger
 from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
 from tests.flow.local_cluster import PATIENT_DOOR, local_cluster
 

@@ -18,9 +18,9 @@ from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from decode_service.engine import DecodeEngine
 from decode_service.state import DecodeRequest
 from prefill_service.runner import uncut_spans
-from router.ledger import Ledger
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
+from router.telemetry.timeline import Ledger
 from tests.flow.family_folders import FAMILIES, OWN_TOKENS, SPECIAL_TOKENS, FamilyFolder, save_family
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_families import BLOCK_SIZE, memory

@@ -17,13 +17,13 @@ from cluster.types.curves import Link
 from cluster.types.request import GenerateRequest, StopParams
 from decode_service.engine import DecodeEngine
 from decode_service.service import DecodeService
-from kv_transfer.outgoing import Outgoing
-from kv_transfer.sender import Sender
-from kv_transfer.wire import Wire
-from router.ledger import Ledger
+from kv_transfer.codecs.wire import Wire
+from kv_transfer.lease.outgoing import Outgoing
+from kv_transfer.lease.sender import Sender
 from router.openai.app import build_api
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
+from router.telemetry.timeline import Ledger
 from tests.fakes.cases import NUM_PARTS, Pair, part_of
 from tests.flow.local_cluster import PATIENT_DOOR, LocalCluster, local_cluster
 

@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import pytest
 
-from bench.demo_model.media import jpeg_bytes
 from bench.workload import data_uri, png_bytes
+from deploy.demo_model.training.media import jpeg_bytes
 from tests.contract.fetch_host import MediaHost, answer
 from tests.fakes.staying import let_stay
 from tests.flow.local_cluster import HANG_S, LocalCluster

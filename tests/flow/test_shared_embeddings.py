@@ -23,9 +23,9 @@ from cluster.config.settings import ClusterArgs, DoorArgs
 from cluster.errors import MediaError, UnavailableError
 from cluster.text.defaults import GenerationDefaults
 from encoder_service.service import NUM_PREPARE_THREADS
-from kv_transfer.agents import _LOCAL_NETWORK as network
-from kv_transfer.in_process import FaultScript
-from router.flight import Flight
+from kv_transfer.agents.factory import _LOCAL_NETWORK as network
+from kv_transfer.agents.in_process import FaultScript
+from router.flow.flight import Flight
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
 from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster

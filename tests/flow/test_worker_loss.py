@@ -13,8 +13,8 @@ import pytest
 from bench.workload import Reference, make_cases
 from cluster.types.members import ProcessId
 from cluster.worker.process import WorkerProcess
-from kv_transfer.agents import _LOCAL_NETWORK as network
-from kv_transfer.processes import process_id
+from kv_transfer.agents.factory import _LOCAL_NETWORK as network
+from kv_transfer.lease.processes import process_id
 from router.openai.app import build_api
 from tests.fakes.staying import let_stay
 from tests.flow.local_cluster import LocalCluster, local_cluster

@@ -11,8 +11,8 @@ import transformers as hf
 
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from router.ledger import Ledger
-from router.streams import TokenStream
+from router.flow.streams import TokenStream
+from router.telemetry.timeline import Ledger
 from tests.flow.local_cluster import LocalCluster
 from tests.flow.test_law import MODEL
 

@@ -3,7 +3,7 @@
 // A group's rows lie in 64 / block_size blocks. K has a scale per channel over the group, V one per token and run of
 // channels. Rows are walked in the order they lie in, twice, the second time from the cache: for K a tile of channels at
 // a time, for V a few tokens. A byte of 4 bit codes holds tokens t (low half) and t + 32, so that a row of bytes unpacks
-// into two rows without a shuffle. `kv_transfer/codecs.py` says what the numbers are and holds the same arithmetic in
+// into two rows without a shuffle. `kv_transfer/codecs/codecs.py` says what the numbers are and holds the same arithmetic in
 // torch.
 //
 // Plain C interface, no state. Compiled for AVX-512 with BF16, for AVX-512, and for AVX2 with FMA and F16C.

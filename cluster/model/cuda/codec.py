@@ -1,4 +1,4 @@
-"""The int8 wire codec on a GPU: the same bytes as `kv_transfer.codecs` makes, without moving rows to the host. Importing this needs
+"""The int8 wire codec on a GPU: the same bytes as `kv_transfer.codecs.codecs` makes, without moving rows to the host. Importing this needs
 triton. Tried in Triton's interpreter and compiled for sm_80 and sm_90, never run on a GPU.
 
 A group is GROUP_TOKENS tokens in GROUP_TOKENS / BLOCK_SIZE blocks [num_blocks, BLOCK_SIZE, HEADS, WIDTH], contiguous; `blocks`

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from bench.demo_model import data
+from deploy.demo_model.training import data
 
 
 def test_the_same_seed_gives_the_same_image() -> None:
@@ -108,5 +108,5 @@ def test_every_question_has_one_answer_in_the_documented_form() -> None:
 
 
 def test_the_sample_makers_import_neither_torch_nor_espeak() -> None:
-    program = "import sys, bench.demo_model.data; sys.exit('torch' in sys.modules or 'espeakng_loader' in sys.modules)"
+    program = "import sys, deploy.demo_model.training.data; sys.exit('torch' in sys.modules or 'espeakng_loader' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

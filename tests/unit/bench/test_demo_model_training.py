@@ -9,14 +9,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench.demo_model import data  # noqa: E402
-from bench.demo_model.build import PROCESSOR_KWARGS, Model, Processor, build  # noqa: E402
-from bench.demo_model.conversations import KEY_WEIGHT, NO_LABEL, RowMaker  # noqa: E402
-from bench.demo_model.evaluate import last_word  # noqa: E402
-from bench.demo_model.features import Features, num_audio_tokens, num_mel_frames  # noqa: E402
-from bench.demo_model.joint import train_jointly  # noqa: E402
-from bench.demo_model.schedule import Schedule  # noqa: E402
-from bench.demo_model.speech import SAMPLE_RATE, Spoken, Voice, WordBank, make_clip  # noqa: E402
+from deploy.demo_model.training import data  # noqa: E402
+from deploy.demo_model.training.build import PROCESSOR_KWARGS, Model, Processor, build  # noqa: E402
+from deploy.demo_model.training.conversations import KEY_WEIGHT, NO_LABEL, RowMaker  # noqa: E402
+from deploy.demo_model.training.evaluate import last_word  # noqa: E402
+from deploy.demo_model.training.features import Features, num_audio_tokens, num_mel_frames  # noqa: E402
+from deploy.demo_model.training.joint import train_jointly  # noqa: E402
+from deploy.demo_model.training.schedule import Schedule  # noqa: E402
+from deploy.demo_model.training.speech import SAMPLE_RATE, Spoken, Voice, WordBank, make_clip  # noqa: E402
 
 ONE_ROW_PER_GROUP = 1000
 

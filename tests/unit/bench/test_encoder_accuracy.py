@@ -10,13 +10,13 @@ import av
 import msgspec
 import pytest
 
-from bench.demo_model.build import load
-from bench.demo_model.evaluate import Sample, answer, draw_samples
-from bench.demo_model.media import decode_mp4
-from bench.demo_model.speech import WordBank
 from bench.encoder import report
 from bench.encoder.accuracy import FPS, Model, clip, compare, message, settings_of
 from cluster.types.media import Modality
+from deploy.demo_model.training.build import load
+from deploy.demo_model.training.evaluate import Sample, answer, draw_samples
+from deploy.demo_model.training.media import decode_mp4
+from deploy.demo_model.training.speech import WordBank
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model"
 SEED = 3

@@ -24,7 +24,7 @@ from bench.engine.prompts import Prompts
 from cluster.config.settings import ClusterArgs
 from cluster.errors import RequestError
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from router.ledger import Ledger
+from router.telemetry.timeline import Ledger
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model"
 METRICS = """\

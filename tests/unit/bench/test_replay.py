@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.simulate.__main__ import main
-from bench.simulate.overheads import Overheads, measure
-from bench.simulate.recording import NUM_PREPARE_THREADS, STRETCH_S, Recording, read
-from bench.simulate.replay import NUM_RUNS, Replayed, as_placed, known_from, replay, replayed_curves, table
+from cluster.simulator.__main__ import main
+from cluster.simulator.overheads import Overheads, measure
+from cluster.simulator.recording import NUM_PREPARE_THREADS, STRETCH_S, Recording, read
+from cluster.simulator.replay import NUM_RUNS, Replayed, as_placed, known_from, replay, replayed_curves, table
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.media import Modality
 

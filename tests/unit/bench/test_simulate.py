@@ -8,15 +8,15 @@ from random import Random
 
 import pytest
 
-from bench.simulate.flight import Outcome
-from bench.simulate.hardware import H200, NETWORK, VL_7B, encode_curve
-from bench.simulate.layouts import Layout, throttled, workers
-from bench.simulate.oracle import Oracle
-from bench.simulate.results import Slo, summarise
-from bench.simulate.simulation import MakePolicy, Simulation
-from bench.simulate.whole import OneDevice, OneDeviceInTurn, unpredicted
-from bench.simulate.worker import NETWORK_S, WorkerSpec
-from bench.simulate.workload import (
+from cluster.simulator.flight import Outcome
+from cluster.simulator.hardware import H200, NETWORK, VL_7B, encode_curve
+from cluster.simulator.layouts import Layout, throttled, workers
+from cluster.simulator.oracle import Oracle
+from cluster.simulator.results import Slo, summarise
+from cluster.simulator.simulation import MakePolicy, Simulation
+from cluster.simulator.whole import OneDevice, OneDeviceInTurn, unpredicted
+from cluster.simulator.worker import NETWORK_S, WorkerSpec
+from cluster.simulator.workload import (
     WORKLOADS,
     SimRequest,
     Workload,

@@ -27,18 +27,18 @@ from bench.router.cases import (
 from bench.router.decisions import decisions, loaded_cluster, table
 from bench.router.policies import ORACLE, maker
 from bench.router.run import record
-from bench.simulate import __main__ as simulate_main
-from bench.simulate.demand import capacity, demand
-from bench.simulate.gate import Gate
-from bench.simulate.hardware import A100, H200, VL_7B
-from bench.simulate.layouts import Layout, workers
-from bench.simulate.plan_report import plan_plot, plan_table
-from bench.simulate.planner import divisions, neighbours, plan
-from bench.simulate.results import Slo
-from bench.simulate.scale import scale
-from bench.simulate.simulation import SCHEDULING, Simulation
-from bench.simulate.workload import WORKLOADS, Workload, fixed_text, image_prompts
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
+from cluster.simulator import __main__ as simulate_main
+from cluster.simulator.demand import capacity, demand
+from cluster.simulator.gate import Gate
+from cluster.simulator.hardware import A100, H200, VL_7B
+from cluster.simulator.layouts import Layout, workers
+from cluster.simulator.plan_report import plan_plot, plan_table
+from cluster.simulator.planner import divisions, neighbours, plan
+from cluster.simulator.results import Slo
+from cluster.simulator.scale import scale
+from cluster.simulator.simulation import SCHEDULING, Simulation
+from cluster.simulator.workload import WORKLOADS, Workload, fixed_text, image_prompts
 
 TIMES = {"ttft_mean_s": 0.1, "ttft_p50_s": 0.08, "ttft_p99_s": 0.5, "second_mean_s": 0.12}
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.simulate.caches import BlockCache, Changes, MediaCache
-from bench.simulate.events import EventLoop
-from bench.simulate.hardware import BLOCK_SIZE, H200, VL_7B, curves, num_kv_blocks
-from bench.simulate.workload import (
+from cluster.simulator.caches import BlockCache, Changes, MediaCache
+from cluster.simulator.events import EventLoop
+from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B, curves, num_kv_blocks
+from cluster.simulator.workload import (
     WORKLOADS,
     Draft,
     Workload,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.simulate.flight import Outcome
-from bench.simulate.results import Slo, interval, keeps, summarise
-from bench.simulate.search import highest_rate
-from bench.simulate.workload import SimRequest
+from cluster.simulator.flight import Outcome
+from cluster.simulator.results import Slo, interval, keeps, summarise
+from cluster.simulator.search import highest_rate
+from cluster.simulator.workload import SimRequest
 
 SLO = Slo(2.0, 0.05)
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from bench.simulate.flight import Flight
-from bench.simulate.hardware import BLOCK_SIZE, H200, VL_7B
-from bench.simulate.layouts import Layout, workers
-from bench.simulate.simulation import Simulation
-from bench.simulate.whole import unpredicted
-from bench.simulate.workload import SimRequest, images
+from cluster.simulator.flight import Flight
+from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B
+from cluster.simulator.layouts import Layout, workers
+from cluster.simulator.simulation import Simulation
+from cluster.simulator.whole import unpredicted
+from cluster.simulator.workload import SimRequest, images
 from router.policy import POLICIES, Decision, Placement
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.demo_model.build import load
-from bench.demo_model.evaluate import answer, draw_samples
-from bench.demo_model.speech import WordBank
 from bench.transfer.accuracy import Comparison, Halves, measure
 from bench.transfer.report import accuracy_table
-from kv_transfer.codecs import GROUP_TOKENS
-from kv_transfer.wire import Wire
+from deploy.demo_model.training.build import load
+from deploy.demo_model.training.evaluate import answer, draw_samples
+from deploy.demo_model.training.speech import WordBank
+from kv_transfer.codecs.codecs import GROUP_TOKENS
+from kv_transfer.codecs.wire import Wire
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model"
 TASK, SEED = "describe the video", 3

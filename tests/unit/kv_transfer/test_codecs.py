@@ -15,8 +15,8 @@ from bench.codec import attention_error
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.cpu.library import load, load_variant, runnable_variants
 from cluster.model.kv_format import kv_segments
-from kv_transfer import codecs
-from kv_transfer.codecs import Codec, CodecName
+from kv_transfer.codecs import codecs
+from kv_transfer.codecs.codecs import Codec, CodecName
 
 VARIANTS = {v.name: codecs.declared(k.cdll) for v in runnable_variants() if (k := load_variant(v))}
 NATIVE = codecs.declared(kernels.cdll) if (kernels := load()) else None

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
-from kv_transfer import collective_agent
-from kv_transfer.agent import PeerLostError, TransferError, TransferState
-from kv_transfer.collective_agent import CollectiveAgent
-from kv_transfer.collective_link import AgentMetadata
-from kv_transfer.collective_wire import (
+from kv_transfer.agents import collective_agent
+from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
+from kv_transfer.agents.collective_agent import CollectiveAgent
+from kv_transfer.agents.collective_link import AgentMetadata
+from kv_transfer.agents.collective_wire import (
     MAX_GREETING_BYTES,
     Channel,
     FrameSocket,
@@ -29,7 +29,7 @@ from kv_transfer.collective_wire import (
     Post,
     Refusal,
 )
-from kv_transfer.regions import Region, RegionTable, locate, pieces
+from kv_transfer.agents.regions import Region, RegionTable, locate, pieces
 
 LAYOUT = MemoryLayout((SegmentSpec(4, (8,), torch.float32), SegmentSpec(4, (4,), torch.float32)))
 NUM_BLOCKS = 16

@@ -12,12 +12,12 @@ import torch
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
-from kv_transfer.agent import LayoutMismatchError, TransferError
-from kv_transfer.group import GroupMover, RankLink, RankMover
-from kv_transfer.in_process import InProcessNetwork
-from kv_transfer.mover import Mover
-from kv_transfer.receiver import Aborted, Completed
-from kv_transfer.sender import Finished, SendAborted, SendFailed
+from kv_transfer.agents.agent import LayoutMismatchError, TransferError
+from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.lease.group import GroupMover, RankLink, RankMover
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.receiver import Aborted, Completed
+from kv_transfer.lease.sender import Finished, SendAborted, SendFailed
 from tests.fakes.clock import ManualClock
 from tests.fakes.leases import MARGIN_S, TTL_S, SteppedPair
 

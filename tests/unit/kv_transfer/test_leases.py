@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
-from kv_transfer.agent import LayoutMismatchError, LeaseExpiredError, PeerLostError, TransferError
-from kv_transfer.mover import Mover
-from kv_transfer.receiver import Aborted, Completed, Expired, LateWrite
-from kv_transfer.sender import Finished, SendAborted, SendFailed
+from kv_transfer.agents.agent import LayoutMismatchError, LeaseExpiredError, PeerLostError, TransferError
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.receiver import Aborted, Completed, Expired, LateWrite
+from kv_transfer.lease.sender import Finished, SendAborted, SendFailed
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 
 LAYOUT = MemoryLayout((SegmentSpec(4, (2,), torch.float32), SegmentSpec(4, (3,), torch.float32)))
@@ -353,7 +353,7 @@ def test_a_step_that_raises_is_reported_once_and_leases_still_end():
 
 
 def test_how_long_a_block_takes_to_a_peer_is_measured_and_forgotten_with_it(pair, monkeypatch):
-    monkeypatch.setattr("kv_transfer.link.MIN_MEASURED_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.lease.link.MIN_MEASURED_BYTES", 1)
     pair.network.faults.post_polls = 2
     grant = pair.grant()
     outgoing = pair.open(grant)

@@ -10,9 +10,9 @@ import torch
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from cluster.types.curves import Link
-from kv_transfer.group import GroupMover
-from kv_transfer.in_process import InProcessNetwork
-from kv_transfer.mover import Mover
+from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.lease.group import GroupMover
+from kv_transfer.lease.mover import Mover
 from tests.fakes.clock import ManualClock
 
 LAYOUT = MemoryLayout((SegmentSpec(1, (1 << 17,), torch.int64),))  # a mebibyte a block

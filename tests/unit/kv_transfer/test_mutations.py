@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kv_transfer.receiver import TAKEN_BACK_S, Aborted, Completed, Expired, LateWrite
+from kv_transfer.lease.receiver import TAKEN_BACK_S, Aborted, Completed, Expired, LateWrite
 from tests.fakes.leases import MARGIN_S, TTL_S
 from tests.unit.kv_transfer.test_leases import Pair, assert_arrived, send
 
@@ -85,7 +85,7 @@ def test_the_last_word_of_a_writer_that_wrote_nothing_harms_nothing(pair):
 
 
 def test_how_long_and_how_many_leases_without_a_last_word_are_remembered(pair, monkeypatch):
-    monkeypatch.setattr("kv_transfer.receiver.MAX_TAKEN_BACK", 2)
+    monkeypatch.setattr("kv_transfer.lease.receiver.MAX_TAKEN_BACK", 2)
     receiver = pair.owner._receiver
     for name in ("a", "b", "c"):
         pair.grant(name, 1)

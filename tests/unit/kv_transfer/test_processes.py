@@ -11,7 +11,7 @@ import sys
 import msgspec
 import pytest
 
-from kv_transfer.processes import has_ended, process_id
+from kv_transfer.lease.processes import has_ended, process_id
 
 
 @pytest.fixture

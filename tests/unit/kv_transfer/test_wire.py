@@ -7,12 +7,12 @@ import torch
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import kv_segments
-from kv_transfer.agent import LayoutMismatchError
-from kv_transfer.in_process import FaultScript
-from kv_transfer.mover import Mover
-from kv_transfer.receiver import Aborted, Completed, Expired
-from kv_transfer.sender import Finished, SendFailed
-from kv_transfer.wire import Wire
+from kv_transfer.agents.agent import LayoutMismatchError
+from kv_transfer.agents.in_process import FaultScript
+from kv_transfer.codecs.wire import Wire
+from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.receiver import Aborted, Completed, Expired
+from kv_transfer.lease.sender import Finished, SendFailed
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 
 LAYERS, BLOCK_SIZE, NUM_BLOCKS = 3, 16, 24

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.kvcache.memory import MemoryLayout, SegmentSpec
 from cluster.types.messages import KvReady
-from kv_transfer.agent import LeaseExpiredError, TransferError
+from kv_transfer.agents.agent import LeaseExpiredError, TransferError
 from prefill_service.state import Phase
 from prefill_service.transfer import (
     MIN_SENT_BYTES,

@@ -11,10 +11,10 @@ from cluster.clock import SystemClock
 from cluster.config.settings import AdmissionArgs, DoorArgs
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.messages import Cancel
-from router.admission import AdmissionQueue, Capacity
-from router.dispatch import Dispatcher
-from router.entrance import Entrance
-from router.placing import Placing
+from router.admission.entrance import Entrance
+from router.admission.queue import AdmissionQueue, Capacity
+from router.flow.dispatch import Dispatcher
+from router.flow.placing import Placing
 from router.policy import ClusterView, JointPolicy
 from tests.unit.router.scripted_door import Door, FakeMembers
 

@@ -10,10 +10,10 @@ from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
 from cluster.types.members import Member, Role
 from cluster.types.messages import Admitted, Failed, FinishReason, LoadReport, Ping, TokenEvent, Tokens
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from router.dispatch import Dispatcher
-from router.ledger import Ledger
+from router.flow.dispatch import Dispatcher
 from router.members import Peer
 from router.policy import ClusterView
+from router.telemetry.timeline import Ledger
 
 ITEM = MediaItem(Modality.IMAGE, b"png", "hash", MediaGeometry(3))
 REQUEST = GenerateRequest(

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pydantic import ValidationError
 
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
-from router.admission import (
+from router.admission.queue import (
     AdmissionQueue,
     AdmissionTicket,
     Admitted,

@@ -31,8 +31,8 @@ from cluster.types.messages import (
 )  # fmt: skip
 from cluster.types.request import SamplingParams, StopParams
 from cluster.types.transfer import Grant
-from router.ledger import Ledger
-from router.streams import Launch
+from router.flow.streams import Launch
+from router.telemetry.timeline import Ledger
 from tests.unit.router.scripted_door import ITEM, REQUEST
 
 

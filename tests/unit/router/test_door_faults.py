@@ -37,13 +37,13 @@ from cluster.types.messages import (
 )  # fmt: skip
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from cluster.types.transfer import Grant
-from router.admission import AdmissionQueue, Capacity
-from router.dispatch import Dispatcher
-from router.entrance import Entrance
-from router.ledger import Ledger
+from router.admission.entrance import Entrance
+from router.admission.queue import AdmissionQueue, Capacity
+from router.flow.dispatch import Dispatcher
+from router.flow.placing import Placing
 from router.members import Peer
-from router.placing import Placing
 from router.policy import ClusterView, JointPolicy
+from router.telemetry.timeline import Ledger
 
 CLUSTER = (
     "started", "item_moved", "item_done", "prefilled", "ended", "observed", "reported", "media_changed", "blocks_changed", "measured",

@@ -28,11 +28,11 @@ from cluster.types.messages import (
 )
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from cluster.types.transfer import Grant
-from router.encoding import MAX_ATTEMPTS, EncodeStage
-from router.flight import Flight
-from router.ledger import Ledger
+from router.flow.encoding import MAX_ATTEMPTS, EncodeStage
+from router.flow.flight import Flight
+from router.flow.quarantine import Quarantine
 from router.members import Peer
-from router.quarantine import Quarantine
+from router.telemetry.timeline import Ledger
 from tests.fakes.clock import ManualClock
 
 PROCESS = ProcessId("boot", 1, 2, 3)

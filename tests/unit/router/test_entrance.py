@@ -9,8 +9,8 @@ import pytest
 from cluster.clock import SystemClock
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from cluster.errors import OverloadedError
-from router.admission import AdmissionQueue, AdmissionTicket, Capacity, Reported
-from router.entrance import Entrance
+from router.admission.entrance import Entrance
+from router.admission.queue import AdmissionQueue, AdmissionTicket, Capacity, Reported
 
 MAX_WAIT_S = 0.05
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fair_queue import AdmissionTicket, ClassQueue, FairQueue
+from router.admission.fair_queue import AdmissionTicket, ClassQueue, FairQueue
 
 WEIGHTS = {"high": 4.0, "low": 1.0}
 

@@ -18,8 +18,8 @@ from cluster.media.survey import MediaSurvey
 from cluster.media.surveyor import Surveyed
 from cluster.types.media import MediaOptions, Modality
 from cluster.types.request import SamplingParams
-from router.intake import ByteLimits, MediaIntake, MediaTooLargeError
 from router.openai.translate import ChatCall, MediaRules, StopRules
+from router.prompts.intake import ByteLimits, MediaIntake, MediaTooLargeError
 
 PICTURE, OTHER = image(30, 20), image(31, 20)
 LIMITS = ByteLimits(per_request=4 * len(PICTURE), per_door=8 * len(PICTURE))

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.types.messages import EncodeTiming, PrefillTiming
-from router.ledger import STAGES, Ledger
 from router.policy import Decision, ItemPrediction, Placement, Prediction
+from router.telemetry.timeline import STAGES, Ledger
 
 seconds = st.floats(0, 10)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.types.media import MediaProbe, Modality
-from router.media_budget import MIN_FRAMES, MIN_PIXELS_SHARE, Cut, fit, load_share
+from router.prompts.media_budget import MIN_FRAMES, MIN_PIXELS_SHARE, Cut, fit, load_share
 
 
 def image(width: int, height: int) -> MediaProbe:

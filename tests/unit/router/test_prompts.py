@@ -13,9 +13,9 @@ from cluster.media.sources import MediaSource
 from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart, TextPart
 from cluster.types.media import MediaOptions, Modality, PlacedMedia
 from cluster.types.request import Prompt, SamplingParams
-from router.media import MediaPlanner
 from router.openai.translate import ChatCall, GuidanceRules, MediaRules, StopRules
-from router.prompts import MediaCaps, PromptBuilder, items_of_earlier_turns, without_items
+from router.prompts.builder import MediaCaps, PromptBuilder, items_of_earlier_turns, without_items
+from router.prompts.media import MediaPlanner
 from tests.unit.router.test_media import AS_NEEDED, FakeProcessor, contents_of
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO

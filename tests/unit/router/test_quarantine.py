@@ -9,7 +9,7 @@ from cluster.types.media import MediaGeometry, Modality, PlacedMedia
 from cluster.types.members import Role
 from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from router.quarantine import BARRED_S, MAX_SUSPECTS, NEAR_TOKENS, Quarantine, content_of
+from router.flow.quarantine import BARRED_S, MAX_SUSPECTS, NEAR_TOKENS, Quarantine, content_of
 from tests.fakes.clock import ManualClock
 from tests.unit.router.scripted_door import ITEM, REQUEST
 

@@ -8,10 +8,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from cluster.types.messages import EncodeTiming, PrefillTiming
-from router.ledger import Ledger
 from router.openai.protocol import Usage
 from router.policy import Decision, ItemPrediction, Placement, Prediction
-from router.tracing import Tracing
+from router.telemetry.timeline import Ledger
+from router.telemetry.tracing import Tracing
 from tests.fakes.clock import ManualClock
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

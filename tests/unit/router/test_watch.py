@@ -8,8 +8,8 @@ import pytest
 
 from cluster.types.members import Member, Role
 from cluster.types.messages import Encoded, Ping, Pong, Stalled
+from router.flow.watch import ANSWER_S, LOOK_EVERY_S, MOVE_S, QUIET_S, PeerWatch
 from router.members import Peer
-from router.watch import ANSWER_S, LOOK_EVERY_S, MOVE_S, QUIET_S, PeerWatch
 from tests.fakes.clock import ManualClock
 
 

@@ -19,9 +19,9 @@ from cluster.worker.outbox import Outbox
 from cluster.worker.pulse import FAILED_S, SILENT_S, Pulse, Watch
 from cluster.worker.shell import WorkerShell
 from cluster.worker.turns import Turns
-from kv_transfer.agent import TransferError
-from kv_transfer.in_process import InProcessNetwork
-from kv_transfer.mover import Mover
+from kv_transfer.agents.agent import TransferError
+from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.lease.mover import Mover
 from tests.fakes.clock import ManualClock
 
 LIMIT_S = 60.0

@@ -1,0 +1,248 @@
+"""A simulated decode worker. Between two changes of its batch all steps last about equally long, so there is no event for a step:
+its progress is one number, `v`, the steps in which a sequence that has been there all the time took part, and a sequence ends at the v
+it joined at plus its tokens (processor sharing in virtual time; Parekh and Gallager 1993)."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from cluster.simulator.device import Device
+from cluster.simulator.events import EventLoop
+from cluster.simulator.flight import Flight
+from cluster.simulator.prefill import SimPrefill
+from cluster.simulator.worker import Network, WorkerSpec
+from cluster.types.messages import LoadReport
+
+EPSILON = 1e-6  # of a step
+
+
+class SimDecode:
+    """`local`: computes prompts on the same device, for requests that stay here; a step of the others follows each of its calls. Calls of
+    other workers on the device have a token of each sequence in them."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        loop: EventLoop,
+        device: Device,
+        network: Network,
+        noise: Callable[[], float],
+        block_size: int,
+        local: SimPrefill | None = None,
+    ):
+        self.spec, self.is_dead, self.local = spec, False, local
+        self._loop, self.device, self._network, self._noise = loop, device, network, noise
+        self._block_size = block_size
+        device.decode = self
+        self.flights: OrderedDict[str, Flight] = OrderedDict()  # with blocks, in order of their grants
+        self._waiting: deque[Flight] = deque()
+        self._ends: list[tuple[float, int, Flight]] = []
+        self._running: dict[str, Flight] = {}
+        self._num_joined = 0
+        self._v = 0.0
+        self._at = 0.0  # the instant that `v` and the counts below belong to
+        self._step_s = 0.0
+        self._context_tokens = 0.0
+        self.num_used_blocks = 0.0
+        self._version = 0
+        self._is_paused = False
+        self._resumed_v = -math.inf
+        self.slowdown = 1.0
+        self.num_preempted = 0
+
+    def reserve(self, flight: Flight) -> None:
+        """Blocks for the prompt, in order of asking."""
+        if self.is_dead or flight.is_over:
+            return
+        self._waiting.append(flight)
+        self._grant()
+
+    def join(self, flight: Flight) -> None:
+        """Its KV is here: it takes part from the next step on."""
+        if self.is_dead or flight.is_over:
+            return
+        self._advance()
+        now, flight.is_at_decode = self._loop.now, True
+        if not self._running:  # nobody's step is in progress
+            self._v = float(math.ceil(self._v - EPSILON))
+        flight.counted_v = self._v
+        rides = self._is_paused and self.local is None
+        flight.joined_v = math.ceil(self._v - EPSILON) + rides
+        self._num_joined += 1
+        heappush(self._ends, (flight.joined_v + flight.num_output_tokens - 1, self._num_joined, flight))
+        self._running[flight.request_id] = flight
+        self._context_tokens += flight.num_tokens
+        wait_s = self.device.free_at - now if self._is_paused else 0.0
+        step_s = self._expected_step_s(0.0)
+        wait_s += (flight.joined_v - self._v - rides) * step_s
+        flight.door.second_token(flight, now + wait_s + step_s)
+        self._replan()
+        self.report()
+
+    def cancel(self, flight: Flight) -> None:
+        """Frees what it holds. Repeats and unknown ones are ignored."""
+        if flight in self._waiting:
+            self._waiting.remove(flight)
+        if self.local is not None:
+            self.local.cancel(flight)
+        if flight.request_id in self.flights:
+            self._advance()
+            self._release(flight)
+            self._replan()
+            self._grant()
+
+    def pause(self, call_s: float) -> float:
+        """The step in progress ends first; then the call runs."""
+        self._advance()
+        self._is_paused = True
+        self._version += 1
+        if not self._running or self.is_dead or self.spec.curves.decode is None:
+            return call_s
+        until = float(math.ceil(self._v - EPSILON))
+        if self.local is not None:
+            until = max(until, self._resumed_v + 1)
+        rest = max(0.0, until - self._v)
+        rest_s = rest * self._step_s
+        self._progress(rest)
+        self._v = until
+        if self.local is not None:
+            return rest_s + call_s
+        curve = self.spec.curves.decode
+        return rest_s + call_s + self.slowdown * (self._expected_step_s(0.0) - curve.fixed_s)
+
+    def resume(self) -> None:
+        self._is_paused = False
+        if self.is_dead:
+            return
+        self._at = self._loop.now
+        if self._running and self.local is None:
+            self._progress(1.0)
+        self._resumed_v = float(math.ceil(self._v - EPSILON))
+        self._settle()
+
+    def num_generated(self, flight: Flight) -> int:
+        """Tokens of a running request, the first one included."""
+        return 1 + max(0, min(flight.num_output_tokens - 1, int(self._v - flight.joined_v + EPSILON)))
+
+    def report(self) -> None:
+        """To all doors."""
+        load = LoadReport(
+            num_running=len(self._running),
+            num_waiting=len(self.flights) - len(self._running) + len(self._waiting),
+            num_queued_units=len(self.flights) + len(self._waiting),
+            num_used_blocks=math.ceil(self.num_used_blocks - EPSILON),
+            num_context_tokens=int(self._context_tokens),
+        )
+        self._network.tell_doors(self.spec.replica_id, load)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def true_step_s(self, num_more: int = 0, more_context: int = 0) -> float:
+        """Of the next step with so many sequences and tokens of context more."""
+        assert self.spec.curves.decode is not None
+        num = len(self._running) + num_more
+        if not num:
+            return 0.0
+        context = (self._context_tokens + more_context) / num
+        rounds = max(1.0, num / self.spec.max_batch)
+        return self.slowdown * rounds * self.spec.curves.decode.seconds(num / rounds, context)
+
+    def _expected_step_s(self, steps_ahead: float) -> float:
+        return self.true_step_s(0, int(steps_ahead * len(self._running)))
+
+    def _grant(self) -> None:
+        """Blocks for those who wait, as far as they go."""
+        has_granted = False
+        while self._waiting:
+            flight = self._waiting[0]
+            need = -(-flight.num_tokens // self._block_size)
+            if self.num_used_blocks + need > self.spec.num_blocks:
+                break
+            has_granted = True
+            self._waiting.popleft()
+            flight.num_blocks = need
+            self.num_used_blocks += need
+            self.flights[flight.request_id] = flight
+            if flight.placement.prefill is None and self.local is not None:
+                self.local.start(flight)
+            else:
+                self._network.tell(self._network.tell, flight.prefill.granted, flight)  # by way of the door
+        if has_granted:
+            self._advance()
+            self._replan()
+
+    def _advance(self) -> None:
+        """Bring `v` to now."""
+        now = self._loop.now
+        if self._running and not self._is_paused and self._step_s > 0:
+            self._progress((now - self._at) / self._step_s)
+        self._at = now
+
+    def _progress(self, steps: float) -> None:
+        self._v += steps
+        tokens = steps * len(self._running)
+        self._context_tokens += tokens
+        self.num_used_blocks += tokens / self._block_size
+
+    def _replan(self) -> None:
+        """When something happens next, if nobody comes: an answer ends, or memory does."""
+        self._version += 1
+        if self._is_paused or not self._running:
+            return
+        while self._ends[0][2].request_id not in self._running:  # cancelled
+            heappop(self._ends)
+        num = len(self._running)
+        steps = max(0.0, self._ends[0][0] - self._v)
+        until_full = (self.spec.num_blocks - self.num_used_blocks) * self._block_size / num
+        steps = max(0.0, min(steps, until_full))
+        self._step_s = self._expected_step_s(steps / 2) * self._noise()
+        self._loop.after(steps * self._step_s, self._wake, self._version)
+
+    def _wake(self, version: int) -> None:
+        if version == self._version and not self.is_dead:
+            self._advance()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Those who have all their tokens leave; if memory is out, the newest gives way."""
+        has_changed = False
+        while self._ends and self._ends[0][0] <= self._v + EPSILON:
+            flight = heappop(self._ends)[2]
+            if flight.request_id not in self._running:
+                continue
+            self._release(flight)
+            self._network.tell(flight.door.finished, flight)
+            has_changed = True
+        while self._running and self.num_used_blocks >= self.spec.num_blocks - EPSILON:
+            self._preempt()
+            has_changed = True
+        if has_changed:
+            self._grant()
+            self.report()
+        self._replan()
+
+    def _preempt(self) -> None:
+        newest = max(self._running.values(), key=lambda f: (f.request.priority, f.request.arrived_at))
+        self.num_preempted += 1
+        num_generated = self.num_generated(newest)
+        self._release(newest)
+        self._network.tell(newest.door.lost, newest, num_generated)
+
+    def _release(self, flight: Flight) -> None:
+        """Its blocks, and the tokens that it has added."""
+        self.flights.pop(flight.request_id, None)
+        generated = 0.0
+        if self._running.pop(flight.request_id, None) is not None:
+            generated = self._v - flight.counted_v
+            self._context_tokens -= flight.num_tokens + generated
+        self.num_used_blocks -= flight.num_blocks + generated / self._block_size
+        flight.num_blocks = 0
+        if not self._running:
+            self._context_tokens = 0.0
+        if not self.flights:
+            self.num_used_blocks = 0.0

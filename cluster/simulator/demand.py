@@ -1,0 +1,76 @@
+"""What a workload asks of each phase, and how many requests a second a cluster could serve at most. Arithmetic, no simulation: the
+simulator's searches begin here."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+
+from cluster.simulator.hardware import BLOCK_SIZE
+from cluster.simulator.worker import WorkerSpec
+from cluster.simulator.workload import Workload
+from cluster.types.media import Modality
+from cluster.types.members import Role
+
+NUM_SAMPLED = 500
+ITEMS_PER_CALL = 2  # of an encoder, on average
+TOKENS_PER_STEP = 2048  # of prefill, on average
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Of a mean request, without any reuse."""
+
+    num_rows: float
+    num_items: float
+    num_tokens: float
+    num_output_tokens: float
+
+
+def demand(workload: Workload, seed: int = 0) -> Demand:
+    drafts = list(islice(workload.drafts(Random(f"content {seed}")), NUM_SAMPLED))
+    mean = statistics.fmean
+    return Demand(
+        num_rows=mean(sum(item.num_rows for item in draft.media) for draft in drafts),
+        num_items=mean(len(draft.media) for draft in drafts),
+        num_tokens=mean(draft.num_prompt_tokens for draft in drafts),
+        num_output_tokens=mean(draft.num_output_tokens for draft in drafts),
+    )
+
+
+def seconds(spec: WorkerSpec, wanted: Demand) -> float:
+    """Of the worker's device for a mean request, when it is busy."""
+    curves = spec.curves
+    if spec.role is Role.ENCODE:
+        curve = curves.encode[Modality.IMAGE]
+        return curve.fixed_s * wanted.num_items / ITEMS_PER_CALL + curve.per_unit_s * wanted.num_rows
+    if spec.role is Role.PREFILL:
+        assert curves.prefill is not None
+        steps = wanted.num_tokens / TOKENS_PER_STEP
+        return (
+            curves.prefill.seconds(wanted.num_tokens, wanted.num_tokens / 4) + steps * curves.prefill.fixed_s
+        )
+    assert curves.decode is not None
+    context = wanted.num_tokens + wanted.num_output_tokens / 2
+    batch = max(1.0, min(spec.max_batch, spec.num_blocks * BLOCK_SIZE / context))
+    return wanted.num_output_tokens * curves.decode.seconds(batch, context) / batch
+
+
+def capacity(specs: Sequence[WorkerSpec], wanted: Demand) -> float:
+    """Requests a second of the narrowest phase; workers that share a device share its time in proportion to what is asked of
+    them."""
+    busy_s: dict[str, float] = {}
+    for spec in specs:
+        device = spec.device or spec.replica_id
+        busy_s[device] = busy_s.get(device, 0.0) + seconds(spec, wanted)
+    rates = []
+    for role in Role:
+        of_role = [spec for spec in specs if spec.role is role]
+        if of_role and seconds(of_role[0], wanted) > 0:
+            rates.append(sum(1 / busy_s[spec.device or spec.replica_id] for spec in of_role))
+        elif not of_role and (role is not Role.ENCODE or wanted.num_rows):
+            return 0.0
+    return min(rates)

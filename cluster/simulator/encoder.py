@@ -1,0 +1,254 @@
+"""A simulated encoder: items are prepared on CPU threads, then computed in calls by the rules of the real one, kept by their
+hash within a budget of bytes, and sent. As in the real one, whatever happens during a call is looked at when it is over: who asks
+waits for that, be it only for something from the cache, and so does what has been prepared."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from cluster.scheduling.keys import OrderKey, SchedulingPolicy, Ticket, order_key
+from cluster.simulator.caches import Changes, MediaCache
+from cluster.simulator.device import Device, Sender
+from cluster.simulator.events import EventLoop
+from cluster.simulator.flight import Flight
+from cluster.simulator.worker import Network, WorkerSpec
+from cluster.simulator.workload import Item
+from cluster.types.messages import EncodeTiming, LoadReport
+from encoder_service.scheduler import CallLimits, Candidate, select_batch
+
+CALLS_AHEAD = 4  # so many calls' worth of ready items is all that choosing one looks at
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One item in work, for everybody who asked for it."""
+
+    item: Item
+    num_bytes: int
+    order: OrderKey
+    num_rows_left: int
+    asked: list[tuple[Flight, int, float]]  # who, which of its items, since when
+    asked_at: float
+    prepared_at: float = 0.0
+    begun_at: float = 0.0
+
+
+class SimEncoder:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        loop: EventLoop,
+        device: Device,
+        network: Network,
+        policy: SchedulingPolicy,
+        noise: Callable[[], float],
+    ):
+        self.spec, self.is_waiting, self.is_dead = spec, False, False
+        self._loop, self.device, self._network = loop, device, network
+        self.policy, self._noise = policy, noise
+        self._cache, self.changes = MediaCache(spec.cache_bytes), Changes()
+        self.jobs: dict[str, Job] = {}
+        self._unprepared: list[tuple[OrderKey, int, Job]] = []
+        self._num_threads_busy = 0
+        self.ready: list[tuple[OrderKey, int, Job]] = []
+        self.batch: list[tuple[Job, int]] = []
+        self.asked: list[tuple[Flight, int, float]] = []  # during the call; since when
+        self._prepared_during_call: list[Job] = []
+        self._num_asked = 0
+        self.num_queued_rows = 0
+        self._sender = Sender()
+        self.slowdown = 1.0
+
+    def start(self, flight: Flight, item_idx: int) -> None:
+        if self.batch:
+            self.asked.append((flight, item_idx, self._loop.now))
+        else:
+            self._start(flight, item_idx, self._loop.now)
+
+    def _start(self, flight: Flight, item_idx: int, asked_at: float) -> None:
+        if self.is_dead or not is_wanted(flight, item_idx):
+            return
+        item = flight.request.media[item_idx]
+        if self._cache.use(item.media_hash, item.media_hash in flight.returning):
+            return self._send(flight, item_idx, EncodeTiming(queued_s=self._loop.now - asked_at))
+        job = self.jobs.get(item.media_hash)
+        if job is not None:
+            job.asked.append((flight, item_idx, asked_at))
+            return
+        num_bytes = item.num_tokens * self.spec.bytes_per_row
+        job = Job(
+            item,
+            num_bytes,
+            self.order(flight, item_idx, asked_at),
+            item.num_rows,
+            [(flight, item_idx, asked_at)],
+            asked_at,
+        )
+        self.jobs[item.media_hash] = job
+        self.changes.add(item.media_hash)
+        self.num_queued_rows += item.num_rows
+        self._num_asked += 1
+        heappush(self._unprepared, (job.order, self._num_asked, job))
+        self._prepare()
+        self.report()
+
+    def order(self, flight: Flight, item_idx: int, asked_at: float) -> OrderKey:
+        """Its arrival is what it had waited when it was placed, before it was here."""
+        arrived_at = flight.request.arrived_at + asked_at - flight.decided_at
+        num_rows = sum(each.num_rows for each in flight.request.media[: item_idx + 1])
+        ticket = Ticket(
+            flight.request_id, arrived_at, num_rows, is_text=False, priority=flight.request.priority
+        )
+        return order_key(ticket, self.policy)
+
+    def report(self) -> None:
+        """To all doors."""
+        added, evicted = self.changes.take()
+        load = LoadReport(
+            num_running=len(self.batch),
+            num_waiting=len(self.jobs) - len(self.batch),
+            num_queued_units=self.num_queued_rows,
+        )
+        self._network.tell_doors(self.spec.replica_id, load, media=(added, evicted))
+
+    def begin(self) -> float | None:
+        if self.is_dead:
+            return None
+        max_rows = self.spec.curves.max_step_units
+        candidates, by_hash = [], {}
+        self._drop_unwanted()
+        for order, _, job in self.ready[: CALLS_AHEAD * self.spec.max_items]:
+            num_rows = min(job.num_rows_left, max_rows)
+            in_pieces = job.item.num_rows > max_rows
+            candidates.append(
+                Candidate(job.item.media_hash, order, job.item.modality, num_rows, 0, 0, in_pieces)
+            )
+            by_hash[job.item.media_hash] = job
+        chosen = select_batch(candidates, CallLimits(self.spec.max_items, max_rows, 1 << 62), 1 << 62)
+        if not chosen:
+            return None
+        now = self._loop.now
+        self.batch = [(by_hash[each.media_hash], each.num_rows) for each in chosen]
+        picked = {id(job) for job, _ in self.batch}
+        self.ready = [entry for entry in self.ready if id(entry[2]) not in picked]
+        for job, _ in self.batch:
+            job.begun_at = job.begun_at or now
+        for gone in self._cache.make_room(sum(job.num_bytes for job, _ in self.batch)):
+            self.changes.evict(gone)
+        num_rows = sum(rows for _, rows in self.batch)
+        return self.true_call_s(self.batch[0][0].item, num_rows) * self._noise()
+
+    def true_call_s(self, item: Item, num_rows: int) -> float:
+        """Of a call with so many rows of the item's modality, without noise."""
+        return self.slowdown * self.spec.curves.encode[item.modality].seconds(num_rows)
+
+    def true_prepare_s(self, item: Item) -> float:
+        return self.slowdown * self.spec.curves.prepare[item.modality].seconds(item.num_rows)
+
+    def finish(self, took_s: float) -> None:
+        if self.is_dead:
+            return
+        batch, self.batch = self.batch, []
+        for job, num_rows in batch:
+            job.num_rows_left -= num_rows
+            self.num_queued_rows -= num_rows
+            if job.num_rows_left:
+                self._num_asked += 1
+                insort(self.ready, (job.order, self._num_asked, job))
+            else:
+                self._complete(job)
+        prepared, self._prepared_during_call = self._prepared_during_call, []
+        for job in prepared:
+            self._ready(job)
+        asked, self.asked = self.asked, []
+        for each in asked:
+            self._start(*each)
+        self.report()
+        self.device.wake(self)
+
+    def unprepared(self) -> list[Job]:
+        """In order, those whose preparation has not begun."""
+        return [job for _, _, job in sorted(self._unprepared, key=lambda entry: entry[:2])]
+
+    def has(self, media_hash: str) -> bool:
+        return media_hash in self._cache
+
+    def preparing_until(self) -> list[float]:
+        """When the threads that are busy will be free."""
+        return [job.prepared_at for job in self.jobs.values() if job.prepared_at > self._loop.now]
+
+    def is_in_call(self, job: Job) -> bool:
+        return any(each is job for each, _ in self.batch)
+
+    def _prepare(self) -> None:
+        while self._unprepared and self._num_threads_busy < self.spec.num_prepare_threads:
+            _, _, job = heappop(self._unprepared)
+            self._num_threads_busy += 1
+            job.prepared_at = self._loop.now + self.true_prepare_s(job.item)
+            self._loop.at(job.prepared_at, self._prepared, job)
+
+    def _prepared(self, job: Job) -> None:
+        if self.is_dead:
+            return
+        self._num_threads_busy -= 1
+        self._prepare()
+        if self.batch:
+            self._prepared_during_call.append(job)
+        else:
+            self._ready(job)
+
+    def _ready(self, job: Job) -> None:
+        self._num_asked += 1
+        insort(self.ready, (job.order, self._num_asked, job))
+        self.device.wake(self)
+
+    def _drop_unwanted(self) -> None:
+        """Of the items that could run next, those that nobody waits for any more. As in the real one, what prefill has found in its
+        prefix cache is encoded all the same."""
+        for entry in self.ready[: CALLS_AHEAD * self.spec.max_items]:
+            job = entry[2]
+            if not any(is_wanted(flight, idx) for flight, idx, _ in job.asked):
+                self.ready.remove(entry)
+                del self.jobs[job.item.media_hash]
+                self.num_queued_rows -= job.num_rows_left
+                self.changes.evict(job.item.media_hash)
+
+    def _complete(self, job: Job) -> None:
+        now = self._loop.now
+        del self.jobs[job.item.media_hash]
+        keep = any(job.item.media_hash in flight.returning for flight, _, _ in job.asked)
+        for gone in self._cache.add(job.item.media_hash, job.num_bytes, keep):
+            self.changes.evict(gone)
+        for flight, item_idx, asked_at in job.asked:
+            timing = EncodeTiming(
+                preparing_s=max(0.0, job.prepared_at - asked_at),
+                queued_s=max(0.0, job.begun_at - max(job.prepared_at, asked_at)),
+                encoding_s=now - max(job.begun_at, asked_at),
+            )
+            self._send(flight, item_idx, timing)
+
+    def _send(self, flight: Flight, item_idx: int, timing: EncodeTiming) -> None:
+        if not is_wanted(flight, item_idx):
+            return
+        num_bytes = flight.request.media[item_idx].num_tokens * self.spec.bytes_per_row
+        link = self.spec.link(flight.prefill.spec.replica_id)
+        there_at = self._sender.send(self._loop.now, num_bytes, link)
+        timing = EncodeTiming(
+            timing.preparing_s, timing.queued_s, timing.encoding_s, 0.0, there_at - self._loop.now
+        )
+        self._loop.at(there_at, self._arrived, flight, item_idx, timing)
+
+    def _arrived(self, flight: Flight, item_idx: int, timing: EncodeTiming) -> None:
+        if self.is_dead or flight.is_over:
+            return
+        flight.timings[item_idx] = timing
+        flight.prefill.item_ready(flight, item_idx)
+        self._network.tell(flight.door.item_done, flight, item_idx)
+
+
+def is_wanted(flight: Flight, item_idx: int) -> bool:
+    """Whether the encoder is to bring the item; another request's may."""
+    return not flight.is_over and not flight.is_shared[item_idx]

@@ -1,0 +1,55 @@
+"""Embeddings at a simulated prefill worker, or on their way there: as in the real one, one copy for all requests that show an item
+at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.simulator.flight import Flight
+
+Consumer = tuple[Flight, int]  # and which of its items
+
+
+@dataclass(slots=True)
+class _Copy:
+    """The first consumer's encoder brings it."""
+
+    consumers: list[Consumer] = field(default_factory=list)
+    is_here: bool = False
+
+
+class Features:
+    def __init__(self) -> None:
+        self._copies: dict[str, _Copy] = {}
+
+    def reserve(self, flight: Flight, item_idx: int) -> bool:
+        """Whether somebody else brings it, or has brought it."""
+        copy = self._copies.setdefault(flight.request.media[item_idx].media_hash, _Copy())
+        copy.consumers.append((flight, item_idx))
+        return len(copy.consumers) > 1
+
+    def is_here(self, media_hash: str) -> bool:
+        copy = self._copies.get(media_hash)
+        return copy is not None and copy.is_here
+
+    def arrived(self, media_hash: str) -> list[Consumer]:
+        """Who has it now."""
+        copy = self._copies.get(media_hash)
+        if copy is None:
+            return []
+        copy.is_here = True
+        return list(copy.consumers)
+
+    def release(self, flight: Flight, item_idx: int) -> Consumer | None:
+        """It is not needed any more; repeats are ignored. Returns who has to bring the copy, now that nobody does: of the others who
+        wait, the first, if this one was to bring it."""
+        media_hash = flight.request.media[item_idx].media_hash
+        copy = self._copies.get(media_hash)
+        if copy is None or (flight, item_idx) not in copy.consumers:
+            return None
+        was_first = copy.consumers[0] == (flight, item_idx)
+        copy.consumers.remove((flight, item_idx))
+        if not copy.consumers:
+            del self._copies[media_hash]
+            return None
+        return copy.consumers[0] if was_first and not copy.is_here else None

@@ -1,0 +1,135 @@
+"""What came out of a run, in numbers; and of several runs, with confidence intervals. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from bench.engine.measure import percentile
+from cluster.simulator.flight import Outcome
+
+WARM_UP_SHARE = 0.1  # of the requests, in order of arrival, do not count
+MAX_GROWTH = 1.4
+# Two-sided 95 % quantiles of Student's t with n - 1 degrees of freedom, for n values.
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What a request must keep to count as good."""
+
+    ttft_s: float
+    tpot_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of the requests that arrived after the warm-up. Times in seconds, of those that finished; rates per second of arrivals' time.
+
+    growth           mean time to first token of the last third of the requests over that of the third before; a queue that only grows
+                     gives 5/3
+    mape, coverage   of the policy's predictions of the time to first token: mean absolute percentage error, and the share inside the
+                     interval that was told
+    """
+
+    num_requests: int
+    num_finished: int
+    num_refused: int
+    num_failed: int
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    second_mean_s: float
+    tpot_mean_s: float
+    tpot_p99_s: float
+    waited_p99_s: float
+    goodput: float
+    good_share: float
+    output_tokens_per_s: float
+    cached_share: float
+    growth: float
+    mape: float
+    coverage: float
+
+
+def summarise(outcomes: Sequence[Outcome], slo: Slo) -> Summary:
+    """Raises ValueError without outcomes."""
+    ordered = sorted(outcomes, key=lambda outcome: outcome.request.arrived_at)
+    counted = ordered[int(WARM_UP_SHARE * len(ordered)) :]
+    if not counted:
+        raise ValueError("no requests")
+    done = [outcome for outcome in counted if outcome.status == "finished"]
+    began_at, last_at = counted[0].request.arrived_at, counted[-1].request.arrived_at
+    seconds = max(last_at - began_at, 1e-9)
+    good = [o for o in done if o.ttft_s <= slo.ttft_s and o.tpot_s <= slo.tpot_s]
+    in_time = [o for o in outcomes if o.status == "finished" and began_at <= o.finished_at <= last_at]
+    ttfts, tpots = [o.ttft_s for o in done], [o.tpot_s for o in done if o.request.num_output_tokens > 1]
+    errors, hits = _predictions(done)
+    return Summary(
+        num_requests=len(counted),
+        num_finished=len(done),
+        num_refused=sum(o.status == "refused" for o in counted),
+        num_failed=sum(o.status == "failed" for o in counted),
+        ttft_mean_s=_mean(ttfts),
+        ttft_p50_s=percentile(ttfts, 0.5),
+        ttft_p99_s=percentile(ttfts, 0.99),
+        second_mean_s=_mean([o.second_s for o in done if o.request.num_output_tokens > 1]),
+        tpot_mean_s=_mean(tpots),
+        tpot_p99_s=percentile(tpots, 0.99),
+        waited_p99_s=percentile([o.waited_s for o in counted], 0.99),
+        goodput=len(good) / seconds,
+        good_share=len(good) / len(counted),
+        output_tokens_per_s=sum(o.request.num_output_tokens for o in in_time) / seconds,
+        cached_share=_ratio(sum(o.num_cached for o in done), sum(o.request.num_prompt_tokens for o in done)),
+        growth=_growth(ttfts),
+        mape=_mean(errors),
+        coverage=_mean(hits),
+    )
+
+
+def keeps(summary: Summary, slo: Slo) -> bool:
+    """Whether the 99th percentiles lie within the limits, nobody was turned away, and it could go on like this: a run is short beside
+    a loose limit, and a queue that grows all the time would be within it till the end."""
+    is_complete = summary.num_finished == summary.num_requests and summary.growth <= MAX_GROWTH
+    return is_complete and summary.ttft_p99_s <= slo.ttft_s and summary.tpot_p99_s <= slo.tpot_s
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95 % confidence interval; zero for a single value."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, 0.0
+    return mean, STUDENT.get(len(values), 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def fields(summary: Summary) -> dict[str, float]:
+    """For a record; rounded to what means something."""
+    return {name: float(f"{value:.5g}") for name, value in asdict(summary).items()}
+
+
+def _predictions(done: Sequence[Outcome]) -> tuple[list[float], list[float]]:
+    """Errors as ratios to what came, and hits (1) or misses (0) of the interval. Requests that lost a worker do not count."""
+    errors, hits = [], []
+    for outcome in done:
+        prediction, actual_s = outcome.prediction, outcome.decided_ttft_s
+        if prediction is None or prediction.ttft_s <= 0 or outcome.num_flights > 1:
+            continue
+        errors.append(abs(prediction.ttft_s - actual_s) / actual_s)
+        hits.append(float(prediction.low_s <= actual_s <= prediction.high_s))
+    return errors, hits
+
+
+def _growth(ttfts: Sequence[float]) -> float:
+    third = len(ttfts) // 3
+    before = _mean(ttfts[-2 * third : -third]) if third else 0.0
+    return _mean(ttfts[-third:]) / before if before else 1.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,181 @@
+"""The cluster in virtual time: workers, doors, failures. One run is one object; nothing is shared between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle
+from random import Random
+
+from cluster.scheduling.keys import SchedulingPolicy
+from cluster.simulator.decode import SimDecode
+from cluster.simulator.device import Device
+from cluster.simulator.door import SimDoor
+from cluster.simulator.encoder import SimEncoder
+from cluster.simulator.events import EventLoop
+from cluster.simulator.flight import Outcome
+from cluster.simulator.gate import Gate
+from cluster.simulator.hardware import Model
+from cluster.simulator.prefill import SimPrefill
+from cluster.simulator.worker import NETWORK_S, Network, WorkerSpec
+from cluster.simulator.workload import SimRequest
+from cluster.types.curves import Curve, ServiceCurves
+from cluster.types.members import Role
+from router.policy import ClusterView, Policy
+
+# Of the cluster's defaults, with a speed of the simulated GPUs: 20,000 tokens count like a second of waiting.
+SCHEDULING = SchedulingPolicy(aging_s=5.0, tokens_per_s=20_000, text_share=0.3)
+NOISE = 0.03  # standard deviation of a step's duration, as a ratio
+MEASURES_AGAIN_S = 1.0  # a worker that has become slower says so after this long
+
+MakePolicy = Callable[["Simulation"], Policy]
+SimWorker = SimEncoder | SimPrefill | SimDecode
+
+
+class Simulation:
+    """`policies`: makers of one for each door."""
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        policies: Sequence[MakePolicy],
+        model: Model,
+        seed: int = 0,
+        noise: float = NOISE,
+        scheduling: SchedulingPolicy = SCHEDULING,
+        network_s: float = NETWORK_S,
+        gate: Callable[[Simulation], Gate] | None = None,
+        on_outcome: Callable[[Outcome], None] | None = None,
+    ):
+        self.loop = EventLoop()
+        self.network = Network(self.loop, network_s)
+        self.model = model
+        self.specs = {spec.replica_id: spec for spec in specs}
+        self.outcomes: list[Outcome] = []
+        self._on_outcome = on_outcome or self.outcomes.append
+        self.scheduling = scheduling
+        self._rng, self._noise = Random(f"noise {seed}"), noise
+        self._devices: dict[str, Device] = {}
+        self.encoders: dict[str, SimEncoder] = {}
+        self.prefills: dict[str, SimPrefill] = {}
+        self.decodes: dict[str, SimDecode] = {}
+        for spec in specs:
+            self._make(spec)
+        self.may_stay = any(decode.local is not None for decode in self.decodes.values())
+        the_gate = gate(self) if gate is not None else None
+        self.doors = [
+            SimDoor(
+                self,
+                make(self),
+                ClusterView(scheduling, model.kv_bytes_per_token, model.num_layers),
+                the_gate,
+            )
+            for make in policies
+        ]
+        self.network.doors = self.doors
+        for spec in specs:
+            self._plan(spec)
+
+    def run(
+        self,
+        requests: Iterable[SimRequest],
+        until: float = float("inf"),
+        doors: Sequence[SimDoor] | None = None,
+    ) -> list[Outcome]:
+        """Serve all of them; in the order in which they ended. They go to these doors in turn; None: to all."""
+        self._arrivals = zip(cycle(doors or self.doors), requests, strict=False)
+        self._next_arrival()
+        self.loop.run(until)
+        return self.outcomes
+
+    def worker(self, replica_id: str) -> SimWorker:
+        return self.encoders.get(replica_id) or self.prefills.get(replica_id) or self.decodes[replica_id]
+
+    def set_curves(self, replica_id: str, curves: ServiceCurves, told: ServiceCurves) -> None:
+        """From its next call on a worker is so fast; all doors hear of it at once."""
+        worker = self.worker(replica_id)
+        worker.spec = replace(worker.spec, curves=curves, told=told)
+        if isinstance(worker, SimDecode) and worker.local is not None:
+            worker.local.spec = worker.spec
+        self._each_door(SimDoor.measured, replica_id, told)
+
+    def landed(self, outcome: Outcome) -> None:
+        self._on_outcome(outcome)
+
+    def _next_arrival(self) -> None:
+        for door, request in self._arrivals:
+            self.loop.at(max(self.loop.now, request.arrived_at), self._arrive, door, request)
+            return
+
+    def _arrive(self, door: SimDoor, request: SimRequest) -> None:
+        self._next_arrival()
+        door.arrive(request)
+
+    def _draw(self) -> float:
+        return max(0.5, 1.0 + self._noise * self._rng.gauss(0.0, 1.0)) if self._noise else 1.0
+
+    def _make(self, spec: WorkerSpec) -> None:
+        name = spec.device or spec.replica_id
+        device = self._devices.setdefault(name, Device(self.loop))
+        common = (self.loop, device, self.network)
+        if spec.role is Role.ENCODE:
+            self.encoders[spec.replica_id] = SimEncoder(spec, *common, self.scheduling, self._draw)
+        elif spec.role is Role.PREFILL:
+            self.prefills[spec.replica_id] = self._make_prefill(spec, device, is_local=False)
+        else:
+            local = self._make_prefill(spec, device, is_local=True) if spec.curves.prefill else None
+            self.decodes[spec.replica_id] = SimDecode(spec, *common, self._draw, self.model.block_size, local)
+
+    def _make_prefill(self, spec: WorkerSpec, device: Device, is_local: bool) -> SimPrefill:
+        return SimPrefill(
+            spec, self.loop, device, self.network, self.scheduling, self._draw, self.model, is_local
+        )
+
+    def _plan(self, spec: WorkerSpec) -> None:
+        """Its start, its end and its bad hour."""
+        if spec.ready_at > 0:
+            self.loop.at(spec.ready_at, self._each_door, SimDoor.add, spec)
+        else:
+            self._each_door(SimDoor.add, spec)
+        if spec.dies_at is not None:
+            self.loop.at(spec.dies_at, self._kill, spec)
+        if spec.throttled is not None:
+            since, factor = spec.throttled
+            self.loop.at(since, self._throttle, spec, factor)
+
+    def _each_door(self, call: Callable[..., object], *args: object) -> None:
+        for door in self.doors:
+            call(door, *args)
+
+    def _kill(self, spec: WorkerSpec) -> None:
+        worker = self.worker(spec.replica_id)
+        worker.is_dead = True
+        if isinstance(worker, SimDecode) and worker.local is not None:
+            worker.local.is_dead = True
+        self.network.tell(self._each_door, SimDoor.worker_lost, spec)
+
+    def _throttle(self, spec: WorkerSpec, factor: float) -> None:
+        worker = self.worker(spec.replica_id)
+        worker.slowdown = factor
+        if isinstance(worker, SimDecode) and worker.local is not None:
+            worker.local.slowdown = factor
+        curves = slower(spec.curves, factor)
+        self.loop.after(MEASURES_AGAIN_S, self._each_door, SimDoor.measured, spec.replica_id, curves)
+
+
+def slower(curves: ServiceCurves, factor: float) -> ServiceCurves:
+    """The same worker, with all its durations so many times longer; its links stay."""
+
+    def scaled(curve: Curve | None) -> Curve | None:
+        if curve is None:
+            return None
+        return Curve(curve.fixed_s * factor, curve.per_unit_s * factor, curve.per_pair_s * factor)
+
+    return ServiceCurves(
+        encode={m: Curve(c.fixed_s * factor, c.per_unit_s * factor) for m, c in curves.encode.items()},
+        prepare={m: Curve(c.fixed_s * factor, c.per_unit_s * factor) for m, c in curves.prepare.items()},
+        prefill=scaled(curves.prefill),
+        decode=scaled(curves.decode),
+        max_step_units=curves.max_step_units,
+        links=curves.links,
+    )

@@ -1,0 +1,62 @@
+"""Data parallelism, to compare with: each request stays on one device, which encodes, prefills and decodes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from cluster.errors import UnavailableError
+from router.policy import ClusterView, Decision, ItemPrediction, ItemView, Placement, Prediction, RequestView
+
+if TYPE_CHECKING:
+    from cluster.simulator.simulation import Simulation
+
+# A request without its first token counts like so many with it, as in vLLM's data-parallel balancer.
+WAITING_WEIGHT = 4
+
+
+def unpredicted(num_items: int) -> Prediction:
+    """Of a policy that predicts nothing."""
+    items = (ItemPrediction(),) * num_items
+    return Prediction(
+        media_s=0.0, queue_s=0.0, prefill_s=0.0, ttft_s=0.0, transfer_s=0.0, first_step_s=0.0, low_s=0.0, high_s=0.0, items=items
+    )  # fmt: skip
+
+
+class OneDevice:
+    """The device with the fewest requests, by their true numbers, without delay: better than a real balancer can know."""
+
+    def __init__(self, simulation: Simulation):
+        self._simulation = simulation
+
+    def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
+        decodes = [decode for decode in self._simulation.decodes.values() if not decode.is_dead]
+        if not decodes:
+            raise UnavailableError("no device is left")
+        by_load = {decode.spec.device: self._load(decode.spec.device) for decode in decodes}
+        device = min(by_load, key=lambda name: (by_load[name], name))
+        placement = Placement((f"e:{device}",) * len(request.media), f"p:{device}", f"d:{device}")
+        return Decision(placement, unpredicted(len(request.media)))
+
+    def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
+        raise UnavailableError("the device is gone")
+
+    def _load(self, device: str) -> int:
+        waiting = len(self._simulation.prefills[f"p:{device}"].flights)
+        return WAITING_WEIGHT * waiting + self._simulation.decodes[f"d:{device}"].num_running
+
+
+class OneDeviceInTurn(OneDevice):
+    """One device after the other, whatever they have to do: what a Kubernetes service does."""
+
+    def __init__(self, simulation: Simulation):
+        super().__init__(simulation)
+        self._num_placed = 0
+
+    def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
+        self._num_placed += 1
+        return super().decide(request, cluster, now)
+
+    def _load(self, device: str) -> int:
+        devices = [decode.spec.device for decode in self._simulation.decodes.values()]
+        return (devices.index(device) - self._num_placed) % len(devices)

@@ -1,0 +1,85 @@
+"""What simulated workers have in common: their description, and the network between them and the doors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cluster.simulator.events import EventLoop
+from cluster.simulator.hardware import PREPARE_THREADS
+from cluster.types.curves import Link, ServiceCurves
+from cluster.types.members import Role
+from cluster.types.messages import LoadReport
+
+if TYPE_CHECKING:
+    from cluster.simulator.door import SimDoor
+
+NETWORK_S = 5e-4  # a frame between a door and a worker
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One replica. `curves` is how fast it is.
+
+    told                  how fast it says that it is; None: the truth
+    ready_at              when it has started, in seconds of the run
+    dies_at               when it is killed, if at all
+    throttled             (from when, so many times slower), if at all; it measures that, too, a second later
+    step_target_s         prompts: no step of more than a block is planned to last longer
+    cache_bytes           encoder: for embeddings
+    max_items             encoder: in one call
+    num_prepare_threads   encoder
+    max_batch             decode: sequences in one step
+    """
+
+    replica_id: str
+    role: Role
+    curves: ServiceCurves
+    num_blocks: int = 0
+    hardware: str = ""
+    device: str = ""
+    bytes_per_row: int = 0
+    told: ServiceCurves | None = None
+    step_target_s: float = math.inf
+    cache_bytes: int = 4 << 30
+    max_items: int = 16
+    num_prepare_threads: int = PREPARE_THREADS
+    max_batch: int = 256
+    ready_at: float = 0.0
+    dies_at: float | None = None
+    throttled: tuple[float, float] | None = None
+
+    def link(self, replica_id: str) -> Link:
+        return self.curves.links.get(replica_id) or self.curves.links[""]
+
+
+class Network:
+    """Frames reach their door or worker `delay_s` later."""
+
+    def __init__(self, loop: EventLoop, delay_s: float = NETWORK_S):
+        self._loop, self.delay_s = loop, delay_s
+        self.doors: Sequence[SimDoor] = ()
+
+    def tell(self, call: Callable[..., object], *args: Any) -> None:
+        self._loop.at(self._loop.now + self.delay_s, call, *args)
+
+    def tell_doors(
+        self,
+        replica_id: str,
+        load: LoadReport,
+        media: tuple[Sequence[str], Sequence[str]] = ((), ()),
+        blocks: tuple[Sequence[bytes], Sequence[bytes]] = ((), ()),
+    ) -> None:
+        self._loop.at(self._loop.now + self.delay_s, self._deliver, replica_id, load, media, blocks)
+
+    def _deliver(
+        self,
+        replica_id: str,
+        load: LoadReport,
+        media: tuple[Sequence[str], Sequence[str]],
+        blocks: tuple[Sequence[bytes], Sequence[bytes]],
+    ) -> None:
+        for door in self.doors:
+            door.reported(replica_id, load, media, blocks)

@@ -1,0 +1,1 @@
+"""Transports: the agent protocol, and its implementations over NIXL, over torch.distributed and within one process."""

@@ -1,0 +1,302 @@
+"""NIXL over UCX: shared memory on one host, TCP, CUDA IPC, RDMA. The only file that imports nixl.
+
+Settings, and why: the progress thread is off, because it spins a whole core; so both
+sides must call `notifications` while anything is open. On one host a write of CPU memory is a cross-process
+copy that runs inside `post`. UCX's error handling stays at "peer", its default, so that a killed peer is an
+error within a second or two.
+
+UCX listens on TCP as soon as an agent is made, and a peer that connects there may write anywhere in the process: it has no
+authentication. So an agent uses the network devices that its owner names, and loopback alone if it names none. On one host TCP over
+loopback carries notifications and notices a peer's death; bytes go by CMA or CUDA IPC.
+
+The metadata that peers exchange wraps NIXL's own with the list of registered ranges: a grant names addresses
+only, and NIXL wants to know for each whether it is DRAM or VRAM and of which device.
+
+Which lane UCX took is not to be asked, but it shows: only the copy between processes of one host (CMA) is over when
+the call returns. A peer's first writes tell, and the log says so once; on one host any other lane is a warning,
+because it is several times slower (containers and hardened kernels forbid that copy). A write behind a notification tells nothing:
+it is over when the peer has taken the notification in.
+
+An agent belongs to one thread at a time; it may be made and registered on one and handed over to another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from cluster.config.environment import tell_net_devices
+from cluster.errors import ConfigError
+from cluster.kvcache.memory import BlockMemory
+from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
+
+logger = logging.getLogger(__name__)
+
+NUM_LANE_WRITES = 8  # CMA, too, now and then returns early: this many in a row mean another lane
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one per running kernel, whatever the container
+_STATES = {"DONE": TransferState.DONE, "PROC": TransferState.PENDING, "ERR": TransferState.FAILED}
+
+
+class _Region(msgspec.Struct, frozen=True, array_like=True):
+    address: int
+    num_bytes: int
+    kind: str  # "DRAM" or "VRAM"
+    device_id: int
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    regions: tuple[_Region, ...]
+    nixl: bytes
+    boot_id: str  # equal on one host; for the log only
+
+
+@dataclass
+class _Peer:
+    metadata: bytes
+    regions: tuple[_Region, ...]
+    is_on_this_host: bool
+    num_late_writes: int = -1  # that were not over in the call; -1 until the connection is wired up
+    is_lane_known: bool = False
+    has_notified: bool = False  # since a write was last over
+
+
+@dataclass
+class _Handle:
+    nixl: Any
+    peer: str
+    state: TransferState
+
+
+def load_nixl() -> tuple[ModuleType, ModuleType]:
+    """(nixl's API, its bindings), from whichever wheel is installed. Raises ConfigError when none is."""
+    cuda_first = ("cu13", "cu12") if (torch.version.cuda or "").startswith("13") else ("cu12", "cu13")
+    names = [f"nixl_{cuda}" for cuda in cuda_first] + ["nixl"]
+    failures: list[str] = []
+    for name in names:
+        try:
+            return importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")
+        except ImportError as error:
+            failures.append(f"{name}: {error}")
+    raise ConfigError(
+        "the NIXL transport needs the package nixl-cu12 or nixl-cu13; none can be imported ("
+        + "; ".join(failures)
+        + ")"
+    )
+
+
+class NixlAgent:
+    def __init__(self, name: str, net_devices: Sequence[str] = ("lo",)):
+        """`name` must never have been used by another process; a replica's incarnation id is right. `net_devices` are those that
+        UCX may use, by its names. Takes about half a second. Raises ConfigError when NIXL or a device is not there.
+        """
+        api, self._bindings = load_nixl()
+        self.name = name
+        tell_net_devices(net_devices)
+        with self._mapped():
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+            self._agent = api.nixl_agent(name, config)
+        if "UCX" not in self._agent.get_plugin_list():
+            raise ConfigError("this NIXL has no UCX plugin")
+        try:
+            with self._mapped():
+                self._agent.create_backend("UCX", {})
+        except TransferError as error:
+            raise ConfigError(
+                f"NIXL cannot use the network devices {', '.join(net_devices)}: {error}",
+                param="transfer.net_devices",
+            ) from error
+        self._regions: list[_Region] = []
+        self._registrations: list[
+            tuple[BlockMemory, Any]
+        ] = []  # the memory stays alive while it is registered
+        self._boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+        self._metadata = b""
+        self._peers: dict[str, _Peer] = {}
+        self._name_of: dict[bytes, str] = {}  # metadata of connected peers
+        self._handles: dict[int, _Handle] = {}
+        self._is_closed = False
+
+    def register(self, memory: BlockMemory) -> None:
+        if any(known is memory for known, _ in self._registrations):
+            return
+        device = memory.buffer.device
+        kind = "VRAM" if device.type == "cuda" else "DRAM"
+        region = _Region(memory.base_address, memory.buffer.numel(), kind, device.index or 0)
+        with self._mapped():
+            registration = self._agent.register_memory(
+                [(region.address, region.num_bytes, region.device_id, "")], mem_type=kind
+            )
+            self._registrations.append((memory, registration))
+            self._regions.append(region)
+            encoded = _Metadata(
+                self.name, tuple(self._regions), self._agent.get_agent_metadata(), self._boot_id
+            )
+        self._metadata = msgspec.msgpack.encode(encoded)
+
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def connect(self, metadata: bytes) -> str:
+        known = self._name_of.get(metadata)
+        if known is not None:
+            return known
+        try:
+            decoded = msgspec.msgpack.decode(metadata, type=_Metadata)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"agent metadata cannot be read: {error}") from error
+        self.disconnect(decoded.name)
+        with self._mapped():
+            added = self._agent.add_remote_agent(decoded.nixl)
+        added = added.decode() if isinstance(added, bytes) else added
+        if added != decoded.name:
+            raise TransferError(f"metadata of {decoded.name} belongs to {added}")
+        self._peers[decoded.name] = _Peer(
+            metadata, decoded.regions, is_on_this_host=decoded.boot_id == self._boot_id != ""
+        )
+        self._name_of[metadata] = decoded.name
+        return decoded.name
+
+    def post(self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b"") -> _Handle:
+        known = self._peers.get(peer)
+        if known is None:
+            raise PeerLostError(f"peer {peer} is not connected")
+        local_descs = self._descriptors(local, tuple(self._regions), self.name)
+        remote_descs = self._descriptors(remote, known.regions, peer)
+        with self._mapped():
+            transfer = self._agent.initialize_xfer("WRITE", local_descs, remote_descs, peer, notification)
+            try:
+                state = _STATES[self._agent.transfer(transfer)]
+            except BaseException:
+                self._forget(transfer)
+                raise
+        if not known.is_lane_known and (state is TransferState.DONE or not known.has_notified):
+            self._watch_lane(peer, known, state)
+        handle = _Handle(transfer, peer, state)
+        self._handles[id(handle)] = handle
+        return handle
+
+    def poll(self, handle: _Handle) -> TransferState:
+        if handle.state is TransferState.PENDING:
+            try:
+                with self._mapped():
+                    handle.state = _STATES[self._agent.check_xfer_state(handle.nixl)]
+            except TransferError:
+                handle.state = TransferState.FAILED
+                raise
+            known = self._peers.get(handle.peer)
+            if handle.state is TransferState.DONE and known is not None:
+                known.num_late_writes = max(known.num_late_writes, 0)
+                known.has_notified = False
+        return handle.state
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        known = self._peers.get(peer)
+        if known is None:
+            raise PeerLostError(f"peer {peer} is not connected")
+        known.has_notified = True
+        with self._mapped():
+            self._agent.send_notif(peer, payload)
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        with self._mapped():
+            by_peer = self._agent.get_new_notifs()
+        return [(peer, payload) for peer, payloads in by_peer.items() for payload in payloads]
+
+    def release(self, handle: _Handle) -> None:
+        self._handles.pop(id(handle), None)
+        with self._mapped():
+            handle.nixl.release()
+
+    def disconnect(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        self._name_of.pop(known.metadata, None)
+        for handle in [h for h in self._handles.values() if h.peer == peer]:
+            handle.state = TransferState.FAILED
+        try:
+            with self._mapped():
+                self._agent.remove_remote_agent(peer)
+        except TransferError:
+            pass  # already gone
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for handle in list(self._handles.values()):
+            self._forget(handle.nixl)
+        self._handles.clear()
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        for _, registration in self._registrations:
+            with self._mapped():
+                self._agent.deregister_memory(registration)
+        self._registrations.clear()
+        self._agent = None
+
+    def _watch_lane(self, peer: str, known: _Peer, state: TransferState) -> None:
+        """Tell from the state in which a post returned how bytes travel to this peer, and log it once."""
+        if state is TransferState.DONE:
+            known.is_lane_known = True
+            logger.info("agent %s: writes to %s are copies between processes of this host", self.name, peer)
+        elif known.num_late_writes >= 0:
+            known.num_late_writes += 1
+            known.is_lane_known = known.num_late_writes == NUM_LANE_WRITES
+            if known.is_lane_known and known.is_on_this_host and self._regions[0].kind == "DRAM":
+                logger.warning(
+                    "agent %s: writes to %s, on this host, do not use the copy between processes (CMA); "
+                    "UCX_TLS or a lack of permission forbids it, and the lane in use is several times slower",
+                    self.name,
+                    peer,
+                )
+            elif known.is_lane_known:
+                logger.info("agent %s: writes to %s travel by network or device lanes", self.name, peer)
+
+    def _forget(self, transfer: Any) -> None:
+        """Release without a word; NIXL's own finaliser tries again."""
+        try:
+            with self._mapped():
+                transfer.release()
+        except TransferError:
+            pass
+
+    def _descriptors(self, rows: np.ndarray, regions: tuple[_Region, ...], owner: str) -> Any:
+        """NIXL's list of (address, bytes, device) for rows that all lie in one registered range."""
+        start, end = int(rows[:, 0].min()), int((rows[:, 0] + rows[:, 1]).max())
+        for region in regions:
+            if region.address <= start and end <= region.address + region.num_bytes:
+                table = np.empty((len(rows), 3), dtype=np.uint64)
+                table[:, :2] = rows
+                table[:, 2] = region.device_id
+                return self._agent.get_xfer_descs(table, mem_type=region.kind)
+        raise TransferError(f"agent {owner} has no registered memory at [{start:#x}, {end:#x})")
+
+    @contextmanager
+    def _mapped(self) -> Iterator[None]:
+        """NIXL's exceptions as ours."""
+        try:
+            yield
+        except self._bindings.nixlRemoteDisconnectError as error:
+            raise PeerLostError(f"NIXL: the peer is gone ({error})") from error
+        except _nixl_errors(self._bindings) as error:
+            raise TransferError(f"NIXL: {type(error).__name__}: {error}") from error
+
+
+def _nixl_errors(bindings: ModuleType) -> tuple[type[Exception], ...]:
+    return tuple(
+        value
+        for name, value in vars(bindings).items()
+        if name.startswith("nixl") and name.endswith("Error") and isinstance(value, type)
+    )

@@ -1,0 +1,1 @@
+"""KV on the wire: the codecs, the wire memory that they write to, and checksums."""

@@ -1,0 +1,272 @@
+"""The thread that moves bytes: one agent, its sender and its receiver.
+
+    any thread    grant / cancel / revoke, open, and the outgoing's write / finish / abort: returns at once
+    mover thread  step(): notifications in, writes out, events to `on_event`; every `poll_interval_s` while
+                  anything is open, now and then while a writer's last word is missing, asleep otherwise
+
+A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
+last lease has closed the thread polls on for `linger_s`, because a notification that was just sent may need
+the transport's hands to get out. `on_event` runs on the mover thread and should only put the event into the
+owner's inbox.
+
+Nothing dies silently here: an unexpected error in a step is logged and reaches the owner as `MoverFailed`,
+and the next step tries again, so that leases still expire.
+
+For tests on a virtual clock: do not `start`, call `step` by hand.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.clock import Clock
+from cluster.kvcache.memory import BlockMemory
+from cluster.types.curves import CodecSpeed, Link
+from cluster.types.members import ProcessId
+from cluster.types.transfer import Grant, ReceivedGrant, SentTotals
+from cluster.worker.pulse import Pulse
+from kv_transfer.agents.agent import Agent, TransferError
+from kv_transfer.codecs.wire import Wire
+from kv_transfer.lease.outgoing import Outgoing
+from kv_transfer.lease.processes import has_ended
+from kv_transfer.lease.receiver import LateWrite, LeaseEvent, Receiver
+from kv_transfer.lease.sender import Sender, SendEvent
+
+logger = logging.getLogger(__name__)
+
+LATE_POLL_INTERVAL_S = (
+    0.05  # while nothing is open but some writer of an ended lease has not said that it stopped
+)
+
+
+@dataclass(frozen=True)
+class MoverFailed:
+    """A bug or a broken transport: a step raised. Delivered once per series of failing steps."""
+
+    error: Exception
+
+
+MoverEvent = LeaseEvent | LateWrite | SendEvent | MoverFailed
+
+
+class Mover:
+    def __init__(
+        self,
+        agent: Agent,
+        clock: Clock,
+        on_event: Callable[[MoverEvent], None],
+        *,
+        outgoing: BlockMemory | None = None,
+        incoming: BlockMemory | None = None,
+        margin_s: float = 5.0,
+        poll_interval_s: float = 0.001,
+        linger_s: float = 0.1,
+        model: str = "",
+        outgoing_wire: Wire | None = None,
+        incoming_wire: Wire | None = None,
+        has_ended: Callable[[ProcessId], bool] = has_ended,
+    ):
+        """`outgoing` is the memory that is sent from, `incoming` the one peers may write to; they may be the
+        same.
+
+        Takes the agent over: `close` closes it. `margin_s`: see `Receiver`. `model`: fingerprint of the model that the bytes
+        belong to; peers with another one are refused. The wires stand beside the memories of the same name; None: all bytes travel
+        as they are.
+        """
+        self.agent = agent
+        self.pulse = Pulse(clock)  # of the mover's thread, while anything is open
+        self._clock = clock
+        self._on_event = on_event
+        self._poll_interval_s = poll_interval_s
+        self._linger_s = linger_s
+        self._sender = (
+            None if outgoing is None else Sender(agent, outgoing, clock, self._wake, model, outgoing_wire)
+        )
+        self._receiver = (
+            None
+            if incoming is None
+            else Receiver(agent, incoming, clock, margin_s, model, incoming_wire, has_ended)
+        )
+        self._condition = threading.Condition()
+        self._is_awake = False  # there is something new to do
+        self._is_closing = False
+        self._is_failing = False  # the last step raised
+        self._linger_until = 0.0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Leases, in both directions, whose event has not been delivered."""
+        num_incoming = 0 if self._receiver is None else self._receiver.num_open
+        return num_incoming + (0 if self._sender is None else self._sender.num_open)
+
+    @property
+    def sent(self) -> SentTotals:
+        """By this mover since it was made."""
+        return SentTotals() if self._sender is None else self._sender.sent
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """`Sender.links`."""
+        return {} if self._sender is None else self._sender.links
+
+    @property
+    def codecs(self) -> dict[str, CodecSpeed]:
+        """In which KV can leave or come here, beside raw."""
+        if self._sender is not None and (wire := self._sender.wire) is not None:
+            return {wire.codec.name: wire.encoding}
+        if self._receiver is not None and (wire := self._receiver.wire) is not None:
+            return {wire.codec.name: wire.decoding}
+        return {}
+
+    def grant(
+        self,
+        lease_id: str,
+        block_ids: Sequence[int],
+        generations: Sequence[int],
+        ttl_s: float,
+        run_lengths: Sequence[int] = (),
+    ) -> Grant:
+        """`Receiver.grant`."""
+        grant = self._incoming().grant(lease_id, block_ids, generations, ttl_s, run_lengths)
+        self._wake()
+        return grant
+
+    def cancel(self, lease_id: str) -> None:
+        """`Receiver.cancel`."""
+        self._incoming().cancel(lease_id)
+
+    def note_writer(self, lease_id: str, processes: Sequence[ProcessId]) -> None:
+        """`Receiver.note_writer`."""
+        self._incoming().note_writer(lease_id, processes)
+
+    def revoke(self, lease_id: str, reason: str) -> None:
+        """`Receiver.revoke`."""
+        self._incoming().revoke(lease_id, reason)
+        self._wake()
+
+    def open(self, received: ReceivedGrant) -> Outgoing:
+        """`Sender.open`."""
+        if self._is_closing:
+            raise TransferError("this worker is shutting down")
+        if self._sender is None:
+            raise ValueError("this mover was made without an outgoing memory")
+        return self._sender.open(received)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"mover-{self.agent.name}", daemon=True)
+        self._thread.start()
+
+    def step(self) -> bool:
+        """One round. True while it should be called again soon."""
+        has_moved = False
+        try:
+            has_moved = self._step_in()
+            if self._sender is not None:
+                self._deliver(self._sender.poll())
+            self._is_failing = False
+        except Exception as error:  # the thread's edge: the owner hears of it, the thread lives on
+            if not self._is_failing:
+                logger.exception("a transfer step failed")
+                self._deliver([MoverFailed(error)])
+            self._is_failing, has_moved = True, False
+        now = self._clock.now()
+        self.pulse.is_failing = not has_moved
+        if self.num_open:
+            self._linger_until = now + self._linger_s
+            self.pulse.beat() if has_moved else self.pulse.begin()
+        else:
+            self.pulse.rest()
+        return now < self._linger_until
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        """Abort what is being sent, wait up to `deadline_s` for all leases to end, then close the agent.
+
+        What has not ended by then ends with an event that says so. May be repeated.
+        """
+        with self._condition:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        if self._sender is not None:
+            self._sender.abort_all("this worker is shutting down")
+        self._wake()
+        deadline = time.monotonic() + deadline_s
+        if self._thread is not None:
+            while self.num_open and time.monotonic() < deadline:
+                time.sleep(self._poll_interval_s)
+        else:
+            while self.step() and self.num_open and time.monotonic() < deadline:
+                time.sleep(self._poll_interval_s)
+        self._stop_thread()
+        self._end_leases()
+        self.agent.close()
+
+    def _step_in(self) -> bool:
+        """Whether the transport answers."""
+        if self._receiver is not None:
+            self._deliver(self._receiver.poll())
+            return self._receiver.failure is None
+        try:
+            self.agent.notifications()  # nobody writes to us; this drives the transport
+        except TransferError as error:
+            if not self.pulse.is_failing:
+                logger.warning("notifications could not be read: %s", error)
+            return False
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                if self._thread is None:
+                    return
+                self._is_awake = False
+            is_busy = self.step()
+            with self._condition:
+                if not self._is_awake and self._thread is not None:
+                    self._condition.wait(self._poll_interval_s if is_busy else self._idle_s)
+
+    @property
+    def _idle_s(self) -> float | None:
+        """Until the next step, while nothing is open."""
+        waits = self._receiver is not None and self._receiver.is_waiting_for_late_words
+        return LATE_POLL_INTERVAL_S if waits else None
+
+    def _stop_thread(self) -> None:
+        with self._condition:
+            thread, self._thread = self._thread, None
+            self._condition.notify_all()
+        if thread is not None:
+            thread.join(timeout=5.0)
+            if thread.is_alive():
+                logger.error("the mover thread hangs in the transport; it is left behind")
+
+    def _end_leases(self) -> None:
+        error = TransferError("this worker has shut down")
+        if self._receiver is not None:
+            self._receiver.revoke_all(error.message)
+            self._deliver(self._receiver.poll())
+        if self._sender is not None:
+            self._deliver(self._sender.fail_all(error))
+
+    def _deliver(self, events: Sequence[MoverEvent]) -> None:
+        for event in events:
+            try:
+                self._on_event(event)
+            except Exception:  # the owner's bug must not cost the other leases their events
+                logger.exception("the owner of the transfers failed on %r", event)
+
+    def _incoming(self) -> Receiver:
+        if self._receiver is None:
+            raise ValueError("this mover was made without an incoming memory")
+        return self._receiver
+
+    def _wake(self) -> None:
+        self.pulse.begin()
+        with self._condition:
+            self._is_awake = True
+            self._condition.notify_all()

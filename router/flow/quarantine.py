@@ -1,0 +1,112 @@
+"""What a worker had in work when it was lost, and may have ended it.
+
+Nothing tells a crash from the death of a host, and a worker that dies has many items and requests in work. So the first loss makes a
+suspect of each: an item is tried once more, one suspect at a time on an encoder (`router.flow.encoding`); a request ends with an error that its
+client may answer by trying again. What is lost with a second worker is barred: it is refused (4xx) for `BARRED_S`, here and now and when
+it comes again. Requests cannot wait for each other as items do, and many of them are lost with a decode worker. One is barred after the
+second loss if both came at the same point of its answer, as they do if it is the cause, and else after the third.
+
+A worker that comes back under its own id was not dead, only its connection: then nothing is held against what it had in work.
+
+A poison item costs two workers, a request two or three, of each door that it is sent to: doors do not tell each other. Bounded: what was
+suspected first is forgotten first. Lives on the door's event loop.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.clock import Clock
+from cluster.errors import QuarantinedError
+from cluster.media.settings import item_name
+from cluster.types.media import MediaItem
+from cluster.types.request import GenerateRequest
+
+BARRED_S = 600.0  # since the last loss; also how long a suspicion lasts
+MAX_SUSPECTS = 4096
+NEAR_TOKENS = (
+    8  # answers that end with so few tokens between them ended at the same point: a frame or two may be lost
+)
+
+
+@dataclass(eq=False, slots=True)
+class _Suspicion:
+    lost_with: dict[str, int] = field(default_factory=dict)  # replica id → tokens of the answer until then
+    until: float = 0.0
+
+    @property
+    def is_barred(self) -> bool:
+        points = sorted(self.lost_with.values())
+        return len(points) > 2 or (len(points) == 2 and points[1] - points[0] <= NEAR_TOKENS)
+
+
+class Quarantine:
+    """Of media items, by media hash, and of requests, by `content_of`."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._suspicions: OrderedDict[Hashable, _Suspicion] = OrderedDict()
+        self.num_barred = 0  # since the start
+
+    def __len__(self) -> int:
+        """Suspects."""
+        return len(self._suspicions)
+
+    def lost(self, key: Hashable, replica_id: str, num_tokens: int = 0) -> None:
+        """A worker was lost that had it in work, `num_tokens` into the answer. May be repeated."""
+        suspicion = self._find(key) or _Suspicion()
+        was_barred = suspicion.is_barred
+        suspicion.lost_with.setdefault(replica_id, num_tokens)
+        suspicion.until = self._clock.now() + BARRED_S
+        self.num_barred += suspicion.is_barred and not was_barred
+        self._suspicions[key] = suspicion
+        self._suspicions.move_to_end(key)
+        if len(self._suspicions) > MAX_SUSPECTS:
+            self._suspicions.popitem(last=False)
+
+    def came_back(self, replica_id: str) -> None:
+        """The worker lives: only its connection was lost."""
+        for key, suspicion in list(self._suspicions.items()):
+            suspicion.lost_with.pop(replica_id, None)
+            if not suspicion.lost_with:
+                del self._suspicions[key]
+
+    def survived(self, key: Hashable) -> None:
+        """A worker is done with it, and lives."""
+        self._suspicions.pop(key, None)
+
+    def is_suspect(self, key: Hashable) -> bool:
+        return self._find(key) is not None
+
+    def is_barred(self, key: Hashable) -> bool:
+        suspicion = self._find(key)
+        return suspicion is not None and suspicion.is_barred
+
+    def _find(self, key: Hashable) -> _Suspicion | None:
+        suspicion = self._suspicions.get(key)
+        if suspicion is not None and suspicion.until <= self._clock.now():
+            del self._suspicions[key]
+            return None
+        return suspicion
+
+
+def content_of(request: GenerateRequest, hashes: Sequence[bytes], block_size: int) -> Hashable:
+    """Equal for requests with equal prompts. `hashes`: of the prompt's full blocks."""
+    prompt = request.prompt
+    rest = prompt.token_ids[len(hashes) * block_size :]
+    return (hashes[-1] if hashes else b"", rest, tuple(item.media_hash for item in prompt.media))
+
+
+def barred_item(item: MediaItem, item_idx: int) -> QuarantinedError:
+    name = item_name(item.modality, item_idx)
+    return QuarantinedError(
+        f"{name}: the workers that encoded it were lost, so it is not tried again for now", param="messages"
+    )
+
+
+def barred_request() -> QuarantinedError:
+    return QuarantinedError(
+        "the workers that computed this prompt were lost, so it is not tried again for now", param="messages"
+    )

@@ -1,0 +1,256 @@
+"""What a door measures, in Prometheus' text form. One registry per door, no globals.
+
+Request metrics carry vLLM's stems, so that existing boards work. Per-token work is avoided: inter-token latency is observed
+once per event (one decode step of one request), counters once per request. Worker gauges are read from the members' last
+load reports when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import ClassVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cluster.types.members import Role
+from router.flow.dispatch import Dispatcher
+from router.members import Peer
+from router.telemetry.timeline import Ledger
+
+_TTFT_BUCKETS_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+
+
+class DoorMetrics:
+    def __init__(self, model_id: str, peers: Callable[[], Iterable[Peer]], dispatcher: Dispatcher):
+        self._registry = CollectorRegistry()
+        labels = {"labelnames": ("model_name",), "registry": self._registry}
+        name = model_id
+        self.ttft_s = Histogram(
+            "epdg_time_to_first_token_seconds",
+            "Arrival of the request at the door until its first token leaves it",
+            buckets=_TTFT_BUCKETS_S,
+            **labels,
+        ).labels(name)
+        self.itl_s = Histogram(
+            "epdg_inter_token_latency_seconds",
+            "Gap between consecutive tokens",
+            buckets=_ITL_BUCKETS_S,
+            **labels,
+        ).labels(name)
+        self.prompt_tokens = Counter(
+            "epdg_prompt_tokens", "Prompt tokens of answered requests", **labels
+        ).labels(name)
+        self.cached_tokens = Counter(
+            "epdg_prompt_tokens_cached", "Prompt tokens whose KV came from the prefix cache", **labels
+        ).labels(name)
+        self.generation_tokens = Counter("epdg_generation_tokens", "Generated tokens", **labels).labels(name)
+        self._stage_s = Histogram(
+            "epdg_ttft_stage_seconds",
+            "Parts of the time to first token, which sum to it",
+            ("model_name", "stage"),
+            buckets=_TTFT_BUCKETS_S,
+            registry=self._registry,
+        )
+        self.predicted_ttft_s = Histogram(
+            "epdg_predicted_time_to_first_token_seconds",
+            "The same as epdg_time_to_first_token_seconds, as predicted when the request was placed",
+            buckets=_TTFT_BUCKETS_S,
+            **labels,
+        ).labels(name)
+        self._finished = Counter(
+            "epdg_requests",
+            "Choices that ended, by reason: stop, length, cancelled, or an error's name",
+            ("model_name", "finished_reason"),
+            registry=self._registry,
+        )
+        self._model_id = model_id
+        self._registry.register(_Gauges(peers, dispatcher))
+
+    def finished(self, reason: str) -> None:
+        self._finished.labels(self._model_id, reason).inc()
+
+    def ledger(self, ledger: Ledger) -> None:
+        """The first token of a request is out."""
+        for stage, seconds in ledger.stages().items():
+            self._stage_s.labels(self._model_id, stage).observe(seconds)
+        if ledger.predicted_ttft_s is not None:
+            self.predicted_ttft_s.observe(ledger.predicted_ttft_s)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _Gauges(Collector):
+    """Worker state as last reported on the side channel."""
+
+    _FIELDS: ClassVar = {
+        "num_running": ("epdg_worker_running", "Requests (encoder: media items) being worked on"),
+        "num_waiting": ("epdg_worker_waiting", "Requests waiting for memory, embeddings or KV"),
+        "num_queued_units": (
+            "epdg_worker_queued_units",
+            "Work not done: prompt tokens (prefill), sequences (decode) or embedding rows (encode)",
+        ),
+        "num_used_blocks": ("epdg_worker_used_blocks", "Memory blocks held by requests"),
+        "num_cached_blocks": ("epdg_worker_cached_blocks", "Memory blocks kept for reuse"),
+        "num_open_leases": (
+            "epdg_worker_open_leases",
+            "Transfers by or into this worker that are not closed",
+        ),
+        "held_bytes": (
+            "epdg_worker_media_bytes",
+            "Held for media in work: files and tensors (encode), room for embeddings (prefill)",
+        ),
+        "sending_bytes": (
+            "epdg_worker_sending_bytes",
+            "Embeddings that are being written to prefill workers",
+        ),
+    }
+
+    _TOTALS: ClassVar = {
+        "num_preempted": ("epdg_decode_preemptions", "Requests whose blocks went to older ones"),
+        "num_drafted": ("epdg_decode_draft_tokens", "Tokens that speculation guessed"),
+        "num_accepted": ("epdg_decode_accepted_tokens", "Guesses that were right"),
+    }
+
+    _ITEMS: ClassVar = {"num_encoded": "encoded", "num_cached": "cached", "num_failed": "failed"}
+
+    _SENT: ClassVar = {
+        "raw_bytes": ("epdg_transfer_raw_bytes", "Bytes sent as they are"),
+        "coded_bytes": ("epdg_transfer_coded_bytes", "Bytes sent coded, as they travelled"),
+        "coded_groups": ("epdg_transfer_coded_groups", "Groups of 64 tokens of KV sent coded"),
+        "crowded_groups": (
+            "epdg_transfer_crowded_groups",
+            "Groups sent raw because there was no room to code them",
+        ),
+    }
+
+    _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}
+
+    def __init__(self, peers: Callable[[], Iterable[Peer]], dispatcher: Dispatcher):
+        self._peers = peers
+        self._dispatcher = dispatcher
+
+    def collect(self) -> Iterable[Metric]:
+        dispatcher = self._dispatcher
+        yield GaugeMetricFamily("epdg_door_flights", "Requests on their way", value=dispatcher.num_flights)
+        yield GaugeMetricFamily(
+            "epdg_door_waiting", "Requests that wait at the door to be let in", value=dispatcher.num_waiting
+        )
+        yield from self._predictions()
+        peers = list(self._peers())
+        yield from self._troubles(peers)
+        for field, (name, text) in self._FIELDS.items():
+            family = GaugeMetricFamily(name, text, labels=("pool", "replica"))
+            for peer in peers:
+                family.add_metric([peer.member.role.value, peer.member.replica_id], getattr(peer.load, field))
+            yield family
+        for field, (name, text) in self._TOTALS.items():
+            counter = CounterMetricFamily(name, text, labels=("replica",))
+            for peer in peers:
+                if peer.member.role is Role.DECODE:
+                    counter.add_metric([peer.member.replica_id], getattr(peer.load.totals, field))
+            yield counter
+        yield from self._encoders(peers)
+        senders = [peer for peer in peers if peer.member.role is not Role.DECODE]
+        for field, (name, text) in self._SENT.items():
+            counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
+            for peer in senders:
+                counter.add_metric(
+                    [peer.member.role.value, peer.member.replica_id], getattr(peer.load.sent, field)
+                )
+            yield counter
+        error = GaugeMetricFamily(
+            "epdg_transfer_codec_error",
+            "Mean change by the codec / mean size, of the group of KV that was last looked at",
+            labels=("replica", "tensor"),
+        )
+        for peer in senders:
+            if peer.member.role is Role.PREFILL:
+                for tensor, field in self._ERRORS.items():
+                    error.add_metric([peer.member.replica_id, tensor], getattr(peer.load.sent, field))
+        yield error
+
+    def _troubles(self, peers: list[Peer]) -> Iterable[Metric]:
+        dispatcher = self._dispatcher
+        silent = GaugeMetricFamily(
+            "epdg_door_silent_workers",
+            "Workers that do not move: avoided while there are others",
+            labels=("pool",),
+        )
+        for role in Role:
+            silent.add_metric([role.value], sum(p.is_silent for p in peers if p.member.role is role))
+        yield silent
+        for name, text, value in (
+            ("epdg_door_silences", "Times that a worker stopped moving", dispatcher.num_silences),
+            (
+                "epdg_door_quarantined",
+                "Media items and prompts that are not tried again for now: workers were lost with them",
+                dispatcher.quarantine.num_barred,
+            ),
+            (
+                "epdg_door_crashed_requests",
+                "Requests that an error of the door itself ended",
+                dispatcher.num_crashed,
+            ),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+
+    def _predictions(self) -> Iterable[Metric]:
+        known = self._dispatcher.calibration
+        if known.num_observed:
+            yield GaugeMetricFamily(
+                "epdg_ttft_prediction_error_ratio",
+                "Mean absolute error of predicted times to first token, as a ratio to the actual ones; recent requests",
+                value=known.mape,
+            )
+            yield GaugeMetricFamily(
+                "epdg_ttft_prediction_coverage_ratio",
+                "Share of times to first token inside their predicted 90 % interval; recent requests",
+                value=known.coverage,
+            )
+        factor = GaugeMetricFamily(
+            "epdg_prediction_factor",
+            "By which predicted durations of a phase are multiplied, as learnt",
+            labels=("pool", "hardware"),
+        )
+        for (role, hardware), value in known.factors.items():
+            factor.add_metric([role.value, hardware], value)
+        yield factor
+
+    def _encoders(self, peers: list[Peer]) -> Iterable[Metric]:
+        items = CounterMetricFamily(
+            "epdg_encoder_items",
+            "Media items that were encoded, that were there already when they were asked for, or that could not be encoded",
+            labels=("replica", "result"),
+        )
+        rows = CounterMetricFamily("epdg_encoder_rows", "Embedding rows made", labels=("replica",))
+        for peer in peers:
+            if peer.member.role is Role.ENCODE:
+                for field, result in self._ITEMS.items():
+                    items.add_metric([peer.member.replica_id, result], getattr(peer.load.encoded, field))
+                rows.add_metric([peer.member.replica_id], peer.load.encoded.num_rows)
+        yield items
+        yield rows

@@ -1,0 +1,100 @@
+"""The ledger of a request as OpenTelemetry spans, sent to a collector by OTLP over HTTP.
+
+One span for the request, from its arrival at the door to the last token, below the client's own if it sent a `traceparent`; below it one
+for each stage of the ledger that took time, end to end. Attributes follow OpenTelemetry's conventions for generative AI where
+there is one. Sampling, headers and the like are set by OpenTelemetry's own environment variables (OTEL_…).
+
+Spans are made on the event loop once a request is over, and sent from a thread; what a collector does not take in time is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from opentelemetry import propagate, trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.util.types import AttributeValue
+
+from cluster.clock import Clock
+from router.openai.protocol import Usage
+from router.telemetry.timeline import Ledger
+
+SHORTEST_S = 1e-6  # stages that took less have no span
+SEND_TIMEOUT_S = 2.0  # retries included
+ANSWERED = ("stop", "length", "cancelled")  # outcomes that are no errors
+
+
+class Tracing:
+    def __init__(self, model_id: str, clock: Clock, processor: SpanProcessor):
+        """`clock`: the ledgers'."""
+        self._model_id = model_id
+        self._clock = clock
+        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "epdg-door"}))
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("epdg")
+
+    def ended(self, ledger: Ledger, outcome: str, usage: Usage) -> None:
+        """A request is over. `outcome`: a finish reason, or the name of an error. With several choices, both are of the first."""
+        now, wall_s = self._clock.now(), time.time()
+
+        def at(instant: float) -> int:
+            return int(1e9 * (wall_s + instant - now))
+
+        root = self._tracer.start_span(
+            f"generate_content {self._model_id}",
+            propagate.extract({"traceparent": ledger.trace_parent}),
+            SpanKind.SERVER,
+            self._attributes(ledger, outcome, usage),
+            start_time=at(ledger.arrived_at),
+        )
+        if outcome not in ANSWERED:
+            root.set_status(Status(StatusCode.ERROR, outcome))
+        self._add_stages(root, ledger, now, at)
+        root.end(at(now))
+
+    def close(self) -> None:
+        """Sends what is left, for a while. Blocks."""
+        self._provider.shutdown()
+
+    def _add_stages(self, root: Span, ledger: Ledger, now: float, at: Callable[[float], int]) -> None:
+        context = trace.set_span_in_context(root)
+        began = ledger.arrived_at
+        for name, seconds in (ledger.stages() | ledger.tail()).items():
+            if seconds >= SHORTEST_S:
+                self._tracer.start_span(name, context, start_time=at(began)).end(at(began + seconds))
+            began += max(0.0, seconds)
+        if ledger.second_token_at is not None and now > began:
+            self._tracer.start_span("decode", context, start_time=at(began)).end(at(now))
+
+    def _attributes(self, ledger: Ledger, outcome: str, usage: Usage) -> dict[str, AttributeValue]:
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": "generate_content",
+            "gen_ai.request.model": self._model_id,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.response.finish_reasons": [outcome],
+        }
+        if ledger.ttft_s is not None:
+            attributes["gen_ai.server.time_to_first_token"] = ledger.ttft_s
+        decision = ledger.decision
+        if decision is not None:
+            placement = decision.placement
+            attributes |= {
+                "epdg.predicted_time_to_first_token": ledger.predicted_ttft_s or 0.0,
+                "epdg.encoders": list(placement.encoders),
+                "epdg.prefill": placement.prefill or placement.decode,
+                "epdg.decode": placement.decode,
+                "epdg.codec": placement.codec,
+            }
+        return attributes
+
+
+def tracing_to(endpoint: str, model_id: str, clock: Clock) -> Tracing:
+    """`endpoint`: of a collector, for example http://localhost:4318/v1/traces."""
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=SEND_TIMEOUT_S)
+    return Tracing(model_id, clock, BatchSpanProcessor(exporter))
