@@ -3,7 +3,7 @@
 A step: give blocks to whoever can have them, run one step of the running batch, tell the doors. Blocks for the answer are
 given as it grows, and taken back behind the window where every layer of the model has one. When there are none left, the
 newest request is preempted: it loses its blocks, and its door has what is left of it computed anew. What of a prompt does not
-travel, its end or all of it, is computed here between the steps (`Stretches`). Runs on the worker's engine thread; the only
+travel, its end or all of it, is computed here between the steps (`LocalPrefill`). Runs on the worker's engine thread; the only
 other actor is the transfer thread, whose events arrive here as calls. What a request makes raise costs that request: see `Blame`.
 """
 
@@ -35,17 +35,17 @@ from cluster.types.messages import (
     TokenEvent,
 )  # fmt: skip
 from cluster.worker.blame import Blame, bookkeeping
+from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import Speed
-from cluster.worker.turns import Turns
+from decode_service.local_prefill import MAX_LOCAL_PREFILL_TOKENS, LocalPrefill
 from decode_service.runner import DecodeRunner
 from decode_service.state import Choice, DecodeRequest, Phase, fail_holders
-from decode_service.stretches import MAX_STRETCH_TOKENS, Stretches
 from decode_service.tables import leave_blocks, share_prompts, take_prompt_blocks, try_grow
-from kv_transfer.lease.group import GroupMover
-from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.group import GroupTransferEngine
 from kv_transfer.lease.receiver import Aborted, Completed, LateWrite, LeaseEvent
+from kv_transfer.lease.transfer_engine import TransferEngine
 
 _id_of = attrgetter("request_id")
 
@@ -55,15 +55,15 @@ class DecodeEngine:
         self,
         runner: DecodeRunner,
         blocks: BlockPool,
-        mover: Mover | GroupMover,
+        transfer_engine: TransferEngine | GroupTransferEngine,
         outbox: Outbox,
         clock: Clock,
         policy: SchedulingPolicy,
         max_batch_sequences: int,
         on_ended: Callable[[str], None],
-        turns: Turns,
+        cpu_slots: CpuSlots,
         sliding_window: int | None = None,
-        max_stretch_tokens: int = MAX_STRETCH_TOKENS,
+        max_local_prefill_tokens: int = MAX_LOCAL_PREFILL_TOKENS,
         takes_ends: bool = False,
     ):
         """`on_ended(request_id)` is called, on this thread, once for each request that leaves the engine. `sliding_window`: no
@@ -71,7 +71,7 @@ class DecodeEngine:
         prompts to this one, and are told how long a token takes here."""
         self._runner = runner
         self._blocks = blocks
-        self._mover = mover
+        self._transfer_engine = transfer_engine
         self._outbox = outbox
         self._clock = clock
         self._deadlines = Deadlines(clock)
@@ -81,21 +81,21 @@ class DecodeEngine:
         self._waiting = WaitingQueue(policy)
         self._running: deque[DecodeRequest] = deque()
         self._blame = Blame(self._fail_named)
-        self._stretches = Stretches(
-            runner, turns, policy, blocks.block_size, max_stretch_tokens, self._blame, self._probe
+        self._local_prefill = LocalPrefill(
+            runner, cpu_slots, policy, blocks.block_size, max_local_prefill_tokens, self._blame, self._probe
         )
         self._takes_ends = takes_ends
         self._on_ended = on_ended
-        self._turns = turns
+        self._cpu_slots = cpu_slots
         self._window = sliding_window
         self.fit = StepFit(max_batch_sequences, 8192)  # a large step: so many sequences of so many tokens
         self._speed = Speed(
             outbox,
             clock,
             decode=self.fit,
-            prefill=self._stretches.fit,
-            max_step_units=max_stretch_tokens,
-            codecs=mover.codecs,
+            prefill=self._local_prefill.fit,
+            max_step_units=max_local_prefill_tokens,
+            codecs=transfer_engine.codecs,
         )
         self._num_running_sequences = self._num_context_tokens = 0  # of requests that run
         self._num_sequences = 0  # of all requests
@@ -104,37 +104,39 @@ class DecodeEngine:
 
     def warm_up(self) -> None:
         """Before the first request, on the caller's thread: learns how long a prompt takes here."""
-        self._stretches.warm_up(self._blocks)
+        self._local_prefill.warm_up(self._blocks)
 
     def step(self) -> float | None:
         for request_id in self._deadlines.expired():
             self._blame.run(request_id, self._expire, request_id)
         self._admit()
-        if self._stretches:
+        if self._local_prefill:
             self._run_stretch()
         batch = select_batch(self._running, self._max_batch_sequences)
         if batch:
             self._run(batch)
         self._speed.tell()
         self._outbox.flush(self.load())
-        has_work = batch or self._stretches  # who ran may have freed what somebody waits for
+        has_work = batch or self._local_prefill  # who ran may have freed what somebody waits for
         return 0 if has_work else self._deadlines.wait_s()
 
     def _run_stretch(self) -> None:
         """First tokens go out at once: a step follows."""
-        for request in self._stretches.run():
+        for request in self._local_prefill.run():
             self._blame.run(request.request_id, self._begin, request)
         self._outbox.flush(self.load())
 
     def _run(self, batch: list[DecodeRequest]) -> None:
-        with self._turns.hold():
+        with self._cpu_slots.acquire():
             batch = self._with_blocks(batch)
             if not batch:  # all that were to run have been preempted
                 return
             done = self._blame.together(batch, self._runner.run, _id_of, self._probe)
         if done:
             context = self._num_context_tokens / self._num_running_sequences
-            self.fit.observe(sum(request.num_sequences for request, _ in done), context, self._turns.ran_s)
+            self.fit.observe(
+                sum(request.num_sequences for request, _ in done), context, self._cpu_slots.ran_s
+            )
         for request, tokens in done:
             self._blame.run(request.request_id, self._advance, request, tokens)
 
@@ -246,12 +248,12 @@ class DecodeEngine:
         generations = self._blocks.generations(granted)
         is_coded = request.codec != "raw"
         lengths = [len(prompt.token_ids) for prompt in request.request.prompts] if is_coded else ()
-        grant = self._mover.grant(lease_id, granted, generations, request.timeout_s, lengths)
+        grant = self._transfer_engine.grant(lease_id, granted, generations, request.timeout_s, lengths)
         request.lease_id = lease_id
         self._by_lease[lease_id] = request
         request.move(Phase.GRANTED)
         if self._takes_ends:
-            grant = msgspec.structs.replace(grant, token_s=self._stretches.token_s)
+            grant = msgspec.structs.replace(grant, token_s=self._local_prefill.token_s)
         self._outbox.send(request.door, DecodeGranted(request.request_id, grant))
 
     def _take_over(self, request: DecodeRequest) -> None:
@@ -261,7 +263,7 @@ class DecodeEngine:
             return self._begin(request)
         request.move(Phase.CATCHING_UP)
         request.num_computed_tokens = first_recomputed
-        self._stretches.add(self._ticket(request), request)
+        self._local_prefill.add(self._ticket(request), request)
 
     def _begin(self, request: DecodeRequest) -> None:
         """All KV is here. A choice that its first token ends, as the door has been told, needs no blocks."""
@@ -380,12 +382,12 @@ class DecodeEngine:
         """Nobody wants the request any more. Blocks that a writer may still write to wait for their lease."""
         if request.lease_id in self._by_lease:
             request.move(Phase.CLOSING)
-            self._mover.cancel(request.lease_id)
+            self._transfer_engine.cancel(request.lease_id)
             return
         if request.phase is Phase.WAITING:
             self._waiting.remove(request.request_id)
         if request.phase is Phase.CATCHING_UP:
-            self._stretches.remove(request.request_id)
+            self._local_prefill.remove(request.request_id)
         if request.phase is Phase.RUNNING:
             self._running.remove(request)
         self._end(request)

@@ -24,9 +24,9 @@ from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
 from cluster.worker.setup import check_device_lane, set_up
 from decode_service.engine import DecodeEngine
+from decode_service.local_prefill import MAX_LOCAL_PREFILL_TOKENS
 from decode_service.runner import DecodeRunner
 from decode_service.speculation import DraftModelProposer, NgramProposer, Speculator
-from decode_service.stretches import MAX_STRETCH_TOKENS
 from decode_service.warm_up import warm_up
 
 MAX_REMEMBERED_ENDS = 100_000  # request ids that have ended, for Serve calls that arrive late
@@ -43,7 +43,7 @@ class DecodeService:
         sizes = LanguageSizes(
             num_kv_blocks=self._num_blocks,
             feature_bytes=0,
-            max_step_tokens=max(args.decode.max_batch_sequences, MAX_STRETCH_TOKENS),
+            max_step_tokens=max(args.decode.max_batch_sequences, MAX_LOCAL_PREFILL_TOKENS),
             max_step_sequences=args.decode.max_batch_sequences,
         )
         language, ranks = load_with_ranks(args, setup, Role.DECODE, sizes, lease_margin_s)
@@ -68,7 +68,7 @@ class DecodeService:
             SchedulingPolicy(**args.scheduling.model_dump()),
             args.decode.max_batch_sequences,
             self._on_ended,
-            self._process.turns,
+            self._process.cpu_slots,
             self._model.sliding_window,
             takes_ends=args.transfer.recompute == "auto",
         )
@@ -76,7 +76,7 @@ class DecodeService:
             runner,
             blocks,
             self._engine.fit,
-            self._process.turns,
+            self._process.cpu_slots,
             args.decode.max_batch_sequences,
             self._model.max_model_len,
         )

@@ -6,7 +6,7 @@ from itertools import product
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.scheduling.fit import StepFit
-from cluster.worker.turns import Turns
+from cluster.worker.cpu_slots import CpuSlots
 from decode_service.runner import DecodeRunner
 
 CONTEXTS = (16, 512)  # tokens of a sequence
@@ -18,7 +18,7 @@ def warm_up(
     runner: DecodeRunner,
     blocks: BlockPool,
     fit: StepFit,
-    turns: Turns,
+    cpu_slots: CpuSlots,
     max_batch_sequences: int,
     max_model_len: int,
 ) -> None:
@@ -29,8 +29,8 @@ def warm_up(
     sizes = list(product(contexts, (1, min(MANY_SEQUENCES, max_batch_sequences))))
     for round_idx in range(NUM_ROUNDS):
         for context, num_sequences in sizes:
-            with turns.hold():
+            with cpu_slots.acquire():
                 runner.warm_up(num_sequences, context, table)
             if round_idx > 0:  # the first time does what is done once
-                fit.observe(num_sequences, context, turns.ran_s)
+                fit.observe(num_sequences, context, cpu_slots.ran_s)
     blocks.free(table)

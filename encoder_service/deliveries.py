@@ -20,11 +20,11 @@ from cluster.types.transfer import ReceivedGrant
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
 from encoder_service.cache import EmbeddingCache
-from encoder_service.ledger import Ledger
+from encoder_service.holdings import Holdings
 from encoder_service.state import Delivery
 from kv_transfer.agents.agent import TransferError
-from kv_transfer.lease.mover import Mover
 from kv_transfer.lease.sender import Finished, SendEvent
+from kv_transfer.lease.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +36,17 @@ class _Wanted:
 
 
 class Deliveries:
-    def __init__(self, cache: EmbeddingCache, mover: Mover, outbox: Outbox, clock: Clock):
+    def __init__(self, cache: EmbeddingCache, transfer_engine: TransferEngine, outbox: Outbox, clock: Clock):
         self._cache = cache
-        self._mover = mover
+        self._transfer_engine = transfer_engine
         self._outbox = outbox
         self._clock = clock
         self._deadlines = Deadlines(clock)
         self._deliveries: dict[str, Delivery] = {}
         self._wanted: dict[str, _Wanted] = {}  # by media hash
         self._by_lease: dict[str, Delivery] = {}  # being sent; each pins its cache entry
-        self._file_bytes = Ledger()  # by media hash
-        self._sending_bytes = Ledger()  # by lease
+        self._file_bytes = Holdings()  # by media hash
+        self._sending_bytes = Holdings()  # by lease
 
     def __len__(self) -> int:
         return len(self._deliveries)
@@ -101,7 +101,7 @@ class Deliveries:
         assert delivery.target is not None
         delivery.sent_at = self._clock.now()
         try:
-            delivery.outgoing = self._mover.open(delivery.target)
+            delivery.outgoing = self._transfer_engine.open(delivery.target)
             block_ids = self._cache.pin(delivery.media_hash)
             lease_id = delivery.target.grant.lease_id
             self._by_lease[lease_id] = delivery
@@ -144,7 +144,7 @@ class Deliveries:
     def give_back(self, target: ReceivedGrant, reason: str) -> None:
         """A right that will not be used."""
         try:
-            self._mover.open(target).abort(reason)
+            self._transfer_engine.open(target).abort(reason)
         except Exception as error:
             logger.info("lease %s is left to expire: %s", target.grant.lease_id, error)
 

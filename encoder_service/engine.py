@@ -28,26 +28,26 @@ from cluster.types.media_phase import MediaPhase
 from cluster.types.messages import CacheChanged, EncodeTotals, Failed, LoadReport, StartEncode
 from cluster.types.transfer import ReceivedGrant
 from cluster.worker.blame import Blame, bookkeeping
+from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import Speed
-from cluster.worker.turns import Turns
 from encoder_service.budget import CallBudget
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import Call, CallPlanner, EncoderLimits
 from encoder_service.deliveries import Deliveries
 from encoder_service.failures import named
 from encoder_service.fits import EncoderFits
-from encoder_service.ledger import Ledger
+from encoder_service.holdings import Holdings
 from encoder_service.preparation import IsWanted, NotWantedError, Preparation, PreparationLimits
 from encoder_service.runner import EncoderRunner, Prepared
 from encoder_service.state import Delivery, EncodeItem, delivery_key
-from kv_transfer.lease.mover import Mover
 from kv_transfer.lease.sender import SendEvent
+from kv_transfer.lease.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 0.25  # an image or two are done by then; a long video gives way between blocks
+EXCLUSIVE_S = 0.25  # an image or two are done by then; a long video gives way between blocks
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -56,26 +56,26 @@ class EncoderEngine:
         self,
         runner: EncoderRunner,
         cache: EmbeddingCache,
-        mover: Mover,
+        transfer_engine: TransferEngine,
         outbox: Outbox,
         clock: Clock,
         executor: Executor,
         limits: EncoderLimits,
         policy: SchedulingPolicy,
-        turns: Turns,
+        cpu_slots: CpuSlots,
     ):
         self._runner = runner
         self._cache = cache
-        self._mover = mover
+        self._transfer_engine = transfer_engine
         self._outbox = outbox
         self._clock = clock
         self._limits = limits
         self._policy = policy
-        self._turns = turns
+        self._cpu_slots = cpu_slots
         self._loop: StepLoop | None = None
         self._items: dict[str, EncodeItem] = {}  # by media hash
-        self._queued_rows = Ledger()  # that these have still to be given, before pooling
-        self._deliveries = Deliveries(cache, mover, outbox, clock)
+        self._queued_rows = Holdings()  # that these have still to be given, before pooling
+        self._deliveries = Deliveries(cache, transfer_engine, outbox, clock)
         self._totals = EncodeTotals()
         self._budget = CallBudget(limits.max_call_bytes, clock)
         self._planner = CallPlanner(limits, self._budget, policy, cache)
@@ -93,7 +93,7 @@ class EncoderEngine:
             encode=self.fits.encode,
             prepare=self.fits.prepare,
             max_step_units=limits.max_batch_rows,
-            links=lambda: mover.links,
+            links=lambda: transfer_engine.links,
         )
 
     def attach(self, loop: StepLoop) -> None:
@@ -152,7 +152,7 @@ class EncoderEngine:
             num_used_blocks=self._cache.num_held_blocks,
             num_open_leases=self._deliveries.num_sending,
             num_cached_blocks=self._cache.num_cached_blocks,
-            sent=self._mover.sent,
+            sent=self._transfer_engine.sent,
             held_bytes=self._deliveries.file_bytes + self._preparation.held_bytes,
             sending_bytes=self._deliveries.sending_bytes,
             encoded=self._totals,
@@ -264,9 +264,9 @@ class EncoderEngine:
 
     def _encode(self, batch: Sequence[Call]) -> None:
         """One encoder call."""
-        patience_s = PATIENCE_S if batch[0].piece.start == 0 else 0.0  # a video has it once
+        exclusive_s = EXCLUSIVE_S if batch[0].piece.start == 0 else 0.0  # a video has it once
         try:
-            with self._turns.hold(patience_s):
+            with self._cpu_slots.acquire(exclusive_s):
                 began_at = self._clock.now()
                 for call in batch:
                     call.item.marks.called_at = call.item.marks.called_at or began_at
@@ -279,7 +279,7 @@ class EncoderEngine:
             self._on_failed_call(batch, error)
             return
         num_rows = sum(call.candidate.num_rows for call in batch)
-        self.fits.encode[modality].observe(num_rows, 0.0, self._turns.ran_s)
+        self.fits.encode[modality].observe(num_rows, 0.0, self._cpu_slots.ran_s)
         for call, rows in done:
             self._blame_item.run(call.item.media_hash, self._store, call, rows)
 

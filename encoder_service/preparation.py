@@ -23,7 +23,7 @@ from cluster.errors import NotWantedError as NotWantedError
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
 from cluster.scheduling.queue import WaitingQueue
 from cluster.types.media import MediaItem, Modality
-from encoder_service.ledger import Ledger
+from encoder_service.holdings import Holdings
 from encoder_service.runner import Prepared
 
 FIRST_GUESS = 32 << 10  # bytes a row; 18,816 in Qwen2.5-VL
@@ -78,7 +78,7 @@ class Preparation:
         self._short = _Lane(WaitingQueue(policy), limits.num_threads)
         self._long = _Lane(WaitingQueue(policy), max(1, limits.num_threads - 1))
         self._unwanted: set[str] = set()  # items that threads have, and are to give up
-        self._held = Ledger()
+        self._held = Holdings()
         self._seen: dict[Modality, _Seen] = {}
 
     @property

@@ -62,7 +62,7 @@ class EncoderService:
         self._engine = EncoderEngine(
             runner,
             EmbeddingCache(memory, BlockPool(self._num_blocks, args.block_size)),
-            self._process.mover,
+            self._process.transfer_engine,
             self._process.outbox,
             self._process.clock,
             self._executor,
@@ -77,18 +77,18 @@ class EncoderService:
                 num_prepare_threads=NUM_PREPARE_THREADS,
             ),
             SchedulingPolicy(**args.scheduling.model_dump()),
-            self._process.turns,
+            self._process.cpu_slots,
         )
         warm_up(
             runner,
             self._model.modalities,
             self._engine.fits,
-            self._process.turns,
+            self._process.cpu_slots,
             self._process.clock,
         )
         self._process.attach(self._engine, self._on_message)
         self._engine.attach(self._process.loop)
-        self._model.on_block(self._process.turns.offer)
+        self._model.on_block(self._process.cpu_slots.yield_between_layers)
 
     async def start(self) -> Member:
         """Listen and run; called once, on the replica's event loop."""

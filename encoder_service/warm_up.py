@@ -12,7 +12,7 @@ import numpy as np
 
 from cluster.clock import Clock
 from cluster.types.media import MediaOptions, Modality
-from cluster.worker.turns import Turns
+from cluster.worker.cpu_slots import CpuSlots
 from encoder_service.fits import EncoderFits
 from encoder_service.runner import EncoderRunner, Piece
 
@@ -20,15 +20,19 @@ logger = logging.getLogger(__name__)
 
 
 def warm_up(
-    runner: EncoderRunner, modalities: Iterable[Modality], fits: EncoderFits, turns: Turns, clock: Clock
+    runner: EncoderRunner,
+    modalities: Iterable[Modality],
+    fits: EncoderFits,
+    cpu_slots: CpuSlots,
+    clock: Clock,
 ) -> None:
     """On the caller's thread; blocks for a few small calls. A modality that cannot be encoded so is left out, with a line in the log."""
     for modality in modalities:
         small, larger = _blank_items(modality)
         try:
-            _run(runner, modality, small, turns, clock)  # does what is done once
+            _run(runner, modality, small, cpu_slots, clock)  # does what is done once
             for array in (small, larger) * 2:
-                num_rows, prepare_s, encode_s = _run(runner, modality, array, turns, clock)
+                num_rows, prepare_s, encode_s = _run(runner, modality, array, cpu_slots, clock)
                 fits.prepare[modality].observe(num_rows, 0.0, prepare_s)
                 fits.encode[modality].observe(num_rows, 0.0, encode_s)
         except (
@@ -38,15 +42,15 @@ def warm_up(
 
 
 def _run(
-    runner: EncoderRunner, modality: Modality, array: np.ndarray, turns: Turns, clock: Clock
+    runner: EncoderRunner, modality: Modality, array: np.ndarray, cpu_slots: CpuSlots, clock: Clock
 ) -> tuple[int, float, float]:
     """(embedding rows, seconds of preprocessing, seconds of the call)"""
     began_at = clock.now()
     prepared = runner.preprocess(modality, array, MediaOptions())
     prepare_s = clock.now() - began_at
-    with turns.hold():
+    with cpu_slots.acquire():
         (rows,) = runner.encode(modality, [Piece(prepared, MediaOptions(), 0, prepared.num_units)])
-    return len(rows), prepare_s, turns.ran_s
+    return len(rows), prepare_s, cpu_slots.ran_s
 
 
 def _blank_items(modality: Modality) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from cluster.scheduling.chunks import Span, usable_prefix
 from prefill_service.state import PromptSequence
 
 
-def try_give_blocks(blocks: BlockPool, sequence: PromptSequence, spans: tuple[Span, ...]) -> bool:
+def try_allocate_blocks(blocks: BlockPool, sequence: PromptSequence, spans: tuple[Span, ...]) -> bool:
     """Blocks for all of the prompt, those of its cached prefix first; False, and no change, if there are too few. `spans` are computed
     in one piece."""
     block_size = blocks.block_size
@@ -28,7 +28,7 @@ def try_give_blocks(blocks: BlockPool, sequence: PromptSequence, spans: tuple[Sp
     return True
 
 
-def take_blocks(blocks: BlockPool, sequences: Iterable[PromptSequence]) -> None:
+def free_blocks(blocks: BlockPool, sequences: Iterable[PromptSequence]) -> None:
     """Back from prompts that wait for more."""
     for sequence in sequences:
         blocks.free(sequence.block_table)

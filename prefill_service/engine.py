@@ -22,27 +22,27 @@ from cluster.scheduling.admission import PromptAdmission
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.types.messages import (
-    Admitted,
     BlocksChanged,
     Failed,
     FinishReason,
     LoadReport,
+    PrefillAdmitted,
     StartPrefill,
     TokenEvent,
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import ReceivedGrant
 from cluster.worker.blame import Blame, bookkeeping
+from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import Speed
-from cluster.worker.turns import Turns
 from kv_transfer.agents.agent import TransferError
-from kv_transfer.lease.group import GroupMover
-from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.group import GroupTransferEngine
 from kv_transfer.lease.receiver import Completed, LateWrite, LeaseEvent
 from kv_transfer.lease.sender import Finished, SendEvent
-from prefill_service.allotment import take_blocks, try_give_blocks
+from kv_transfer.lease.transfer_engine import TransferEngine
+from prefill_service.allotment import free_blocks, try_allocate_blocks
 from prefill_service.features import FeatureStore
 from prefill_service.first_tokens import first_events
 from prefill_service.late_writes import fail_harmed
@@ -62,36 +62,36 @@ class PrefillEngine:
         runner: PrefillRunner,
         blocks: BlockPool,
         features: FeatureStore,
-        mover: Mover | GroupMover,
+        transfer_engine: TransferEngine | GroupTransferEngine,
         outbox: Outbox,
         clock: Clock,
         policy: SchedulingPolicy,
         budget: StepBudget,
-        turns: Turns,
+        cpu_slots: CpuSlots,
     ):
         self._model = model
         self._runner = runner
         self._blocks = blocks
         self._features = features
-        self._mover = mover
+        self._transfer_engine = transfer_engine
         self._outbox = outbox
         self._clock = clock
         self._deadlines = Deadlines(clock)
-        self._turns = turns
+        self._cpu_slots = cpu_slots
         self._blame = Blame(self._fail_named)
         self._requests: dict[str, PrefillRequest] = {}
         self._admission = PromptAdmission(policy, blocks.num_blocks)
-        self._planner = StepPlanner(policy, budget, turns, model.num_layers)
-        self._targets = Targets(mover, budget, model.kv_layout)
+        self._planner = StepPlanner(policy, budget, cpu_slots, model.num_layers)
+        self._targets = Targets(transfer_engine, budget, model.kv_layout)
         self._running: set[str] = set()
         self._num_missing_tokens = 0  # of all requests
         self._speed = Speed(
             outbox,
             clock,
             prefill=budget.fit,
-            max_step_units=budget.most_tokens,
-            links=lambda: mover.links,
-            codecs=mover.codecs,
+            max_step_units=budget.max_step_tokens,
+            links=lambda: transfer_engine.links,
+            codecs=transfer_engine.codecs,
         )
         blocks.watch()
         outbox.greet_with(lambda: BlocksChanged(blocks.content(), ()))
@@ -150,7 +150,7 @@ class PrefillEngine:
             num_used_blocks=self._blocks.num_blocks - self._blocks.num_free + self._features.num_used_blocks,
             num_open_leases=len(self._targets.by_lease) + self._features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,
-            sent=self._mover.sent,
+            sent=self._transfer_engine.sent,
             held_bytes=self._features.held_bytes,
         )
 
@@ -227,14 +227,14 @@ class PrefillEngine:
             return False
         spans = [uncut_spans(self._model, sequence.prompt) for sequence in request.sequences]
         wants = zip(request.sequences, spans, strict=True)
-        if not all(try_give_blocks(self._blocks, *want) for want in wants):
-            take_blocks(self._blocks, request.sequences)
+        if not all(try_allocate_blocks(self._blocks, *want) for want in wants):
+            free_blocks(self._blocks, request.sequences)
             return False
         self._admission.admit(ticket, num_blocks)
         request.move(Phase.RUNNING)
         self._running.add(request.request_id)
         self._count_missing(request)
-        self._outbox.send(request.door, Admitted(request.request_id))
+        self._outbox.send(request.door, PrefillAdmitted(request.request_id))
         for sequence, uncut in zip(request.sequences, spans, strict=True):
             sequence.num_missing_at_start = sequence.num_tokens - sequence.num_computed_tokens
             part = self._ticket(request, sequence.sequence_id, sequence.num_missing_at_start)
@@ -249,7 +249,9 @@ class PrefillEngine:
         if not batch:
             return False
         requests = dict.fromkeys(request for request, _, _ in batch)
-        with self._turns.hold(0.0 if is_long else math.inf):  # a short prompt is worth a pause of the others
+        with self._cpu_slots.acquire(
+            0.0 if is_long else math.inf
+        ):  # a short prompt is worth a pause of the others
             began_at = self._clock.now()
             for request in requests:
                 request.stopwatch.turn_to(Part.COMPUTING, began_at)
@@ -281,14 +283,14 @@ class PrefillEngine:
             self._blocks.free(block)
 
     def _run(self, batch: Sequence[StepWork]) -> list[Tensor | None]:
-        """The forward; meanwhile its KV goes out and others get their turns, layer by layer."""
+        """The forward; meanwhile its KV goes out and others get their cpu_slots, layer by layer."""
         push = StepPush(batch, self._model.kv_layout, self._model.num_layers)
         in_step = {request.request_id: request for request, _, _ in batch}
 
         def on_layer(layer_idx: int, ready: Ready) -> None:
             self._targets.take_early(in_step)
             push.on_layer(layer_idx, ready)
-            self._turns.offer()
+            self._cpu_slots.yield_between_layers()
 
         logits = self._runner.run(batch, on_layer)
         push.close()

@@ -33,7 +33,7 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.media_phase import MediaPhase, next_phase
 from cluster.types.messages import FeatureGranted, FeatureShared
-from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.transfer_engine import TransferEngine
 
 ItemKey = tuple[str, int]  # request id, item index
 Tell = Callable[[FeatureGranted | FeatureShared], None]
@@ -60,10 +60,10 @@ class _Copy:
 
 
 class FeatureStore:
-    def __init__(self, memory: BlockMemory, blocks: BlockPool, mover: Mover):
+    def __init__(self, memory: BlockMemory, blocks: BlockPool, transfer_engine: TransferEngine):
         self._memory = memory
         self._blocks = blocks
-        self._mover = mover
+        self._transfer_engine = transfer_engine
         self._lock = threading.Lock()
         self._queued: deque[_Copy] = deque()
         self._items: dict[ItemKey, _Copy] = {}
@@ -187,7 +187,7 @@ class FeatureStore:
                     self._move_on(copy)
                 return
             if copy.phase is MediaPhase.STAGING:
-                self._mover.cancel(copy.lease_id)  # the room is free when the lease has ended
+                self._transfer_engine.cancel(copy.lease_id)  # the room is free when the lease has ended
             else:
                 if copy.phase is MediaPhase.QUEUED:
                     self._queued.remove(copy)
@@ -210,7 +210,7 @@ class FeatureStore:
             self._by_lease[copy.lease_id] = _Copy(
                 copy.name, {}, copy.block_ids, copy.lease_id, phase=MediaPhase.STAGING
             )
-            self._mover.cancel(copy.lease_id)
+            self._transfer_engine.cancel(copy.lease_id)
             self._grant(copy, block_ids)
 
     def _grant_queued(self) -> None:
@@ -229,5 +229,7 @@ class FeatureStore:
         self._by_lease[copy.lease_id] = copy
         generations = self._blocks.generations(block_ids)
         owner.tell(
-            FeatureGranted(*owner.key, self._mover.grant(copy.lease_id, block_ids, generations, owner.ttl_s))
+            FeatureGranted(
+                *owner.key, self._transfer_engine.grant(copy.lease_id, block_ids, generations, owner.ttl_s)
+            )
         )

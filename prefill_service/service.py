@@ -66,7 +66,7 @@ class PrefillService:
             ranks=ranks,
         )
         self._features = FeatureStore(
-            feature_memory, BlockPool(num_feature_blocks, args.block_size), self._process.mover
+            feature_memory, BlockPool(num_feature_blocks, args.block_size), self._process.transfer_engine
         )
         runner = PrefillRunner(self._model, language.steps, language.kv, self._features)
         blocks = BlockPool(self._num_blocks, args.block_size)
@@ -81,9 +81,9 @@ class PrefillService:
             self._process.clock,
             SchedulingPolicy(**args.scheduling.model_dump()),
             budget,
-            self._process.turns,
+            self._process.cpu_slots,
         )
-        warm_up(runner, blocks, budget, self._process.turns, self._model.max_model_len)
+        warm_up(runner, blocks, budget, self._process.cpu_slots, self._model.max_model_len)
         self._process.attach(self._engine, self._on_message)
 
     async def start(self) -> Member:
@@ -126,9 +126,9 @@ class PrefillService:
             case EncoderLost():
                 self._features.renew((message.request_id, message.item_idx), message.lease_id)
             case GrantPassed():
-                self._process.mover.note_writer(message.lease_id, message.processes)
+                self._process.transfer_engine.note_writer(message.lease_id, message.processes)
             case ReturnGrant():
-                self._process.mover.revoke(message.lease_id, "no writer was given the grant")
+                self._process.transfer_engine.revoke(message.lease_id, "no writer was given the grant")
 
     def _start(self, door: DoorId, message: StartPrefill) -> None:
         came_at = self._process.clock.now()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.chunks import ChunkScheduler, Span
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
-from cluster.worker.turns import Turns
+from cluster.worker.cpu_slots import CpuSlots
 from prefill_service.state import PrefillRequest, PromptSequence
 from prefill_service.transfer import StepWork
 
@@ -16,12 +16,12 @@ from prefill_service.transfer import StepWork
 class StepPlanner:
     """Belongs to the engine's thread. Knows sequences from `add` to `remove`."""
 
-    def __init__(self, policy: SchedulingPolicy, budget: StepBudget, turns: Turns, num_layers: int):
+    def __init__(self, policy: SchedulingPolicy, budget: StepBudget, cpu_slots: CpuSlots, num_layers: int):
         """`num_layers`: of the model; between two of them a step may give way."""
         self._chunks = ChunkScheduler(policy)
         self._sequences: dict[str, tuple[PrefillRequest, PromptSequence]] = {}  # by sequence id
         self._budget = budget
-        self._turns = turns
+        self._cpu_slots = cpu_slots
         self._num_layers = num_layers
         self._long_step_s = 0.0  # that a step of long prompts may last
         self._context = 0.0  # computed tokens that a token of the last step saw, on average
@@ -57,7 +57,7 @@ class StepPlanner:
         each is to last no longer than its turn. A long prompt's first step is as small as can be: it shows how long that is."""
         chunks = self._chunks.schedule(self._budget.max_tokens(self._context))
         chosen = [self._sequences[chunk.request_id][1] for chunk in chunks]
-        is_long = all(sequence.num_missing_at_start > self._budget.most_tokens for sequence in chosen)
+        is_long = all(sequence.num_missing_at_start > self._budget.max_step_tokens for sequence in chosen)
         if is_long:
             is_first = any(sequence.num_computed_tokens == sequence.num_cached_tokens for sequence in chosen)
             most_s = 0.0 if is_first else self._long_step_s
@@ -67,7 +67,7 @@ class StepPlanner:
     def observe(self, works: Sequence[StepWork], is_long: bool) -> None:
         """A step with these has run; none of them has been told so yet."""
         if is_long:
-            self._long_step_s = self._num_layers * self._turns.stretch_s
+            self._long_step_s = self._num_layers * self._cpu_slots.mean_slice_s
         num_tokens = sum(count for _, _, count in works)
         self._context = sum(sequence.num_computed_tokens * count for _, sequence, count in works) / num_tokens
-        self._budget.observe(num_tokens, self._context, self._turns.ran_s)
+        self._budget.observe(num_tokens, self._context, self._cpu_slots.ran_s)

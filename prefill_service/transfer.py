@@ -24,10 +24,10 @@ from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import KvReady
 from cluster.types.transfer import Grant, ReceivedGrant
 from kv_transfer.agents.agent import TransferError
-from kv_transfer.lease.group import GroupMover, GroupOutgoing
+from kv_transfer.lease.group import GroupOutgoing, GroupTransferEngine
 from kv_transfer.lease.link import MIN_MEASURED_BYTES
-from kv_transfer.lease.mover import Mover
 from kv_transfer.lease.outgoing import Outgoing
+from kv_transfer.lease.transfer_engine import TransferEngine
 from prefill_service.state import Phase, PrefillRequest, PromptSequence
 
 # A write costs the transfer thread about as long as copying this much: smaller layers wait for the next ones.
@@ -41,8 +41,10 @@ StepWork = tuple[PrefillRequest, PromptSequence, int]  # … of which so many fu
 class Targets:
     """Decode's grants, on their way from the event loop to the requests they are for. `offer` is any thread's, the rest the engine's."""
 
-    def __init__(self, mover: Mover | GroupMover, budget: StepBudget, layout: MemoryLayout):
-        self._mover = mover
+    def __init__(
+        self, transfer_engine: TransferEngine | GroupTransferEngine, budget: StepBudget, layout: MemoryLayout
+    ):
+        self._transfer_engine = transfer_engine
         self._budget = budget
         self._layout = layout
         self._offered: deque[tuple[str, ReceivedGrant]] = deque()
@@ -59,7 +61,7 @@ class Targets:
             request_id, received = self._offered.popleft()
             request = requests.get(request_id)
             try:
-                outgoing = self._mover.open(received)
+                outgoing = self._transfer_engine.open(received)
                 if request is None or request.phase is Phase.CLOSING:
                     outgoing.abort("the request has ended")
                     continue
@@ -76,7 +78,7 @@ class Targets:
             request_id, received = self._offered.popleft()
             try:
                 request = in_step[request_id]
-                self._take_up(request, self._mover.open(received), received.grant)
+                self._take_up(request, self._transfer_engine.open(received), received.grant)
             except Exception:
                 self._offered.append((request_id, received))
                 continue

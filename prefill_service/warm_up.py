@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.scheduling.budget import StepBudget
-from cluster.worker.turns import Turns
+from cluster.worker.cpu_slots import CpuSlots
 from prefill_service.runner import PrefillRunner
 
 MAX_TOKENS = 1024  # in one step
 
 
 def warm_up(
-    runner: PrefillRunner, blocks: BlockPool, budget: StepBudget, turns: Turns, max_model_len: int
+    runner: PrefillRunner, blocks: BlockPool, budget: StepBudget, cpu_slots: CpuSlots, max_model_len: int
 ) -> None:
     """On the caller's thread; blocks for a few steps."""
     num_tokens = budget.min_tokens
@@ -19,9 +19,9 @@ def warm_up(
     while num_tokens <= most:
         table = blocks.allocate(-(-num_tokens // blocks.block_size))
         for _ in range(2):
-            with turns.hold():
+            with cpu_slots.acquire():
                 runner.warm_up(num_tokens, table)
-            budget.observe(num_tokens, 0.0, turns.ran_s)
+            budget.observe(num_tokens, 0.0, cpu_slots.ran_s)
         blocks.free(table)
         if num_tokens >= budget.max_tokens(0.0):
             return

@@ -42,7 +42,7 @@ from router.prompts.intake import ByteLimits, MediaIntake
 from router.prompts.media import MediaPlanner
 from router.prompts.media_budget import load_share
 from router.telemetry.metrics import DoorMetrics
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 if TYPE_CHECKING:
     from router.telemetry.tracing import Tracing
@@ -138,7 +138,7 @@ class Door:
         return self._metrics.render()
 
     async def chat(self, call: ChatCall) -> list[Choice]:
-        ledger = Ledger(self._clock.now(), call.trace_parent)
+        ledger = RequestTimeline(self._clock.now(), call.trace_parent)
         prompt = await self.prepare(call, ledger)
         try:
             return self._generate(prompt, call, ledger)
@@ -150,13 +150,13 @@ class Door:
         choices: list[Choice] = []
         arrived_at = self._clock.now()
         for prompt in call.prompts:
-            ledger = Ledger(arrived_at, call.trace_parent)
+            ledger = RequestTimeline(arrived_at, call.trace_parent)
             prepared = await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
             ledger.prepared(arrived_at, self._clock.now())
             choices += self._generate(prepared, call, ledger)
         return choices
 
-    async def prepare(self, call: ChatCall, ledger: Ledger) -> PreparedPrompt:
+    async def prepare(self, call: ChatCall, ledger: RequestTimeline) -> PreparedPrompt:
         """What `chat` generates from; to be released. Raises ClusterError."""
         self._prompts.check_count(call)
         media = await self._intake.take_in(call)
@@ -173,7 +173,7 @@ class Door:
         return load_share(self._cluster.num_queued_rows(), self._reduce_from_rows)
 
     def _generate(
-        self, prompt: PreparedPrompt, call: ChatCall | CompletionCall, ledger: Ledger
+        self, prompt: PreparedPrompt, call: ChatCall | CompletionCall, ledger: RequestTimeline
     ) -> list[Choice]:
         """One request with all choices of a prompt: they share its computation and its KV."""
         rules = call.stop

@@ -14,7 +14,7 @@ from router.flow.streams import TokenStream
 from router.openai.protocol import MediaNote, TextDelta, Usage
 from router.prompts.builder import PreparedPrompt
 from router.telemetry.metrics import DoorMetrics
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 if TYPE_CHECKING:
     from router.telemetry.tracing import Tracing
@@ -31,7 +31,7 @@ class Choice:
         stop_strings: StopStrings,
         metrics: DoorMetrics,
         clock: Clock,
-        ledger: Ledger,
+        ledger: RequestTimeline,
         *,
         keeps_ledger: bool,
         tracing: Tracing | None = None,

@@ -36,7 +36,7 @@ from cluster.serving.local_environment import free_port
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.types.members import Role
-from cluster.worker.turns import no_turns
+from cluster.worker.cpu_slots import no_cpu_slots
 from decode_service.service import DecodeService
 from encoder_service.runner import EncoderRunner, Prepared
 from encoder_service.service import EncoderService
@@ -132,7 +132,7 @@ async def cluster(args: ClusterArgs) -> AsyncIterator[str]:
     encoder, prefill = EncoderService(args, f"e-{unique}"), PrefillService(args, f"p-{unique}")
     decode = DecodeService(args, f"d-{unique}")
     encoder._engine._runner = SlowRunner(encoder._engine._runner, ENCODE_S)
-    encoder._engine._turns = no_turns(SystemClock())
+    encoder._engine._cpu_slots = no_cpu_slots(SystemClock())
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))
     services = (encoder, prefill, decode)
     members = [await service.start() for service in services]

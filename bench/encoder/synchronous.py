@@ -35,7 +35,7 @@ from cluster.types.request import GenerateRequest
 from encoder_service.runner import EncoderRunner, Piece, Prepared
 from router.door import Door
 from router.openai.app import build_api
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class SynchronousEngine:
         request: GenerateRequest,
         items: Sequence[MediaItem],
         hashes: Sequence[bytes],
-        ledger: Ledger,
+        ledger: RequestTimeline,
         tenant: str,
     ) -> list[OneToken]:
         """Event loop."""

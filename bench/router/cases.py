@@ -26,8 +26,8 @@ class Scenario:
     model: Model = VL_7B
 
 
-def _h200(*counts: int, may_stay: bool = False) -> Callable[[], list[WorkerSpec]]:
-    return lambda: workers(Layout(*counts, may_stay=may_stay), VL_7B, H200)
+def _h200(*counts: int, may_prefill_locally: bool = False) -> Callable[[], list[WorkerSpec]]:
+    return lambda: workers(Layout(*counts, may_prefill_locally=may_prefill_locally), VL_7B, H200)
 
 
 def _mixed_kinds() -> list[WorkerSpec]:
@@ -45,7 +45,7 @@ SCENARIOS = {
     for each in (
         Scenario("text", _h200(0, 6, 2), "text", 95),
         Scenario("bursts of text", _h200(0, 6, 2), "bursty-text", 80),
-        Scenario("short text, may stay", _h200(0, 3, 3, may_stay=True), "text-400", 150),
+        Scenario("short text, may stay", _h200(0, 3, 3, may_prefill_locally=True), "text-400", 150),
         Scenario("1 image", _h200(2, 5, 2), "1-image", 130),
         Scenario("4 images", _h200(3, 6, 2), "4-image", 75),
         Scenario("videos among text", _h200(2, 5, 2), "video-mix", 150),
@@ -88,8 +88,8 @@ SPLITS = {
         Split("4 EPD", Layout(num_whole=4)),
         Split("1 E, 3 PD", Layout(num_encode=1, num_colocated=3)),
         Split("1 EPD, 3 PD", Layout(num_whole=1, num_colocated=3)),
-        Split("1 E, 2 P, 1 D", Layout(1, 2, 1, may_stay=True)),
-        Split("2 P, 2 D", Layout(0, 2, 2, may_stay=True)),
+        Split("1 E, 2 P, 1 D", Layout(1, 2, 1, may_prefill_locally=True)),
+        Split("2 P, 2 D", Layout(0, 2, 2, may_prefill_locally=True)),
     )
 }
 

@@ -31,7 +31,7 @@ from router.door import Door
 from router.openai.schema import ChatRequest, parse
 from router.openai.translate import chat_call
 from router.prompts.builder import PreparedPrompt
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 
 class Trace:
@@ -48,7 +48,7 @@ class Trace:
         lines: list[Record] = [block | {"type": "block", "block": self._num_blocks}]
         for number, answer in enumerate(answers):
             call = chat_call(parse(ChatRequest, answer.call.body), door.model_id, door.defaults, "")
-            prompt = await door.prepare(call, Ledger(0.0))
+            prompt = await door.prepare(call, RequestTimeline(0.0))
             prompt.release()  # only its tokens and names are wanted
             lines.append({"block": self._num_blocks, "request": number} | request_fields(answer, prompt))
         with self._path.open("a") as file:

@@ -47,8 +47,8 @@ from deploy.demo_model.training.speech import WordBank
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.codecs.codecs import GROUP_TOKENS, CodecName
 from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.mover import Mover
 from kv_transfer.lease.receiver import Completed
+from kv_transfer.lease.transfer_engine import TransferEngine
 
 Carrier = Literal["raw"] | CodecName
 Prompts = Literal["short", "long"]
@@ -207,10 +207,10 @@ class HandOver:
         network, self._events = InProcessNetwork(), []
         num_tokens = source.num_blocks * source.layout.segments[0].rows
         wires = [None if carrier == "raw" else Wire(kv, carrier, num_tokens) for kv in (source, target)]
-        self._writer = Mover(
+        self._writer = TransferEngine(
             network.agent("prefill"), SystemClock(), lambda _: None, outgoing=source, outgoing_wire=wires[0]
         )
-        self._owner = Mover(
+        self._owner = TransferEngine(
             network.agent("decode"),
             SystemClock(),
             self._events.append,

@@ -150,7 +150,7 @@ async def cluster(args: ClusterArgs, link: Link, times: Times):
 
 
 def _watch(prefill: PrefillService, decode: DecodeService, times: Times) -> None:
-    tell, on_event = prefill._engine._tell_first_tokens, decode._process.mover._on_event
+    tell, on_event = prefill._engine._tell_first_tokens, decode._process.transfer_engine._on_event
 
     def tell_first_tokens(*rest: Any) -> None:
         times.prefilled_at = time.perf_counter()
@@ -162,7 +162,7 @@ def _watch(prefill: PrefillService, decode: DecodeService, times: Times) -> None
         on_event(event)
 
     prefill._engine._tell_first_tokens = tell_first_tokens
-    decode._process.mover._on_event = on_lease
+    decode._process.transfer_engine._on_event = on_lease
 
 
 async def _ask(door: Door, num_tokens: int, draw: random.Random, times: Times) -> None:

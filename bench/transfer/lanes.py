@@ -32,7 +32,7 @@ from kv_transfer.agents.agent import TransferState
 from kv_transfer.agents.factory import Transport, make_agent
 from kv_transfer.codecs.codecs import CodecName
 from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.transfer_engine import TransferEngine
 
 BLOCK_SIZE, HEADS, WIDTH = 16, 4, 128  # bfloat16: 16 KiB a block and segment
 LAYOUT = MemoryLayout(kv_segments([(HEADS, WIDTH)] * 2, BLOCK_SIZE, torch.bfloat16))
@@ -76,29 +76,29 @@ class MoverLane:
         stack.callback(process.join, 10.0)
         stack.callback(self._pipe.send, None)
         memory = _filled_memory()
-        self._mover = Mover(
+        self._transfer_engine = TransferEngine(
             make_agent(transport, f"writer-{codec}-{time.time_ns()}", "127.0.0.1"),
             SystemClock(),
             lambda event: None,
             outgoing=memory,
             outgoing_wire=_wire(memory, codec),
         )
-        self._mover.start()
-        stack.callback(self._mover.close, 1.0)
+        self._transfer_engine.start()
+        stack.callback(self._transfer_engine.close, 1.0)
         self._received(self._pipe)
 
     def ship(self, shipment: Shipment) -> tuple[float, int]:
         self._pipe.send(list(shipment.remote_ids))
         grant = self._received(self._pipe)
-        before = self._mover.sent
+        before = self._transfer_engine.sent
         start = time.perf_counter()
-        outgoing = self._mover.open(grant.received(SystemClock().now()))
+        outgoing = self._transfer_engine.open(grant.received(SystemClock().now()))
         outgoing.write(shipment.local_ids, range(len(shipment.local_ids)))
         outgoing.finish(b"")
         event, arrived_at = self._received(self._pipe)
         if event != "Completed":
             raise RuntimeError(f"{self.name} {self.codec}: a lease ended as {event}")
-        sent = self._mover.sent
+        sent = self._transfer_engine.sent
         num_bytes = sent.raw_bytes + sent.coded_bytes - before.raw_bytes - before.coded_bytes
         return arrived_at - start, num_bytes
 
@@ -119,24 +119,24 @@ def _own_blocks(pipe: Connection, transport: Transport, codec: str) -> None:
         arrived.set()
 
     memory = BlockMemory(LAYOUT, NUM_BLOCKS)
-    mover = Mover(
+    transfer_engine = TransferEngine(
         make_agent(transport, f"owner-{codec}-{time.time_ns()}", "127.0.0.1"),
         SystemClock(),
         on_event,
         incoming=memory,
         incoming_wire=_wire(memory, codec),
     )
-    mover.start()
+    transfer_engine.start()
     pipe.send("ready")
     for block_ids in iter(pipe.recv, None):
         arrived.clear()
         ends.clear()
         lease_id = f"lease-{time.time_ns()}"
         run = [len(block_ids) * BLOCK_SIZE]
-        pipe.send(mover.grant(lease_id, block_ids, [0] * len(block_ids), TIMEOUT_S, run))
+        pipe.send(transfer_engine.grant(lease_id, block_ids, [0] * len(block_ids), TIMEOUT_S, run))
         arrived.wait(TIMEOUT_S)
         pipe.send(ends[0] if ends else ("nothing", time.perf_counter()))
-    mover.close(1.0)
+    transfer_engine.close(1.0)
 
 
 def _filled_memory() -> BlockMemory:

@@ -40,7 +40,7 @@ class _Args(BaseModel):
 
 
 class _PoolArgs(_Args):
-    """Where a pool runs on CPUs. Replicas that share cores take turns: cluster/worker/turns.py."""
+    """Where a pool runs on CPUs. Replicas that share cores take turns: cluster/worker/cpu_slots.py."""
 
     threads: int = Field(0, ge=0)  # of a replica; 0: one per core, encoders half as many
     cores: tuple[int, ...] = ()  # that its replicas may run on, as the kernel numbers them; empty: all

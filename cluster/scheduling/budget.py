@@ -12,14 +12,14 @@ from cluster.scheduling.fit import StepFit
 
 
 class StepBudget:
-    """Belongs to one engine. Durations in seconds, counts in tokens; min_tokens (one block) <= answer <= max_tokens."""
+    """Belongs to one engine. Durations in seconds, counts in tokens; min_tokens (one block) <= answer <= max_step_tokens."""
 
     def __init__(self, step_target_s: float, min_tokens: int, max_tokens: int):
         if step_target_s <= 0 or not 0 < min_tokens <= max_tokens:
             raise ValueError(f"not a step budget: {step_target_s} s, {min_tokens} to {max_tokens} tokens")
         self._step_target_s = step_target_s
         self.min_tokens = min_tokens
-        self.most_tokens = max_tokens
+        self.max_step_tokens = max_tokens
         self.fit = StepFit(max_tokens, max_tokens)
         self._num_seen = 0  # tokens of the longest step
 
@@ -36,9 +36,9 @@ class StepBudget:
         """How many tokens, each seeing `context` earlier ones on average, may run in the next step, if it is to last neither longer
         than the target nor than `most_s`."""
         target_s = min(self._step_target_s, most_s)
-        most = min(self.most_tokens, max(self.min_tokens, 2 * self._num_seen))
+        most = min(self.max_step_tokens, max(self.min_tokens, 2 * self._num_seen))
         fixed_s = self.fit.predicted_s(0, context)
-        slope = (self.fit.predicted_s(self.most_tokens, context) - fixed_s) / self.most_tokens
+        slope = (self.fit.predicted_s(self.max_step_tokens, context) - fixed_s) / self.max_step_tokens
         if slope <= 0:
             return most if fixed_s < target_s else self.min_tokens
         tokens = (target_s - fixed_s) / slope

@@ -74,7 +74,7 @@ class StepFit:
             fixed, per_unit / self._large_units, per_pair / (self._large_units * self._large_context)
         )
 
-    def has_left(self, told: Curve | None, ratio: float) -> bool:
+    def has_deviated(self, told: Curve | None, ratio: float) -> bool:
         """Whether a step like those of late is predicted by more than `ratio` otherwise than `told` predicts it."""
         curve = self.curve()
         if told is None or curve is None or self._usual is None:

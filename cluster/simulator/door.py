@@ -230,7 +230,7 @@ class SimDoor:
             num_decode_blocks=-(-(num_tokens + num_left) // block_size),
             priority=request.priority,
             waited_s=self._loop.now - request.arrived_at,
-            may_stay=not request.media and self._simulation.may_stay,
+            may_prefill_locally=not request.media and self._simulation.may_prefill_locally,
         )
 
     def _make_flight(

@@ -21,7 +21,7 @@ class Layout:
     num_decode: int = 0
     num_colocated: int = 0
     num_whole: int = 0
-    may_stay: bool = False  # decode workers compute prompts, too
+    may_prefill_locally: bool = False  # decode workers compute prompts, too
 
     @property
     def name(self) -> str:
@@ -32,7 +32,9 @@ class Layout:
             (self.num_colocated, "PD"),
             (self.num_whole, "EPD"),
         ]
-        return "+".join(f"{count}{name}" for count, name in parts if count) + ("*" if self.may_stay else "")
+        return "+".join(f"{count}{name}" for count, name in parts if count) + (
+            "*" if self.may_prefill_locally else ""
+        )
 
     @property
     def num_devices(self) -> int:
@@ -71,7 +73,7 @@ def _on_device(
         if kind not in kinds:
             continue
         others = tuple(each for other, each in ids.items() if other != kind)
-        stays = kind == "d" and layout.may_stay and kinds == "d"
+        stays = kind == "d" and layout.may_prefill_locally and kinds == "d"
         phases = "dp" if stays else kind
         share = 1.0 if len(kinds) == 1 else {"e": 0.0, "p": PREFILL_SHARE, "d": 1 - PREFILL_SHARE}[kind]
         num_blocks = 0 if kind == "e" else num_kv_blocks(model, accelerator, share)

@@ -80,7 +80,7 @@ def divisions(devices: Mapping[str, int]) -> Iterator[Division]:
     """Every way to give each device to one phase; decode workers compute short prompts themselves where that is sooner."""
     choices = [
         [
-            (name, Layout(encode, prefill, count - encode - prefill, may_stay=True))
+            (name, Layout(encode, prefill, count - encode - prefill, may_prefill_locally=True))
             for encode in range(count + 1)
             for prefill in range(count + 1 - encode)
         ]
@@ -97,4 +97,8 @@ def neighbours(division: Division) -> Iterator[Division]:
             if source == target or not counts[source]:
                 continue
             moved = [count - (i == source) + (i == target) for i, count in enumerate(counts)]
-            yield (*division[:place], (name, Layout(*moved, may_stay=True)), *division[place + 1 :])
+            yield (
+                *division[:place],
+                (name, Layout(*moved, may_prefill_locally=True)),
+                *division[place + 1 :],
+            )

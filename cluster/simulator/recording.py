@@ -19,7 +19,7 @@ from cluster.types.media import Modality
 from cluster.types.members import Role
 
 # Of live workers, which do not tell them.
-STRETCH_S = 0.05  # of prompts, between two decode steps
+LOCAL_PREFILL_STEP_S = 0.05  # of prompts, between two decode steps
 NUM_PREPARE_THREADS = 2
 
 Fields = dict[str, Any]
@@ -138,7 +138,7 @@ def _worker(fields: Fields, model: Model, step_target_s: float) -> WorkerSpec:
     limits: Fields = {
         Role.ENCODE: {"max_items": fields["max_batch"], "num_prepare_threads": NUM_PREPARE_THREADS},
         Role.PREFILL: {"step_target_s": step_target_s},
-        Role.DECODE: {"step_target_s": STRETCH_S, "max_batch": fields["max_batch"]},
+        Role.DECODE: {"step_target_s": LOCAL_PREFILL_STEP_S, "max_batch": fields["max_batch"]},
     }[role]
     return WorkerSpec(
         fields["replica_id"],

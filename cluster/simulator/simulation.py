@@ -61,7 +61,7 @@ class Simulation:
         self.decodes: dict[str, SimDecode] = {}
         for spec in specs:
             self._make(spec)
-        self.may_stay = any(decode.local is not None for decode in self.decodes.values())
+        self.may_prefill_locally = any(decode.local is not None for decode in self.decodes.values())
         the_gate = gate(self) if gate is not None else None
         self.doors = [
             SimDoor(

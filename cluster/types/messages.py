@@ -3,7 +3,7 @@
 One request, in call order (D decode, P prefill, E encoder):
 
     door → P  StartPrefill           P → door  FeatureGranted per item (at once, if there is room), or FeatureShared
-    door → E  StartEncode per item   P → door  Admitted (it has the prompts' blocks)
+    door → E  StartEncode per item   P → door  PrefillAdmitted (it has the prompts' blocks)
     door → D  StartDecode            D → door  DecodeGranted (StartDecode with `prefills`: P has no part in the request)
     door → P  DecodeTarget (D's grant, as soon as it is there)
     door → E  EncodeTarget per item (P's grant)
@@ -85,7 +85,7 @@ class StartPrefill(Message, frozen=True):
     timeout_s: float  # until the first token
 
 
-class Admitted(Message, frozen=True):
+class PrefillAdmitted(Message, frozen=True):
     """Prefill holds the blocks of all prompts: it is time to ask decode for the same."""
 
     request_id: str
@@ -308,7 +308,7 @@ class Cancel(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | StartDecode | DecodeGranted | StartPrefill | Admitted | FeatureGranted | FeatureShared | DecodeTarget
+    Hello | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared | DecodeTarget
     | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded | CacheChanged
     | BlocksChanged | Measured | Stalled | Ping | Pong | Tokens | Failed | Preempted | Cancel
 )  # fmt: skip

@@ -22,7 +22,7 @@ from cluster.worker.ranks import RankSpec
 from cluster.worker.setup import set_up
 from kv_transfer.agents.factory import make_agent
 from kv_transfer.lease.group import RankMover
-from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def main(calls_fd: int, moves_fd: int) -> None:
     group = join_group(spec.rank, args.tensor_parallel_size, spec.meeting, setup.device.type)
     language = load_language(args, setup, spec.role, spec.sizes, group)
     is_writer = spec.role is Role.PREFILL
-    mover = Mover(
+    transfer_engine = TransferEngine(
         make_agent(args.transport, setup.replica_id, setup.host, setup.net_devices),
         SystemClock(),
         rank_mover.on_event,
@@ -50,12 +50,12 @@ def main(calls_fd: int, moves_fd: int) -> None:
         incoming=None if is_writer else language.kv,
         incoming_wire=None if is_writer else language.wire,
     )
-    rank_mover.attach(mover)
-    mover.start()
+    rank_mover.attach(transfer_engine)
+    transfer_engine.start()
     rank_mover.send("ready", spec.rank)
     model = language.model
     follow(language.steps, language.kv, group, calls, progress, model.dtype, model.feature_width)
-    mover.close()
+    transfer_engine.close()
 
 
 def _follow_transfers(rank_mover: RankMover) -> None:

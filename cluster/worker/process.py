@@ -1,4 +1,4 @@
-"""What every worker process is made of, whatever its phase: outbox, mover, turns, engine thread, sockets.
+"""What every worker process is made of, whatever its phase: outbox, transfer_engine, cpu_slots, engine thread, sockets.
 
 Order: made → the service builds its engine with `mover`, `outbox` and `turns` → `attach` → `start`, on the event loop → `stop`.
 """
@@ -18,6 +18,7 @@ from cluster.errors import UnavailableError
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.members import ProcessId
 from cluster.types.messages import AnyMessage
+from cluster.worker.cpu_slots import no_cpu_slots, shared_cpu_slots
 from cluster.worker.hardware import device_of, hardware_of
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
@@ -25,12 +26,11 @@ from cluster.worker.pulse import Pulse, Watch
 from cluster.worker.ranks import Ranks
 from cluster.worker.setup import WorkerSetup
 from cluster.worker.shell import WorkerShell
-from cluster.worker.turns import cpu_turns, no_turns
 from kv_transfer.agents.factory import Transport, make_agent
 from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.group import GroupMover
-from kv_transfer.lease.mover import Mover, MoverEvent, MoverFailed
+from kv_transfer.lease.group import GroupTransferEngine
 from kv_transfer.lease.processes import process_id
+from kv_transfer.lease.transfer_engine import TransferEngine, TransferEngineFailed, TransferEvent
 
 STOP_TIMEOUT_S = 5.0
 # How much longer than its writer an owner waits for the writer's word (kv_transfer.lease.receiver). Serve kills a replica that does not answer
@@ -62,11 +62,11 @@ class WorkerProcess:
         lease_margin_s: float = LEASE_MARGIN_S,
         ranks: Ranks | None = None,
     ):
-        """Opens the transfer agent and registers the memories. `model` and the rest: see `Mover`. `ranks`: the other processes that
+        """Opens the transfer agent and registers the memories. `model` and the rest: see `TransferEngine`. `ranks`: the other processes that
         share the model, which this object ends with itself."""
         self.clock = SystemClock()
         self.outbox = Outbox(self._deliver)
-        self.mover = Mover(
+        self.transfer_engine = TransferEngine(
             make_agent(transport, setup.replica_id, setup.host, setup.net_devices),
             self.clock,
             self._on_own_transfer,
@@ -84,14 +84,16 @@ class WorkerProcess:
         self._group = None
         if ranks is not None:
             progress = ranks.progress
-            self._group = GroupMover(self.mover, ranks.links, self._on_transfer, lambda: progress.now)
+            self._group = GroupTransferEngine(
+                self.transfer_engine, ranks.links, self._on_transfer, lambda: progress.now
+            )
         num_threads = torch.get_num_threads() * (1 if ranks is None else ranks.size)
         self._pulse = Pulse(self.clock)  # of the engine's thread
         folder, on_progress = setup.turns_folder, self._pulse.beat_on
-        self.turns = (
-            no_turns(self.clock, on_progress)
+        self.cpu_slots = (
+            no_cpu_slots(self.clock, on_progress)
             if folder is None
-            else cpu_turns(self.clock, folder, num_threads, on_progress)
+            else shared_cpu_slots(self.clock, folder, num_threads, on_progress)
         )
 
     @property
@@ -102,16 +104,16 @@ class WorkerProcess:
         return () if None in known else tuple(process for process in known if process is not None)
 
     @property
-    def kv_mover(self) -> Mover | GroupMover:
+    def kv_mover(self) -> TransferEngine | GroupTransferEngine:
         """Moves what all ranks hold a share of."""
-        return self._group or self.mover
+        return self._group or self.transfer_engine
 
     def attach(self, engine: WorkerEngine, on_message: Callable[[DoorId, AnyMessage], None]) -> None:
         """Once. `on_message` runs on the event loop and must not block."""
         self._engine = engine
         self.loop = StepLoop("engine", engine, self._pulse)
         self.shell = WorkerShell(self._setup, self.outbox, self.loop, engine, on_message)
-        pulses = {"engine": self._pulse, "transfer": self.mover.pulse}
+        pulses = {"engine": self._pulse, "transfer": self.transfer_engine.pulse}
         self._watch = Watch(
             self.clock, pulses, self._setup.hang_timeout_s, self.shell.tell_stalled, self._on_hung
         )
@@ -121,7 +123,7 @@ class WorkerProcess:
     async def start(self) -> str:
         """Listen and run; returns the address to dial."""
         address = await self.shell.start()
-        self.mover.start()
+        self.transfer_engine.start()
         self.loop.start()
         self._watch.start()
         return address
@@ -135,7 +137,7 @@ class WorkerProcess:
         self._watch.stop()
         await self.shell.aclose()
         await asyncio.to_thread(self.loop.stop, STOP_TIMEOUT_S)
-        await asyncio.to_thread(self.mover.close, STOP_TIMEOUT_S)
+        await asyncio.to_thread(self.transfer_engine.close, STOP_TIMEOUT_S)
         if self._ranks is not None:
             await asyncio.to_thread(self._ranks.stop)
 
@@ -143,7 +145,7 @@ class WorkerProcess:
         """Raises what ended the engine, if anything did, or that one of its threads hangs."""
         self.loop.check_health()
 
-    def _on_own_transfer(self, event: MoverEvent) -> None:
+    def _on_own_transfer(self, event: TransferEvent) -> None:
         if self._group is None:
             self._on_transfer(event)
         else:
@@ -155,9 +157,9 @@ class WorkerProcess:
     def _on_hung(self, thread: str, silent_s: float) -> None:
         self.loop.fail(UnavailableError(f"the {thread} thread has not moved for {silent_s:.0f} s"))
 
-    def _on_transfer(self, event: MoverEvent) -> None:
-        # MoverFailed is in the log; its leases still end, by their time at the latest.
-        if not isinstance(event, MoverFailed):
+    def _on_transfer(self, event: TransferEvent) -> None:
+        # TransferEngineFailed is in the log; its leases still end, by their time at the latest.
+        if not isinstance(event, TransferEngineFailed):
             self.loop.call(self._engine.on_transfer, event, self.clock.now())
 
     def _deliver(self, batch: list[tuple[DoorId, Any]]) -> None:

@@ -36,7 +36,7 @@ from cluster.worker.language import Language, LanguageSizes, load_language
 from cluster.worker.setup import WorkerSetup
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.group import RankLink
-from kv_transfer.lease.mover import MoverEvent
+from kv_transfer.lease.transfer_engine import TransferEvent
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Ranks:
         """Of the other ranks."""
         return [process.pid for process in self._processes]
 
-    def attach(self, on_event: Callable[[int, MoverEvent], None], on_lost: Callable[[int], None]) -> None:
+    def attach(self, on_event: Callable[[int, TransferEvent], None], on_lost: Callable[[int], None]) -> None:
         """Once, before the first transfer. `on_event(rank, event)`: of that rank's transfers. `on_lost(rank)`: it has ended unasked,
         now or earlier; once, for the first. Both from any thread."""
         with self._lock:

@@ -79,7 +79,7 @@ class Speed:
             *((fit, told.prepare.get(modality)) for modality, fit in self._prepare.items()),
         ]
         return any(
-            fit is not None and fit.has_left(curve, NOTICEABLE_RATIO) for fit, curve in pairs
+            fit is not None and fit.has_deviated(curve, NOTICEABLE_RATIO) for fit, curve in pairs
         ) or _have_left(self._links(), told.links)
 
 

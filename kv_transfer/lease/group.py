@@ -1,17 +1,17 @@
 """Leases of a worker that is several processes (ranks), each with a share of every block in a memory of its own.
 
-Rank 0 decides, the others follow: `GroupMover` takes the calls of the engine, does them with rank 0's own mover and tells them
+Rank 0 decides, the others follow: `GroupTransferEngine` takes the calls of the engine, does them with rank 0's own mover and tells them
 to the other ranks, where a `RankMover` does the same with theirs. Rank i of the writer writes to rank i of the owner; a
 grant carries the other ranks' grants as `shards`. To the engine a lease is one: its event comes when all ranks have had theirs,
 and is a good one if all were good. Only then are the blocks free on every rank.
 
     rank 0                                              rank i
-    grant(...)     ── ("grant", …) ──▶                  mover.grant ── ("granted", Grant) ──▶ waited for, so that a writer
+    grant(...)     ── ("grant", …) ──▶                  transfer_engine.grant ── ("granted", Grant) ──▶ waited for, so that a writer
                                                         can never be there before the lease
-    open(received) ── ("open", shard i - 1) ─▶          mover.open
+    open(received) ── ("open", shard i - 1) ─▶          transfer_engine.open
     write(...)     ── ("write", …, mark) ──▶            outgoing.write, ready when rank i's forward has come to `mark`
     finish, abort, cancel, revoke, note_writer ──▶      the same
-    on_event(i, …) ◀── ("event", event, totals) ──      of its mover
+    on_event(i, …) ◀── ("event", event, totals) ──      of its transfer_engine
 
 If one rank's transfer goes wrong, the writer aborts those of the others. Pipes are ordered; a pipe that ends is the end of
 the group.
@@ -34,10 +34,10 @@ from cluster.types.curves import CodecSpeed, Link
 from cluster.types.members import ProcessId
 from cluster.types.transfer import Grant, Mark, ReceivedGrant, SentTotals
 from kv_transfer.agents.agent import LayoutMismatchError, TransferError
-from kv_transfer.lease.mover import Mover, MoverEvent, MoverFailed
 from kv_transfer.lease.outgoing import Outgoing
 from kv_transfer.lease.receiver import Completed, LateWrite
 from kv_transfer.lease.sender import Finished, SendFailed
+from kv_transfer.lease.transfer_engine import TransferEngine, TransferEngineFailed, TransferEvent
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class RankLink:
             raise TransferError("a rank of this worker has ended; its log says why")
         return answer
 
-    def listen(self, on_event: Callable[[MoverEvent], None]) -> None:
+    def listen(self, on_event: Callable[[TransferEvent], None]) -> None:
         """Blocks until the pipe ends; for a thread of its own."""
         try:
             while (message := _received(self._connection)) is not None:
@@ -79,7 +79,7 @@ class RankLink:
             self._answers.put(_ENDED)
             self._connection.close()
 
-    def take(self, message: tuple[Any, ...], on_event: Callable[[MoverEvent], None]) -> None:
+    def take(self, message: tuple[Any, ...], on_event: Callable[[TransferEvent], None]) -> None:
         """What that rank has sent."""
         match message:
             case ("event", event, sent):
@@ -102,23 +102,23 @@ class _Joint:
     """A lease of all ranks."""
 
     outgoing: GroupOutgoing | None = None  # of a writer
-    events: dict[int, MoverEvent] = field(default_factory=dict)  # by rank
-    failure: MoverEvent | None = None  # the first that was none of success
+    events: dict[int, TransferEvent] = field(default_factory=dict)  # by rank
+    failure: TransferEvent | None = None  # the first that was none of success
 
 
-class GroupMover:
-    """`Mover`, for all ranks at once. Its owner passes the events of rank 0's mover to `on_event`, as the links pass theirs."""
+class GroupTransferEngine:
+    """`TransferEngine`, for all ranks at once. Its owner passes the events of rank 0's mover to `on_event`, as the links pass theirs."""
 
     def __init__(
         self,
-        mover: Mover,
+        transfer_engine: TransferEngine,
         links: Sequence[RankLink],
-        on_joint: Callable[[MoverEvent], None],
+        on_joint: Callable[[TransferEvent], None],
         now: Callable[[], Mark],
     ):
         """`on_joint` is called from the threads that bring events; leases that `mover` has without this object go through as they
         are. `now`: where rank 0's forward is."""
-        self._mover = mover
+        self._transfer_engine = transfer_engine
         self._links = links
         self._on_joint = on_joint
         self._now = now
@@ -128,7 +128,7 @@ class GroupMover:
     @property
     def sent(self) -> SentTotals:
         """By all ranks; of the others, when they last ended a lease."""
-        own, others = self._mover.sent, [link.sent for link in self._links]
+        own, others = self._transfer_engine.sent, [link.sent for link in self._links]
         return msgspec.structs.replace(
             own,
             raw_bytes=own.raw_bytes + sum(other.raw_bytes for other in others),
@@ -140,14 +140,14 @@ class GroupMover:
     @property
     def links(self) -> dict[str, Link]:
         """Of all ranks together, each of which sends its share: as fast as rank 0's, times their number."""
-        own, num_ranks = self._mover.links, 1 + len(self._links)
+        own, num_ranks = self._transfer_engine.links, 1 + len(self._links)
         return {peer: Link(link.latency_s, num_ranks * link.bytes_per_s) for peer, link in own.items()}
 
     @property
     def codecs(self) -> dict[str, CodecSpeed]:
         """Likewise: each rank codes its share."""
         num_ranks = 1 + len(self._links)
-        own = self._mover.codecs
+        own = self._transfer_engine.codecs
         return {name: CodecSpeed(speed.ratio, speed.s_per_byte / num_ranks) for name, speed in own.items()}
 
     def grant(
@@ -158,34 +158,34 @@ class GroupMover:
         ttl_s: float,
         run_lengths: Sequence[int] = (),
     ) -> Grant:
-        """`Mover.grant`. Waits for the other ranks; raises TransferError when one does not answer."""
+        """`TransferEngine.grant`. Waits for the other ranks; raises TransferError when one does not answer."""
         with self._lock:
             self._leases[lease_id] = _Joint()
         for link in self._links:
             link.tell("grant", lease_id, tuple(block_ids), tuple(generations), ttl_s, tuple(run_lengths))
-        own = self._mover.grant(lease_id, block_ids, generations, ttl_s, run_lengths)
+        own = self._transfer_engine.grant(lease_id, block_ids, generations, ttl_s, run_lengths)
         return msgspec.structs.replace(own, shards=tuple(link.answer() for link in self._links))
 
     def cancel(self, lease_id: str) -> None:
-        """`Mover.cancel`."""
-        self._mover.cancel(lease_id)
+        """`TransferEngine.cancel`."""
+        self._transfer_engine.cancel(lease_id)
         for link in self._links:
             link.tell("cancel", lease_id)
 
     def note_writer(self, lease_id: str, processes: Sequence[ProcessId]) -> None:
-        """`Mover.note_writer`."""
-        self._mover.note_writer(lease_id, processes)
+        """`TransferEngine.note_writer`."""
+        self._transfer_engine.note_writer(lease_id, processes)
         for link in self._links:
             link.tell("writer", lease_id, processes)
 
     def revoke(self, lease_id: str, reason: str) -> None:
-        """`Mover.revoke`."""
-        self._mover.revoke(lease_id, reason)
+        """`TransferEngine.revoke`."""
+        self._transfer_engine.revoke(lease_id, reason)
         for link in self._links:
             link.tell("revoke", lease_id, reason)
 
     def open(self, received: ReceivedGrant) -> GroupOutgoing:
-        """`Mover.open`. Raises LayoutMismatchError when the owner has another number of ranks."""
+        """`TransferEngine.open`. Raises LayoutMismatchError when the owner has another number of ranks."""
         grant, expires_at = received.grant, received.expires_at
         if len(grant.shards) != len(self._links):
             raise LayoutMismatchError(
@@ -197,7 +197,9 @@ class GroupMover:
                 raise TransferError(f"lease {grant.lease_id} was opened before; it can be written once")
             self._leases[grant.lease_id] = lease
         try:
-            own = self._mover.open(ReceivedGrant(msgspec.structs.replace(grant, shards=()), expires_at))
+            own = self._transfer_engine.open(
+                ReceivedGrant(msgspec.structs.replace(grant, shards=()), expires_at)
+            )
         except TransferError:
             with self._lock:
                 del self._leases[grant.lease_id]
@@ -211,8 +213,8 @@ class GroupMover:
             outgoing.abort(f"another rank has failed: {failure}")
         return outgoing
 
-    def on_event(self, rank: int, event: MoverEvent) -> None:
-        if isinstance(event, MoverFailed | LateWrite):
+    def on_event(self, rank: int, event: TransferEvent) -> None:
+        if isinstance(event, TransferEngineFailed | LateWrite):
             return self._on_joint(event)
         with self._lock:
             lease = self._leases.get(event.lease_id)
@@ -278,7 +280,7 @@ class GroupOutgoing:
 
 
 class RankMover:
-    """Any other rank's end: does with its mover what rank 0 did with his. Made before the mover, whose events it reports."""
+    """Any other rank's end: does with its mover what rank 0 did with his. Made before the transfer_engine, whose events it reports."""
 
     def __init__(self, connection: Connection, has: Callable[[Mark], bool]):
         """`has`: whether this rank's forwards have come to that moment, and what they wrote is in the memory; any thread."""
@@ -287,16 +289,16 @@ class RankMover:
         self._lock = threading.Lock()  # its thread and the mover's send, and look leases up
         self._open: dict[str, Outgoing] = {}
 
-    def attach(self, mover: Mover) -> None:
+    def attach(self, transfer_engine: TransferEngine) -> None:
         """Once, before the first order."""
-        self._mover = mover
+        self._transfer_engine = transfer_engine
 
-    def on_event(self, event: MoverEvent) -> None:
-        """Of the mover, on its thread."""
-        if not isinstance(event, MoverFailed):  # which is in the log
+    def on_event(self, event: TransferEvent) -> None:
+        """Of the transfer_engine, on its thread."""
+        if not isinstance(event, TransferEngineFailed):  # which is in the log
             with self._lock:
                 self._open.pop(event.lease_id, None)
-            self.send("event", event, self._mover.sent)
+            self.send("event", event, self._transfer_engine.sent)
 
     def send(self, *message: Any) -> None:
         with self._lock, suppress(OSError):  # rank 0 is gone: `run` sees it too
@@ -309,20 +311,20 @@ class RankMover:
 
     def do(self, order: tuple[Any, ...]) -> None:
         """What rank 0 has told."""
-        mover = self._mover
+        transfer_engine = self._transfer_engine
         match order:
             case ("grant", *arguments):
-                self.send("granted", mover.grant(*arguments))
+                self.send("granted", transfer_engine.grant(*arguments))
             case ("cancel", lease_id):
-                mover.cancel(lease_id)
+                transfer_engine.cancel(lease_id)
             case ("writer", lease_id, processes):
-                mover.note_writer(lease_id, processes)
+                transfer_engine.note_writer(lease_id, processes)
             case ("revoke", lease_id, reason):
-                mover.revoke(lease_id, reason)
+                transfer_engine.revoke(lease_id, reason)
             case ("open", received):
                 try:
                     with self._lock:
-                        self._open[received.grant.lease_id] = mover.open(received)
+                        self._open[received.grant.lease_id] = transfer_engine.open(received)
                 except TransferError as error:
                     self.on_event(SendFailed(received.grant.lease_id, error))
             case (verb, lease_id, *arguments):

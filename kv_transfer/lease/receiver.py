@@ -129,7 +129,7 @@ class Receiver:
         has_ended: Callable[[ProcessId], bool] = has_ended,
     ):
         """Every other memory of the agent must be registered before: the metadata in grants is taken here, once. `model`, `wire`:
-        as in `Mover`."""
+        as in `TransferEngine`."""
         self._agent = agent
         self._memory = memory
         self._clock = clock

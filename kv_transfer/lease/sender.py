@@ -96,7 +96,7 @@ class Sender:
         model: str = "",
         wire: Wire | None = None,
     ):
-        """`wake` is called when there is something new for `poll` to do, from the caller's thread. `model`, `wire`: as in `Mover`."""
+        """`wake` is called when there is something new for `poll` to do, from the caller's thread. `model`, `wire`: as in `TransferEngine`."""
         self._agent = agent
         self.memory = memory
         self.wire = wire

@@ -28,7 +28,6 @@ from cluster.errors import ClusterError, UnavailableError, from_info, to_known
 from cluster.types.media import MediaItem
 from cluster.types.members import Role
 from cluster.types.messages import (
-    Admitted,
     AnyMessage,
     Cancel,
     DecodeGranted,
@@ -40,6 +39,7 @@ from cluster.types.messages import (
     GrantPassed,
     LoadReport,
     Preempted,
+    PrefillAdmitted,
     ReturnGrant,
     Stalled,
     StartDecode,
@@ -57,7 +57,7 @@ from router.flow.streams import Launch, TokenStream
 from router.flow.watch import PeerWatch
 from router.members import MemberTable, Peer
 from router.policy import CalibrationStatistics, Decision
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Dispatcher:
         request: GenerateRequest,
         items: Sequence[MediaItem],
         hashes: Sequence[bytes],
-        ledger: Ledger,
+        ledger: RequestTimeline,
         tenant: str = "",
     ) -> list[TokenStream]:
         """One stream per choice. Nothing is sent before the first of them is read; every one must be closed."""
@@ -235,7 +235,7 @@ class Dispatcher:
                 self._attempt(flight, self._encode.on_silent, flight, peer)
 
     def _on_news(self, flight: Flight, peer: Peer, message: AnyMessage) -> None:
-        if isinstance(message, Admitted):
+        if isinstance(message, PrefillAdmitted):
             self._start_decode(flight)
         elif isinstance(message, DecodeGranted) and flight.prefill is not None:
             flight.prefill.send(DecodeTarget(message.request_id, message.grant))

@@ -12,7 +12,7 @@ from cluster.types.messages import FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant
 from router.members import Peer
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class Flight:
         self,
         request: GenerateRequest,
         items: Sequence[MediaItem],
-        ledger: Ledger,
+        ledger: RequestTimeline,
         encoders: list[Peer],
         prefill: Peer | None,
         decode: Peer,

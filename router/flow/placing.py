@@ -151,7 +151,7 @@ class Placing:
             num_decode_blocks=request.max_blocks(self.block_size),
             priority=request.priority,
             waited_s=request.waited_s,
-            may_stay=not items and guidance is None,
+            may_prefill_locally=not items and guidance is None,
         )
 
 

@@ -15,7 +15,7 @@ from cluster.types.messages import TokenEvent
 from cluster.types.request import GenerateRequest
 from router.flow.flight import Flight
 from router.policy import Decision, RequestView
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 
 class Departures(Protocol):
@@ -41,7 +41,7 @@ class Launch:
         request: GenerateRequest,
         items: Sequence[MediaItem],
         hashes: Sequence[bytes],
-        ledger: Ledger,
+        ledger: RequestTimeline,
         tenant: str,
         *,
         is_resumed: bool = False,

@@ -46,7 +46,7 @@ class MediaNote(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
 
 
-class LedgerProtocol(Protocol):
+class TimelineProtocol(Protocol):
     """Where the time of a prompt went; see `router.telemetry.timeline`."""
 
     def fields(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Generation(Protocol):
         ...
 
     @property
-    def ledger(self) -> LedgerProtocol:
+    def ledger(self) -> TimelineProtocol:
         """The same for all choices of a prompt; its time to first token is final with the first delta."""
         ...
 

@@ -23,7 +23,7 @@ from router.policy.cluster import ClusterView
 from router.policy.pool import Floats, rendezvous
 from router.policy.views import RequestView
 
-STRETCH_S = 0.05  # of a prompt that decode computes between two of its steps
+LOCAL_PREFILL_STEP_S = 0.05  # of a prompt that decode computes between two of its steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class DecodesOutlook:
         return last, num_uncached * per_token, num_tokens * per_token
 
 
-class StaysOutlook:
+class LocalPrefillOutlook:
     """[decodes] arrays, in seconds: the prompt computed where it is decoded, in stretches between steps. Infinite where a worker
     cannot.
 
@@ -135,13 +135,13 @@ class StaysOutlook:
     """
 
     def __init__(self, request: RequestView, cluster: ClusterView, decodes: DecodesOutlook):
-        pool = cluster.stays
+        pool = cluster.local_prefills
         curve, factors = pool.own_curve("prefill"), cluster.factors(pool)
         num_tokens = float(request.num_prompt_tokens)
         is_able = decodes.is_able & ~np.isnan(curve.fixed_s)
         fixed_s, per_token_s, per_pair_s = np.nan_to_num(np.array(curve)) * factors
         per_token_s = per_token_s + per_pair_s * np.maximum(0.0, num_tokens - pool.step_units) / 2
-        pace = np.where(decodes.num_sequences > 0, 1 + decodes.step_s / STRETCH_S, 1.0)
+        pace = np.where(decodes.num_sequences > 0, 1 + decodes.step_s / LOCAL_PREFILL_STEP_S, 1.0)
         work_s = fixed_s + num_tokens * per_token_s
         queued_s = pool.sent_units * per_token_s * pace
         half_step_s = np.where(decodes.num_sequences > 0, 0.5 * decodes.step_s, 0.0)

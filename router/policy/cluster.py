@@ -54,7 +54,7 @@ class ClusterView:
         self.num_layers = num_layers
         self.codecs = dict.fromkeys(codecs, 1.0)  # with the part of raw KV's bytes that travels
         self.encoders, self.prefills, self.decodes = Pool(Role.ENCODE), Pool(Role.PREFILL), Pool(Role.DECODE)
-        self.stays = Pool(Role.DECODE)  # the same workers; what is queued there are prompts
+        self.local_prefills = Pool(Role.DECODE)  # the same workers; what is queued there are prompts
         self.feature_links = Links(self.encoders, self.prefills)
         self.kv_links = Links(self.prefills, self.decodes)
         self.media: HolderIndex[str] = HolderIndex()
@@ -163,7 +163,9 @@ class ClusterView:
         """Its work counts as queued at once. Raises KeyError for a placement on workers that are not there, and counts nothing then."""
         self._check(placement)
         self._now = max(self._now, now)
-        role, pool = (Role.PREFILL, self.prefills) if placement.prefill else (Role.DECODE, self.stays)
+        role, pool = (
+            (Role.PREFILL, self.prefills) if placement.prefill else (Role.DECODE, self.local_prefills)
+        )
         computes_at = placement.prefill or placement.decode
         num_cached = self._num_cached_blocks(request, placement)
         num_tokens = (
@@ -348,7 +350,7 @@ class ClusterView:
         role = self._roles.get(replica_id)
         if role is None:
             return ()
-        return (self.decodes, self.stays) if role is Role.DECODE else (self._pool(role),)
+        return (self.decodes, self.local_prefills) if role is Role.DECODE else (self._pool(role),)
 
     def _check(self, placement: Placement) -> None:
         """Raises KeyError for a worker that is not there."""
@@ -393,6 +395,6 @@ class ClusterView:
         self._arriving.pop((charge.slot, item.view.media_hash), None)
 
     def _end_prefill(self, flight: Sent) -> None:
-        pool = self.prefills if flight.placement.prefill else self.stays
+        pool = self.prefills if flight.placement.prefill else self.local_prefills
         pool.discharge(flight.work)
         self.pending.remove(flight.request.request_id)

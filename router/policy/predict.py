@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.policy.at_decodes import DecodesOutlook, Following, StaysOutlook
+from router.policy.at_decodes import DecodesOutlook, Following, LocalPrefillOutlook
 from router.policy.at_encoders import EncodersOutlook
 from router.policy.at_prefills import PrefillsOutlook
 from router.policy.calibration import Kind
@@ -37,7 +37,9 @@ class Outlook:
         self.earliest_s = self.encoders.earliest_s
         self.prefills = PrefillsOutlook(request, cluster, now, self.earliest_s)
         self.decodes = DecodesOutlook(request, cluster)
-        self.stays = StaysOutlook(request, cluster, self.decodes) if request.may_stay else None
+        self.local_prefills = (
+            LocalPrefillOutlook(request, cluster, self.decodes) if request.may_prefill_locally else None
+        )
         self.tie_s = tie_ratio * float(self.prefills.text_s[self.prefills.is_able].min())
         if self.tie_s > 0:
             self._break_ties()
@@ -47,9 +49,9 @@ class Outlook:
         decode = self._decode(placement)
         score_s = float(self.decodes.score_s[decode])
         if placement.prefill is None:
-            if self.stays is None:
+            if self.local_prefills is None:
                 return np.inf
-            return float(self.stays.score_s(self.decodes)[decode])
+            return float(self.local_prefills.score_s(self.decodes)[decode])
         prefill, encoders = self._slots(placement)
         if not self.prefills.is_able[prefill] or not all(
             self.encoders.is_able[idx, encoder] for idx, encoder in enumerate(encoders)
@@ -70,7 +72,7 @@ class Outlook:
         """Raises KeyError for a placement on workers that are not there."""
         decode = self._decode(placement)
         if placement.prefill is None:
-            return self._predict_stay(decode)
+            return self._predict_local_prefill(decode)
         prefill, encoders = self._slots(placement)
         items = self.encoders.predict(prefill, encoders, self.prefills.is_needed[:, prefill])
         text_s, queue_s = float(self.prefills.text_s[prefill]), float(self.prefills.queue_s[prefill])
@@ -99,9 +101,12 @@ class Outlook:
         arrivals = np.array([item.arrival_s for item in items])
         return self.prefills.ttft_s(arrivals, prefill)
 
-    def _predict_stay(self, decode: int) -> Prediction:
-        assert self.stays is not None, "a request that may not stay"
-        queue_s, prefill_s = float(self.stays.queue_s[decode]), float(self.stays.prefill_s[decode])
+    def _predict_local_prefill(self, decode: int) -> Prediction:
+        assert self.local_prefills is not None, "a request that may not stay"
+        queue_s, prefill_s = (
+            float(self.local_prefills.queue_s[decode]),
+            float(self.local_prefills.prefill_s[decode]),
+        )
         low_s, high_s = self.cluster.interval(Kind.STAY, queue_s + prefill_s)
         step_s = float(self.decodes.step_s[decode])
         return Prediction(0.0, queue_s, prefill_s, queue_s + prefill_s, 0.0, step_s, low_s, high_s)

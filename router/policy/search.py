@@ -46,7 +46,7 @@ class Search:
         self.least_s = np.where(prefills.is_able, least_s, np.inf)
 
     def best(self) -> Found:
-        best = self._best_stay()
+        best = self._best_local_prefill()
         bounds_s = self.least_s.copy()
         while True:
             prefill = int(bounds_s.argmin())
@@ -65,11 +65,11 @@ class Search:
             if best is None or found.cost_s < best.cost_s:
                 best = found
 
-    def _best_stay(self) -> Found | None:
+    def _best_local_prefill(self) -> Found | None:
         outlook = self._outlook
-        if outlook.stays is None:
+        if outlook.local_prefills is None:
             return None
-        score_s = outlook.stays.score_s(outlook.decodes)
+        score_s = outlook.local_prefills.score_s(outlook.decodes)
         decode = int(score_s.argmin())
         if score_s[decode] == np.inf:
             return None

@@ -51,7 +51,7 @@ class RequestView:
     num_decode_blocks: int = 0  # that a decode worker must be able to hold
     priority: int = 0  # class; lower goes sooner
     waited_s: float = 0.0  # since the client asked
-    may_stay: bool = False  # decode may compute the prompt itself (text, no guidance, one choice)
+    may_prefill_locally: bool = False  # decode may compute the prompt itself (text, no guidance, one choice)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from cluster.types.members import Role
 from router.flow.dispatch import Dispatcher
 from router.members import Peer
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 _TTFT_BUCKETS_S = (
     0.001,
@@ -92,7 +92,7 @@ class DoorMetrics:
     def finished(self, reason: str) -> None:
         self._finished.labels(self._model_id, reason).inc()
 
-    def ledger(self, ledger: Ledger) -> None:
+    def ledger(self, ledger: RequestTimeline) -> None:
         """The first token of a request is out."""
         for stage, seconds in ledger.stages().items():
             self._stage_s.labels(self._model_id, stage).observe(seconds)

@@ -33,7 +33,7 @@ STAGES = (
 )
 
 
-class Ledger:
+class RequestTimeline:
     """Of one request. Instants are seconds of the door's clock; each `…_at` is set when that has happened."""
 
     def __init__(self, arrived_at: float, trace_parent: str = ""):

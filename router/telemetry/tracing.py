@@ -22,7 +22,7 @@ from opentelemetry.util.types import AttributeValue
 
 from cluster.clock import Clock
 from router.openai.protocol import Usage
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 SHORTEST_S = 1e-6  # stages that took less have no span
 SEND_TIMEOUT_S = 2.0  # retries included
@@ -38,7 +38,7 @@ class Tracing:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("epdg")
 
-    def ended(self, ledger: Ledger, outcome: str, usage: Usage) -> None:
+    def ended(self, ledger: RequestTimeline, outcome: str, usage: Usage) -> None:
         """A request is over. `outcome`: a finish reason, or the name of an error. With several choices, both are of the first."""
         now, wall_s = self._clock.now(), time.time()
 
@@ -61,7 +61,9 @@ class Tracing:
         """Sends what is left, for a while. Blocks."""
         self._provider.shutdown()
 
-    def _add_stages(self, root: Span, ledger: Ledger, now: float, at: Callable[[float], int]) -> None:
+    def _add_stages(
+        self, root: Span, ledger: RequestTimeline, now: float, at: Callable[[float], int]
+    ) -> None:
         context = trace.set_span_in_context(root)
         began = ledger.arrived_at
         for name, seconds in (ledger.stages() | ledger.tail()).items():
@@ -71,7 +73,7 @@ class Tracing:
         if ledger.second_token_at is not None and now > began:
             self._tracer.start_span("decode", context, start_time=at(began)).end(at(now))
 
-    def _attributes(self, ledger: Ledger, outcome: str, usage: Usage) -> dict[str, AttributeValue]:
+    def _attributes(self, ledger: RequestTimeline, outcome: str, usage: Usage) -> dict[str, AttributeValue]:
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": "generate_content",
             "gen_ai.request.model": self._model_id,

@@ -20,7 +20,7 @@ from kv_transfer.agents.factory import Transport
 from kv_transfer.agents.factory import make_agent as make_cluster_agent
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.agents.nixl_agent import NixlAgent, load_nixl
-from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.sockets import listeners_of
 
 LAYOUT = MemoryLayout((SegmentSpec(16, (4, 16), torch.float32),) * 2)
@@ -62,18 +62,20 @@ def serve_leases(pipe: Connection, kind: str, name: str) -> None:
     """A process that owns a big memory: grants on request, answers with its lease's event and the blocks' bytes."""
     events: list[object] = []
     memory = BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS)
-    mover = Mover(make_agent(kind, name), SystemClock(), events.append, incoming=memory, margin_s=1.0)
-    mover.start()
+    transfer_engine = TransferEngine(
+        make_agent(kind, name), SystemClock(), events.append, incoming=memory, margin_s=1.0
+    )
+    transfer_engine.start()
     pipe.send("ready")
     while (request := pipe.recv()) is not None:
         lease_id, block_ids = request
-        pipe.send(mover.grant(lease_id, block_ids, [0] * len(block_ids), LEASE_S))
+        pipe.send(transfer_engine.grant(lease_id, block_ids, [0] * len(block_ids), LEASE_S))
         while not events:
             time.sleep(0.0005)
         blocks = [segment[block_ids].clone() for segment in memory.segments]
         pipe.send((type(events[0]).__name__, getattr(events[0], "payload", b""), blocks))
         events.clear()
-    mover.close(1.0)
+    transfer_engine.close(1.0)
 
 
 def write_without_cma(pipe: Connection) -> None:

@@ -14,8 +14,8 @@ import torch
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
-from kv_transfer.lease.mover import Mover
 from kv_transfer.lease.sender import Finished, SendFailed
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.contract.agents import (
     BETWEEN_PROCESSES,
     BIG_LAYOUT,
@@ -64,12 +64,14 @@ def test_a_killed_owner_fails_what_is_in_flight_and_its_namesake_takes_over(kind
     events, memory = [], BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS)
     for segment in memory.segments:
         segment.normal_()
-    mover = Mover(make_agent(kind, unique_name("sender")), SystemClock(), events.append, outgoing=memory)
-    mover.start()
+    transfer_engine = TransferEngine(
+        make_agent(kind, unique_name("sender")), SystemClock(), events.append, outgoing=memory
+    )
+    transfer_engine.start()
 
     def check_lease(pipe, lease_id):
         pipe.send((lease_id, [4, 2]))
-        outgoing = mover.open(receive(pipe).received(time.monotonic()))
+        outgoing = transfer_engine.open(receive(pipe).received(time.monotonic()))
         outgoing.write([6, 7], [0, 1])
         outgoing.finish(b"payload")
         assert await_event(events) == Finished(lease_id)
@@ -86,7 +88,7 @@ def test_a_killed_owner_fails_what_is_in_flight_and_its_namesake_takes_over(kind
         check_lease(pipe, "one")
         check_lease(pipe, "two")
         pipe.send(("three", every_other))
-        outgoing = mover.open(receive(pipe).received(time.monotonic()))
+        outgoing = transfer_engine.open(receive(pipe).received(time.monotonic()))
         os.kill(process.pid, signal.SIGSTOP)
         outgoing.write(every_other, range(len(every_other)))
         time.sleep(0.1)
@@ -98,8 +100,8 @@ def test_a_killed_owner_fails_what_is_in_flight_and_its_namesake_takes_over(kind
         assert isinstance(event, SendFailed) and isinstance(event.error, PeerLostError)
         check_lease(next_pipe, "four")
         next_pipe.send(None)
-    mover.close(2.0)
-    assert mover.num_open == 0
+    transfer_engine.close(2.0)
+    assert transfer_engine.num_open == 0
 
 
 @needs_nixl

@@ -13,8 +13,8 @@ from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agents import factory as agents_of_the_cluster
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.lease.mover import Mover
 from kv_transfer.lease.sender import Finished
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.contract.agents import (
     ALL_KINDS,
     BIG_LAYOUT,
@@ -268,8 +268,8 @@ def test_a_thousand_tiny_descriptors_move_in_one_write(agents):
 def test_two_movers_with_threads_serve_many_leases(agents):
     writer, owner = agents
     sent, received = [], []
-    sending = Mover(writer, SystemClock(), sent.append, outgoing=writer.memory)
-    receiving = Mover(owner, SystemClock(), received.append, incoming=owner.memory)
+    sending = TransferEngine(writer, SystemClock(), sent.append, outgoing=writer.memory)
+    receiving = TransferEngine(owner, SystemClock(), received.append, incoming=owner.memory)
     sending.start()
     receiving.start()
     for i in range(30):

@@ -35,8 +35,8 @@ from cluster.types.messages import (
 )  # fmt: skip
 from cluster.types.request import GenerateRequest
 from cluster.worker.blame import bookkeeping
+from cluster.worker.cpu_slots import no_cpu_slots
 from cluster.worker.outbox import Outbox
-from cluster.worker.turns import no_turns
 from decode_service.engine import DecodeEngine
 from decode_service.speculation import accept
 from decode_service.state import PromptPart
@@ -46,7 +46,7 @@ from encoder_service.engine import EncoderEngine
 from encoder_service.runner import Piece, Prepared
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.mover import Mover, MoverFailed
+from kv_transfer.lease.transfer_engine import TransferEngine, TransferEngineFailed
 from prefill_service import transfer as prefill_transfer
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore
@@ -129,7 +129,7 @@ class Rig:
         """A process with memories of its own. One that had the name is killed."""
         if name in self.workers:
             self.ended_processes.add(self.workers[name].process)
-            self.workers[name].mover.agent.close()
+            self.workers[name].transfer_engine.agent.close()
         self.pools[name] = BlockPool(self._sizes[name], BLOCK_SIZE)
         {"encoder": self._start_encoder, "prefill": self._start_prefill, "decode": self._start_decode}[name]()
 
@@ -147,9 +147,9 @@ class Rig:
         self.cache = EmbeddingCache(rows, self.pools["encoder"])
         runner = SimpleNamespace(prepare=self._prepare, encode=self._encode)
         limits, policy = self._encoder_settings
-        self._add_worker("encoder", lambda mover, outbox: EncoderEngine(
-            runner, self.cache, mover, outbox, self.clock, self.executor, limits, policy,
-            no_turns(self.clock)), outgoing=rows)  # fmt: skip
+        self._add_worker("encoder", lambda transfer_engine, outbox: EncoderEngine(
+            runner, self.cache, transfer_engine, outbox, self.clock, self.executor, limits, policy,
+            no_cpu_slots(self.clock)), outgoing=rows)  # fmt: skip
         self.encoder.engine.attach(self.encoder.inbox)
 
     def _kv_memory(self, name: str) -> tuple[BlockMemory, Wire | None]:
@@ -163,10 +163,10 @@ class Rig:
         features = BlockMemory(FEATURE_LAYOUT, self._sizes["features"])
         self.pools["features"] = BlockPool(self._sizes["features"], BLOCK_SIZE)
 
-        def prefill(mover: Mover, outbox: Outbox) -> PrefillEngine:
+        def prefill(transfer_engine: TransferEngine, outbox: Outbox) -> PrefillEngine:
             layout = self._kv.layout
             model = SimpleNamespace(positions=place, chunk_cut_spans=False, kv_layout=layout, num_layers=1)
-            self.features = FeatureStore(features, self.pools["features"], mover)
+            self.features = FeatureStore(features, self.pools["features"], transfer_engine)
             runner = SimpleNamespace(
                 run=bookkeeping(self._run_prefill),
                 first_tokens=bookkeeping(_first_tokens),
@@ -177,12 +177,12 @@ class Rig:
                 runner,
                 self.pools["prefill"],
                 self.features,
-                mover,
+                transfer_engine,
                 outbox,
                 self.clock,
                 POLICY,
                 StepBudget(1.0, self._step_tokens, self._step_tokens),
-                no_turns(self.clock),
+                no_cpu_slots(self.clock),
             )
 
         self._add_worker("prefill", prefill, outgoing=self._kv, outgoing_wire=wire, incoming=features)
@@ -191,7 +191,7 @@ class Rig:
         self._decode_kv, wire = self._kv_memory("decode")
         self._add_worker("decode", self._decode_engine, incoming=self._decode_kv, incoming_wire=wire)
 
-    def _decode_engine(self, mover: Mover, outbox: Outbox) -> DecodeEngine:
+    def _decode_engine(self, transfer_engine: TransferEngine, outbox: Outbox) -> DecodeEngine:
         runner = SimpleNamespace(
             run=bookkeeping(self._run_decode),
             propose=self._propose,
@@ -203,11 +203,11 @@ class Rig:
             num_accepted=0,
         )
         return DecodeEngine(
-            runner, self.pools["decode"], mover, outbox, self.clock, POLICY, MAX_BATCH_SEQUENCES,
-            self.ended.append, no_turns(self.clock), self._window, max_stretch_tokens=BLOCK_SIZE,
+            runner, self.pools["decode"], transfer_engine, outbox, self.clock, POLICY, MAX_BATCH_SEQUENCES,
+            self.ended.append, no_cpu_slots(self.clock), self._window, max_local_prefill_tokens=BLOCK_SIZE,
         )  # fmt: skip
 
-    def _add_worker(self, name: str, build: Callable[[Mover, Outbox], Any], **memories: Any) -> None:
+    def _add_worker(self, name: str, build: Callable[[TransferEngine, Outbox], Any], **memories: Any) -> None:
         self._num_processes += 1
         agent_name = name if name not in self.workers else f"{name}-{self._num_processes}"
         inbox = Inbox()
@@ -216,10 +216,10 @@ class Rig:
         outbox.add_door(DOOR)
 
         def on_event(event: Any) -> None:
-            assert not isinstance(event, MoverFailed), event.error
+            assert not isinstance(event, TransferEngineFailed), event.error
             inbox.call(lambda: worker.engine.on_transfer(event, self.clock.now()))
 
-        mover = Mover(
+        transfer_engine = TransferEngine(
             self.network.agent(agent_name),
             self.clock,
             on_event,
@@ -228,7 +228,9 @@ class Rig:
             **memories,
         )
         process = ProcessId("rig", 0, self._num_processes, 0)
-        self.workers[name] = worker = Worker(build(mover, outbox), mover, inbox, outbox, process, said)
+        self.workers[name] = worker = Worker(
+            build(transfer_engine, outbox), transfer_engine, inbox, outbox, process, said
+        )
 
     def receive(self, name: str, message: AnyMessage) -> None:
         """A frame from the door reaches a worker; what `service.py` does with it."""
@@ -257,9 +259,9 @@ class Rig:
             case EncoderLost():
                 self.features.renew((message.request_id, message.item_idx), message.lease_id)
             case GrantPassed():
-                worker.mover.note_writer(message.lease_id, message.processes)
+                worker.transfer_engine.note_writer(message.lease_id, message.processes)
             case ReturnGrant():
-                worker.mover.revoke(message.lease_id, "nobody was given it")
+                worker.transfer_engine.revoke(message.lease_id, "nobody was given it")
 
     @staticmethod
     def _say(worker: Worker, door: int, message: AnyMessage) -> None:
@@ -267,10 +269,10 @@ class Rig:
             worker.said.append(message)
 
     def launch(
-        self, request: GenerateRequest, items: Sequence[MediaItem] = (), stays: bool = False
+        self, request: GenerateRequest, items: Sequence[MediaItem] = (), prefills_locally: bool = False
     ) -> list[tuple[str, AnyMessage]]:
         """What the door sends first: (worker, message). `stays`: decode computes the prompt."""
-        if stays:
+        if prefills_locally:
             return [("decode", StartDecode(request, TIMEOUT_S, prefills=True))]
         encode = [StartEncode(request.request_id, i, item, TIMEOUT_S) for i, item in enumerate(items)]
         return [
@@ -284,7 +286,7 @@ class Rig:
             self.executor.run_one()
             for worker in self.workers.values():
                 worker.step()
-                worker.mover.step()
+                worker.transfer_engine.step()
 
     @contextmanager
     def cut_ends(self, num_blocks: int) -> Iterator[None]:
@@ -304,8 +306,8 @@ class Rig:
             worker.inbox.run()
             load = worker.engine.load()
             assert load.is_idle, load
-            assert worker.mover.num_open == 0
-            assert worker.mover.agent.num_handles == 0
+            assert worker.transfer_engine.num_open == 0
+            assert worker.transfer_engine.agent.num_handles == 0
         for name, pool in self.pools.items():
             pool.check_integrity()
             if name != "encoder":  # its cache holds references while it keeps rows

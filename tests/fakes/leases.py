@@ -9,8 +9,8 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.types.members import ProcessId
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.mover import Mover
 from kv_transfer.lease.receiver import LateWrite
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.clock import ManualClock
 
 TTL_S, MARGIN_S = 10.0, 2.0
@@ -53,14 +53,14 @@ class LeasePair(SteppedPair):
         self.held: dict[str, list[int]] = {}
         self.ended: set[ProcessId] = set()  # of processes that may have been given a grant
         self.sent, self.received = [], []
-        self.writer = Mover(
+        self.writer = TransferEngine(
             self.network.agent("writer"),
             self.clock,
             self.sent.append,
             outgoing=source,
             outgoing_wire=writer_wire,
         )
-        self.owner = Mover(
+        self.owner = TransferEngine(
             self.network.agent("owner"),
             self.clock,
             self._on_lease,

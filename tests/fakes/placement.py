@@ -109,6 +109,6 @@ def all_placements(request: RequestView, cluster: ClusterView) -> Iterator[Place
     pools = list(encoders), cluster.prefills.slots, cluster.decodes.slots, cluster.codecs
     for chosen, prefill, decode, codec in itertools.product(*pools):
         yield Placement(chosen, prefill, decode, codec)
-    if request.may_stay:
+    if request.may_prefill_locally:
         for decode in cluster.decodes.slots:
             yield Placement((), None, decode)

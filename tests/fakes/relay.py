@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from cluster.types.media import MediaItem
 from cluster.types.messages import (
-    Admitted,
     AnyMessage,
     BlocksChanged,
     CacheChanged,
@@ -24,6 +23,7 @@ from cluster.types.messages import (
     GrantPassed,
     Measured,
     Preempted,
+    PrefillAdmitted,
     ReturnGrant,
     StartDecode,
     StartEncode,
@@ -62,7 +62,7 @@ class Story:
     )  # items whose encoder was told where to write: leases
     has_decode_spoken: bool = False
     flown_on: set[int] = field(default_factory=set)  # choices that go on as requests of their own
-    stays: bool = False  # decode computes the prompt
+    prefills_locally: bool = False  # decode computes the prompt
 
     @property
     def is_over(self) -> bool:
@@ -94,13 +94,15 @@ class Relay:
         request: GenerateRequest,
         items: Sequence[MediaItem] = (),
         lines: list[Line] | None = None,
-        stays: bool = False,
+        prefills_locally: bool = False,
     ) -> Story:
         lines = lines or [Line() for _ in request.sampling]
         for line in lines:
-            line.has_first = stays  # there is no other's to wait for
-        self.stories[request.request_id] = story = Story(request, items, lines, stays=stays)
-        for name, message in self.rig.launch(request, items, stays):
+            line.has_first = prefills_locally  # there is no other's to wait for
+        self.stories[request.request_id] = story = Story(
+            request, items, lines, prefills_locally=prefills_locally
+        )
+        for name, message in self.rig.launch(request, items, prefills_locally):
             self.to_worker[name].append(message)
         return story
 
@@ -149,7 +151,7 @@ class Relay:
         story = self.stories[message.request_id]
         if isinstance(message, DecodeGranted | FeatureGranted) and not story.is_open:
             self.to_worker[name].append(ReturnGrant(message.grant.lease_id))
-        elif isinstance(message, Admitted) and story.is_open:
+        elif isinstance(message, PrefillAdmitted) and story.is_open:
             self.to_worker["decode"].append(StartDecode(story.request, TIMEOUT_S, codec=self.rig.codec))
         elif isinstance(message, DecodeGranted):
             self.to_worker["prefill"].append(DecodeTarget(message.request_id, message.grant))
@@ -192,7 +194,7 @@ class Relay:
         for story in [story for story in self.stories.values() if story.is_open]:
             if name == "encoder":
                 self._lose_encoder(story)
-            elif name == "decode" or not (story.stays or self._is_with_decode(story)):
+            elif name == "decode" or not (story.prefills_locally or self._is_with_decode(story)):
                 story.error = f"the {name} worker was lost"
                 self.land(story.request.request_id)
 
@@ -236,6 +238,6 @@ class Relay:
         line.is_preempted = False
         line.num_tokens_before = len(line.tokens)
         story.flown_on.add(choice_idx)
-        self.start(request, story.items, [line], story.stays)
+        self.start(request, story.items, [line], story.prefills_locally)
         if story.is_over:
             self.land(story.request.request_id)

@@ -11,7 +11,7 @@ from typing import Any
 from cluster.types.members import ProcessId
 from cluster.types.messages import AnyMessage
 from cluster.worker.outbox import Outbox
-from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.transfer_engine import TransferEngine
 
 DOOR = 1
 
@@ -53,10 +53,10 @@ class ManualExecutor(Executor):
 
 @dataclass
 class Worker:
-    """An engine, its mover, and what it has said to the door so far."""
+    """An engine, its transfer_engine, and what it has said to the door so far."""
 
     engine: Any
-    mover: Mover
+    transfer_engine: TransferEngine
     inbox: Inbox
     outbox: Outbox
     process: ProcessId

@@ -106,7 +106,7 @@ class Run:
             (0.18, lambda: self.relay.send_one(self._name())),
             (0.18, lambda: self.relay.hear_one(self._name())),
             (0.22, self._step),
-            (0.16, lambda: self.rig.workers[self._name()].mover.step()),
+            (0.16, lambda: self.rig.workers[self._name()].transfer_engine.step()),
             (0.06, self.rig.executor.run_one),
             (0.02, self._cancel),
             (0.04, self._play),
@@ -128,8 +128,8 @@ class Run:
         num_choices, negative = rng.choice([1, 1, 2, 3]), rng.choice([0, 0, 0, 5])
         num_tokens = rng.randint(1, self.max_tokens)
         request = make_request(name, num_tokens, items, rng.randint(1, 6), (), num_choices, negative)
-        stays = not items and not negative and rng.random() < 0.2
-        self.relay.start(request, items, stays=stays)
+        prefills_locally = not items and not negative and rng.random() < 0.2
+        self.relay.start(request, items, prefills_locally=prefills_locally)
         self.counts["requests"] += 1
 
     def _step(self) -> None:

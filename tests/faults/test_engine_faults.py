@@ -67,7 +67,7 @@ def prefill_calls(rig: Rig, faults: Faults) -> Iterator[None]:
     faults.on(engine._runner, "run", "first_tokens")
     faults.on(engine._blocks, "lookup", "try_allocate", "register")
     faults.on(engine._features, "ready_items")
-    faults.on(rig.prefill.mover, "open")
+    faults.on(rig.prefill.transfer_engine, "open")
     hashes = faults.failing(prefill_engine.block_hashes, "block_hashes")
     spans = faults.failing(prefill_engine.uncut_spans, "uncut_spans")
     send = faults.failing(prefill_engine.send_computed, "send_computed")
@@ -87,7 +87,7 @@ def decode_calls(rig: Rig, faults: Faults) -> Iterator[None]:
     engine = rig.decode.engine
     faults.on(engine._runner, "run", "propose", "compute", "copy_blocks")
     faults.on(engine._blocks, "allocate", "try_allocate", "share", "generations")
-    faults.on(rig.decode.mover, "grant")
+    faults.on(rig.decode.transfer_engine, "grant")
     yield
 
 
@@ -103,7 +103,7 @@ def encoder_calls(rig: Rig, faults: Faults) -> Iterator[None]:
     faults.on(engine._runner, "prepare", "encode")
     faults.on(rig.cache, "try_reserve", "write", "complete", "pin")
     faults.on(engine._planner, "part_of")
-    faults.on(rig.encoder.mover, "open")
+    faults.on(rig.encoder.transfer_engine, "open")
     yield
 
 
@@ -133,7 +133,7 @@ def start_all(relay: Relay) -> list[Story]:
         relay.start(make_request("guided", 5, max_tokens=MAX_TOKENS, negative=6)),
         relay.start(make_request("media", 4, [a, b], max_tokens=MAX_TOKENS), [a, b]),
         relay.start(make_request("video", 3, [c], max_tokens=MAX_TOKENS), [c]),
-        relay.start(make_request("stays", 10, max_tokens=MAX_TOKENS, num_choices=2), stays=True),
+        relay.start(make_request("stays", 10, max_tokens=MAX_TOKENS, num_choices=2), prefills_locally=True),
         relay.start(make_request("same", 9, max_tokens=MAX_TOKENS)),
     ]
 
@@ -249,7 +249,9 @@ def test_of_prompts_that_decode_computes_together_only_the_one_fails_that_fails_
     rig = Rig(decode_blocks=40)
     relay = Relay(rig, expects_faults=True)
     poison(rig.decode.engine._runner, "compute", holds(101))  # the one that has two tokens before its last
-    stories = [relay.start(make_request(f"r{n}", n, max_tokens=MAX_TOKENS), stays=True) for n in (0, 1, 2)]
+    stories = [
+        relay.start(make_request(f"r{n}", n, max_tokens=MAX_TOKENS), prefills_locally=True) for n in (0, 1, 2)
+    ]
     play_until_over(relay)
     assert [has_answer(story) for story in stories] == [True, True, False]
     finish(relay)

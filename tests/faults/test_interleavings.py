@@ -42,11 +42,11 @@ others = st.one_of(
 
 def act(rig: Rig, relay: Relay, event: tuple) -> None:
     match event:
-        case ("start", num_tokens, names, max_tokens, num_choices, negative, stays):
+        case ("start", num_tokens, names, max_tokens, num_choices, negative, prefills_locally):
             items = [ITEMS[name] for name in names]
             name = f"r{len(relay.stories)}"
             request = make_request(name, num_tokens, items, max_tokens, (), num_choices, negative)
-            relay.start(request, items, stays=stays and not items and not negative)
+            relay.start(request, items, prefills_locally=prefills_locally and not items and not negative)
         case ("send", name):
             relay.send_one(name)
         case ("hear", name):
@@ -54,7 +54,7 @@ def act(rig: Rig, relay: Relay, event: tuple) -> None:
         case ("step", name):
             rig.workers[name].step()
         case ("move", name):
-            rig.workers[name].mover.step()
+            rig.workers[name].transfer_engine.step()
         case ("prepare",):
             rig.executor.run_one()
         case ("cancel", nth):

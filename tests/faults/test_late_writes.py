@@ -12,7 +12,7 @@ import pytest
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.messages import Failed, FeatureGranted, TokenEvent, Tokens
-from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.engines import FEATURE_LAYOUT, MARGIN_S, TIMEOUT_S, Rig
 from tests.fakes.relay import Relay
 from tests.fakes.requests import item_value, make_item, make_request
@@ -28,7 +28,7 @@ class World:
         self.rig = Rig(feature_blocks=2, decode_blocks=6)
         self.relay = Relay(self.rig)
         self.second_rows = BlockMemory(FEATURE_LAYOUT, 2)
-        self.second_encoder = Mover(
+        self.second_encoder = TransferEngine(
             self.rig.network.agent("second"), self.rig.clock, print, outgoing=self.second_rows
         )
 
@@ -42,7 +42,7 @@ class World:
         rig.clock.at += LATE_S
         for _ in range(3):
             rig.prefill.step()
-            rig.prefill.mover.step()
+            rig.prefill.transfer_engine.step()
         assert rig.features.num_open_leases == 0, "the first request's lease is over"
         request = make_request("other", num_tokens, [OTHER_ITEM])
         before = len(rig.prefill.said)
@@ -55,13 +55,13 @@ class World:
         outgoing.finish(b"")
         for _ in range(2):
             self.second_encoder.step()
-            rig.prefill.mover.step()
+            rig.prefill.transfer_engine.step()
         rig.prefill.inbox.run()
         assert rig.features.ready_items("other", 1) == {0}
 
     def run_prefill(self) -> None:
         for _ in range(6):
-            self.rig.prefill.mover.step()
+            self.rig.prefill.transfer_engine.step()
             self.rig.prefill.step()
 
     def tokens(self, name: str, request_id: str) -> list[TokenEvent]:
@@ -94,7 +94,7 @@ def encode_first(world: World) -> None:
             world.relay.send_one(name)
     world.rig.executor.run_one()
     world.rig.encoder.step()
-    world.rig.encoder.mover.step()
+    world.rig.encoder.transfer_engine.step()
 
 
 def test_an_encoder_call_that_outlasts_its_grant_writes_nothing(world):
@@ -102,12 +102,12 @@ def test_an_encoder_call_that_outlasts_its_grant_writes_nothing(world):
     encode_first(world)
     world.run_prefill()  # compares every row that it merges
     assert [event.token_ids for event in world.tokens("prefill", "other")] == [(50,)]
-    assert world.failures("encoder", "first") and world.rig.prefill.mover._receiver.num_late == 0
+    assert world.failures("encoder", "first") and world.rig.prefill.transfer_engine._receiver.num_late == 0
 
 
 def stall_post(world: World, name: str, happen: Callable[[], None]) -> None:
     """The process stands still between its look at the clock and its next write."""
-    agent = world.rig.workers[name].mover.agent
+    agent = world.rig.workers[name].transfer_engine.agent
     post, meanwhile = agent.post, world.once(happen)
 
     def stalled(*args):
@@ -138,8 +138,8 @@ def test_what_was_computed_from_overwritten_embeddings_is_neither_answered_nor_k
 
     stall_post(world, "encoder", start_and_compute)
     encode_first(world)
-    world.rig.prefill.mover.step()
-    assert world.rig.prefill.mover._receiver.num_late == 1
+    world.rig.prefill.transfer_engine.step()
+    assert world.rig.prefill.transfer_engine._receiver.num_late == 1
     world.rig.prefill.step()
     (failed,) = world.failures("prefill", "other")
     assert "came late" in failed.error.message and world.tokens("prefill", "other") == []
@@ -153,29 +153,29 @@ def test_kv_that_a_stopped_prefill_worker_writes_over_others_ends_them(world):
     def start_at_decode() -> None:
         rig.clock.at += LATE_S
         for _ in range(3):
-            rig.decode.mover.step()
+            rig.decode.transfer_engine.step()
             rig.decode.step()
         assert rig.pools["decode"].num_referenced == 0, "the first request's lease is over"
-        relay.start(make_request("other", 16, max_tokens=6), stays=True)
+        relay.start(make_request("other", 16, max_tokens=6), prefills_locally=True)
         relay.send_one("decode")
         for _ in range(7):
             rig.decode.step()
 
     stall_post(world, "prefill", start_at_decode)
     relay.start(make_request("first", 19))
-    while rig.decode.mover._receiver.num_late == 0:
+    while rig.decode.transfer_engine._receiver.num_late == 0:
         for name in rig.workers:
             while relay.to_worker[name]:
                 relay.send_one(name)
             while rig.workers[name].said:
                 relay.hear_one(name)
         for worker in (rig.prefill, rig.decode):
-            worker.mover.step()
+            worker.transfer_engine.step()
             worker.step()
     relay.play(1)
     story = relay.stories["other"]
     assert story.error is not None and "came late" in story.error
-    assert rig.decode.mover._receiver.num_late == 1
+    assert rig.decode.transfer_engine._receiver.num_late == 1
     relay.play(5)
     assert story.finish_reason is None
 
@@ -186,13 +186,13 @@ def test_a_request_in_other_blocks_than_the_late_ones_goes_on(world):
     def pass_time() -> None:
         rig.clock.at += LATE_S
         for _ in range(3):
-            rig.decode.mover.step()
+            rig.decode.transfer_engine.step()
             rig.decode.step()
 
     stall_post(world, "prefill", pass_time)
     relay.start(make_request("first", 3))
     relay.play(3)
-    assert rig.decode.mover._receiver.num_late == 1
+    assert rig.decode.transfer_engine._receiver.num_late == 1
     with suppress(KeyError):
         relay.land("first")
     other = relay.start(make_request("other", 3))

@@ -23,7 +23,7 @@ from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.agents.in_process import FaultScript
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
-from tests.fakes.staying import let_stay
+from tests.fakes.local_prefill import let_prefill_locally
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
 
@@ -102,7 +102,7 @@ async def check_each_failure(
 ) -> None:
     num_answered = num_asked = 0
     async with local_cluster(args, lease_margin_s=LEASE_MARGIN_S) as cluster:
-        let_stay(cluster.door, lambda _: False)  # text, too, is to travel
+        let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
         limit = MAX_POLLS if verb == "notifications" else 100
         for n in range(1, limit + 1):
             faults = FaultScript(post_polls=1)
@@ -112,7 +112,7 @@ async def check_each_failure(
             num_asked += 1
             if faults._counts[verb] < n:
                 break
-        coded_groups = cluster.prefills[0]._process.mover.sent.coded_groups
+        coded_groups = cluster.prefills[0]._process.transfer_engine.sent.coded_groups
         assert (coded_groups > 0) == (args is CODED_ARGS)
     assert num_asked > 1
     assert num_answered >= 1, "the last request met no fault"
@@ -133,7 +133,7 @@ async def test_trouble_with_any_notification_harms_one_request_at_most(
     expected, trouble: Callable[[FaultScript, int], None], is_harmless, kind
 ):
     async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
-        let_stay(cluster.door, lambda _: False)  # text, too, is to travel
+        let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
         for n in range(1, 4 if kind == "image and audio" else 2):
             faults = FaultScript()
             trouble(faults, n)
@@ -144,7 +144,7 @@ async def test_trouble_with_any_notification_harms_one_request_at_most(
 async def test_a_decode_worker_that_can_no_longer_be_written_to_fails_its_requests_by_name(expected):
     (case, _), *_ = expected["text"]
     async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
-        let_stay(cluster.door, lambda _: False)  # text, too, is to travel
+        let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
         network.kill(cluster.decodes[0].replica_id)
         for _ in range(2):
             with pytest.raises(UnavailableError, match="decode"):
@@ -154,7 +154,7 @@ async def test_a_decode_worker_that_can_no_longer_be_written_to_fails_its_reques
 async def test_requests_side_by_side_with_a_failing_one_are_answered(expected):
     pairs = expected["image and audio"] + expected["text"]
     async with local_cluster(ARGS, (1, 1, 1), lease_margin_s=LEASE_MARGIN_S) as cluster:
-        let_stay(cluster.door, lambda _: False)  # text, too, is to travel
+        let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
         faults = FaultScript()
         faults.fail("post", 2)
         network.faults = faults
@@ -168,7 +168,7 @@ async def test_requests_side_by_side_with_a_failing_one_are_answered(expected):
 async def test_a_worker_whose_connection_was_cut_is_dialled_again(expected):
     case, right = expected["text"][0]
     async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
-        let_stay(cluster.door, lambda _: False)  # text, too, is to travel
+        let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
         lost = next(peer for peer in cluster.door.peers if peer.member.role is Role.DECODE)
         await lost.aclose()
         async with asyncio.timeout(5):

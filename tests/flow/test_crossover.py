@@ -16,9 +16,9 @@ from cluster.ids import new_request_id
 from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
+from tests.fakes.local_prefill import let_prefill_locally
 from tests.fakes.progress import Progress
-from tests.fakes.staying import let_stay
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MAX_TOKENS, MODEL, check_all, cluster_args
 from tests.flow.text_models import (
@@ -59,24 +59,26 @@ def folder_args(folder: Path, decode: dict[str, Any] | None = None, **changes: A
 def cut_stretches(cluster: LocalCluster) -> None:
     """Prompts of more than `STRETCH` tokens take several."""
     for decode in cluster.decodes:
-        decode._engine._stretches._budget = StepBudget(10.0, BLOCK_SIZE, STRETCH)
+        decode._engine._local_prefill._budget = StepBudget(10.0, BLOCK_SIZE, STRETCH)
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
 @pytest.mark.parametrize("speculation", ["off", "ngram", "draft"])
-@pytest.mark.parametrize("stays", [lambda _: True, lambda number: number % 2], ids=["all", "every other"])
+@pytest.mark.parametrize(
+    "prefills_locally", [lambda _: True, lambda number: number % 2], ids=["all", "every other"]
+)
 async def test_prompts_that_decode_computes_are_answered_like_generate(
-    folder, prompts, expected, speculation, num_choices, stays
+    folder, prompts, expected, speculation, num_choices, prefills_locally
 ):
     method = {"method": speculation} | ({"draft_model": str(folder)} if speculation == "draft" else {})
     args = folder_args(folder, {"kv_blocks": 512, "speculation": method})
     async with local_cluster(args, (0, 1, 1)) as cluster:
         cut_stretches(cluster)
-        policy = let_stay(cluster.door, stays)
+        policy = let_prefill_locally(cluster.door, prefills_locally)
         got = await asyncio.gather(
             *(answers(cluster, p, NUM_TOKENS, num_choices=num_choices) for p in prompts)
         )
-        assert policy.num_stayed >= len(prompts) // 2
+        assert policy.num_local >= len(prompts) // 2
     assert got == [[answer] * num_choices for answer in expected]
 
 
@@ -86,7 +88,7 @@ async def test_prompts_that_are_preempted_and_computed_here_again_are_answered_l
     async with local_cluster(folder_args(folder, {"kv_blocks": 26}), (0, 1, 1)) as cluster:
         overcommit(cluster)
         cut_stretches(cluster)
-        let_stay(cluster.door)
+        let_prefill_locally(cluster.door)
         got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts * 2))
         assert cluster.decodes[0]._engine.num_preempted > 0
     assert got == [[answer] for answer in expected] * 2
@@ -97,11 +99,11 @@ async def test_a_seed_draws_what_it_draws_where_prefill_computes_the_prompt(fold
     """Also over int8 KV, of which prefill and decode see the same codes."""
     async with local_cluster(folder_args(folder, **changes), (0, 1, 1)) as cluster:
         cut_stretches(cluster)
-        let_stay(cluster.door, lambda _: False)
+        let_prefill_locally(cluster.door, lambda _: False)
         moved = await asyncio.gather(
             *(answers(cluster, prompt, NUM_TOKENS, SAMPLED, 2) for prompt in prompts)
         )
-        let_stay(cluster.door)
+        let_prefill_locally(cluster.door)
         stayed = await asyncio.gather(
             *(answers(cluster, prompt, NUM_TOKENS, SAMPLED, 2) for prompt in prompts)
         )
@@ -112,9 +114,9 @@ async def test_texts_that_stay_among_media_that_move_are_answered_like_generate(
     reference = Reference(MODEL)
     expected = [(case, reference.answer(case, MAX_TOKENS)) for case in make_cases(13, 60)]
     async with local_cluster(cluster_args(48, "nixl"), (1, 1, 2)) as cluster:
-        policy = let_stay(cluster.door)
+        policy = let_prefill_locally(cluster.door)
         await check_all(cluster, expected, 16)
-        assert 0 < policy.num_stayed == policy.num_texts < len(expected)
+        assert 0 < policy.num_local == policy.num_texts < len(expected)
 
 
 async def test_min_tokens_and_stop_tokens_hold_from_the_first_token_on(folder, prompts, expected):
@@ -124,11 +126,11 @@ async def test_min_tokens_and_stop_tokens_hold_from_the_first_token_on(folder, p
     stops = [StopParams(6, (first,)), StopParams(6, (no_token, first), min_tokens=1), StopParams(1)]
     got = []
     async with local_cluster(folder_args(folder), (0, 1, 1)) as cluster:
-        for stays in (False, True):
-            let_stay(cluster.door, lambda _, stays=stays: stays)
+        for prefills_locally in (False, True):
+            let_prefill_locally(cluster.door, lambda _, local=prefills_locally: local)
             for stop in stops:
                 request = GenerateRequest(new_request_id(), Prompt(prompts[3]), (GREEDY,), stop)
-                (stream,) = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
+                (stream,) = cluster.door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
                 events = [event async for event in stream]
                 got.append(([t for e in events for t in e.token_ids], events[-1].finish_reason))
     assert got[:3] == got[3:]
@@ -138,13 +140,13 @@ async def test_min_tokens_and_stop_tokens_hold_from_the_first_token_on(folder, p
 async def test_the_first_token_tells_how_long_the_prompt_took(folder, prompts):
     async with local_cluster(folder_args(folder), (0, 1, 1)) as cluster:
         cut_stretches(cluster)
-        let_stay(cluster.door)
+        let_prefill_locally(cluster.door)
         request = GenerateRequest(new_request_id(), Prompt(prompts[-1]), (GREEDY,), StopParams(3))
         started_at = asyncio.get_running_loop().time()
-        (stream,) = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
+        (stream,) = cluster.door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
         first, *others = [event async for event in stream]
         passed_s = asyncio.get_running_loop().time() - started_at
-        curve = cluster.decodes[0]._engine._stretches.fit.curve()
+        curve = cluster.decodes[0]._engine._local_prefill.fit.curve()
     assert first.timing is not None and all(event.timing is None for event in others)
     assert first.timing.media_s == 0 and first.timing.computing_s > 0
     assert first.timing.blocks_s + first.timing.queued_s + first.timing.computing_s < passed_s
@@ -166,13 +168,13 @@ async def test_clients_that_leave_while_decode_computes_their_prompts_leave_noth
 
     async with local_cluster(folder_args(folder, {"kv_blocks": 40}), (0, 1, 1)) as cluster:
         cut_stretches(cluster)
-        let_stay(cluster.door, lambda number: number % 4)
+        let_prefill_locally(cluster.door, lambda number: number % 4)
         have_finished = await asyncio.gather(*(one(cluster, prompt) for prompt in prompts * 4))
     assert have_finished.count(False) > 5 and have_finished.count(True) > 5
 
 
 async def test_a_prompt_that_decode_cannot_hold_is_refused_by_name(folder):
     async with local_cluster(folder_args(folder, {"kv_blocks": 8}), (0, 1, 1)) as cluster:
-        let_stay(cluster.door)
+        let_prefill_locally(cluster.door)
         with pytest.raises(ClusterError, match="tokens of KV cache; a decode worker holds 64"):
             await answers(cluster, tuple(range(5, 100)), NUM_TOKENS)

@@ -16,7 +16,7 @@ from cluster.config.settings import ClusterArgs
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from router.openai.app import build_api
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MODEL, cluster_args
 from tests.flow.text_models import SIZES, save_text_model
@@ -122,7 +122,7 @@ async def test_guided_tokens_equal_transformers_guided_generate(text_model, num_
                 StopParams(MAX_TOKENS),
                 guidance,
             )
-            (stream,) = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
+            (stream,) = cluster.door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
             got = [token_id async for event in stream for token_id in event.token_ids]
             assert got == wanted
 

@@ -20,7 +20,7 @@ from decode_service.state import DecodeRequest
 from prefill_service.runner import uncut_spans
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 from tests.flow.family_folders import FAMILIES, OWN_TOKENS, SPECIAL_TOKENS, FamilyFolder, save_family
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_families import BLOCK_SIZE, memory
@@ -134,9 +134,11 @@ def make_talkative(folder: FamilyFolder) -> None:
 async def answer(cluster: LocalCluster, content: list[Part], sampling: SamplingParams) -> list[int]:
     body = {"model": "tiny", "messages": message(content)}
     call = chat_call(ChatRequest.model_validate(body), "tiny", cluster.door.defaults)
-    prompt = await cluster.door.prepare(call, Ledger(0.0))
+    prompt = await cluster.door.prepare(call, RequestTimeline(0.0))
     request = GenerateRequest(new_request_id(), prompt.prompt, (sampling,), StopParams(NUM_TOKENS))
-    (events,) = cluster.door._dispatcher.generate(request, prompt.items, prompt.block_hashes, Ledger(0.0))
+    (events,) = cluster.door._dispatcher.generate(
+        request, prompt.items, prompt.block_hashes, RequestTimeline(0.0)
+    )
     got = [token_id async for event in events for token_id in event.token_ids]
     prompt.release()
     return got

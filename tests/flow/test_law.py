@@ -23,7 +23,7 @@ from kv_transfer.lease.sender import Sender
 from router.openai.app import build_api
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 from tests.fakes.cases import NUM_PARTS, Pair, part_of
 from tests.flow.local_cluster import PATIENT_DOOR, LocalCluster, local_cluster
 
@@ -113,10 +113,12 @@ async def test_every_token_id_equals_generate(expected):
         for case, answer in expected[:60]:
             body = {"model": "demo", "messages": case.messages, "temperature": 0}
             call = chat_call(ChatRequest.model_validate(body), "demo", door.defaults)
-            prompt = await door.prepare(call, Ledger(0.0))
+            prompt = await door.prepare(call, RequestTimeline(0.0))
             stop = StopParams(MAX_TOKENS, call.stop.token_ids)
             request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, stop)
-            (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes, Ledger(0.0))
+            (events,) = door._dispatcher.generate(
+                request, prompt.items, prompt.block_hashes, RequestTimeline(0.0)
+            )
             got = [token_id async for event in events for token_id in event.token_ids]
             prompt.release()
             assert tuple(got) == answer.token_ids, case.kind
@@ -157,7 +159,7 @@ async def test_answers_over_coded_kv_are_nearly_always_the_same(
             for got, (_, answer) in zip(answers, cases, strict=True)
         ]
         assert sum(same) >= (0.95 if is_coded else 1.0) * len(same)
-        sent = [prefill._process.mover.sent for prefill in cluster.prefills]
+        sent = [prefill._process.transfer_engine.sent for prefill in cluster.prefills]
         assert (sum(each.coded_groups for each in sent) > 0) == is_coded
         assert sum(each.raw_bytes for each in sent) > 0
         assert all(wire.num_used == 0 for wire in wires(cluster))
@@ -185,8 +187,8 @@ async def test_prompts_whose_end_decode_computes_give_the_same_answers(expected,
 
 def wires(cluster: LocalCluster) -> list[Wire]:
     return [
-        *(prefill._process.mover._sender.wire for prefill in cluster.prefills),
-        *(decode._process.mover._receiver.wire for decode in cluster.decodes),
+        *(prefill._process.transfer_engine._sender.wire for prefill in cluster.prefills),
+        *(decode._process.transfer_engine._receiver.wire for decode in cluster.decodes),
     ]
 
 

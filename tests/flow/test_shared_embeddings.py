@@ -110,7 +110,7 @@ def num_bytes(cluster: LocalCluster, num_blocks: int) -> int:
 
 
 def sent_bytes(cluster: LocalCluster) -> int:
-    return sum(encoder._process.mover.sent.raw_bytes for encoder in cluster.encoders)
+    return sum(encoder._process.transfer_engine.sent.raw_bytes for encoder in cluster.encoders)
 
 
 @pytest.mark.parametrize(("transport", "num_encoders"), [("in_process", 1), ("nixl", 2)])

@@ -16,7 +16,7 @@ from cluster.worker.process import WorkerProcess
 from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.lease.processes import process_id
 from router.openai.app import build_api
-from tests.fakes.staying import let_stay
+from tests.fakes.local_prefill import let_prefill_locally
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_cancel import call_for
 from tests.flow.test_law import MAX_TOKENS, MODEL, ask, cluster_args
@@ -111,7 +111,7 @@ async def test_blocks_that_were_granted_to_a_prefill_worker_that_dies_are_free_s
             await choice.aclose()
 
     async with local_cluster(cluster_args(64), (1, 2, 1)) as cluster:
-        let_stay(cluster.door, lambda _: False)  # text, too, is to travel
+        let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
         loss = Loss(cluster.prefills[0], "run", 3, stand_in)
         outcomes = await asyncio.gather(*(answer(cluster, case) for case in cases), return_exceptions=True)
         assert loss.has_happened.is_set()

@@ -12,7 +12,7 @@ import transformers as hf
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from router.flow.streams import TokenStream
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 from tests.flow.local_cluster import LocalCluster
 from tests.flow.test_law import MODEL
 
@@ -76,7 +76,7 @@ async def answers(
 
     stop = StopParams(num_tokens)
     request = GenerateRequest(new_request_id(), Prompt(prompt), (sampling,) * num_choices, stop)
-    streams = cluster.door._dispatcher.generate(request, (), (), Ledger(0.0))
+    streams = cluster.door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
     try:
         return [await read(stream) for stream in streams]
     finally:

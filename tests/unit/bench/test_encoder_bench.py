@@ -24,7 +24,7 @@ from bench.engine.prompts import Prompts
 from cluster.config.settings import ClusterArgs
 from cluster.errors import RequestError
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model"
 METRICS = """\
@@ -67,7 +67,9 @@ def test_the_baseline_answers_the_same_however_long_its_steps_are() -> None:
             {"model": str(DEMO), "prefill": {"max_batch_tokens": max_batch_tokens, "kv_blocks": 64}}
         )
         engine = SynchronousEngine(args, torch.float32)
-        streams = [engine.generate(one_token(prompt), (), (), Ledger(0.0), "")[0] for prompt in prompts]
+        streams = [
+            engine.generate(one_token(prompt), (), (), RequestTimeline(0.0), "")[0] for prompt in prompts
+        ]
         async with asyncio.timeout(10):
             return [event.token_ids for stream in streams async for event in stream]
 
@@ -78,7 +80,7 @@ def test_the_baseline_answers_the_same_however_long_its_steps_are() -> None:
 def test_the_baseline_refuses_longer_answers() -> None:
     with pytest.raises(RequestError):
         SynchronousEngine.generate(
-            object.__new__(SynchronousEngine), one_token((1,), max_tokens=2), (), (), Ledger(0.0), ""
+            object.__new__(SynchronousEngine), one_token((1,), max_tokens=2), (), (), RequestTimeline(0.0), ""
         )
 
 

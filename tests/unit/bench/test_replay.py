@@ -12,7 +12,7 @@ import pytest
 
 from cluster.simulator.__main__ import main
 from cluster.simulator.overheads import Overheads, measure
-from cluster.simulator.recording import NUM_PREPARE_THREADS, STRETCH_S, Recording, read
+from cluster.simulator.recording import LOCAL_PREFILL_STEP_S, NUM_PREPARE_THREADS, Recording, read
 from cluster.simulator.replay import NUM_RUNS, Replayed, as_placed, known_from, replay, replayed_curves, table
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.media import Modality
@@ -240,7 +240,10 @@ def test_doors_begin_a_block_with_what_was_measured_before_unless_speeds_have_ch
 
 
 def test_what_workers_do_not_tell_is_what_the_services_have() -> None:
-    from decode_service import stretches
+    from decode_service import local_prefill
     from encoder_service import service
 
-    assert (stretches.STRETCH_S, service.NUM_PREPARE_THREADS) == (STRETCH_S, NUM_PREPARE_THREADS)
+    assert (local_prefill.LOCAL_PREFILL_STEP_S, service.NUM_PREPARE_THREADS) == (
+        LOCAL_PREFILL_STEP_S,
+        NUM_PREPARE_THREADS,
+    )

@@ -186,7 +186,7 @@ def test_every_division_of_the_devices_is_considered_once() -> None:
 def test_the_plan_gives_the_most_devices_to_the_phase_that_needs_them() -> None:
     workload = Workload("images before long texts", image_prompts(1, 4000, num_output=20))
     plans = plan(workload, Slo(2.0), {"h200": 4}, VL_7B, 40)
-    assert plans[0].division[0][1] == Layout(1, 2, 1, may_stay=True)
+    assert plans[0].division[0][1] == Layout(1, 2, 1, may_prefill_locally=True)
     assert plans[0].rate == max(each.rate for each in plans) > 0
     assert ElementTree.fromstring(plan_plot(plans, workload.name)).tag.endswith("svg")
     assert "1E+2P+1D*" in plan_table(plans)[2]

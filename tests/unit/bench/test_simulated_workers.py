@@ -19,8 +19,8 @@ from router.policy import POLICIES, Decision, Placement
 class Alone:
     """One worker of each phase; a decode worker that computes prompts, too, if asked for."""
 
-    def __init__(self, may_stay: bool = False):
-        layout = Layout(1, 1, 1, may_stay=may_stay)
+    def __init__(self, may_prefill_locally: bool = False):
+        layout = Layout(1, 1, 1, may_prefill_locally=may_prefill_locally)
         self.simulation = Simulation(
             workers(layout, VL_7B, H200), [lambda _: POLICIES["joint"]()], VL_7B, noise=0.0
         )
@@ -29,13 +29,15 @@ class Alone:
         (self.decode,) = self.simulation.decodes.values()
         self.door = self.simulation.doors[0]
 
-    def flight(self, name: str, image: str = "", text_tokens: int = 64, stays: bool = False) -> Flight:
+    def flight(
+        self, name: str, image: str = "", text_tokens: int = 64, prefills_locally: bool = False
+    ) -> Flight:
         """Placed and under way at this very instant."""
         media = (replace(images(0, 1, 400, text_tokens)[0], media_hash=image),) if image else ()
         num_tokens = text_tokens + 400 * len(media)
         keys = [f"{name} {i}".encode() for i in range(num_tokens // BLOCK_SIZE)]
         request = SimRequest(name, self.simulation.loop.now, num_tokens, 8, keys, media)
-        prefill = None if stays else self.prefill.spec.replica_id
+        prefill = None if prefills_locally else self.prefill.spec.replica_id
         encoders = (self.encoder.spec.replica_id,) * len(media)
         placement = Placement(encoders, prefill, self.decode.spec.replica_id)
         self.door.fly(request, decision=Decision(placement, unpredicted(len(media))))
@@ -90,13 +92,15 @@ def test_who_waits_for_anothers_embeddings_gets_his_own_when_the_other_leaves() 
 
 
 def test_a_step_of_the_others_follows_each_stretch_of_a_prompt_in_decode() -> None:
-    alone = Alone(may_stay=True)
+    alone = Alone(may_prefill_locally=True)
     assert alone.decode.local is not None
     alone.flight("runs")
     alone.run_until(lambda: alone.decode.num_running)
-    stays = alone.flight("stays", text_tokens=2 * alone.decode.local.max_step_tokens, stays=True)
+    prefills_locally = alone.flight(
+        "prefills_locally", text_tokens=2 * alone.decode.local.max_step_tokens, prefills_locally=True
+    )
     began_at = alone.run_until(lambda: alone.decode.local and alone.decode.local.batch)
-    ended_at = alone.run_until(lambda: stays.is_complete)
+    ended_at = alone.run_until(lambda: prefills_locally.is_complete)
     size = alone.decode.local.max_step_tokens
     calls_s = sum(alone.decode.local.true_step_s([(done, size)]) for done in (0, size))
     assert ended_at - began_at == pytest.approx(calls_s + 2 * alone.decode.true_step_s(), rel=0.3)

@@ -233,18 +233,20 @@ def test_the_engine_does_not_sleep_on_blocks_that_the_last_runner_has_freed(rig,
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 6, 7, 8, 15])  # but for one
 @pytest.mark.parametrize("num_choices", [1, 3])
 def test_a_prompt_computed_here_is_answered_without_anybody_else(rig, relay, num_tokens, num_choices):
-    story = relay.start(make_request("r", num_tokens, max_tokens=6, num_choices=num_choices), stays=True)
+    story = relay.start(
+        make_request("r", num_tokens, max_tokens=6, num_choices=num_choices), prefills_locally=True
+    )
     relay.play()
     assert [line.tokens for line in story.lines] == [[50, 51, 52, 53, 54, 55]] * num_choices
     assert rig.ended == ["r"] and not rig.prefill.engine._requests
 
 
 def test_a_prompt_is_computed_a_block_at_a_time_and_the_others_go_on(rig, relay):
-    running = relay.start(make_request("old", 3, max_tokens=20), stays=True)
+    running = relay.start(make_request("old", 3, max_tokens=20), prefills_locally=True)
     relay.play(2)
-    parts, compute = [], rig.decode.engine._stretches._runner.compute
-    rig.decode.engine._stretches._runner.compute = lambda batch: parts.extend(batch) or compute(batch)
-    story = relay.start(make_request("new", 18, max_tokens=2), stays=True)
+    parts, compute = [], rig.decode.engine._local_prefill._runner.compute
+    rig.decode.engine._local_prefill._runner.compute = lambda batch: parts.extend(batch) or compute(batch)
+    story = relay.start(make_request("new", 18, max_tokens=2), prefills_locally=True)
     num_before = len(running.tokens)
     while not story.tokens:
         relay.play(1)
@@ -253,10 +255,12 @@ def test_a_prompt_is_computed_a_block_at_a_time_and_the_others_go_on(rig, relay)
 
 
 def test_short_prompts_share_a_stretch_and_go_before_long_ones(rig, relay):
-    batches, compute = [], rig.decode.engine._stretches._runner.compute
-    rig.decode.engine._stretches._runner.compute = lambda batch: batches.append(len(batch)) or compute(batch)
+    batches, compute = [], rig.decode.engine._local_prefill._runner.compute
+    rig.decode.engine._local_prefill._runner.compute = lambda batch: (
+        batches.append(len(batch)) or compute(batch)
+    )
     for request_id, num_tokens in (("long", 15), ("a", 2), ("b", 0), ("c", 1)):
-        relay.start(make_request(request_id, num_tokens, max_tokens=1), stays=True)
+        relay.start(make_request(request_id, num_tokens, max_tokens=1), prefills_locally=True)
     relay.play(1)
     assert batches == [3] and sorted(rig.ended) == ["b", "c"]  # the first token of a is yet to be computed
     relay.play()
@@ -264,7 +268,7 @@ def test_short_prompts_share_a_stretch_and_go_before_long_ones(rig, relay):
 
 
 def test_a_first_token_does_not_wait_for_the_step_that_follows(rig, relay):
-    relay.start(make_request("r", 3, max_tokens=5), stays=True)
+    relay.start(make_request("r", 3, max_tokens=5), prefills_locally=True)
     relay.send_one("decode")
     run, told = rig.decode.engine._runner.run, []
     rig.decode.engine._runner.run = lambda batch: told.extend(rig.decode.said) or run(batch)
@@ -274,7 +278,7 @@ def test_a_first_token_does_not_wait_for_the_step_that_follows(rig, relay):
 
 @pytest.mark.parametrize("num_rounds", range(9))
 def test_a_prompt_computed_here_may_be_cancelled_at_any_moment(rig, relay, num_rounds):
-    relay.start(make_request("r", 17, max_tokens=3, num_choices=2), stays=True)
+    relay.start(make_request("r", 17, max_tokens=3, num_choices=2), prefills_locally=True)
     relay.play(num_rounds)
     rig.receive("decode", Cancel("r", 1))
     relay.play(1)
@@ -285,7 +289,7 @@ def test_a_prompt_computed_here_may_be_cancelled_at_any_moment(rig, relay, num_r
 
 def test_prompts_computed_here_are_preempted_and_computed_anew(rig, relay):
     for i in range(3):
-        relay.start(make_request(f"r{i}", 6, max_tokens=20), stays=True)
+        relay.start(make_request(f"r{i}", 6, max_tokens=20), prefills_locally=True)
     relay.play(300)
     assert rig.decode.engine.num_preempted > 0
     assert [relay.stories[f"r{i}"].tokens for i in range(3)] == [list(range(50, 70))] * 3
@@ -294,9 +298,9 @@ def test_prompts_computed_here_are_preempted_and_computed_anew(rig, relay):
 @pytest.mark.parametrize("choice_idx", [0, 1])
 def test_blocks_are_kept_for_those_that_wait_no_longer_than_they_do(rig, relay, choice_idx):
     """A choice that leaves before the request has blocks was never counted among those that have."""
-    relay.start(make_request("large", 30, max_tokens=2), stays=True)
+    relay.start(make_request("large", 30, max_tokens=2), prefills_locally=True)
     rig.clock.at += 0.1
-    relay.start(make_request("r", 20, max_tokens=3, num_choices=2), stays=True)
+    relay.start(make_request("r", 20, max_tokens=3, num_choices=2), prefills_locally=True)
     relay.play(1)
     rig.receive("decode", Cancel("r", choice_idx))
     relay.play(1)
@@ -306,7 +310,7 @@ def test_blocks_are_kept_for_those_that_wait_no_longer_than_they_do(rig, relay, 
 
 
 def test_a_prompt_that_waits_too_long_for_its_turn_fails_by_name(rig, relay):
-    story = relay.start(make_request("r", 17), stays=True)
+    story = relay.start(make_request("r", 17), prefills_locally=True)
     relay.play(2)
     rig.clock.at += TIMEOUT_S
     relay.play(1)
@@ -315,7 +319,7 @@ def test_a_prompt_that_waits_too_long_for_its_turn_fails_by_name(rig, relay):
 
 @pytest.mark.parametrize("changes", [{"items": [make_item("a", 3)]}, {"negative": 3}])
 def test_what_decode_cannot_compute_is_not_begun(rig, relay, changes):
-    story = relay.start(make_request("r", 6, **changes), stays=True)
+    story = relay.start(make_request("r", 6, **changes), prefills_locally=True)
     relay.play(2)
     assert "a text without a companion" in story.error and rig.ended == ["r"]
 
@@ -323,11 +327,11 @@ def test_what_decode_cannot_compute_is_not_begun(rig, relay, changes):
 def test_the_first_token_says_where_its_time_went(rig, relay):
     """Two seconds without blocks, a second in which another request has its last step; then three stretches of a second, and
     between them two steps of somebody else."""
-    relay.start(make_request("other", 19, max_tokens=3), stays=True)
-    relay.start(make_request("third", 3, max_tokens=20), stays=True)
+    relay.start(make_request("other", 19, max_tokens=3), prefills_locally=True)
+    relay.start(make_request("third", 3, max_tokens=20), prefills_locally=True)
     while len(relay.stories["other"].tokens) < 2:
         relay.play(1)
-    relay.start(make_request("r", 11, max_tokens=2), stays=True)
+    relay.start(make_request("r", 11, max_tokens=2), prefills_locally=True)
     relay.send_one("decode")
     rig.decode.inbox.run()
     rig.clock.at += 2.0
@@ -389,7 +393,7 @@ def test_steps_are_learnt_by_their_sequences_and_told(rig, relay):
 
 def test_a_lost_door_takes_all_its_requests_along_and_no_other_doors(rig, relay):
     for n in range(3):
-        relay.start(make_request(f"r{n}", 3, max_tokens=9), stays=True)
+        relay.start(make_request(f"r{n}", 3, max_tokens=9), prefills_locally=True)
     relay.play(2)
     other = StartDecode(make_request("other", 3, max_tokens=9), TIMEOUT_S, prefills=True)
     rig.decode.tell(rig.decode.engine.start, DOOR + 1, other)
@@ -428,10 +432,10 @@ def test_speculation_forgets_every_choice_that_has_ended(rig, relay, ends):
 
 def test_a_newcomer_does_not_get_the_block_that_somebody_who_runs_is_about_to_need(rig, relay):
     """The newcomer's prompt would fill the pool, and lose its blocks at once."""
-    old = relay.start(make_request("old", 7, max_tokens=12), stays=True)
+    old = relay.start(make_request("old", 7, max_tokens=12), prefills_locally=True)
     relay.play(2)
     rig.clock.at += 0.1
-    new = relay.start(make_request("new", 27, max_tokens=2), stays=True)
+    new = relay.start(make_request("new", 27, max_tokens=2), prefills_locally=True)
     relay.play(100)
     assert old.tokens == list(range(50, 62)) and new.tokens == [50, 51]
     assert rig.decode.engine.num_preempted == 0

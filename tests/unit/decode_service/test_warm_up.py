@@ -6,7 +6,7 @@ import pytest
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.scheduling.fit import StepFit
-from cluster.worker.turns import no_turns
+from cluster.worker.cpu_slots import no_cpu_slots
 from decode_service.warm_up import MANY_SEQUENCES, warm_up
 from tests.fakes.clock import ManualClock
 
@@ -31,7 +31,7 @@ class SlowRunner:
 def test_a_curve_is_there_and_every_block_is_free(num_blocks, max_sequences, max_model_len):
     clock, pool, fit = ManualClock(), BlockPool(num_blocks, 16), StepFit(max_sequences, 8192)
     runner = SlowRunner(clock, num_blocks, 16)
-    warm_up(runner, pool, fit, no_turns(clock), max_sequences, max_model_len)  # type: ignore[arg-type]
+    warm_up(runner, pool, fit, no_cpu_slots(clock), max_sequences, max_model_len)  # type: ignore[arg-type]
     assert runner.sizes == {1, min(MANY_SEQUENCES, max_sequences)}
     curve = fit.curve()
     assert curve is not None and curve.seconds(1, 16) == pytest.approx(0.011, rel=0.1)

@@ -200,7 +200,7 @@ def test_the_pool_is_used_within_bounds_and_gets_everything_back(
     rig = WindowRig(window, max_draft=max_draft, seed=seed, decode_blocks=decode_blocks, kv_blocks=64)
     relay = Relay(rig)
     requests = []
-    for idx, (num_tokens, max_tokens, num_choices, negative, stays) in enumerate(sizes):
+    for idx, (num_tokens, max_tokens, num_choices, negative, prefills_locally) in enumerate(sizes):
         request = make_request(
             f"r{idx}", num_tokens, max_tokens=max_tokens, num_choices=num_choices, negative=negative
         )
@@ -208,7 +208,7 @@ def test_the_pool_is_used_within_bounds_and_gets_everything_back(
             request.max_blocks(BLOCK_SIZE) <= decode_blocks
         ):  # as the door asks: a preempted one comes back whole
             requests.append(request)
-            relay.start(request, stays=stays and not negative)
+            relay.start(request, prefills_locally=prefills_locally and not negative)
             rig.clock.at += 0.01
     for round_number in range(400):
         if round_number == cancelled and requests:

@@ -183,8 +183,8 @@ def test_a_target_that_is_not_used_is_given_back_whatever_ends_its_delivery(rig,
             rig.start(ITEM)
     for _ in range(3):
         rig.encoder.step()
-        rig.encoder.mover.step()
-        rig.prefill.mover.step()
+        rig.encoder.transfer_engine.step()
+        rig.prefill.transfer_engine.step()
         rig.prefill.step()
     assert rig.features.num_open_leases == 0
 

@@ -34,8 +34,8 @@ def rig():
 
 def finish_transfers(rig, after_s: float) -> None:
     rig.clock.at += after_s
-    rig.encoder.mover.step()
-    rig.prefill.mover.step()
+    rig.encoder.transfer_engine.step()
+    rig.prefill.transfer_engine.step()
     rig.encoder.step()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.types.media import Modality
-from cluster.worker.turns import no_turns
+from cluster.worker.cpu_slots import no_cpu_slots
 from encoder_service.fits import EncoderFits
 from encoder_service.runner import Prepared
 from encoder_service.warm_up import warm_up
@@ -40,7 +40,7 @@ class SlowRunner:
 @pytest.mark.parametrize("modality", Modality)
 def test_both_curves_of_every_modality_are_there(modality):
     clock, fits = ManualClock(), EncoderFits(16_384)
-    warm_up(SlowRunner(clock), [modality], fits, no_turns(clock), clock)  # type: ignore[arg-type]
+    warm_up(SlowRunner(clock), [modality], fits, no_cpu_slots(clock), clock)  # type: ignore[arg-type]
     encode, prepare = fits.encode[modality].curve(), fits.prepare[modality].curve()
     assert encode is not None and prepare is not None
     assert encode.seconds(50) == pytest.approx(0.12, rel=0.3)
@@ -51,7 +51,7 @@ def test_a_modality_that_cannot_be_tried_is_left_out_and_named_in_the_log(caplog
     clock, fits = ManualClock(), EncoderFits(16_384)
     runner = SlowRunner(clock, breaks_on=Modality.VIDEO)
     with caplog.at_level(logging.WARNING):
-        warm_up(runner, list(Modality), fits, no_turns(clock), clock)  # type: ignore[arg-type]
+        warm_up(runner, list(Modality), fits, no_cpu_slots(clock), clock)  # type: ignore[arg-type]
     assert fits.encode[Modality.VIDEO].curve() is None
     assert fits.encode[Modality.IMAGE].curve() is not None and fits.encode[Modality.AUDIO].curve() is not None
     assert "video" in caplog.text and "no blank items" in caplog.text

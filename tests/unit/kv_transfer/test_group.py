@@ -14,10 +14,10 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from kv_transfer.agents.agent import LayoutMismatchError, TransferError
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.lease.group import GroupMover, RankLink, RankMover
-from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.group import GroupTransferEngine, RankLink, RankMover
 from kv_transfer.lease.receiver import Aborted, Completed
 from kv_transfer.lease.sender import Finished, SendAborted, SendFailed
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.clock import ManualClock
 from tests.fakes.leases import MARGIN_S, TTL_S, SteppedPair
 
@@ -45,23 +45,23 @@ class Worker:
             Instant(lambda message: self.link.take(message, lambda event: self.group.on_event(1, event))),  # type: ignore[arg-type]
             lambda mark: self.reached,
         )
-        own = Mover(
+        own = TransferEngine(
             network.agent(f"{name}-0"),
             clock,
             lambda event: self.group.on_event(0, event),
             margin_s=MARGIN_S,
             **sides[0],
         )
-        other = Mover(
+        other = TransferEngine(
             network.agent(f"{name}-1"), clock, self.rank_mover.on_event, margin_s=MARGIN_S, **sides[1]
         )
         self.rank_mover.attach(other)
-        self.movers = [own, other]
-        self.group = GroupMover(own, [self.link], self.events.append, lambda: (1, 1))
+        self.engines = [own, other]
+        self.group = GroupTransferEngine(own, [self.link], self.events.append, lambda: (1, 1))
 
     def step(self):
-        for mover in self.movers:
-            mover.step()
+        for engine in self.engines:
+            engine.step()
 
 
 class Pair(SteppedPair):
@@ -97,7 +97,7 @@ def pair():
     yield pair
     pair.let_everything_end()
     for worker in (pair.writer, pair.owner):
-        assert [mover.num_open for mover in worker.movers] == [0, 0]
+        assert [engine.num_open for engine in worker.engines] == [0, 0]
         assert len(worker.events) <= 1 and not worker.group._leases and not worker.rank_mover._open
 
 
@@ -161,24 +161,24 @@ def test_wherever_an_operation_fails_both_sides_hear_once_and_no_wrong_bytes_cou
             pair.check_bytes()
         outcomes.add((type(sent).__name__, type(received).__name__))
         for worker in (pair.writer, pair.owner):
-            assert [mover.num_open for mover in worker.movers] == [0, 0] and not worker.group._leases
+            assert [engine.num_open for engine in worker.engines] == [0, 0] and not worker.group._leases
     assert outcomes == {("Finished", "Completed"), ("SendFailed", "Aborted"), ("SendFailed", "Expired")}
 
 
 def test_a_worker_with_another_number_of_ranks_is_refused(pair):
-    grant = pair.owner.movers[0].grant("alone", [5], [0], TTL_S)
+    grant = pair.owner.engines[0].grant("alone", [5], [0], TTL_S)
     with pytest.raises(LayoutMismatchError, match="tensor_parallel_size is 2 here and 1 there"):
         pair.writer.group.open(grant.received(pair.clock.at))
-    pair.owner.movers[0].revoke("alone", "test")
-    pair.owner.movers[0].step()
+    pair.owner.engines[0].revoke("alone", "test")
+    pair.owner.engines[0].step()
     pair.owner.events.clear()
 
 
 def test_a_rank_that_cannot_open_its_part_fails_the_lease(pair):
     grant = pair.grant()
-    pair.writer.movers[1].open(grant.shards[0].received(pair.clock.at)).abort("somebody else had it")
+    pair.writer.engines[1].open(grant.shards[0].received(pair.clock.at)).abort("somebody else had it")
     with pytest.raises(TransferError):
-        pair.writer.movers[1].open(grant.shards[0].received(pair.clock.at))
+        pair.writer.engines[1].open(grant.shards[0].received(pair.clock.at))
     outgoing = pair.writer.group.open(grant.received(pair.clock.at))
     outgoing.write([7], [0])
     pair.let_everything_end()
@@ -203,9 +203,9 @@ def test_a_rank_that_ends_is_known_at_once():
 
 def test_a_link_whose_listener_fails_is_given_up_by_name():
     ours, theirs = Pipe()
-    link, mover = RankLink(ours), RankMover(theirs, lambda mark: True)
-    mover.attach(SimpleNamespace(sent=None))  # type: ignore[arg-type]
-    mover.on_event(SendFailed("lease", TransferError("because")))
+    link, transfer_engine = RankLink(ours), RankMover(theirs, lambda mark: True)
+    transfer_engine.attach(SimpleNamespace(sent=None))  # type: ignore[arg-type]
+    transfer_engine.on_event(SendFailed("lease", TransferError("because")))
 
     def broken(event):
         raise OSError("the owner's, not the pipe's")
@@ -220,8 +220,10 @@ def test_orders_and_events_survive_a_real_pipe():
     ours, theirs = Pipe()
     memory, events = BlockMemory(LAYOUT, 4), queue.SimpleQueue()
     link, rank_mover = RankLink(ours), RankMover(theirs, lambda mark: True)
-    mover = Mover(InProcessNetwork().agent("rank"), ManualClock(), rank_mover.on_event, incoming=memory)
-    rank_mover.attach(mover)
+    transfer_engine = TransferEngine(
+        InProcessNetwork().agent("rank"), ManualClock(), rank_mover.on_event, incoming=memory
+    )
+    rank_mover.attach(transfer_engine)
     for run, *arguments in ((rank_mover.run,), (link.listen, events.put)):
         threading.Thread(target=run, args=arguments, daemon=True).start()
     link.tell("grant", "lease", (1, 2), (7, 8), 5.0, ())
@@ -230,7 +232,7 @@ def test_orders_and_events_survive_a_real_pipe():
     link.tell("revoke", "lease", "why not")
     link.tell("grant", "next", (3,), (9,), 5.0, ())
     link.answer(5)  # orders keep their order: the lease is revoked
-    mover.step()
+    transfer_engine.step()
     assert events.get(timeout=5) == Aborted("lease", "why not")
     rank_mover.on_event(SendFailed("lease", TransferError("because")))
     assert str(events.get(timeout=5).error) == "because"

@@ -8,9 +8,9 @@ import torch
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from kv_transfer.agents.agent import LayoutMismatchError, LeaseExpiredError, PeerLostError, TransferError
-from kv_transfer.lease.mover import Mover
 from kv_transfer.lease.receiver import Aborted, Completed, Expired, LateWrite
 from kv_transfer.lease.sender import Finished, SendAborted, SendFailed
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 
 LAYOUT = MemoryLayout((SegmentSpec(4, (2,), torch.float32), SegmentSpec(4, (3,), torch.float32)))
@@ -343,11 +343,13 @@ def test_a_step_that_raises_is_reported_once_and_leases_still_end():
         raise RuntimeError("bug")
 
     events = []
-    mover = Mover(pair.network.agent("third"), pair.clock, events.append, outgoing=pair.source)
-    mover.agent.notifications = broken
-    mover.step()
-    mover.step()
-    assert [type(e).__name__ for e in events] == ["MoverFailed"]
+    transfer_engine = TransferEngine(
+        pair.network.agent("third"), pair.clock, events.append, outgoing=pair.source
+    )
+    transfer_engine.agent.notifications = broken
+    transfer_engine.step()
+    transfer_engine.step()
+    assert [type(e).__name__ for e in events] == ["TransferEngineFailed"]
     pair.let_everything_end()
     pair.audit()
 

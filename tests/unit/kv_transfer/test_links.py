@@ -11,8 +11,8 @@ import torch
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from cluster.types.curves import Link
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.lease.group import GroupMover
-from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.group import GroupTransferEngine
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.clock import ManualClock
 
 LAYOUT = MemoryLayout((SegmentSpec(1, (1 << 17,), torch.int64),))  # a mebibyte a block
@@ -21,8 +21,8 @@ LAYOUT = MemoryLayout((SegmentSpec(1, (1 << 17,), torch.int64),))  # a mebibyte 
 def test_a_link_is_known_by_the_owners_name_once_something_was_sent():
     clock, network = ManualClock(), InProcessNetwork()
     network.faults.post_polls = 2
-    writer = Mover(network.agent("p0"), clock, lambda event: None, outgoing=BlockMemory(LAYOUT, 1))
-    owner = Mover(network.agent("d0"), clock, lambda event: None, incoming=BlockMemory(LAYOUT, 1))
+    writer = TransferEngine(network.agent("p0"), clock, lambda event: None, outgoing=BlockMemory(LAYOUT, 1))
+    owner = TransferEngine(network.agent("d0"), clock, lambda event: None, incoming=BlockMemory(LAYOUT, 1))
     assert writer.links == owner.links == {}
     outgoing = writer.open(owner.grant("lease", [0], [0], 10.0).received(clock.at))
     outgoing.write([0], [0])
@@ -40,5 +40,5 @@ def test_a_link_is_known_by_the_owners_name_once_something_was_sent():
 @pytest.mark.parametrize("num_others", [1, 3])
 def test_ranks_that_write_side_by_side_are_as_many_times_faster(num_others: int):
     own: Any = SimpleNamespace(links={"d0": Link(0.001, 2e9)})
-    group = GroupMover(own, [SimpleNamespace()] * num_others, lambda event: None, lambda: None)  # type: ignore[list-item, arg-type, return-value]
+    group = GroupTransferEngine(own, [SimpleNamespace()] * num_others, lambda event: None, lambda: None)  # type: ignore[list-item, arg-type, return-value]
     assert group.links == {"d0": Link(0.001, (1 + num_others) * 2e9)}

@@ -7,9 +7,9 @@ import pytest
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.members import ProcessId
 from kv_transfer.agents.agent import LeaseExpiredError, PeerLostError
-from kv_transfer.lease.mover import Mover
 from kv_transfer.lease.receiver import IN_FLIGHT_S, LOOK_EVERY_S, Aborted, Completed
 from kv_transfer.lease.sender import SendFailed
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S
 from tests.unit.kv_transfer.test_leases import LAYOUT, Pair, send
 
@@ -83,7 +83,9 @@ def test_a_lost_peer_is_forgotten_under_all_that_was_known_of_it(pair, monkeypat
     before.write([6], [1])
     pair.step(2)
     assert isinstance(pair.sent[0].error, PeerLostError) and pair.writer.agent._peers == {}
-    namesake = Mover(pair.network.agent("owner"), pair.clock, [].append, incoming=BlockMemory(LAYOUT, 4))
+    namesake = TransferEngine(
+        pair.network.agent("owner"), pair.clock, [].append, incoming=BlockMemory(LAYOUT, 4)
+    )
     pair.network.faults.post_polls = 2
     outgoing = pair.open(namesake.grant("next", [0], [0], TTL_S))
     outgoing.write([7], [0])

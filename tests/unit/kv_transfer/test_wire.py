@@ -10,9 +10,9 @@ from cluster.model.kv_format import kv_segments
 from kv_transfer.agents.agent import LayoutMismatchError
 from kv_transfer.agents.in_process import FaultScript
 from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.mover import Mover
 from kv_transfer.lease.receiver import Aborted, Completed, Expired
 from kv_transfer.lease.sender import Finished, SendFailed
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 
 LAYERS, BLOCK_SIZE, NUM_BLOCKS = 3, 16, 24
@@ -192,7 +192,7 @@ def test_a_byte_that_changes_on_the_wire_is_found(pair):
 
 
 def test_peers_with_other_codecs_are_told_which(pair):
-    plain = Mover(pair.network.agent("plain"), pair.clock, print, outgoing=BlockMemory(LAYOUT, 4))
+    plain = TransferEngine(pair.network.agent("plain"), pair.clock, print, outgoing=BlockMemory(LAYOUT, 4))
     with pytest.raises(LayoutMismatchError, match="codec is raw here and int8 there"):
         plain.open(pair.grant().received(0.0))
 

@@ -35,8 +35,8 @@ class Parts:
     def __init__(self):
         self.memory = BlockMemory(feature_layout(1, 4, torch.int64), NUM_BLOCKS)
         self.pool = BlockPool(NUM_BLOCKS, 4)
-        self.mover = FakeMover()
-        self.store = FeatureStore(self.memory, self.pool, self.mover)
+        self.transfer_engine = FakeMover()
+        self.store = FeatureStore(self.memory, self.pool, self.transfer_engine)
         self.told: dict[tuple[str, int], list[str]] = defaultdict(list)  # kinds of message, per item
         self.grants: dict[tuple[str, int], Grant] = {}
         self.blocks_of: dict[str, list[int]] = {}  # per lease

@@ -169,7 +169,7 @@ def test_requests_that_show_one_item_share_its_embeddings(rig, relay):
     share(rig, relay, "r", "s")
     assert rig.features.num_used_blocks == 2 and rig.features.num_open_leases == 1
     relay.play()
-    assert rig.encoder.mover.sent.raw_bytes == 2 * FEATURE_LAYOUT.block_bytes
+    assert rig.encoder.transfer_engine.sent.raw_bytes == 2 * FEATURE_LAYOUT.block_bytes
     assert [relay.stories[name].tokens for name in "rs"] == [[50, 51, 52, 53]] * 2
 
 
@@ -180,7 +180,7 @@ def test_an_item_that_came_for_another_request_is_ready_when_a_request_starts(ri
     values = [item_value("a", row) for row in range(rows.numel())]
     rig.features._memory.segments[0][copy.block_ids] = torch.tensor(values).view_as(rows)
     rig.features.close_lease(lease_id, completed=True)
-    rig.prefill.mover.revoke(lease_id, "the test has brought them itself")
+    rig.prefill.transfer_engine.revoke(lease_id, "the test has brought them itself")
     share(rig, relay, "r")
     rig.prefill.step()
     assert rig.prefill.engine._requests["r"].main.items_ready == {0}
@@ -193,7 +193,7 @@ def test_a_lease_that_fails_costs_nobody_anything(rig, relay):
     share(rig, relay, "r", "s", "t")
     relay.play(1)
     (lease_id,) = rig.features._by_lease
-    rig.prefill.mover.revoke(lease_id, "the writer is dead")
+    rig.prefill.transfer_engine.revoke(lease_id, "the writer is dead")
     relay.play()
     assert [relay.stories[name].finish_reason for name in "rst"] == [FinishReason.LENGTH] * 3
 
@@ -274,20 +274,23 @@ def test_a_text_prompt_does_not_wait_for_a_long_media_prompt(rig, relay):
     relay.play()
 
 
-@pytest.mark.parametrize(("stretch_s", "usual"), [(math.inf, 20), (0.25, 5), (1e-3, 1)])
-def test_layers_of_a_long_prompt_last_no_longer_than_their_turn(rig, relay, stretch_s, usual):
+@pytest.mark.parametrize(("mean_slice_s", "usual"), [(math.inf, 20), (0.25, 5), (1e-3, 1)])
+def test_layers_of_a_long_prompt_last_no_longer_than_their_turn(rig, relay, mean_slice_s, usual):
     """Five hundredths of a second a token, one layer; the largest step has 20 tokens."""
     sizes = []
 
     def run(batch, on_layer):
         sizes.append(sum(count for _, _, count in batch))
-        rig.prefill.engine._turns.ran_s = 0.05 * sizes[-1]
+        rig.prefill.engine._cpu_slots.ran_s = 0.05 * sizes[-1]
         return rig._run_prefill(batch, on_layer)
 
     engine = rig.prefill.engine
     engine._planner._budget = StepBudget(1.0, 1, 20)
-    engine._turns = engine._planner._turns = SimpleNamespace(
-        hold=lambda patience_s: nullcontext(), offer=lambda: None, stretch_s=stretch_s, ran_s=0.0
+    engine._cpu_slots = engine._planner._cpu_slots = SimpleNamespace(
+        acquire=lambda exclusive_s: nullcontext(),
+        yield_between_layers=lambda: None,
+        mean_slice_s=mean_slice_s,
+        ran_s=0.0,
     )
     engine._runner = SimpleNamespace(run=run, first_tokens=engine._runner.first_tokens)
     relay.start(make_request("long", 80))

@@ -61,7 +61,7 @@ def test_an_item_released_before_its_embeddings_came_keeps_its_blocks_until_the_
     parts.reserve("r", 16)
     parts.reserve("next", 4)
     parts.store.release(("r", 0))
-    assert parts.mover.cancelled == [parts.grants["r", 0].lease_id]
+    assert parts.transfer_engine.cancelled == [parts.grants["r", 0].lease_id]
     assert ("next", 0) not in parts.grants
     assert parts.close("r") == []
     assert ("next", 0) in parts.grants
@@ -94,7 +94,7 @@ def test_an_item_whose_encoder_is_lost_moves_to_other_room_or_waits_for_its_own(
     parts.store.renew(("r", 0), old.lease_id)
     has_moved = parts.grants["r", 0] is not old
     assert has_moved == (num_rows == 8)
-    assert parts.mover.cancelled == ([old.lease_id] if has_moved else [])
+    assert parts.transfer_engine.cancelled == ([old.lease_id] if has_moved else [])
     parts.store.close_lease(old.lease_id, completed=False)
     assert parts.told["r", 0] == [GRANTED, GRANTED]
     assert parts.close("r") == [("r", 0)]
@@ -120,7 +120,7 @@ def share(parts, *request_ids, num_rows=4):
 def test_requests_with_one_item_share_one_reservation_and_one_transfer(parts):
     share(parts, "a", "b", "c", num_rows=8)
     assert parts.told == {("a", 0): [GRANTED], ("b", 0): [SHARED], ("c", 0): [SHARED]}
-    assert parts.store.num_used_blocks == 2 and len(parts.mover.granted) == 1
+    assert parts.store.num_used_blocks == 2 and len(parts.transfer_engine.granted) == 1
     assert parts.store.ready_items("b", 1) == set()
     assert parts.close("a") == [("a", 0), ("b", 0), ("c", 0)]
     assert parts.store.ready_items("b", 1) == {0}
@@ -185,14 +185,14 @@ def test_a_lease_that_fails_goes_to_its_owner_again_and_to_the_next_when_that_on
 def test_an_owner_that_needs_no_embeddings_leaves_its_lease_to_the_others(parts):
     share(parts, "a", "b")
     parts.store.release(("a", 0))
-    assert parts.mover.cancelled == [] and parts.told["b", 0] == [SHARED]
+    assert parts.transfer_engine.cancelled == [] and parts.told["b", 0] == [SHARED]
     assert parts.close("a") == [("b", 0)]
 
 
 def test_when_the_lease_of_an_owner_that_left_fails_nobody_is_hurt(parts):
     share(parts, "a", "b", num_rows=16)
     parts.store.release(("a", 0), has_ended=True)
-    assert parts.mover.cancelled == [], "there is no room to move to"
+    assert parts.transfer_engine.cancelled == [], "there is no room to move to"
     assert parts.close("a", completed=False) == []
     assert parts.told["b", 0] == [SHARED, GRANTED]
     assert parts.close("b") == [("b", 0)]
@@ -201,7 +201,7 @@ def test_when_the_lease_of_an_owner_that_left_fails_nobody_is_hurt(parts):
 def test_the_others_do_not_wait_for_the_encoder_of_a_cancelled_owner_if_there_is_room(parts):
     share(parts, "a", "b", num_rows=8)
     parts.store.release(("a", 0), has_ended=True)
-    assert parts.mover.cancelled == [parts.grants["a", 0].lease_id]
+    assert parts.transfer_engine.cancelled == [parts.grants["a", 0].lease_id]
     assert parts.told["b", 0] == [SHARED, GRANTED] and parts.store.num_used_blocks == 4
     assert parts.close("b") == [("b", 0)]
     assert parts.close("a") == [] and parts.store.num_used_blocks == 2

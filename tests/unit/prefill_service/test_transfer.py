@@ -253,12 +253,12 @@ def received(name):
 def test_a_grant_for_a_request_that_has_ended_is_given_back_and_belongs_to_nothing():
     closing = request(sequence(8, 8))
     closing.outgoing, closing.phase = None, Phase.CLOSING
-    mover = Opener("bad")
-    targets = Targets(mover, BUDGET, WIDE)
+    transfer_engine = Opener("bad")
+    targets = Targets(transfer_engine, BUDGET, WIDE)
     for name in ("closing", "gone", "bad"):
         targets.offer(name, received(name))
     assert list(targets.take({"closing": closing})) == []
-    assert {name: outgoing.aborted for name, outgoing in mover.opened.items()} == {
+    assert {name: outgoing.aborted for name, outgoing in transfer_engine.opened.items()} == {
         "closing": "the request has ended",
         "gone": "the request has ended",
     }

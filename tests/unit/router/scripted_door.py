@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from cluster.errors import UnavailableError, to_info
 from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
 from cluster.types.members import Member, Role
-from cluster.types.messages import Admitted, Failed, FinishReason, LoadReport, Ping, TokenEvent, Tokens
+from cluster.types.messages import Failed, FinishReason, LoadReport, Ping, PrefillAdmitted, TokenEvent, Tokens
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from router.flow.dispatch import Dispatcher
 from router.members import Peer
 from router.policy import ClusterView
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 ITEM = MediaItem(Modality.IMAGE, b"png", "hash", MediaGeometry(3))
 REQUEST = GenerateRequest(
@@ -75,7 +75,7 @@ class Door:
         self.tell(role, Failed("r", to_info(error or UnavailableError(f"{role} gave up")), item_idx))
 
     def generate(self, request, items, hashes=()):
-        return self.dispatcher.generate(request, items, hashes, Ledger(self.dispatcher._clock.now()))
+        return self.dispatcher.generate(request, items, hashes, RequestTimeline(self.dispatcher._clock.now()))
 
     def units(self) -> dict[Role, float]:
         """Work that counts as sent and is not known to be done."""
@@ -99,6 +99,6 @@ class Door:
         task = asyncio.ensure_future(read())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        self.tell(Role.PREFILL, Admitted("r"))
+        self.tell(Role.PREFILL, PrefillAdmitted("r"))
         await asyncio.sleep(0)
         return task, got

@@ -12,7 +12,6 @@ from cluster.errors import MediaError, OverloadedError, RequestError, Unavailabl
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Role
 from cluster.types.messages import (
-    Admitted,
     Cancel,
     DecodeGranted,
     DecodeTarget,
@@ -24,6 +23,7 @@ from cluster.types.messages import (
     GrantPassed,
     Measured,
     Preempted,
+    PrefillAdmitted,
     ReturnGrant,
     StartDecode,
     StartEncode,
@@ -32,7 +32,7 @@ from cluster.types.messages import (
 from cluster.types.request import SamplingParams, StopParams
 from cluster.types.transfer import Grant
 from router.flow.streams import Launch
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 from tests.unit.router.scripted_door import ITEM, REQUEST
 
 
@@ -255,7 +255,7 @@ async def test_choices_fly_together_and_land_when_the_last_is_closed(door):
     first, second = door.generate(two, [ITEM], [])
     reading = asyncio.ensure_future(anext(first))
     await asyncio.sleep(0)
-    door.tell(Role.PREFILL, Admitted("r"))
+    door.tell(Role.PREFILL, PrefillAdmitted("r"))
     for choice in (0, 1):
         door.token(Role.PREFILL, 5 + choice, choice=choice)
     assert (await reading).token_ids == (5,) and (await anext(second)).token_ids == (6,)
@@ -278,7 +278,7 @@ async def test_a_request_that_no_worker_has_memory_for_is_refused_before_anythin
 
 async def test_an_encoder_is_told_the_class_of_a_request_and_how_long_it_has_waited(door):
     request = msgspec.structs.replace(REQUEST, priority=3, waited_s=1.5)
-    launch = Launch(door.dispatcher, request, [ITEM], [b"block"], Ledger(0.0), "")
+    launch = Launch(door.dispatcher, request, [ITEM], [b"block"], RequestTimeline(0.0), "")
     flight = await launch.flight()
     (start,) = door.members.connections[Role.ENCODE].sent
     assert (start.priority, start.waited_s) == (3, 1.5)
@@ -306,7 +306,7 @@ async def test_an_answer_that_nobody_reads_holds_nothing_once_it_has_ended(door)
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    door.tell(Role.PREFILL, Admitted("r"))
+    door.tell(Role.PREFILL, PrefillAdmitted("r"))
     door.token(Role.PREFILL, 5)
     assert (await reading).token_ids == (5,)
     door.token(Role.DECODE, 6)
@@ -333,7 +333,7 @@ async def test_a_failed_request_is_let_go_before_its_error_is_read(door):
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    door.tell(Role.PREFILL, Admitted("r"))
+    door.tell(Role.PREFILL, PrefillAdmitted("r"))
     door.token(Role.PREFILL, 5)
     await reading
     door.fail(Role.DECODE)

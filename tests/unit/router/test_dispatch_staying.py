@@ -10,7 +10,7 @@ from cluster.errors import UnavailableError
 from cluster.types.members import Role
 from cluster.types.messages import Cancel, FinishReason, Preempted, StartDecode
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from tests.fakes.staying import StayingPolicy
+from tests.fakes.local_prefill import LocalPrefillPolicy
 
 TEXT = GenerateRequest("r", Prompt((1, 2, 3)), (SamplingParams(), SamplingParams()), StopParams(3))
 
@@ -18,7 +18,7 @@ TEXT = GenerateRequest("r", Prompt((1, 2, 3)), (SamplingParams(), SamplingParams
 @pytest.fixture
 def staying(door):
     """A door whose text prompts are computed by decode."""
-    door.dispatcher._placing._policy = StayingPolicy()
+    door.dispatcher._placing._policy = LocalPrefillPolicy()
     return door
 
 

@@ -19,7 +19,6 @@ from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
 from cluster.types.members import Member, Role
 from cluster.types.messages import (
-    Admitted,
     AnyMessage,
     BlocksChanged,
     CacheChanged,
@@ -31,6 +30,7 @@ from cluster.types.messages import (
     LoadReport,
     Measured,
     Preempted,
+    PrefillAdmitted,
     StartEncode,
     TokenEvent,
     Tokens,
@@ -43,7 +43,7 @@ from router.flow.dispatch import Dispatcher
 from router.flow.placing import Placing
 from router.members import Peer
 from router.policy import ClusterView, JointPolicy
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 
 CLUSTER = (
     "started", "item_moved", "item_done", "prefilled", "ended", "observed", "reported", "media_changed", "blocks_changed", "measured",
@@ -122,7 +122,7 @@ class World:
         policy, clock = JointPolicy(), SystemClock()
         self.calls: list[asyncio.Future[None]] = []
         self.faults = faults
-        self.ledgers: list[Ledger] = []
+        self.ledgers: list[RequestTimeline] = []
         self.door = Dispatcher(
             Placing(policy, self.cluster, 16),
             Entrance(self.queue, clock),
@@ -150,7 +150,7 @@ class World:
 
     def ask(self, name: str, has_media: bool, **fields: Any) -> asyncio.Task[list[int]]:
         request, items = request_of(name, has_media, **fields)
-        ledger = Ledger(0.0)
+        ledger = RequestTimeline(0.0)
         self.faults.wrap(ledger, "launched", "encoded")
         (stream,) = self.door.generate(request, items, [], ledger)
 
@@ -183,7 +183,7 @@ async def play(world: World) -> dict[str, asyncio.Task[list[int]]]:
     world.tell("e0", CacheChanged(("elsewhere",), ()))
     world.tell("p", BlocksChanged((b"block",), ()))
     for name in ("media", "text"):
-        world.tell("p", Admitted(name))
+        world.tell("p", PrefillAdmitted(name))
         await settle()
         world.tell("d", DecodeGranted(name, grant(f"d-{name}")))
     first = next((n for n in ("e0", "e1") if world.starts(n)), "e0")
@@ -200,7 +200,7 @@ async def play(world: World) -> dict[str, asyncio.Task[list[int]]]:
     await settle()
     for _ in range(3):  # whoever is let in when another has ended
         for name in list(world.door._flights):
-            world.tell("p", Admitted(name))
+            world.tell("p", PrefillAdmitted(name))
             await settle()
             world.tell("p", tokens(name, 7, reason=FinishReason.STOP))
         await settle()

@@ -32,7 +32,7 @@ from router.flow.encoding import MAX_ATTEMPTS, EncodeStage
 from router.flow.flight import Flight
 from router.flow.quarantine import Quarantine
 from router.members import Peer
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 from tests.fakes.clock import ManualClock
 
 PROCESS = ProcessId("boot", 1, 2, 3)
@@ -97,7 +97,12 @@ class Stage:
             self.cluster, self._choose, 1.0, self.quarantine, lambda _, f, *args: f(*args)
         )
         self.flight = Flight(
-            REQUEST, self.items, Ledger(0.0), [self.encoders[0]] * len(self.items), self.prefill, decode
+            REQUEST,
+            self.items,
+            RequestTimeline(0.0),
+            [self.encoders[0]] * len(self.items),
+            self.prefill,
+            decode,
         )
         self.stage.start(self.flight)
 
@@ -237,7 +242,9 @@ def test_a_bystander_of_a_loss_is_encoded_though_the_item_beside_it_ends_another
     """Two requests, an item each; the first one's ends encoders."""
     stage = Stage(4)
     stage.flight.errands.pop(), stage.flight.encoding.discard(1)
-    other = Flight(REQUEST, [ITEMS[1]], Ledger(0.0), [stage.encoders[0]], stage.prefill, stage.flight.decode)
+    other = Flight(
+        REQUEST, [ITEMS[1]], RequestTimeline(0.0), [stage.encoders[0]], stage.prefill, stage.flight.decode
+    )
     stage.stage.start(other)
     stage.alive.remove(stage.encoders[0])
     for flight in (stage.flight, other):
@@ -256,7 +263,12 @@ def test_a_bystander_of_a_loss_is_encoded_though_the_item_beside_it_ends_another
 def test_a_suspect_whose_request_is_over_makes_room_for_the_next():
     stage = Stage(2)
     other = Flight(
-        REQUEST, ITEMS[::-1], Ledger(0.0), [stage.encoders[0]] * 2, stage.prefill, stage.flight.decode
+        REQUEST,
+        ITEMS[::-1],
+        RequestTimeline(0.0),
+        [stage.encoders[0]] * 2,
+        stage.prefill,
+        stage.flight.decode,
     )
     stage.stage.start(other)
     stage.alive.remove(stage.encoders[0])

@@ -10,7 +10,7 @@ from opentelemetry.trace import StatusCode
 from cluster.types.messages import EncodeTiming, PrefillTiming
 from router.openai.protocol import Usage
 from router.policy import Decision, ItemPrediction, Placement, Prediction
-from router.telemetry.timeline import Ledger
+from router.telemetry.timeline import RequestTimeline
 from router.telemetry.tracing import Tracing
 from tests.fakes.clock import ManualClock
 
@@ -32,10 +32,10 @@ def tracing(spans):
     tracing.close()
 
 
-def a_ledger(trace_parent: str = "") -> Ledger:
+def a_ledger(trace_parent: str = "") -> RequestTimeline:
     """From 10.0 to the first token at 10.5 and the second at 10.6."""
     prediction = Prediction(0.1, 0.2, 0.2, 0.4, 0.01, 0.02, 0.3, 0.7, (ItemPrediction(0.05, 0.1, 0.01),))
-    ledger = Ledger(10.0, trace_parent)
+    ledger = RequestTimeline(10.0, trace_parent)
     ledger.prepared(10.0, 10.02)
     ledger.launched(10.02, 10.03, Decision(Placement(("e0",), "p0", "d0", "int8"), prediction, ()))
     ledger.encoded(0, EncodeTiming(encoding_s=0.1, sending_s=0.02), cached=False)
@@ -95,7 +95,7 @@ def test_a_client_s_nonsense_begins_a_trace_of_our_own(tracing, spans, nonsense)
 
 
 def test_what_was_refused_is_an_error_without_a_first_token(tracing, spans):
-    ledger = Ledger(10.0)
+    ledger = RequestTimeline(10.0)
     ledger.prepared(10.0, 10.02)
     tracing.ended(ledger, "OverloadedError", Usage(7, 9))
     found = by_name(spans)

@@ -45,19 +45,19 @@ def test_hundreds_of_small_steps_leave_what_is_known_of_large_ones(seed: int):
 
 def test_news_is_a_step_like_those_of_late_that_lasts_otherwise_than_was_told():
     fit, rng = StepFit(256, 8192), random.Random(1)
-    assert not fit.has_left(None, 0.1)
+    assert not fit.has_deviated(None, 0.1)
     for _ in range(50):
         observe(fit, rng, 4, 100)
-    assert fit.has_left(None, 0.1)
+    assert fit.has_deviated(None, 0.1)
     told = fit.curve()
-    assert not fit.has_left(told, 0.1)
+    assert not fit.has_deviated(told, 0.1)
     usual_s = DEVICE.seconds(4, 100)
     for _ in range(50):
         fit.observe(4, 100, 1.05 * usual_s)
-    assert not fit.has_left(told, 0.1)
+    assert not fit.has_deviated(told, 0.1)
     for _ in range(50):
         fit.observe(4, 100, 1.2 * usual_s)
-    assert fit.has_left(told, 0.1) and not fit.has_left(fit.curve(), 0.1)
+    assert fit.has_deviated(told, 0.1) and not fit.has_deviated(fit.curve(), 0.1)
 
 
 steps = st.lists(st.tuples(st.integers(0, 512), st.floats(0, 1e5), st.floats(0, 1e4)), max_size=60)

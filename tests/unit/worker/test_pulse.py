@@ -14,14 +14,14 @@ from cluster.errors import UnavailableError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from cluster.rpc import connect
 from cluster.types.messages import Cancel, Failed, Ping, Pong, Stalled
+from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import Outbox
 from cluster.worker.pulse import FAILED_S, SILENT_S, Pulse, Watch
 from cluster.worker.shell import WorkerShell
-from cluster.worker.turns import Turns
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.lease.mover import Mover
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.clock import ManualClock
 
 LIMIT_S = 60.0
@@ -113,11 +113,11 @@ def test_who_waits_for_a_turn_and_who_offers_one_moves(tmp_path):
     def pause(_: float) -> None:
         clock.at += 1.0
 
-    first = Turns(clock, tmp_path / "turns", 1, on_progress=lambda: moves.append("first"))
-    second = Turns(clock, tmp_path / "turns", 1, pause, lambda: moves.append("second"))
-    with first.hold():
-        first.offer()
-        with second.hold():
+    first = CpuSlots(clock, tmp_path / "turns", 1, on_progress=lambda: moves.append("first"))
+    second = CpuSlots(clock, tmp_path / "turns", 1, pause, lambda: moves.append("second"))
+    with first.acquire():
+        first.yield_between_layers()
+        with second.acquire():
             pass
     assert moves[0] == "first" and moves.count("second") > 10
 
@@ -142,22 +142,22 @@ class Agent:
 def test_a_transport_that_fails_at_every_poll_is_no_progress(error):
     clock = ManualClock()
     agent = Agent(InProcessNetwork().agent("owner"))
-    mover = Mover(agent, clock, lambda event: None, incoming=BlockMemory(LAYOUT, 2))  # type: ignore[arg-type]
-    mover.step()
-    assert mover.pulse.is_resting
-    mover.grant("lease", [0], [0], ttl_s=100.0)
-    mover.step()
+    transfer_engine = TransferEngine(agent, clock, lambda event: None, incoming=BlockMemory(LAYOUT, 2))  # type: ignore[arg-type]
+    transfer_engine.step()
+    assert transfer_engine.pulse.is_resting
+    transfer_engine.grant("lease", [0], [0], ttl_s=100.0)
+    transfer_engine.step()
     agent.error = error
     for _ in range(8):
         clock.at += 1.0
-        mover.step()
-    assert mover.pulse.silent_s == 8.0 and mover.pulse.is_failing
+        transfer_engine.step()
+    assert transfer_engine.pulse.silent_s == 8.0 and transfer_engine.pulse.is_failing
     agent.error = None
-    mover.step()
-    assert mover.pulse.silent_s == 0.0 and not mover.pulse.is_failing
-    mover.revoke("lease", "no writer")
-    mover.step()
-    assert mover.pulse.is_resting
+    transfer_engine.step()
+    assert transfer_engine.pulse.silent_s == 0.0 and not transfer_engine.pulse.is_failing
+    transfer_engine.revoke("lease", "no writer")
+    transfer_engine.step()
+    assert transfer_engine.pulse.is_resting
 
 
 async def test_the_watch_looks_only_while_there_is_work():

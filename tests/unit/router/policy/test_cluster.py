@@ -239,7 +239,12 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_negative(self):
-        for pool in (self.cluster.encoders, self.cluster.prefills, self.cluster.decodes, self.cluster.stays):
+        for pool in (
+            self.cluster.encoders,
+            self.cluster.prefills,
+            self.cluster.decodes,
+            self.cluster.local_prefills,
+        ):
             for column in (pool.sent_units, pool.sent_requests, pool.sent_blocks):
                 assert (column > -1e-9).all()
 

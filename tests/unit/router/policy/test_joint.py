@@ -24,12 +24,16 @@ from tests.fakes.placement import (
 @example(
     1644, 1, False
 )  # waiting longer for the one item costs nothing, because its KV is on its way for longer still
-def test_the_search_finds_what_looking_at_everything_finds(seed, num_items, may_stay):
+def test_the_search_finds_what_looking_at_everything_finds(seed, num_items, may_prefill_locally):
     rng = random.Random(seed)
     sizes = rng.randrange(1, 5 if num_items < 3 else 4), rng.randrange(1, 4), rng.randrange(1, 4)
     cluster = random_cluster(rng, sizes, codecs=("raw", "int8"))
     rows = [rng.choice([40, 400, 1000, 4000]) for _ in range(num_items)]
-    request = media(*rows, num_before=rng.choice([0, 16, 400])) if rows else text(400, may_stay=may_stay)
+    request = (
+        media(*rows, num_before=rng.choice([0, 16, 400]))
+        if rows
+        else text(400, may_prefill_locally=may_prefill_locally)
+    )
     for item in request.media:
         if rng.random() < 0.3:
             cluster.media_changed(f"e{rng.randrange(sizes[0])}", [item.media_hash], [])

@@ -1,4 +1,4 @@
-"""Turns at shared cores. Threads stand for processes: a lock excludes every other object for its path, wherever it lives."""
+"""CpuSlots at shared cores. Threads stand for processes: a lock excludes every other object for its path, wherever it lives."""
 
 import fcntl
 import math
@@ -12,15 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cluster.clock import SystemClock
-from cluster.worker.turns import (
+from cluster.worker.cpu_slots import (
     MAX_QUIET_S,
     POLL_S,
     QUIET_SHARE,
     SHARE,
     TIMEOUT_S,
-    Turns,
-    cpu_turns,
-    no_turns,
+    CpuSlots,
+    no_cpu_slots,
+    shared_cpu_slots,
 )
 from tests.fakes.clock import ManualClock
 
@@ -28,7 +28,7 @@ DEADLINE_S = 20.0
 
 
 def make(folder, clock=None, num_slots=1, pause=None):
-    return Turns(clock or SystemClock(), folder, num_slots, pause or (lambda _: os.sched_yield()))
+    return CpuSlots(clock or SystemClock(), folder, num_slots, pause or (lambda _: os.sched_yield()))
 
 
 def advance(clock, seconds):
@@ -56,9 +56,9 @@ def test_no_more_steps_run_at_once_than_there_are_slots(tmp_path, pool, num_slot
     running, most, guard = [], [], threading.Lock()
 
     def work():
-        turns = make(tmp_path, num_slots=num_slots)
+        cpu_slots = make(tmp_path, num_slots=num_slots)
         for _ in range(50):
-            with turns.hold():
+            with cpu_slots.acquire():
                 with guard:
                     running.append(0)
                     most.append(len(running))
@@ -75,7 +75,7 @@ def test_no_more_steps_run_at_once_than_there_are_slots(tmp_path, pool, num_slot
 def test_a_worker_with_fewer_threads_leaves_the_first_slot_to_the_others(tmp_path):
     refused = []
     small, large = make(tmp_path, num_slots=2), make(tmp_path, num_slots=1, pause=refused.append)
-    with small.hold(), large.hold():
+    with small.acquire(), large.acquire():
         pass
     assert refused == []
 
@@ -86,13 +86,13 @@ def test_who_waits_goes_before_the_next_step_of_whoever_runs(tmp_path, pool):
     has_run = threading.Event()
 
     def wait_for_a_turn():
-        with other.hold():
+        with other.acquire():
             has_run.set()
 
-    with busy.hold():
+    with busy.acquire():
         done = pool.submit(wait_for_a_turn)
         wait_until_queued(tmp_path)
-    with busy.hold():
+    with busy.acquire():
         assert has_run.is_set()
     done.result(DEADLINE_S)
 
@@ -103,17 +103,17 @@ def test_a_step_gives_way_between_layers_only_when_its_patience_is_over(tmp_path
     ran = []
 
     def run_short():
-        with short.hold():
+        with short.acquire():
             advance(clock, 1.0)
             ran.append("short")
 
-    with long.hold(patience_s=2.0):
+    with long.acquire(exclusive_s=2.0):
         done = pool.submit(run_short)
         wait_until_queued(tmp_path)
-        long.offer()
+        long.yield_between_layers()
         ran.append("layer")
         advance(clock, 2.0)
-        long.offer()
+        long.yield_between_layers()
         ran.append("last layer")
         assert long.ran_s == 2.0  # not the second that the other ran
     done.result(DEADLINE_S)
@@ -130,19 +130,19 @@ def test_others_are_slowed_down_by_a_fixed_share(tmp_path, pool):
     def run_steps():
         ended_at = None
         while not stop.is_set():
-            with decode.hold():
+            with decode.acquire():
                 if ended_at is not None:
                     gaps.append(clock.now() - ended_at)
                 wait_until_queued(tmp_path, unless=stop)  # the long step, which comes next then
                 advance(clock, 1.0)
                 ended_at = clock.now()
 
-    with long.hold(patience_s=0.0):
+    with long.acquire(exclusive_s=0.0):
         done = pool.submit(run_steps)
         for _ in range(50):
             wait_until_queued(tmp_path)
             advance(clock, 0.1)  # a layer
-            long.offer()
+            long.yield_between_layers()
         stop.set()
     done.result(DEADLINE_S)
     assert len(gaps) >= 5
@@ -164,23 +164,23 @@ class ScriptedLock:
 
 def test_most_of_a_pause_like_the_last_ones_passes_without_a_poll(tmp_path):
     clock, pauses = ManualClock(), []
-    turns = make(tmp_path, clock, pause=lambda seconds: (pauses.append(seconds), advance(clock, seconds)))
-    turns._next = ScriptedLock("y" + "ny" * 3)  # somebody waits at each offer, and has a slot at once
-    turns._slots = [ScriptedLock("y" + "n" * 20 + "y" + "nnny" + "y")]
-    with turns.hold(patience_s=0.0):
-        assert turns.stretch_s == math.inf
+    cpu_slots = make(tmp_path, clock, pause=lambda seconds: (pauses.append(seconds), advance(clock, seconds)))
+    cpu_slots._next = ScriptedLock("y" + "ny" * 3)  # somebody waits at each offer, and has a slot at once
+    cpu_slots._slots = [ScriptedLock("y" + "n" * 20 + "y" + "nnny" + "y")]
+    with cpu_slots.acquire(exclusive_s=0.0):
+        assert cpu_slots.mean_slice_s == math.inf
         advance(clock, 1.0)
-        turns.offer()
+        cpu_slots.yield_between_layers()
         assert pauses == [POLL_S] * 20
-        assert turns.stretch_s == pytest.approx(SHARE * 20 * POLL_S)
+        assert cpu_slots.mean_slice_s == pytest.approx(SHARE * 20 * POLL_S)
         del pauses[:]
         advance(clock, 1.0)
-        turns.offer()
+        cpu_slots.yield_between_layers()
         assert pauses == [pytest.approx(QUIET_SHARE * 20 * POLL_S)] + [POLL_S] * 3
         del pauses[:]
         advance(clock, 1.0)
-        turns._away_s = [10.0]
-        turns.offer()
+        cpu_slots._away_s = [10.0]
+        cpu_slots.yield_between_layers()
         assert pauses == [MAX_QUIET_S]
 
 
@@ -189,11 +189,11 @@ def test_a_turn_that_never_comes_is_given_up_for_good(tmp_path, caplog):
     stuck, worker = make(tmp_path, clock), make(tmp_path, clock)
     polls = []
     worker._pause = lambda _: (polls.append(0), advance(clock, TIMEOUT_S / 4))
-    with stuck.hold():
-        with worker.hold():
+    with stuck.acquire():
+        with worker.acquire():
             assert len(polls) == 4
-        with worker.hold():
-            worker.offer()
+        with worker.acquire():
+            worker.yield_between_layers()
     assert len(polls) == 4  # the second step has not waited at all
     assert "takes none any more" in caplog.text
 
@@ -213,27 +213,27 @@ def test_the_turn_of_a_killed_process_is_free_at_once(tmp_path):
     child.kill()
     child.wait(DEADLINE_S)
     refused = []
-    with make(tmp_path, pause=refused.append).hold():
+    with make(tmp_path, pause=refused.append).acquire():
         pass
     assert refused == []
 
 
 def test_a_worker_that_shares_nothing_never_waits_and_still_measures_its_steps():
     clock = ManualClock()
-    turns = no_turns(clock)
-    with turns.hold(0.0):
+    cpu_slots = no_cpu_slots(clock)
+    with cpu_slots.acquire(0.0):
         advance(clock, 3.0)
-        turns.offer()
-    assert turns.ran_s == 3.0
+        cpu_slots.yield_between_layers()
+    assert cpu_slots.ran_s == 3.0
 
 
 def test_a_failing_step_gives_its_turn_back(tmp_path):
-    turns, other = make(tmp_path), make(tmp_path)
-    with pytest.raises(ZeroDivisionError), turns.hold():
+    cpu_slots, other = make(tmp_path), make(tmp_path)
+    with pytest.raises(ZeroDivisionError), cpu_slots.acquire():
         _ = 1 / 0
     refused = []
     other._pause = refused.append
-    with other.hold():
+    with other.acquire():
         pass
     assert refused == []
 
@@ -241,9 +241,9 @@ def test_a_failing_step_gives_its_turn_back(tmp_path):
 def test_workers_with_other_cores_share_no_turns(tmp_path, monkeypatch):
     def on_cores(cores, num_threads):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-        return cpu_turns(ManualClock(), tmp_path / "new" / "private", num_threads)
+        return shared_cpu_slots(ManualClock(), tmp_path / "new" / "private", num_threads)
 
-    with on_cores({0, 1}, 2).hold(), on_cores({2, 3}, 2).hold(), on_cores(set(range(64)), 16).hold():
+    with on_cores({0, 1}, 2).acquire(), on_cores({2, 3}, 2).acquire(), on_cores(set(range(64)), 16).acquire():
         pass
     assert sorted(path.parent.name for path in tmp_path.rglob("next")) == sorted(
         ["turns-3", "turns-c", "turns-" + "f" * 16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Ledger:
+class Holdings:
     """Bytes or rows; the owner says which."""
 
     def __init__(self) -> None:

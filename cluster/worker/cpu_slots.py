@@ -5,14 +5,14 @@ parallel region, and both stream their weights through one cache. So a step hold
 `cores // threads` slots: one if each worker uses all cores. Workers bound to other cores have slots of their own. Work on
 a GPU takes no turns.
 
-    with turns.hold(patience_s):     waits for a slot
-        …  turns.offer()             between layers: whoever waits goes first, if this step has had its share
+    with cpu_slots.acquire(exclusive_s):     waits for a slot
+        …  cpu_slots.yield_between_layers()             between layers: whoever waits goes first, if this step has had its share
 
-After `patience_s` of running, a step gives way at its next offer, and then again before it has run for more than `SHARE` of
+After `exclusive_s` of running, a step gives way at its next offer, and then again before it has run for more than `SHARE` of
 what the others have had meanwhile: so they are slowed down by no more than that, or a layer, however long the step is.
 
 A slot is an flock, given back by the kernel when its holder dies. Whoever wants one first takes the lock `next` and keeps it
-until he has a slot; that makes a queue of one, and tells a holder that somebody waits. Turns are a matter of speed, never of
+until he has a slot; that makes a queue of one, and tells a holder that somebody waits. CpuSlots are a matter of speed, never of
 correctness: who has waited `TIMEOUT_S` goes on without them for good, and says so in the log.
 
 Belongs to the engine's thread; waiting polls, because flock knows no deadline.
@@ -43,7 +43,7 @@ QUIET_SHARE, MAX_QUIET_S = (
 )  # of the step's shortest pause so far, nobody asks whether this one is over
 
 
-class Turns:
+class CpuSlots:
     def __init__(
         self,
         clock: Clock,
@@ -72,19 +72,19 @@ class Turns:
         self._away_s: list[float] = []  # the pauses of this step
 
     @contextmanager
-    def hold(self, patience_s: float = math.inf) -> Iterator[None]:
+    def acquire(self, exclusive_s: float = math.inf) -> Iterator[None]:
         """Not while it is held."""
         self._ran_s = 0.0
         self._away_s.clear()
-        self._may_run_s = patience_s
+        self._may_run_s = exclusive_s
         self._take()
         try:
             yield
         finally:
             self._give()
 
-    def offer(self) -> None:
-        """Inside `hold`. May wait; costs 2 us when nobody else does."""
+    def yield_between_layers(self) -> None:
+        """Inside `acquire`. May wait; costs 2 us when nobody else does."""
         self._on_progress()
         if self._held is None or self._next is None:
             return
@@ -107,7 +107,7 @@ class Turns:
         return self._ran_s + (self._clock.now() - self._began_at if self._held is not None else 0.0)
 
     @property
-    def stretch_s(self) -> float:
+    def mean_slice_s(self) -> float:
         """What the last step's share of its pauses was, on average: infinite if nobody made use of its offers."""
         return SHARE * sum(self._away_s) / len(self._away_s) if self._away_s else math.inf
 
@@ -157,17 +157,17 @@ class _FileLock:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def no_turns(clock: Clock, on_progress: Callable[[], None] = lambda: None) -> Turns:
-    return Turns(clock, folder=None, num_slots=0, on_progress=on_progress)
+def no_cpu_slots(clock: Clock, on_progress: Callable[[], None] = lambda: None) -> CpuSlots:
+    return CpuSlots(clock, folder=None, num_slots=0, on_progress=on_progress)
 
 
-def cpu_turns(
+def shared_cpu_slots(
     clock: Clock, folder: Path, num_threads: int, on_progress: Callable[[], None] = lambda: None
-) -> Turns:
+) -> CpuSlots:
     """For a worker whose steps run on `num_threads` of the cores that this process may use. `folder` is private to the user; one
     that is not is a ConfigError."""
     make_private(folder)
     cores = os.sched_getaffinity(0)
     mask = sum(1 << core for core in cores)
     num_slots = max(1, len(cores) // num_threads)
-    return Turns(clock, folder / f"turns-{mask:x}", num_slots, on_progress=on_progress)
+    return CpuSlots(clock, folder / f"turns-{mask:x}", num_slots, on_progress=on_progress)

@@ -1,7 +1,7 @@
 """Prompts, or their ends, whose KV this worker computes itself, a stretch between two decode steps.
 
 A stretch is one forward over the next tokens of whoever is first by virtual deadline, and of those behind him that fit: of as many
-tokens as last `STRETCH_S`, by what the stretches before have taken, so nobody who runs waits longer than that; a block at least.
+tokens as last `LOCAL_PREFILL_STEP_S`, by what the stretches before have taken, so nobody who runs waits longer than that; a block at least.
 Text only: of every family, on any number of ranks, whether answers are speculated or not. The engine's: its thread, its requests.
 """
 
@@ -17,12 +17,12 @@ from cluster.scheduling.fit import StepFit
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.scheduling.queue import WaitingQueue
 from cluster.worker.blame import Blame
-from cluster.worker.turns import Turns
+from cluster.worker.cpu_slots import CpuSlots
 from decode_service.runner import DecodeRunner
 from decode_service.state import DecodeRequest, PromptPart
 
-STRETCH_S = 0.05  # that the others wait
-MAX_STRETCH_TOKENS = 1024  # what a step is given room for
+LOCAL_PREFILL_STEP_S = 0.05  # that the others wait
+MAX_LOCAL_PREFILL_TOKENS = 1024  # what a step is given room for
 WARM_UP_TOKENS = 128
 WARM_UP_ROUNDS = 3  # the first one shows what is done once
 MIN_TOKEN_S = 1e-7  # a clock that stands still does not make computing free
@@ -31,11 +31,11 @@ MIN_TOKEN_S = 1e-7  # a clock that stands still does not make computing free
 _Part = tuple[DecodeRequest, PromptPart]
 
 
-class Stretches:
+class LocalPrefill:
     def __init__(
         self,
         runner: DecodeRunner,
-        turns: Turns,
+        cpu_slots: CpuSlots,
         policy: SchedulingPolicy,
         block_size: int,
         max_tokens: int,
@@ -44,8 +44,8 @@ class Stretches:
     ):
         """`max_tokens`: of one stretch. `probe`: see `Blame.together`."""
         self._runner = runner
-        self._turns = turns
-        self._budget = StepBudget(STRETCH_S, min(block_size, max_tokens), max_tokens)
+        self._cpu_slots = cpu_slots
+        self._budget = StepBudget(LOCAL_PREFILL_STEP_S, min(block_size, max_tokens), max_tokens)
         self._queue = WaitingQueue(policy)
         self._requests: dict[str, DecodeRequest] = {}
         self._blame = blame
@@ -57,7 +57,7 @@ class Stretches:
     def warm_up(self, blocks: BlockPool) -> None:
         """Learns how fast this worker is, with blocks that nobody uses."""
         table = blocks.allocate(min(-(-WARM_UP_TOKENS // blocks.block_size), blocks.num_free))
-        most = min(WARM_UP_TOKENS, len(table) * blocks.block_size, self._budget.most_tokens)
+        most = min(WARM_UP_TOKENS, len(table) * blocks.block_size, self._budget.max_step_tokens)
         for _ in range(WARM_UP_ROUNDS):
             for num_tokens in (self._budget.min_tokens, most):
                 self._compute([PromptPart([0] * num_tokens, 0, 0, table)])
@@ -100,7 +100,7 @@ class Stretches:
                 self.remove(request.request_id)
         done = self._blame.together(parts, self._compute_parts, _id_of, self._probe) if parts else []
         for (request, _), drawn in done:
-            request.computing_s += self._turns.ran_s
+            request.computing_s += self._cpu_slots.ran_s
             if drawn:
                 request.ready = msgspec.structs.replace(request.ready, first_tokens=drawn)
         return [request for (request, _), _ in done if request.num_missing_tokens == 0]
@@ -112,11 +112,11 @@ class Stretches:
         return self._compute([part for _, part in parts])
 
     def _compute(self, parts: Sequence[PromptPart]) -> list[tuple[int, ...]]:
-        with self._turns.hold():
+        with self._cpu_slots.acquire():
             drawn = self._runner.compute(parts)
         num_tokens = sum(len(part.token_ids) for part in parts)
         context = sum(part.start * len(part.token_ids) for part in parts) / num_tokens
-        self._budget.observe(num_tokens, context, self._turns.ran_s)
+        self._budget.observe(num_tokens, context, self._cpu_slots.ran_s)
         return drawn
 
 

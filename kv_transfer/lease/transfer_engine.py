@@ -9,7 +9,7 @@ last lease has closed the thread polls on for `linger_s`, because a notification
 the transport's hands to get out. `on_event` runs on the mover thread and should only put the event into the
 owner's inbox.
 
-Nothing dies silently here: an unexpected error in a step is logged and reaches the owner as `MoverFailed`,
+Nothing dies silently here: an unexpected error in a step is logged and reaches the owner as `TransferEngineFailed`,
 and the next step tries again, so that leases still expire.
 
 For tests on a virtual clock: do not `start`, call `step` by hand.
@@ -44,21 +44,21 @@ LATE_POLL_INTERVAL_S = (
 
 
 @dataclass(frozen=True)
-class MoverFailed:
+class TransferEngineFailed:
     """A bug or a broken transport: a step raised. Delivered once per series of failing steps."""
 
     error: Exception
 
 
-MoverEvent = LeaseEvent | LateWrite | SendEvent | MoverFailed
+TransferEvent = LeaseEvent | LateWrite | SendEvent | TransferEngineFailed
 
 
-class Mover:
+class TransferEngine:
     def __init__(
         self,
         agent: Agent,
         clock: Clock,
-        on_event: Callable[[MoverEvent], None],
+        on_event: Callable[[TransferEvent], None],
         *,
         outgoing: BlockMemory | None = None,
         incoming: BlockMemory | None = None,
@@ -172,7 +172,7 @@ class Mover:
         except Exception as error:  # the thread's edge: the owner hears of it, the thread lives on
             if not self._is_failing:
                 logger.exception("a transfer step failed")
-                self._deliver([MoverFailed(error)])
+                self._deliver([TransferEngineFailed(error)])
             self._is_failing, has_moved = True, False
         now = self._clock.now()
         self.pulse.is_failing = not has_moved
@@ -253,7 +253,7 @@ class Mover:
         if self._sender is not None:
             self._deliver(self._sender.fail_all(error))
 
-    def _deliver(self, events: Sequence[MoverEvent]) -> None:
+    def _deliver(self, events: Sequence[TransferEvent]) -> None:
         for event in events:
             try:
                 self._on_event(event)

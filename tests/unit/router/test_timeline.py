@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.types.messages import EncodeTiming, PrefillTiming
 from router.policy import Decision, ItemPrediction, Placement, Prediction
-from router.telemetry.timeline import STAGES, Ledger
+from router.telemetry.timeline import STAGES, RequestTimeline
 
 seconds = st.floats(0, 10)
 
@@ -21,7 +21,7 @@ def decision(ttft_s: float = 0.5) -> Decision:
 
 @given(gaps=st.lists(seconds, min_size=5, max_size=5), work=st.lists(seconds, min_size=4, max_size=4), last=st.none() | st.lists(seconds, min_size=5, max_size=5))  # fmt: skip
 def test_the_stages_sum_to_the_time_to_the_first_token(gaps, work, last):
-    ledger = Ledger(100.0)
+    ledger = RequestTimeline(100.0)
     at = [100.0]
     for gap in gaps:
         at.append(at[-1] + gap)
@@ -40,7 +40,7 @@ def test_the_stages_sum_to_the_time_to_the_first_token(gaps, work, last):
 
 
 def test_the_wait_for_embeddings_is_split_by_the_account_of_the_item_that_came_last():
-    ledger = Ledger(0.0)
+    ledger = RequestTimeline(0.0)
     ledger.launched(0.0, 0.0, decision())
     ledger.encoded(0, EncodeTiming(9.0, 9.0, 9.0, 9.0, 9.0), cached=False)
     ledger.encoded(
@@ -56,14 +56,14 @@ def test_the_wait_for_embeddings_is_split_by_the_account_of_the_item_that_came_l
 
 
 def test_a_request_launched_again_keeps_its_first_launch_and_its_last_decision():
-    ledger = Ledger(0.0)
+    ledger = RequestTimeline(0.0)
     ledger.launched(1.0, 2.0, decision(0.5))
     ledger.launched(5.0, 6.0, decision(0.7))
     assert ledger.predicted_ttft_s == pytest.approx(2.7) and ledger.stages()["admission"] == 1.0
 
 
 def test_the_second_token_is_split_into_transfer_and_step():
-    ledger = Ledger(0.0)
+    ledger = RequestTimeline(0.0)
     assert (
         ledger.token(1.0, None, 0.0) and not ledger.token(1.5, None, 0.2) and not ledger.token(9.0, None, 7.0)
     )
@@ -71,7 +71,7 @@ def test_the_second_token_is_split_into_transfer_and_step():
 
 
 def test_an_answer_says_what_was_predicted_and_what_else_was_considered():
-    ledger = Ledger(0.0)
+    ledger = RequestTimeline(0.0)
     ledger.prepared(0.25, 0.5)
     ledger.launched(0.5, 1.0, decision())
     ledger.encoded(0, EncodeTiming(0.001, 0.002, 0.003, 0.0, 0.004), cached=True)
