@@ -134,7 +134,7 @@ class OverloadCase:
     """Arrivals at so many times what the cluster serves, with the admission queue or without."""
 
     load: float
-    has_gate: bool
+    has_admission: bool
     seed: int
     arrivals_s: float = 40.0
 
@@ -164,9 +164,9 @@ def all_cases(num_seeds: int = NUM_SEEDS) -> list[Case]:
         for seed in seeds
     ]
     cases += [
-        OverloadCase(load, has_gate, seed)
+        OverloadCase(load, has_admission, seed)
         for load in (0.75, 1.0, 2.0, 3.0)
-        for has_gate in (True, False)
+        for has_admission in (True, False)
         for seed in seeds
     ]
     return cases
@@ -182,4 +182,4 @@ def names(case: Case) -> dict[str, Any]:
         case GroupCase():
             return {"type": "groups", "split": case.split, "rate": case.rate}
         case OverloadCase():
-            return {"type": "overload", "load": case.load, "admission": case.has_gate}
+            return {"type": "overload", "load": case.load, "admission": case.has_admission}

@@ -10,12 +10,11 @@ from bench.router.cases import OverloadCase
 from bench.router.policies import maker
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from cluster.simulator.demand import capacity, demand
-from cluster.simulator.flight import Outcome
-from cluster.simulator.gate import Gate
 from cluster.simulator.hardware import H200, VL_7B
 from cluster.simulator.layouts import Layout, workers
+from cluster.simulator.outcome import Outcome
 from cluster.simulator.results import WARM_UP_SHARE, Slo, fields, summarise
-from cluster.simulator.simulation import SCHEDULING, Simulation
+from cluster.simulator.simulation import Simulation
 from cluster.simulator.workload import Draft, Workload, image_prompts, text
 
 SLO = Slo(ttft_s=3.0)
@@ -42,11 +41,9 @@ def overload(case: OverloadCase) -> Record:
     specs = workers(Layout(1, 4, 2), VL_7B, H200)
     rate = case.load * capacity(specs, demand(WORKLOAD))
     args = AdmissionArgs(classes=CLASSES)
-
-    def gate(simulation: Simulation) -> Gate:
-        return Gate(simulation, args, SCHEDULING.text_share)
-
-    simulation = Simulation(specs, [maker("joint")], VL_7B, case.seed, gate=gate if case.has_gate else None)
+    simulation = Simulation(
+        specs, [maker("joint")], VL_7B, case.seed, admission=args if case.has_admission else None
+    )
     num_requests = int(rate * case.arrivals_s)
     outcomes = simulation.run(WORKLOAD.requests(rate, num_requests, case.seed))
     waits = {name: [o.waited_s for o in outcomes if _class(o) == name] for name in ("interactive", "batch")}

@@ -9,19 +9,29 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 
+from cluster.simulator.attempt import SimAttempt
 from cluster.simulator.device import Device
 from cluster.simulator.events import EventLoop
-from cluster.simulator.flight import Flight
 from cluster.simulator.prefill import SimPrefill
-from cluster.simulator.worker import Network, WorkerSpec
-from cluster.types.messages import LoadReport
+from cluster.simulator.worker import GRANT, ONE_TOKEN, Network, WorkerSpec
+from cluster.types.messages import (
+    AnyMessage,
+    Cancel,
+    DecodeGranted,
+    FinishReason,
+    LoadReport,
+    Preempted,
+    StartDecode,
+    TokenEvent,
+    Tokens,
+)
 
 EPSILON = 1e-6  # of a step
 
 
 class SimDecode:
-    """`local`: computes prompts on the same device, for requests that stay here; a step of the others follows each of its calls. Calls of
-    other workers on the device have a token of each sequence in them."""
+    """`local`: computes prompts on the same device, for requests that no prefill worker has a part in; a step of the running answers
+    follows each of its calls. Calls of other workers on the device have a token of each sequence in them."""
 
     def __init__(
         self,
@@ -37,10 +47,10 @@ class SimDecode:
         self._loop, self.device, self._network, self._noise = loop, device, network, noise
         self._block_size = block_size
         device.decode = self
-        self.flights: OrderedDict[str, Flight] = OrderedDict()  # with blocks, in order of their grants
-        self._waiting: deque[Flight] = deque()
-        self._ends: list[tuple[float, int, Flight]] = []
-        self._running: dict[str, Flight] = {}
+        self.attempts: OrderedDict[str, SimAttempt] = OrderedDict()  # with blocks, in order of their grants
+        self._waiting: deque[SimAttempt] = deque()
+        self._ends: list[tuple[float, int, SimAttempt]] = []
+        self._running: dict[str, SimAttempt] = {}
         self._num_joined = 0
         self._v = 0.0
         self._at = 0.0  # the instant that `v` and the counts below belong to
@@ -53,44 +63,51 @@ class SimDecode:
         self.slowdown = 1.0
         self.num_preempted = 0
 
-    def reserve(self, flight: Flight) -> None:
+    def receive(self, attempt: SimAttempt, message: AnyMessage) -> None:
+        """From the attempt's door."""
+        if isinstance(message, StartDecode):
+            self._reserve(attempt)
+        elif isinstance(message, Cancel):
+            self.cancel(attempt)
+
+    def _reserve(self, attempt: SimAttempt) -> None:
         """Blocks for the prompt, in order of asking."""
-        if self.is_dead or flight.is_over:
+        if self.is_dead:
             return
-        self._waiting.append(flight)
+        self._waiting.append(attempt)
         self._grant()
 
-    def join(self, flight: Flight) -> None:
+    def join(self, attempt: SimAttempt) -> None:
         """Its KV is here: it takes part from the next step on."""
-        if self.is_dead or flight.is_over:
+        if self.is_dead or attempt.request_id not in self.attempts:
             return
         self._advance()
-        now, flight.is_at_decode = self._loop.now, True
-        if not self._running:  # nobody's step is in progress
+        now = self._loop.now
+        if not self._running:  # no step is in progress
             self._v = float(math.ceil(self._v - EPSILON))
-        flight.counted_v = self._v
+        attempt.counted_v = self._v
         rides = self._is_paused and self.local is None
-        flight.joined_v = math.ceil(self._v - EPSILON) + rides
+        attempt.joined_v = math.ceil(self._v - EPSILON) + rides
         self._num_joined += 1
-        heappush(self._ends, (flight.joined_v + flight.num_output_tokens - 1, self._num_joined, flight))
-        self._running[flight.request_id] = flight
-        self._context_tokens += flight.num_tokens
+        heappush(self._ends, (attempt.joined_v + attempt.num_output_tokens - 1, self._num_joined, attempt))
+        self._running[attempt.request_id] = attempt
+        self._context_tokens += attempt.num_tokens
         wait_s = self.device.free_at - now if self._is_paused else 0.0
         step_s = self._expected_step_s(0.0)
-        wait_s += (flight.joined_v - self._v - rides) * step_s
-        flight.door.second_token(flight, now + wait_s + step_s)
+        wait_s += (attempt.joined_v - self._v - rides) * step_s
+        attempt.second_at = now + wait_s + step_s
         self._replan()
         self.report()
 
-    def cancel(self, flight: Flight) -> None:
-        """Frees what it holds. Repeats and unknown ones are ignored."""
-        if flight in self._waiting:
-            self._waiting.remove(flight)
+    def cancel(self, attempt: SimAttempt) -> None:
+        """Frees what the attempt holds here. Repeats, and attempts that are not here, are ignored."""
+        if attempt in self._waiting:
+            self._waiting.remove(attempt)
         if self.local is not None:
-            self.local.cancel(flight)
-        if flight.request_id in self.flights:
+            self.local.cancel(attempt)
+        if attempt.request_id in self.attempts:
             self._advance()
-            self._release(flight)
+            self._release(attempt)
             self._replan()
             self._grant()
 
@@ -123,20 +140,43 @@ class SimDecode:
         self._resumed_v = float(math.ceil(self._v - EPSILON))
         self._settle()
 
-    def num_generated(self, flight: Flight) -> int:
-        """Tokens of a running request, the first one included."""
-        return 1 + max(0, min(flight.num_output_tokens - 1, int(self._v - flight.joined_v + EPSILON)))
+    def tell_tokens(self, prefill: SimPrefill) -> None:
+        """The tokens so far of answers whose prompts this prefill worker has computed. Doors hear of tokens only when something depends
+        on them: at the end of an answer, at a preemption, or, as here, before the prefill worker is lost."""
+        if self.is_dead:
+            return
+        self._advance()
+        for attempt in self._running.values():
+            num_generated = self._num_generated(attempt)
+            if attempt.prefill is prefill and num_generated > 1 + attempt.num_told:
+                self._tell(attempt, self._tokens(attempt, num_generated))
+
+    def _tell(self, attempt: SimAttempt, *messages: AnyMessage) -> None:
+        """The attempt's door."""
+        self._network.tell(attempt.door.receive, self.spec.replica_id, *messages)
+
+    def _tokens(
+        self, attempt: SimAttempt, num_generated: int, finish_reason: FinishReason | None = None
+    ) -> Tokens:
+        """Those that the door has not been told, of so many, the first one included."""
+        num_new = num_generated - 1 - attempt.num_told
+        attempt.num_told += num_new
+        return Tokens((TokenEvent(attempt.request_id, ONE_TOKEN * num_new, finish_reason),))
+
+    def _num_generated(self, attempt: SimAttempt) -> int:
+        """Tokens of a running answer, the first one included."""
+        return 1 + max(0, min(attempt.num_output_tokens - 1, int(self._v - attempt.joined_v + EPSILON)))
 
     def report(self) -> None:
         """To all doors."""
         load = LoadReport(
             num_running=len(self._running),
-            num_waiting=len(self.flights) - len(self._running) + len(self._waiting),
-            num_queued_units=len(self.flights) + len(self._waiting),
+            num_waiting=len(self.attempts) - len(self._running) + len(self._waiting),
+            num_queued_units=len(self.attempts) + len(self._waiting),
             num_used_blocks=math.ceil(self.num_used_blocks - EPSILON),
             num_context_tokens=int(self._context_tokens),
         )
-        self._network.tell_doors(self.spec.replica_id, load)
+        self._network.tell_doors(self.spec.replica_id, Tokens((), load))
 
     @property
     def num_running(self) -> int:
@@ -156,22 +196,22 @@ class SimDecode:
         return self.true_step_s(0, int(steps_ahead * len(self._running)))
 
     def _grant(self) -> None:
-        """Blocks for those who wait, as far as they go."""
+        """Blocks for the attempts that wait, as far as they go."""
         has_granted = False
         while self._waiting:
-            flight = self._waiting[0]
-            need = -(-flight.num_tokens // self._block_size)
+            attempt = self._waiting[0]
+            need = -(-attempt.num_tokens // self._block_size)
             if self.num_used_blocks + need > self.spec.num_blocks:
                 break
             has_granted = True
             self._waiting.popleft()
-            flight.num_blocks = need
+            attempt.num_blocks = need
             self.num_used_blocks += need
-            self.flights[flight.request_id] = flight
-            if flight.placement.prefill is None and self.local is not None:
-                self.local.start(flight)
+            self.attempts[attempt.request_id] = attempt
+            if self.local is not None and attempt.prefill is self.local:
+                self.local.start(attempt)
             else:
-                self._network.tell(self._network.tell, flight.prefill.granted, flight)  # by way of the door
+                self._tell(attempt, DecodeGranted(attempt.request_id, GRANT))
         if has_granted:
             self._advance()
             self._replan()
@@ -190,7 +230,7 @@ class SimDecode:
         self.num_used_blocks += tokens / self._block_size
 
     def _replan(self) -> None:
-        """When something happens next, if nobody comes: an answer ends, or memory does."""
+        """When something happens next, if nothing comes: an answer ends, or memory does."""
         self._version += 1
         if self._is_paused or not self._running:
             return
@@ -209,14 +249,14 @@ class SimDecode:
             self._settle()
 
     def _settle(self) -> None:
-        """Those who have all their tokens leave; if memory is out, the newest gives way."""
+        """Attempts that have all their tokens end; if memory is out, the newest is preempted."""
         has_changed = False
         while self._ends and self._ends[0][0] <= self._v + EPSILON:
-            flight = heappop(self._ends)[2]
-            if flight.request_id not in self._running:
+            attempt = heappop(self._ends)[2]
+            if attempt.request_id not in self._running:
                 continue
-            self._release(flight)
-            self._network.tell(flight.door.finished, flight)
+            self._release(attempt)
+            self._tell(attempt, self._tokens(attempt, attempt.num_output_tokens, FinishReason.LENGTH))
             has_changed = True
         while self._running and self.num_used_blocks >= self.spec.num_blocks - EPSILON:
             self._preempt()
@@ -229,20 +269,20 @@ class SimDecode:
     def _preempt(self) -> None:
         newest = max(self._running.values(), key=lambda f: (f.request.priority, f.request.arrived_at))
         self.num_preempted += 1
-        num_generated = self.num_generated(newest)
+        tokens = self._tokens(newest, self._num_generated(newest))
         self._release(newest)
-        self._network.tell(newest.door.lost, newest, num_generated)
+        self._tell(newest, tokens, Preempted(newest.request_id))
 
-    def _release(self, flight: Flight) -> None:
+    def _release(self, attempt: SimAttempt) -> None:
         """Its blocks, and the tokens that it has added."""
-        self.flights.pop(flight.request_id, None)
+        self.attempts.pop(attempt.request_id, None)
         generated = 0.0
-        if self._running.pop(flight.request_id, None) is not None:
-            generated = self._v - flight.counted_v
-            self._context_tokens -= flight.num_tokens + generated
-        self.num_used_blocks -= flight.num_blocks + generated / self._block_size
-        flight.num_blocks = 0
+        if self._running.pop(attempt.request_id, None) is not None:
+            generated = self._v - attempt.counted_v
+            self._context_tokens -= attempt.num_tokens + generated
+        self.num_used_blocks -= attempt.num_blocks + generated / self._block_size
+        attempt.num_blocks = 0
         if not self._running:
             self._context_tokens = 0.0
-        if not self.flights:
+        if not self.attempts:
             self.num_used_blocks = 0.0

@@ -1,6 +1,6 @@
 """A simulated encoder: items are prepared on CPU threads, then computed in calls by the rules of the real one, kept by their
-hash within a budget of bytes, and sent. As in the real one, whatever happens during a call is looked at when it is over: who asks
-waits for that, be it only for something from the cache, and so does what has been prepared."""
+hash within a budget of bytes, and sent. As in the real one, what happens during a call waits for the end of the call: new requests, also
+for items in the cache, and items that have been prepared."""
 
 from __future__ import annotations
 
@@ -10,27 +10,49 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from cluster.scheduling.keys import OrderKey, SchedulingPolicy, Ticket, order_key
+from cluster.simulator.attempt import SimAttempt
 from cluster.simulator.caches import Changes, MediaCache
 from cluster.simulator.device import Device, Sender
 from cluster.simulator.events import EventLoop
-from cluster.simulator.flight import Flight
 from cluster.simulator.worker import Network, WorkerSpec
 from cluster.simulator.workload import Item
-from cluster.types.messages import EncodeTiming, LoadReport
+from cluster.types.messages import (
+    AnyMessage,
+    CacheChanged,
+    Cancel,
+    Encoded,
+    EncodeTiming,
+    LoadReport,
+    StartEncode,
+    Tokens,
+)
 from encoder_service.scheduler import CallLimits, Candidate, select_batch
 
 CALLS_AHEAD = 4  # so many calls' worth of ready items is all that choosing one looks at
 
 
 @dataclass(eq=False, slots=True)
+class Ask:
+    """A `StartEncode`: one item of one attempt."""
+
+    attempt: SimAttempt
+    item_idx: int
+    item: Item
+    order: OrderKey
+    keep: bool  # another use of the item is expected
+    asked_at: float
+    is_wanted: bool = True  # it has not been cancelled
+
+
+@dataclass(eq=False, slots=True)
 class Job:
-    """One item in work, for everybody who asked for it."""
+    """One item in work, for all that asked for it."""
 
     item: Item
     num_bytes: int
     order: OrderKey
     num_rows_left: int
-    asked: list[tuple[Flight, int, float]]  # who, which of its items, since when
+    asks: list[Ask]
     asked_at: float
     prepared_at: float = 0.0
     begun_at: float = 0.0
@@ -55,38 +77,55 @@ class SimEncoder:
         self._num_threads_busy = 0
         self.ready: list[tuple[OrderKey, int, Job]] = []
         self.batch: list[tuple[Job, int]] = []
-        self.asked: list[tuple[Flight, int, float]] = []  # during the call; since when
+        self.asked: list[Ask] = []  # during the call
+        self._asks: dict[tuple[str, int], Ask] = {}  # that are not answered, by attempt and item
         self._prepared_during_call: list[Job] = []
         self._num_asked = 0
         self.num_queued_rows = 0
         self._sender = Sender()
         self.slowdown = 1.0
 
-    def start(self, flight: Flight, item_idx: int) -> None:
-        if self.batch:
-            self.asked.append((flight, item_idx, self._loop.now))
-        else:
-            self._start(flight, item_idx, self._loop.now)
+    def receive(self, attempt: SimAttempt, message: AnyMessage) -> None:
+        """From the attempt's door."""
+        if isinstance(message, StartEncode):
+            self._ask(attempt, message)
+        elif isinstance(message, Cancel):
+            self._cancel(attempt, message.item_idx)
 
-    def _start(self, flight: Flight, item_idx: int, asked_at: float) -> None:
-        if self.is_dead or not is_wanted(flight, item_idx):
+    def _ask(self, attempt: SimAttempt, start: StartEncode) -> None:
+        now, item_idx = self._loop.now, start.item_idx
+        num_rows = start.num_rows_before + start.item.num_call_rows
+        arrived_at = now - start.waited_s
+        ticket = Ticket(attempt.request_id, arrived_at, num_rows, is_text=False, priority=start.priority)
+        order = order_key(ticket, self.policy)
+        ask = Ask(attempt, item_idx, attempt.request.media[item_idx], order, start.keep, now)
+        self._asks[attempt.request_id, item_idx] = ask
+        if self.batch:
+            self.asked.append(ask)
+        else:
+            self._start(ask)
+
+    def _cancel(self, attempt: SimAttempt, item_idx: int | None) -> None:
+        """`item_idx`: None for all items. What is not here is ignored."""
+        items = range(len(attempt.request.media)) if item_idx is None else (item_idx,)
+        for idx in items:
+            ask = self._asks.pop((attempt.request_id, idx), None)
+            if ask is not None:
+                ask.is_wanted = False
+
+    def _start(self, ask: Ask) -> None:
+        if self.is_dead or not ask.is_wanted:
             return
-        item = flight.request.media[item_idx]
-        if self._cache.use(item.media_hash, item.media_hash in flight.returning):
-            return self._send(flight, item_idx, EncodeTiming(queued_s=self._loop.now - asked_at))
+        item = ask.item
+        if self._cache.use(item.media_hash, ask.keep):
+            timing = EncodeTiming(queued_s=self._loop.now - ask.asked_at)
+            return self._send(ask, timing, is_cached=True)
         job = self.jobs.get(item.media_hash)
         if job is not None:
-            job.asked.append((flight, item_idx, asked_at))
+            job.asks.append(ask)
             return
         num_bytes = item.num_tokens * self.spec.bytes_per_row
-        job = Job(
-            item,
-            num_bytes,
-            self.order(flight, item_idx, asked_at),
-            item.num_rows,
-            [(flight, item_idx, asked_at)],
-            asked_at,
-        )
+        job = Job(item, num_bytes, ask.order, item.num_rows, [ask], ask.asked_at)
         self.jobs[item.media_hash] = job
         self.changes.add(item.media_hash)
         self.num_queued_rows += item.num_rows
@@ -94,15 +133,6 @@ class SimEncoder:
         heappush(self._unprepared, (job.order, self._num_asked, job))
         self._prepare()
         self.report()
-
-    def order(self, flight: Flight, item_idx: int, asked_at: float) -> OrderKey:
-        """Its arrival is what it had waited when it was placed, before it was here."""
-        arrived_at = flight.request.arrived_at + asked_at - flight.decided_at
-        num_rows = sum(each.num_rows for each in flight.request.media[: item_idx + 1])
-        ticket = Ticket(
-            flight.request_id, arrived_at, num_rows, is_text=False, priority=flight.request.priority
-        )
-        return order_key(ticket, self.policy)
 
     def report(self) -> None:
         """To all doors."""
@@ -112,7 +142,10 @@ class SimEncoder:
             num_waiting=len(self.jobs) - len(self.batch),
             num_queued_units=self.num_queued_rows,
         )
-        self._network.tell_doors(self.spec.replica_id, load, media=(added, evicted))
+        messages: list[AnyMessage] = [Tokens((), load)]
+        if added or evicted:
+            messages.append(CacheChanged(added, evicted))
+        self._network.tell_doors(self.spec.replica_id, *messages)
 
     def begin(self) -> float | None:
         if self.is_dead:
@@ -164,8 +197,8 @@ class SimEncoder:
         for job in prepared:
             self._ready(job)
         asked, self.asked = self.asked, []
-        for each in asked:
-            self._start(*each)
+        for ask in asked:
+            self._start(ask)
         self.report()
         self.device.wake(self)
 
@@ -206,11 +239,11 @@ class SimEncoder:
         self.device.wake(self)
 
     def _drop_unwanted(self) -> None:
-        """Of the items that could run next, those that nobody waits for any more. As in the real one, what prefill has found in its
-        prefix cache is encoded all the same."""
+        """Of the items that could run next, those that no attempt waits for any more. As in the real one, items that prefill has found in
+        its prefix cache are encoded all the same."""
         for entry in self.ready[: CALLS_AHEAD * self.spec.max_items]:
             job = entry[2]
-            if not any(is_wanted(flight, idx) for flight, idx, _ in job.asked):
+            if not any(ask.is_wanted for ask in job.asks):
                 self.ready.remove(entry)
                 del self.jobs[job.item.media_hash]
                 self.num_queued_rows -= job.num_rows_left
@@ -219,36 +252,33 @@ class SimEncoder:
     def _complete(self, job: Job) -> None:
         now = self._loop.now
         del self.jobs[job.item.media_hash]
-        keep = any(job.item.media_hash in flight.returning for flight, _, _ in job.asked)
+        keep = any(ask.keep for ask in job.asks)
         for gone in self._cache.add(job.item.media_hash, job.num_bytes, keep):
             self.changes.evict(gone)
-        for flight, item_idx, asked_at in job.asked:
+        for ask in job.asks:
             timing = EncodeTiming(
-                preparing_s=max(0.0, job.prepared_at - asked_at),
-                queued_s=max(0.0, job.begun_at - max(job.prepared_at, asked_at)),
-                encoding_s=now - max(job.begun_at, asked_at),
+                preparing_s=max(0.0, job.prepared_at - ask.asked_at),
+                queued_s=max(0.0, job.begun_at - max(job.prepared_at, ask.asked_at)),
+                encoding_s=now - max(job.begun_at, ask.asked_at),
             )
-            self._send(flight, item_idx, timing)
+            self._send(ask, timing, is_cached=False)
 
-    def _send(self, flight: Flight, item_idx: int, timing: EncodeTiming) -> None:
-        if not is_wanted(flight, item_idx):
+    def _send(self, ask: Ask, timing: EncodeTiming, is_cached: bool) -> None:
+        if not ask.is_wanted:
             return
-        num_bytes = flight.request.media[item_idx].num_tokens * self.spec.bytes_per_row
-        link = self.spec.link(flight.prefill.spec.replica_id)
+        attempt = ask.attempt
+        del self._asks[attempt.request_id, ask.item_idx]
+        num_bytes = ask.item.num_tokens * self.spec.bytes_per_row
+        link = self.spec.link(attempt.prefill.spec.replica_id)
         there_at = self._sender.send(self._loop.now, num_bytes, link)
         timing = EncodeTiming(
             timing.preparing_s, timing.queued_s, timing.encoding_s, 0.0, there_at - self._loop.now
         )
-        self._loop.at(there_at, self._arrived, flight, item_idx, timing)
+        encoded = Encoded(attempt.request_id, ask.item_idx, is_cached, timing)
+        self._loop.at(there_at, self._arrived, attempt, encoded)
 
-    def _arrived(self, flight: Flight, item_idx: int, timing: EncodeTiming) -> None:
-        if self.is_dead or flight.is_over:
+    def _arrived(self, attempt: SimAttempt, encoded: Encoded) -> None:
+        if self.is_dead or attempt.is_cancelled:
             return
-        flight.timings[item_idx] = timing
-        flight.prefill.item_ready(flight, item_idx)
-        self._network.tell(flight.door.item_done, flight, item_idx)
-
-
-def is_wanted(flight: Flight, item_idx: int) -> bool:
-    """Whether the encoder is to bring the item; another request's may."""
-    return not flight.is_over and not flight.is_shared[item_idx]
+        attempt.prefill.item_ready(attempt, encoded.item_idx)
+        self._network.tell(attempt.door.receive, self.spec.replica_id, encoded)

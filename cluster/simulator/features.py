@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.simulator.flight import Flight
+from cluster.simulator.attempt import SimAttempt
 
-Consumer = tuple[Flight, int]  # and which of its items
+Consumer = tuple[SimAttempt, int]  # an attempt and the index of its item
 
 
 @dataclass(slots=True)
@@ -22,10 +22,10 @@ class Features:
     def __init__(self) -> None:
         self._copies: dict[str, _Copy] = {}
 
-    def reserve(self, flight: Flight, item_idx: int) -> bool:
-        """Whether somebody else brings it, or has brought it."""
-        copy = self._copies.setdefault(flight.request.media[item_idx].media_hash, _Copy())
-        copy.consumers.append((flight, item_idx))
+    def reserve(self, attempt: SimAttempt, item_idx: int) -> bool:
+        """True: an earlier consumer's encoder brings it, or has brought it."""
+        copy = self._copies.setdefault(attempt.request.media[item_idx].media_hash, _Copy())
+        copy.consumers.append((attempt, item_idx))
         return len(copy.consumers) > 1
 
     def is_here(self, media_hash: str) -> bool:
@@ -33,22 +33,22 @@ class Features:
         return copy is not None and copy.is_here
 
     def arrived(self, media_hash: str) -> list[Consumer]:
-        """Who has it now."""
+        """The consumers that have it now."""
         copy = self._copies.get(media_hash)
         if copy is None:
             return []
         copy.is_here = True
         return list(copy.consumers)
 
-    def release(self, flight: Flight, item_idx: int) -> Consumer | None:
-        """It is not needed any more; repeats are ignored. Returns who has to bring the copy, now that nobody does: of the others who
-        wait, the first, if this one was to bring it."""
-        media_hash = flight.request.media[item_idx].media_hash
+    def release(self, attempt: SimAttempt, item_idx: int) -> Consumer | None:
+        """This consumer does not need it any more; repeats are ignored. If its encoder was to bring the copy and has not, the next consumer
+        is returned: its encoder has to bring it."""
+        media_hash = attempt.request.media[item_idx].media_hash
         copy = self._copies.get(media_hash)
-        if copy is None or (flight, item_idx) not in copy.consumers:
+        if copy is None or (attempt, item_idx) not in copy.consumers:
             return None
-        was_first = copy.consumers[0] == (flight, item_idx)
-        copy.consumers.remove((flight, item_idx))
+        was_first = copy.consumers[0] == (attempt, item_idx)
+        copy.consumers.remove((attempt, item_idx))
         if not copy.consumers:
             del self._copies[media_hash]
             return None

@@ -142,8 +142,8 @@ class Oracle:
         ready: dict[str, float],
         now: float,
     ) -> tuple[float, float]:
-        """The instant of the request's first token at this worker plus what everybody who is there waits longer for theirs; and that
-        instant."""
+        """The instant of the request's first token at this worker plus by how much the prompts that are there wait longer for theirs; and
+        that instant."""
         without = self._plan(prefill, ready, now)
         others = sum(_play(prefill, without).values())
         plan = self._plan(prefill, ready, now)
@@ -163,17 +163,17 @@ class Oracle:
     def _plan(self, prefill: SimPrefill, ready: dict[str, float], now: float) -> _Plan:
         """What is in work at a worker, from the end of its running step on."""
         plan = _Plan(ChunkScheduler(self._simulation.scheduling), max(now, prefill.device.free_at))
-        running = {flight.request_id: count for flight, count in prefill.batch}
-        for flight in (*prefill.flights.values(), *prefill.coming.values()):
-            num_computed = flight.num_computed + running.get(flight.request_id, 0)
-            if num_computed == flight.num_tokens:
+        running = {attempt.request_id: count for attempt, count in prefill.batch}
+        for attempt in (*prefill.attempts.values(), *prefill.coming.values()):
+            num_computed = attempt.num_computed + running.get(attempt.request_id, 0)
+            if num_computed == attempt.num_tokens:
                 continue
             at = [
                 ready.get(item.media_hash, now) if is_missing else 0.0
-                for item, is_missing in zip(flight.request.media, flight.is_missing, strict=True)
+                for item, is_missing in zip(attempt.request.media, attempt.is_missing, strict=True)
             ]
-            ticket = prefill.ticket(flight, flight.num_tokens - flight.num_cached)
-            plan.add(ticket, flight.num_tokens, num_computed, [i.start for i in flight.request.media], at)
+            ticket = prefill.ticket(attempt, attempt.num_tokens - attempt.num_cached)
+            plan.add(ticket, attempt.num_tokens, num_computed, [i.start for i in attempt.request.media], at)
         return plan
 
     def _new(self, item: ItemView, request: RequestView, encoder: SimEncoder, now: float) -> _Coming:
@@ -207,11 +207,10 @@ def run_ahead(encoder: SimEncoder, extra: list[_Coming], now: float) -> dict[str
     threads += [now] * (encoder.spec.num_prepare_threads - len(threads))
     heapify(threads)
     unprepared = [_Coming(j.item.media_hash, j.num_rows_left, j.order, now) for j in encoder.unprepared()]
-    for flight, item_idx, asked_at in encoder.asked:
-        item = flight.request.media[item_idx]
+    for ask in encoder.asked:
+        item = ask.item
         if not encoder.has(item.media_hash) and item.media_hash not in encoder.jobs:
-            order = encoder.order(flight, item_idx, asked_at)
-            unprepared.append(_Coming(item.media_hash, item.num_rows, order, clock))
+            unprepared.append(_Coming(item.media_hash, item.num_rows, ask.order, clock))
     curves = encoder.spec.curves
     image = next(iter(curves.prepare))
     for each in sorted([*unprepared, *extra], key=lambda c: (c.at, c.order)):

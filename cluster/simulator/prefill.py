@@ -1,5 +1,5 @@
 """A simulated prefill worker: memory, order and steps by the objects that the real one uses; durations by its curve. As in the real
-one, who asks during a step is looked at when it is over: then what the step has computed can be reused."""
+one, a prompt that comes during a step waits for the end of the step: then it can reuse what the step has computed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,28 @@ from collections.abc import Callable
 from cluster.scheduling.admission import PromptAdmission
 from cluster.scheduling.chunks import ChunkScheduler, usable_prefix
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
+from cluster.simulator.attempt import SimAttempt
 from cluster.simulator.caches import BlockCache
 from cluster.simulator.device import Device, Sender
 from cluster.simulator.events import EventLoop
 from cluster.simulator.features import Features
-from cluster.simulator.flight import Flight
 from cluster.simulator.hardware import Model
-from cluster.simulator.worker import Network, WorkerSpec
-from cluster.types.messages import LoadReport, PrefillTiming
+from cluster.simulator.worker import GRANT, ONE_TOKEN, Network, WorkerSpec
+from cluster.types.messages import (
+    AnyMessage,
+    BlocksChanged,
+    Cancel,
+    DecodeTarget,
+    FeatureGranted,
+    FeatureShared,
+    FinishReason,
+    LoadReport,
+    PrefillAdmitted,
+    PrefillTiming,
+    StartPrefill,
+    TokenEvent,
+    Tokens,
+)
 
 
 class SimPrefill:
@@ -42,11 +56,13 @@ class SimPrefill:
         self.blocks = BlockCache(1 << 40 if is_local else spec.num_blocks)
         self._admission = PromptAdmission(policy, self.blocks.num_blocks)
         self.chunks = ChunkScheduler(policy)
-        self.flights: OrderedDict[str, Flight] = OrderedDict()
-        self.coming: dict[str, Flight] = {}  # sent here, and not yet looked at; for those who know everything
-        self._asked: list[Flight] = []  # during the step
+        self.attempts: OrderedDict[str, SimAttempt] = OrderedDict()
+        self.coming: dict[
+            str, SimAttempt
+        ] = {}  # sent here, and not started; for policies that see the workers themselves
+        self._asked: list[SimAttempt] = []  # during the step
         self._features = Features()
-        self.batch: list[tuple[Flight, int]] = []
+        self.batch: list[tuple[SimAttempt, int]] = []
         self.num_queued_tokens = 0
         self._sender = Sender()
         self.slowdown = 1.0
@@ -62,85 +78,93 @@ class SimPrefill:
             return curves.max_step_units
         return self._block_size if room_s <= 0 else max(self._block_size, int(room_s / token_s))
 
-    def start(self, flight: Flight) -> None:
-        """Room for its embeddings is asked for at once."""
-        flight.asked_at = self._loop.now
-        if not self.is_dead and not flight.is_over:
-            self._reserve_features(flight)
+    def receive(self, attempt: SimAttempt, message: AnyMessage) -> None:
+        """From the attempt's door."""
+        if isinstance(message, StartPrefill):
+            self.start(attempt)
+        elif isinstance(message, DecodeTarget):
+            self._granted(attempt)
+        elif isinstance(message, Cancel):
+            self.cancel(attempt)
+
+    def start(self, attempt: SimAttempt) -> None:
+        """Room for its embeddings is reserved at once."""
+        attempt.asked_at = self._loop.now
+        if not self.is_dead:
+            self._reserve_features(attempt)
         if self.batch:
-            self._asked.append(flight)
+            self._asked.append(attempt)
             return
-        self._start(flight)
+        self._start(attempt)
         self._admit()
         self.report()
 
-    def _reserve_features(self, flight: Flight) -> None:
-        for i, item in enumerate(flight.request.media):
-            flight.is_shared[i] = self._features.reserve(flight, i)
-            if flight.is_shared[i]:
-                flight.is_missing[i] = not self._features.is_here(item.media_hash)
-                self._network.tell(flight.door.item_done, flight, i)
+    def _reserve_features(self, attempt: SimAttempt) -> None:
+        for i, item in enumerate(attempt.request.media):
+            if self._features.reserve(attempt, i):
+                attempt.is_missing[i] = not self._features.is_here(item.media_hash)
+                self._tell(attempt, FeatureShared(attempt.request_id, i))
 
-    def _release_features(self, flight: Flight, num_tokens: int) -> None:
+    def _release_features(self, attempt: SimAttempt, num_tokens: int) -> None:
         """Of the items before so many tokens."""
-        for i, item in enumerate(flight.request.media):
-            heir = self._features.release(flight, i) if item.end <= num_tokens else None
+        for i, item in enumerate(attempt.request.media):
+            heir = self._features.release(attempt, i) if item.end <= num_tokens else None
             if heir is not None:
                 other, item_idx = heir
-                other.is_shared[item_idx] = False
-                self._network.tell(other.door.bring, other, item_idx)
+                self._tell(other, FeatureGranted(other.request_id, item_idx, GRANT))
 
-    def _start(self, flight: Flight) -> None:
-        self.coming.pop(flight.request_id, None)
-        if self.is_dead or flight.is_over:
+    def _start(self, attempt: SimAttempt) -> None:
+        self.coming.pop(attempt.request_id, None)
+        if self.is_dead or attempt.is_cancelled:
             return
-        flight.started_at = self._loop.now
-        self.flights[flight.request_id] = flight
-        self.num_queued_tokens += flight.num_tokens
-        self._admission.push(self.ticket(flight, flight.num_tokens))
+        attempt.started_at = self._loop.now
+        self.attempts[attempt.request_id] = attempt
+        self.num_queued_tokens += attempt.num_tokens
+        self._admission.push(self.ticket(attempt, attempt.num_tokens))
 
-    def ticket(self, flight: Flight, num_tokens: int) -> Ticket:
-        """Its arrival, as the real one counts it: what it had waited when it was placed, before it was here."""
-        request = flight.request
-        arrived_at = request.arrived_at + (flight.asked_at or self._loop.now) - flight.decided_at
-        return Ticket(flight.request_id, arrived_at, num_tokens, not request.media, request.priority)
+    def ticket(self, attempt: SimAttempt, num_tokens: int) -> Ticket:
+        """The prompt counts as arrived, as at the real worker, `waited_s` before it came here."""
+        request = attempt.request
+        arrived_at = (attempt.asked_at or self._loop.now) - attempt.waited_s
+        return Ticket(attempt.request_id, arrived_at, num_tokens, not request.media, request.priority)
 
-    def item_ready(self, flight: Flight, item_idx: int) -> None:
-        """Its encoder has brought it, for all who share it."""
+    def item_ready(self, attempt: SimAttempt, item_idx: int) -> None:
+        """Its encoder has brought it, for all prompts that share it."""
         if self.is_dead:
             return
-        for consumer in self._features.arrived(flight.request.media[item_idx].media_hash):
+        for consumer in self._features.arrived(attempt.request.media[item_idx].media_hash):
             self._item_ready(*consumer)
 
-    def _item_ready(self, flight: Flight, item_idx: int) -> None:
-        if flight.is_over or not flight.is_missing[item_idx]:
+    def _item_ready(self, attempt: SimAttempt, item_idx: int) -> None:
+        if attempt.is_cancelled or not attempt.is_missing[item_idx]:
             return
-        flight.is_missing[item_idx] = False
-        if flight.request_id not in self.chunks:
+        attempt.is_missing[item_idx] = False
+        if attempt.request_id not in self.chunks:
             return
-        self.chunks.set_ready(flight.request_id, flight.num_ready)
-        if flight.blocked_at is not None and flight.num_ready > flight.num_computed:
-            flight.media_s += self._loop.now - flight.blocked_at
-            flight.blocked_at = None
+        self.chunks.set_ready(attempt.request_id, attempt.num_ready)
+        if attempt.blocked_at is not None and attempt.num_ready > attempt.num_computed:
+            attempt.media_s += self._loop.now - attempt.blocked_at
+            attempt.blocked_at = None
         self.device.wake(self)
 
-    def granted(self, flight: Flight) -> None:
+    def _granted(self, attempt: SimAttempt) -> None:
         """Decode has room: what is computed travels, and from now on each step's part while it is computed."""
-        if self.is_dead or flight.is_over:
+        if self.is_dead or attempt.is_cancelled:
             return
-        flight.granted_at = self._loop.now
-        if flight.num_computed > flight.num_sent:
-            self._push(flight, self._loop.now, 0.0)
+        attempt.is_granted = True
+        if attempt.num_computed > attempt.num_sent:
+            self._push(attempt, self._loop.now, 0.0)
 
-    def cancel(self, flight: Flight) -> None:
-        """Frees what it holds. Repeats and unknown ones are ignored."""
-        self._release_features(flight, flight.num_tokens)
-        if self.flights.pop(flight.request_id, None) is None:
+    def cancel(self, attempt: SimAttempt) -> None:
+        """Frees what the attempt holds here. Repeats, and attempts that are not here, are ignored."""
+        attempt.is_cancelled = True
+        self._release_features(attempt, attempt.num_tokens)
+        if self.attempts.pop(attempt.request_id, None) is None:
             return
-        self.num_queued_tokens -= flight.num_tokens - flight.num_computed
-        self._admission.remove(flight.request_id)
-        self.chunks.remove(flight.request_id)
-        self._release(flight)
+        self.num_queued_tokens -= attempt.num_tokens - attempt.num_computed
+        self._admission.remove(attempt.request_id)
+        self.chunks.remove(attempt.request_id)
+        self._release(attempt)
         self._admit()
 
     def begin(self) -> float | None:
@@ -149,8 +173,8 @@ class SimPrefill:
         chunks = self.chunks.schedule(self.max_step_tokens)
         if not chunks:
             return None
-        self.batch = [(self.flights[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks]
-        step = [(flight.num_computed, count) for flight, count in self.batch]
+        self.batch = [(self.attempts[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks]
+        step = [(attempt.num_computed, count) for attempt, count in self.batch]
         self._context = mean_context(step)
         return self.true_step_s(step) * self._noise()
 
@@ -165,28 +189,28 @@ class SimPrefill:
             return
         batch, self.batch = self.batch, []
         begun_at = self._loop.now - took_s
-        for flight, count in batch:
-            if flight.is_over:
+        for attempt, count in batch:
+            if attempt.is_cancelled:
                 continue
-            flight.num_computed += count
-            flight.computing_s += took_s
+            attempt.num_computed += count
+            attempt.computing_s += took_s
             self.num_queued_tokens -= count
-            self._name_blocks(flight)
-            self._release_features(flight, flight.num_computed)
-            flight.is_complete = flight.num_computed == flight.num_tokens
-            if flight.is_complete:
-                self.chunks.remove(flight.request_id)
+            self._name_blocks(attempt)
+            self._release_features(attempt, attempt.num_computed)
+            attempt.is_complete = attempt.num_computed == attempt.num_tokens
+            if attempt.is_complete:
+                self.chunks.remove(attempt.request_id)
             else:
-                self.chunks.set_computed(flight.request_id, flight.num_computed)
-                if flight.num_ready <= flight.num_computed:
-                    flight.blocked_at = self._loop.now
-            if flight.granted_at is not None:
-                self._push(flight, begun_at + took_s / self._num_layers, self._loop.now)
-            if flight.is_complete:
-                self._first_token(flight)
+                self.chunks.set_computed(attempt.request_id, attempt.num_computed)
+                if attempt.num_ready <= attempt.num_computed:
+                    attempt.blocked_at = self._loop.now
+            if attempt.is_granted:
+                self._push(attempt, begun_at + took_s / self._num_layers, self._loop.now)
+            if attempt.is_complete:
+                self._first_token(attempt)
         asked, self._asked = self._asked, []
-        for flight in asked:
-            self._start(flight)
+        for attempt in asked:
+            self._start(attempt)
         self._admit()
         self.report()
         self.device.wake(self)
@@ -197,105 +221,120 @@ class SimPrefill:
             return
         load = LoadReport(
             num_running=len(self.chunks),
-            num_waiting=len(self.flights) - len(self.chunks),
+            num_waiting=len(self.attempts) - len(self.chunks),
             num_queued_units=self.num_queued_tokens,
             num_used_blocks=self.blocks.num_used,
             num_cached_blocks=self.blocks.num_cached,
         )
-        self._network.tell_doors(self.spec.replica_id, load, blocks=self.blocks.changes.take())
+        messages: list[AnyMessage] = [Tokens((), load)]
+        added, evicted = self.blocks.changes.take()
+        if added or evicted:
+            messages.append(BlocksChanged(added, evicted))
+        self._network.tell_doors(self.spec.replica_id, *messages)
 
     def _admit(self) -> None:
         while any(self._try_admit(ticket) for ticket in self._admission.heads()):
             pass
 
     def _try_admit(self, ticket: Ticket) -> bool:
-        flight = self.flights[ticket.request_id]
-        num_blocks = -(-flight.num_tokens // self._block_size)
+        attempt = self.attempts[ticket.request_id]
+        num_blocks = -(-attempt.num_tokens // self._block_size)
         if not self._admission.has_share(ticket, num_blocks):
             return False
-        hashes = flight.view.block_hashes
+        hashes = attempt.request.block_hashes
         num_found = 0 if self._is_local else self.blocks.match(hashes)
-        num_cached = usable_prefix(num_found * self._block_size, flight.num_tokens, self._block_size, ())
+        num_cached = usable_prefix(num_found * self._block_size, attempt.num_tokens, self._block_size, ())
         shared = list(hashes[: num_cached // self._block_size])
         if not self.blocks.try_take(shared, num_blocks - len(shared)):
             return False
         self._admission.admit(ticket, num_blocks)
-        flight.shared, flight.num_anonymous, flight.num_named = shared, num_blocks - len(shared), len(shared)
-        flight.num_cached = flight.num_computed = num_cached
-        flight.admitted_at = self._loop.now
+        attempt.shared, attempt.num_anonymous, attempt.num_named = (
+            shared,
+            num_blocks - len(shared),
+            len(shared),
+        )
+        attempt.num_cached = attempt.num_computed = num_cached
+        attempt.admitted_at = self._loop.now
         self.num_queued_tokens -= num_cached
-        for i, item in enumerate(flight.request.media):
+        for i, item in enumerate(attempt.request.media):
             if item.end <= num_cached:
-                flight.is_missing[i] = False
-        self._release_features(flight, num_cached)
-        self.chunks.add(self.ticket(flight, flight.num_tokens - num_cached), flight.num_tokens)
-        self.chunks.set_computed(flight.request_id, num_cached)
-        self.chunks.set_ready(flight.request_id, flight.num_ready)
-        if flight.num_ready <= flight.num_computed:
-            flight.blocked_at = self._loop.now
+                attempt.is_missing[i] = False
+        self._release_features(attempt, num_cached)
+        self.chunks.add(self.ticket(attempt, attempt.num_tokens - num_cached), attempt.num_tokens)
+        self.chunks.set_computed(attempt.request_id, num_cached)
+        self.chunks.set_ready(attempt.request_id, attempt.num_ready)
+        if attempt.num_ready <= attempt.num_computed:
+            attempt.blocked_at = self._loop.now
         if not self._is_local:
-            self._network.tell(self._network.tell, flight.decode.reserve, flight)  # by way of the door
+            self._tell(attempt, PrefillAdmitted(attempt.request_id))
         self.device.wake(self)
         return True
 
-    def _name_blocks(self, flight: Flight) -> None:
+    def _name_blocks(self, attempt: SimAttempt) -> None:
         """Full blocks that are computed can be reused. One whose content is here already stays without a name."""
         if self._is_local:
             return
-        hashes = flight.view.block_hashes
-        num_full = min(flight.num_computed // self._block_size, len(hashes))
-        for i in range(flight.num_named, num_full):
+        hashes = attempt.request.block_hashes
+        num_full = min(attempt.num_computed // self._block_size, len(hashes))
+        for i in range(attempt.num_named, num_full):
             if self.blocks.name(hashes[i]):
-                flight.shared.append(hashes[i])
-                flight.num_anonymous -= 1
-        flight.num_named = max(flight.num_named, num_full)
+                attempt.shared.append(hashes[i])
+                attempt.num_anonymous -= 1
+        attempt.num_named = max(attempt.num_named, num_full)
 
-    def _push(self, flight: Flight, ready_at: float, all_ready_at: float) -> None:
+    def _push(self, attempt: SimAttempt, ready_at: float, all_ready_at: float) -> None:
         """Computed and not sent: the first layer's share is ready at one instant, the last layer's at another."""
-        num_bytes = (flight.num_computed - flight.num_sent) * self._kv_bytes
-        flight.num_sent = flight.num_computed
-        link = self.spec.link(flight.decode.spec.replica_id)
+        num_bytes = (attempt.num_computed - attempt.num_sent) * self._kv_bytes
+        attempt.num_sent = attempt.num_computed
+        link = self.spec.link(attempt.decode.spec.replica_id)
         last_layer_s = num_bytes / self._num_layers / link.bytes_per_s
         there_at = self._sender.send(ready_at, num_bytes, link, all_ready_at + last_layer_s)
-        if flight.is_complete:
-            self._loop.at(max(there_at, self._loop.now), self._sent, flight)
+        if attempt.is_complete:
+            self._loop.at(max(there_at, self._loop.now), self._sent, attempt)
 
-    def _sent(self, flight: Flight) -> None:
-        if self.is_dead or flight.is_over or flight.request_id not in self.flights:
+    def _sent(self, attempt: SimAttempt) -> None:
+        if self.is_dead or attempt.request_id not in self.attempts:
             return
-        self._end(flight)
-        flight.decode.join(flight)
+        self._end(attempt)
+        attempt.decode.join(attempt)
 
-    def _first_token(self, flight: Flight) -> None:
-        blocks_s = flight.admitted_at - flight.started_at
+    def _first_token(self, attempt: SimAttempt) -> None:
+        blocks_s = attempt.admitted_at - attempt.started_at
         timing = PrefillTiming(
             blocks_s=blocks_s,
-            media_s=flight.media_s,
+            media_s=attempt.media_s,
             queued_s=max(
-                0.0, self._loop.now - flight.asked_at - blocks_s - flight.media_s - flight.computing_s
+                0.0, self._loop.now - attempt.asked_at - blocks_s - attempt.media_s - attempt.computing_s
             ),
-            computing_s=flight.computing_s,
+            computing_s=attempt.computing_s,
         )
-        self._network.tell(flight.door.first_token, flight, timing)
-        if flight.num_output_tokens <= 1:
-            self._end(flight)
-            flight.decode.cancel(flight)
+        is_last = attempt.num_output_tokens <= 1
+        finish_reason = FinishReason.LENGTH if is_last else None
+        event = TokenEvent(attempt.request_id, ONE_TOKEN, finish_reason, attempt.num_cached, timing=timing)
+        self._tell(attempt, Tokens((event,)))
+        if is_last or self._is_local:
+            self._end(attempt)
+        if is_last and self._is_local:
+            attempt.decode.cancel(attempt)
         elif self._is_local:
-            self._end(flight)
-            flight.decode.join(flight)
+            attempt.decode.join(attempt)
 
-    def _end(self, flight: Flight) -> None:
+    def _end(self, attempt: SimAttempt) -> None:
         """It is done here; cached blocks stay."""
-        del self.flights[flight.request_id]
-        self._admission.remove(flight.request_id)
-        self._release(flight)
+        del self.attempts[attempt.request_id]
+        self._admission.remove(attempt.request_id)
+        self._release(attempt)
         self._admit()
 
-    def _release(self, flight: Flight) -> None:
+    def _tell(self, attempt: SimAttempt, message: AnyMessage) -> None:
+        """The attempt's door."""
+        self._network.tell(attempt.door.receive, self.spec.replica_id, message)
+
+    def _release(self, attempt: SimAttempt) -> None:
         if self.is_dead:
             return
-        self.blocks.free(flight.shared, flight.num_anonymous)
-        flight.shared, flight.num_anonymous = [], 0
+        self.blocks.free(attempt.shared, attempt.num_anonymous)
+        attempt.shared, attempt.num_anonymous = [], 0
 
 
 def mean_context(batch: list[tuple[int, int]]) -> float:

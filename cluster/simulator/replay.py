@@ -7,7 +7,7 @@ policy, as the live one had: the block's policy decides anew, and its door goes 
     preparing, links      what the workers had measured when the block was over
     what doors are told   what workers had measured of all that: when the block before was over, if they were as fast there, and from
                           the middle of the block on when it was over itself
-    admission             the real queue, one for all doors, with the cluster's defaults
+    admission             the real controller at each door, with the cluster's defaults
     overheads             constants for each message, call and item (see overheads.py)
 
 The overheads are measured on the first repetition of the blocks; compared are the others. A live block is one of many that might have
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -28,7 +27,7 @@ import msgspec
 from bench.engine.measure import percentile
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import UnavailableError
-from cluster.simulator.gate import Gate
+from cluster.simulator.client import name_of
 from cluster.simulator.overheads import Overheads, links_of, slowed
 from cluster.simulator.recording import Block, Recorded, Recording
 from cluster.simulator.simulation import NOISE, MakePolicy, Simulation
@@ -81,10 +80,11 @@ class AsRecorded:
         self._recorded = {each.request.request_id: each for block in blocks for each in block.requests}
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
-        name, _, _ = request.request_id.partition("/")
-        recorded = self._recorded[name]
-        stays = recorded.prefill == recorded.decode
-        placement = Placement(tuple(recorded.encoders), None if stays else recorded.prefill, recorded.decode)
+        recorded = self._recorded[name_of(request.request_id)]
+        is_local = recorded.prefill == recorded.decode
+        placement = Placement(
+            tuple(recorded.encoders), None if is_local else recorded.prefill, recorded.decode
+        )
         return Decision(placement, unpredicted(len(request.media)))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
@@ -184,9 +184,7 @@ def _make_simulation(
         recording.model,
         seed or 0,
         noise=0.0 if seed is None else NOISE,
-        gate=None
-        if follows
-        else partial(Gate, args=AdmissionArgs(), text_share=recording.scheduling.text_share),
+        admission=None if follows else AdmissionArgs(),
         scheduling=recording.scheduling,
         network_s=overheads.message_s,
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from bench.engine.measure import percentile
-from cluster.simulator.flight import Outcome
+from cluster.simulator.outcome import Outcome
 
 WARM_UP_SHARE = 0.1  # of the requests, in order of arrival, do not count
 MAX_GROWTH = 1.4
@@ -114,7 +114,7 @@ def _predictions(done: Sequence[Outcome]) -> tuple[list[float], list[float]]:
     errors, hits = [], []
     for outcome in done:
         prediction, actual_s = outcome.prediction, outcome.decided_ttft_s
-        if prediction is None or prediction.ttft_s <= 0 or outcome.num_flights > 1:
+        if prediction is None or prediction.ttft_s <= 0 or outcome.num_attempts > 1:
             continue
         errors.append(abs(prediction.ttft_s - actual_s) / actual_s)
         hits.append(float(prediction.low_s <= actual_s <= prediction.high_s))

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from cluster.simulator.demand import capacity, demand
-from cluster.simulator.flight import Outcome
 from cluster.simulator.hardware import H200, VL_7B
 from cluster.simulator.layouts import Layout, workers
+from cluster.simulator.outcome import Outcome
 from cluster.simulator.simulation import Simulation
 from cluster.simulator.workload import Workload, image_prompts, text
 from router.policy import POLICIES

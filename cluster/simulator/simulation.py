@@ -7,20 +7,22 @@ from dataclasses import replace
 from itertools import cycle
 from random import Random
 
+from cluster.config.settings import AdmissionArgs
 from cluster.scheduling.keys import SchedulingPolicy
+from cluster.simulator.admission import admission_controller
 from cluster.simulator.decode import SimDecode
 from cluster.simulator.device import Device
 from cluster.simulator.door import SimDoor
 from cluster.simulator.encoder import SimEncoder
 from cluster.simulator.events import EventLoop
-from cluster.simulator.flight import Outcome
-from cluster.simulator.gate import Gate
 from cluster.simulator.hardware import Model
+from cluster.simulator.outcome import Outcome
 from cluster.simulator.prefill import SimPrefill
 from cluster.simulator.worker import NETWORK_S, Network, WorkerSpec
 from cluster.simulator.workload import SimRequest
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Role
+from cluster.types.messages import Measured
 from router.policy import ClusterView, Policy
 
 # Of the cluster's defaults, with a speed of the simulated GPUs: 20,000 tokens count like a second of waiting.
@@ -33,7 +35,7 @@ SimWorker = SimEncoder | SimPrefill | SimDecode
 
 
 class Simulation:
-    """`policies`: makers of one for each door."""
+    """`policies`: makers of one for each door. `admission`: of each door; None: every request is admitted at once."""
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class Simulation:
         noise: float = NOISE,
         scheduling: SchedulingPolicy = SCHEDULING,
         network_s: float = NETWORK_S,
-        gate: Callable[[Simulation], Gate] | None = None,
+        admission: AdmissionArgs | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
     ):
         self.loop = EventLoop()
@@ -61,14 +63,14 @@ class Simulation:
         self.decodes: dict[str, SimDecode] = {}
         for spec in specs:
             self._make(spec)
+        self.workers = {**self.encoders, **self.prefills, **self.decodes}
         self.may_prefill_locally = any(decode.local is not None for decode in self.decodes.values())
-        the_gate = gate(self) if gate is not None else None
         self.doors = [
             SimDoor(
                 self,
                 make(self),
                 ClusterView(scheduling, model.kv_bytes_per_token, model.num_layers),
-                the_gate,
+                admission_controller(admission, scheduling.text_share),
             )
             for make in policies
         ]
@@ -88,16 +90,13 @@ class Simulation:
         self.loop.run(until)
         return self.outcomes
 
-    def worker(self, replica_id: str) -> SimWorker:
-        return self.encoders.get(replica_id) or self.prefills.get(replica_id) or self.decodes[replica_id]
-
     def set_curves(self, replica_id: str, curves: ServiceCurves, told: ServiceCurves) -> None:
         """From its next call on a worker is so fast; all doors hear of it at once."""
-        worker = self.worker(replica_id)
+        worker = self.workers[replica_id]
         worker.spec = replace(worker.spec, curves=curves, told=told)
         if isinstance(worker, SimDecode) and worker.local is not None:
             worker.local.spec = worker.spec
-        self._each_door(SimDoor.measured, replica_id, told)
+        self._each_door(SimDoor.receive, replica_id, Measured(told))
 
     def landed(self, outcome: Outcome) -> None:
         self._on_outcome(outcome)
@@ -109,7 +108,7 @@ class Simulation:
 
     def _arrive(self, door: SimDoor, request: SimRequest) -> None:
         self._next_arrival()
-        door.arrive(request)
+        door.submit(request)
 
     def _draw(self) -> float:
         return max(0.5, 1.0 + self._noise * self._rng.gauss(0.0, 1.0)) if self._noise else 1.0
@@ -132,11 +131,11 @@ class Simulation:
         )
 
     def _plan(self, spec: WorkerSpec) -> None:
-        """Its start, its end and its bad hour."""
+        """The worker's start, its death and its throttling."""
         if spec.ready_at > 0:
-            self.loop.at(spec.ready_at, self._each_door, SimDoor.add, spec)
+            self.loop.at(spec.ready_at, self._each_door, SimDoor.join, spec)
         else:
-            self._each_door(SimDoor.add, spec)
+            self._each_door(SimDoor.join, spec)
         if spec.dies_at is not None:
             self.loop.at(spec.dies_at, self._kill, spec)
         if spec.throttled is not None:
@@ -148,23 +147,26 @@ class Simulation:
             call(door, *args)
 
     def _kill(self, spec: WorkerSpec) -> None:
-        worker = self.worker(spec.replica_id)
+        worker = self.workers[spec.replica_id]
         worker.is_dead = True
         if isinstance(worker, SimDecode) and worker.local is not None:
             worker.local.is_dead = True
-        self.network.tell(self._each_door, SimDoor.worker_lost, spec)
+        if isinstance(worker, SimPrefill):
+            for decode in self.decodes.values():
+                decode.tell_tokens(worker)
+        self.network.tell(self._each_door, SimDoor.lose, spec.replica_id)
 
     def _throttle(self, spec: WorkerSpec, factor: float) -> None:
-        worker = self.worker(spec.replica_id)
+        worker = self.workers[spec.replica_id]
         worker.slowdown = factor
         if isinstance(worker, SimDecode) and worker.local is not None:
             worker.local.slowdown = factor
         curves = slower(spec.curves, factor)
-        self.loop.after(MEASURES_AGAIN_S, self._each_door, SimDoor.measured, spec.replica_id, curves)
+        self.loop.after(MEASURES_AGAIN_S, self._each_door, SimDoor.receive, spec.replica_id, Measured(curves))
 
 
 def slower(curves: ServiceCurves, factor: float) -> ServiceCurves:
-    """The same worker, with all its durations so many times longer; its links stay."""
+    """The same worker, with all its durations so many times longer; its links are as fast as before."""
 
     def scaled(curve: Curve | None) -> Curve | None:
         if curve is None:

@@ -42,7 +42,7 @@ class OneDevice:
         raise UnavailableError("the device is gone")
 
     def _load(self, device: str) -> int:
-        waiting = len(self._simulation.prefills[f"p:{device}"].flights)
+        waiting = len(self._simulation.prefills[f"p:{device}"].attempts)
         return WAITING_WEIGHT * waiting + self._simulation.decodes[f"d:{device}"].num_running
 
 

@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.simulator.events import EventLoop
-from cluster.simulator.hardware import PREPARE_THREADS
+from cluster.simulator.hardware import PREPARE_THREADS, Model
 from cluster.types.curves import Link, ServiceCurves
-from cluster.types.members import Role
-from cluster.types.messages import LoadReport
+from cluster.types.members import Member, Role
+from cluster.types.messages import AnyMessage
+from cluster.types.transfer import Contract, Grant
 
 if TYPE_CHECKING:
     from cluster.simulator.door import SimDoor
 
-NETWORK_S = 5e-4  # a frame between a door and a worker
+NETWORK_S = 5e-4  # a message between a door and a worker
+ONE_TOKEN = (0,)  # simulated tokens have no meaning, only a number
+# Simulated workers need no grant to write, so one that grants nothing stands for all.
+GRANT = Grant("simulated", b"", 0, 0, Contract(0, "", 0, (), "", ""), (), (), ttl_s=math.inf)
 
 
 @dataclass(frozen=True)
@@ -55,31 +59,39 @@ class WorkerSpec:
         return self.curves.links.get(replica_id) or self.curves.links[""]
 
 
+def member(spec: WorkerSpec, model: Model) -> Member:
+    """The worker as doors see it."""
+    token_bytes = spec.bytes_per_row if spec.role is Role.ENCODE else model.kv_bytes_per_token
+    return Member(
+        spec.replica_id,
+        spec.role,
+        address="",
+        model=model.name,
+        layout="",
+        num_blocks=spec.num_blocks,
+        modalities=tuple(spec.curves.encode),
+        hardware=spec.hardware,
+        device=spec.device,
+        block_bytes=token_bytes * model.block_size,
+        num_layers=model.num_layers,
+    )
+
+
 class Network:
-    """Frames reach their door or worker `delay_s` later."""
+    """A message reaches its door or worker `delay_s` later; messages overtake none that were sent before."""
 
     def __init__(self, loop: EventLoop, delay_s: float = NETWORK_S):
         self._loop, self.delay_s = loop, delay_s
         self.doors: Sequence[SimDoor] = ()
 
     def tell(self, call: Callable[..., object], *args: Any) -> None:
+        """The call happens when the message has arrived."""
         self._loop.at(self._loop.now + self.delay_s, call, *args)
 
-    def tell_doors(
-        self,
-        replica_id: str,
-        load: LoadReport,
-        media: tuple[Sequence[str], Sequence[str]] = ((), ()),
-        blocks: tuple[Sequence[bytes], Sequence[bytes]] = ((), ()),
-    ) -> None:
-        self._loop.at(self._loop.now + self.delay_s, self._deliver, replica_id, load, media, blocks)
+    def tell_doors(self, replica_id: str, *messages: AnyMessage) -> None:
+        """A worker tells all doors the same."""
+        self._loop.at(self._loop.now + self.delay_s, self._deliver, replica_id, messages)
 
-    def _deliver(
-        self,
-        replica_id: str,
-        load: LoadReport,
-        media: tuple[Sequence[str], Sequence[str]],
-        blocks: tuple[Sequence[bytes], Sequence[bytes]],
-    ) -> None:
+    def _deliver(self, replica_id: str, messages: Sequence[AnyMessage]) -> None:
         for door in self.doors:
-            door.reported(replica_id, load, media, blocks)
+            door.receive(replica_id, *messages)

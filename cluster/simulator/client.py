@@ -1,0 +1,90 @@
+"""The client's side of a simulated request: what it asks of a door, and what it notes of the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.simulator.attempt import SimAttempt
+from cluster.simulator.outcome import Outcome
+from cluster.simulator.workload import Item, SimRequest
+from cluster.types.media import MediaGeometry, MediaItem, PlacedMedia
+from cluster.types.messages import TokenEvent
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from router.flow.state import ClientRequest
+from router.policy import Prediction
+from router.telemetry.timeline import RequestTimeline
+
+SAMPLING = (SamplingParams(),)
+MAX_PROMPT_TOKENS = 1 << 20
+
+
+@dataclass(eq=False, slots=True)
+class SimClient:
+    """One request, from its arrival until its last token or its error."""
+
+    request: SimRequest
+    asked: ClientRequest
+    attempts: list[SimAttempt] = field(default_factory=list)  # in order; the last one runs
+    ttft_s: float | None = None
+    decided_ttft_s: float = 0.0
+    num_cached: int = 0
+    prediction: Prediction | None = None
+
+    def on_tokens(self, event: TokenEvent, now: float) -> None:
+        if self.ttft_s is not None:
+            return
+        self.ttft_s = now - self.request.arrived_at
+        self.decided_ttft_s = now - self.asked.started_at
+        self.num_cached = event.num_cached_tokens
+        decision = self.asked.timeline.decision
+        self.prediction = None if decision is None else decision.prediction
+
+    def outcome(self, status: str, now: float) -> Outcome:
+        """At the end."""
+        request, num_attempts = self.request, self.asked.num_attempts
+        waited_s = self.asked.started_at - request.arrived_at if num_attempts else 0.0
+        if self.ttft_s is None:
+            return Outcome(request, status, waited_s, finished_at=now, num_attempts=num_attempts)
+        return Outcome(
+            request,
+            status,
+            waited_s,
+            self.ttft_s,
+            max(0.0, self.attempts[0].second_at - request.arrived_at),
+            now,
+            (now - request.arrived_at - self.ttft_s) / max(1, request.num_output_tokens - 1),
+            num_attempts,
+            self.num_cached,
+            self.decided_ttft_s,
+            self.prediction,
+        )
+
+
+def name_of(request_id: str) -> str:
+    """Of the workload's request, of any of its attempts: the first one of "r5" is "r5/1", the second one "r5/1.1", and so on."""
+    return request_id.partition("/")[0]
+
+
+def make_client(request: SimRequest, number: int) -> SimClient:
+    """`number`: of the request at its door. It sets its prompt apart from others of equal length: prompts have token ids that mean
+    nothing, as ranges, which cost no memory."""
+    first = number * MAX_PROMPT_TOKENS
+    placed, items = [], []
+    for each in request.media:
+        geometry = MediaGeometry(each.num_tokens)
+        placed.append(PlacedMedia(each.modality, each.media_hash, ((each.start, each.num_tokens),), geometry))
+        items.append(_media_item(each, geometry))
+    token_ids = range(first, first + request.num_prompt_tokens)
+    asked = GenerateRequest(
+        f"{request.request_id}/1",
+        Prompt(token_ids, tuple(placed)),  # pyright: ignore[reportArgumentType]  # a range instead of a tuple
+        SAMPLING,
+        StopParams(request.num_output_tokens),
+        priority=request.priority,
+    )
+    timeline = RequestTimeline(request.arrived_at)
+    return SimClient(request, ClientRequest(asked, items, request.block_hashes, timeline, request.tenant))
+
+
+def _media_item(item: Item, geometry: MediaGeometry) -> MediaItem:
+    return MediaItem(item.modality, b"", item.media_hash, geometry, num_encoded_rows=item.num_rows)
