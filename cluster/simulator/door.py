@@ -14,16 +14,16 @@ and a ping is answered at once, without an event. There are no time limits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import InternalError, OverloadedError
+from cluster.simulator.admission import OpenAdmission
 from cluster.simulator.attempt import SimAttempt
 from cluster.simulator.client import SimClient, make_client, name_of
+from cluster.simulator.placer import SimPlacer
 from cluster.simulator.worker import WorkerSpec, member
 from cluster.simulator.workload import SimRequest
-from cluster.types.media import MediaItem
 from cluster.types.messages import (
     AnyMessage,
     Cancel,
@@ -37,10 +37,9 @@ from cluster.types.messages import (
 )
 from cluster.types.request import GenerateRequest
 from router.admission.controller import AdmissionController
-from router.flow.outputs import Deliver, Send
-from router.flow.placer import Placer
+from router.flow.outputs import Deliver, Output, Send
 from router.flow.request_flow import RequestFlow, Timeouts
-from router.policy import ClusterView, Policy, RequestView
+from router.policy import ClusterView, Policy
 
 if TYPE_CHECKING:
     from cluster.simulator.simulation import Simulation
@@ -57,7 +56,9 @@ class SimDoor:
         self._attempts: dict[str, SimAttempt] = {}  # of these clients, the last one each
         self._num_submitted = 0
         self._timer_at = inf
-        self.flow = RequestFlow(SimPlacer(self, simulation, policy), admission, Timeouts(inf, inf))
+        has_admission = not isinstance(admission, OpenAdmission)
+        placer = SimPlacer(self, simulation, policy, has_admission)
+        self.flow = RequestFlow(placer, admission, Timeouts(inf, inf))
 
     @property
     def is_idle(self) -> bool:
@@ -92,15 +93,19 @@ class SimDoor:
     def _run(self, call: Callable[..., None], *args: Any) -> None:
         call(*args, self._loop.now)
         while outputs := self.flow.take_outputs():
-            ended = []
-            for output in outputs:
-                if isinstance(output, Send):
-                    self._send(output.replica_id, output.message)
-                elif isinstance(output, Deliver) and self._deliver(output):
-                    ended.append(output.request_id)
-            for request_id in ended:
-                self._forget(request_id)
-        self._set_timer()
+            self._carry_out(outputs)
+        if self._admission.deadline is not None:
+            self._set_timer(self._admission.deadline)
+
+    def _carry_out(self, outputs: Sequence[Output]) -> None:
+        ended = []
+        for output in outputs:
+            if isinstance(output, Send):
+                self._send(output.replica_id, output.message)
+            elif isinstance(output, Deliver) and self._deliver(output):
+                ended.append(output.request_id)
+        for request_id in ended:  # after its last messages
+            self._forget(request_id)
 
     def _send(self, replica_id: str, message: AnyMessage) -> None:
         if isinstance(message, Ping):
@@ -167,30 +172,11 @@ class SimDoor:
         if client.attempts:
             del self._attempts[client.attempts[-1].request_id]
 
-    def _set_timer(self) -> None:
-        deadline = self._admission.deadline
-        if deadline is not None and deadline < self._timer_at:
+    def _set_timer(self, deadline: float) -> None:
+        if deadline < self._timer_at:
             self._timer_at = max(deadline, self._loop.now)
             self._loop.at(self._timer_at, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer_at = inf
         self._run(self.flow.on_timer)
-
-
-class SimPlacer(Placer):
-    """Names blocks by the keys of the workload, and knows whether decode workers can compute prompts at all."""
-
-    def __init__(self, door: SimDoor, simulation: Simulation, policy: Policy):
-        super().__init__(policy, door.cluster, simulation.model.block_size)
-        self._door, self._simulation = door, simulation
-
-    def view(
-        self, request: GenerateRequest, items: Sequence[MediaItem], hashes: Sequence[bytes]
-    ) -> RequestView:
-        if request.prompt.num_generated:  # the flow has hashed token ids, which mean nothing here
-            hashes = self._door.client_of(request.request_id).request.block_hashes
-        view = super().view(request, items, hashes)
-        if view.may_prefill_locally and not self._simulation.may_prefill_locally:
-            return replace(view, may_prefill_locally=False)
-        return view

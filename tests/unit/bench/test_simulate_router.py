@@ -30,14 +30,13 @@ from bench.router.run import record
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from cluster.simulator import __main__ as simulate_main
 from cluster.simulator.demand import capacity, demand
-from cluster.simulator.gate import Gate
 from cluster.simulator.hardware import A100, H200, VL_7B
 from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.plan_report import plan_plot, plan_table
 from cluster.simulator.planner import divisions, neighbours, plan
 from cluster.simulator.results import Slo
 from cluster.simulator.scale import scale
-from cluster.simulator.simulation import SCHEDULING, Simulation
+from cluster.simulator.simulation import Simulation
 from cluster.simulator.workload import WORKLOADS, Workload, fixed_text, image_prompts
 
 TIMES = {"ttft_mean_s": 0.1, "ttft_p50_s": 0.08, "ttft_p99_s": 0.5, "second_mean_s": 0.12}
@@ -67,7 +66,7 @@ def test_cases_name_scenarios_workloads_and_policies_that_exist() -> None:
             assert case.workload in WORKLOADS and SPLITS[case.split].layout.num_devices == 4
 
 
-def test_a_policy_that_nobody_knows_is_an_error() -> None:
+def test_an_unknown_policy_is_an_error() -> None:
     with pytest.raises(KeyError):
         maker("guess")
 
@@ -131,10 +130,10 @@ def test_the_best_split_is_compared_with_data_parallelism() -> None:
 def test_overload_is_measured_against_the_peak_of_its_own_kind() -> None:
     records = [
         {
-            "type": "overload", "admission": has_gate, "load": load, "seed": 0, "rate": 10.0, "good_work": good,
+            "type": "overload", "admission": has_admission, "load": load, "seed": 0, "rate": 10.0, "good_work": good,
             "num_refused": 5, "num_requests": 20, "ttft_p99_s": 1.0, "longest_wait_s": {"interactive": 1.5},
         }
-        for has_gate, load, good in ((True, 1.0, 100.0), (True, 3.0, 95.0), (False, 1.0, 100.0), (False, 3.0, 20.0))
+        for has_admission, load, good in ((True, 1.0, 100.0), (True, 3.0, 95.0), (False, 1.0, 100.0), (False, 3.0, 20.0))
     ]  # fmt: skip
     lines = report.overload_table(records)
     assert "| 95% | 25% |" in next(line for line in lines if line.startswith("| yes | 3"))
@@ -218,21 +217,15 @@ def test_admission_refuses_what_cannot_be_served_and_leaves_nothing_behind() -> 
         AdmissionClassArgs(name="interactive", max_priority=0, max_wait_s=1.0),
         AdmissionClassArgs(name="batch", max_wait_s=4.0),
     )
-    gates: list[Gate] = []
-
-    def gate(simulation: Simulation) -> Gate:
-        gates.append(Gate(simulation, AdmissionArgs(classes=classes), SCHEDULING.text_share))
-        return gates[0]
-
-    simulation = Simulation(specs, [maker("joint")], VL_7B, gate=gate)
+    simulation = Simulation(specs, [maker("joint")], VL_7B, admission=AdmissionArgs(classes=classes))
     outcomes = simulation.run(workload.requests(rate, 300, 0))
     assert len({outcome.request.request_id for outcome in outcomes}) == len(outcomes) == 300
     assert {outcome.status for outcome in outcomes} == {"finished", "refused"}
     assert all(o.waited_s <= (4.0 if o.request.priority else 1.0) + 1e-6 for o in outcomes)
-    assert gates[0].is_idle and not simulation.doors[0].flights
+    assert simulation.doors[0].is_idle
 
 
-def test_a_large_cluster_serves_everybody() -> None:
+def test_a_large_cluster_serves_every_request() -> None:
     found = scale(60, 300, "least_loaded", media=True)
     assert found["num_ended"] == 300
     assert found["layout"] == "12E+36P+12D"

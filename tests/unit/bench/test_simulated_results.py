@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.simulator.flight import Outcome
+from cluster.simulator.outcome import Outcome
 from cluster.simulator.results import Slo, interval, keeps, summarise
 from cluster.simulator.search import highest_rate
 from cluster.simulator.workload import SimRequest
