@@ -99,7 +99,7 @@ def arrivals(rate: float, count: int, rng: random.Random) -> list[float]:
 
 
 class Composer:
-    """Gives shapes their content, which nobody has seen before: `key` names the block."""
+    """Gives shapes their content, which no request had before: `key` names the block."""
 
     def __init__(self, model: str, model_id: str, seed: int):
         self._prompts = Prompts(seed)

@@ -1,4 +1,5 @@
-"""A door with admission at several times what its cluster can do: who is answered in time, who is refused, and whether the books balance.
+"""A door with admission at several times what its cluster can do: which requests are answered in time, which are refused, and whether every
+one is accounted for.
 
     python -m bench.router.overload --out R.jsonl [--factors 1 3] [--requests 1000]
 
@@ -187,10 +188,10 @@ async def measure(options: argparse.Namespace) -> AsyncIterator[Record]:
 
 
 async def _capacity(running: Cluster, composer: Composer, seed: int) -> float:
-    """Answers a second at most, by a door that refuses nobody. Then the one to be measured gets to know its workers."""
+    """Answers a second at most, by a door that refuses no request. Then the door that is measured learns how fast its workers are."""
     shapes = first_shapes(_phase(), NUM_TO_MEASURE, "capacity")
     rate = 0.0
-    for turn in range(2):  # in the first one everybody learns how fast the workers are
+    for turn in range(2):  # in the first one the door learns how fast the workers are
         calls = composer.calls(shapes, [0.0] * len(shapes), "capacity", turn)
         rate = max(rate, await capacity(running.urls[UNLIMITED], calls, CONCURRENCY))
         await running.wait_idle()
@@ -251,11 +252,11 @@ def table(found: Sequence[Record]) -> list[str]:
         "longest wait, s": lambda r: f"{r['wait_max_s']:.2f}",
         "Retry-After, s": lambda r: " to ".join(f"{value:.0f}" for value in r["retry_after_s"]),
     }
-    lines = [f"| load | who | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 2)}"]
+    lines = [f"| load | requests of | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 2)}"]
     for record in found:
-        for who, part in {"all": record, **record["groups"]}.items():
+        for name, part in {"all": record, **record["groups"]}.items():
             cells = " | ".join(make(part) for make in columns.values())
-            lines.append(f"| {record['factor']:g} x {record['capacity']:.1f} | {who} | {cells} |")
+            lines.append(f"| {record['factor']:g} x {record['capacity']:.1f} | {name} | {cells} |")
     return lines
 
 

@@ -123,10 +123,10 @@ def overload_table(records: Iterable[Record]) -> list[str]:
         "admission", "load", "requests/s", "good, tokens/s", "÷ peak", "refused", "TTFT p99, ms",
         "longest wait at the door, s",
     )  # fmt: skip
-    for has_gate in dict.fromkeys(key[0] for key in cells):
-        peak = max(_mean(cell, "good_work") for key, cell in cells.items() if key[0] is has_gate)
+    for has_admission in dict.fromkeys(key[0] for key in cells):
+        peak = max(_mean(cell, "good_work") for key, cell in cells.items() if key[0] is has_admission)
         for (its, load), cell in cells.items():
-            if its is not has_gate:
+            if its is not has_admission:
                 continue
             refused = sum(r["num_refused"] for r in cell.values()) / sum(
                 r["num_requests"] for r in cell.values()
@@ -136,7 +136,7 @@ def overload_table(records: Iterable[Record]) -> list[str]:
                 for name in next(iter(cell.values()))["longest_wait_s"]
             ]
             lines.append(
-                f"| {'yes' if has_gate else 'no'} | {load:g} | {_mean(cell, 'rate'):.0f} | "
+                f"| {'yes' if has_admission else 'no'} | {load:g} | {_mean(cell, 'rate'):.0f} | "
                 f"{_values(cell, 'good_work', '{:,.0f}')} | {_mean(cell, 'good_work') / peak:.0%} | {refused:.0%} | "
                 f"{_milliseconds(cell, 'ttft_p99_s')} | {', '.join(waits)} |"
             )
@@ -173,10 +173,10 @@ def _bars(body: list[str], y: float, name: str, values: Sequence[tuple[str, floa
     """A group of bars below `y`, to the scale of its largest; where it ends."""
     body.append(label(8, y + BAR, name))
     most = max((value for _, value in values), default=0.0) or 1.0
-    for i, (who, value) in enumerate(values):
+    for i, (series, value) in enumerate(values):
         width = (WIDTH - LEFT - VALUES) * value / most
         body.append(box(LEFT, y, width, BAR - 2, COLOURS[i % len(COLOURS)]))
-        body.append(label(LEFT + width + 5, y + BAR - 3, f"{form.format(value)} · {who}"))
+        body.append(label(LEFT + width + 5, y + BAR - 3, f"{form.format(value)} · {series}"))
         y += BAR
     return y + BAR
 

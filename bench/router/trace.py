@@ -38,7 +38,7 @@ class Trace:
     def __init__(
         self, path: Path, curves: Mapping[Role, ServiceCurves], args: ClusterArgs, counts: Mapping[Role, int]
     ):
-        """Begins the file anew. `curves`: as emulated, by role."""
+        """Overwrites the file. `curves`: as emulated, by role."""
         self._path = path
         self._num_blocks = 0
         path.write_text(json.dumps(cluster_fields(curves, args, counts)) + "\n")

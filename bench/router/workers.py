@@ -151,7 +151,7 @@ class Worker:
         for waiting in (self._member, *self._runs.values()):
             if not waiting.done():
                 waiting.set_exception(error)
-                waiting.exception()  # whoever waits gets it; nobody need
+                waiting.exception()  # retrieved, also if no task awaits it
         self._runs.clear()
         if not self._stopped.done():
             self._stopped.set_result(None)
@@ -165,11 +165,11 @@ class Cluster:
 
     def held(self) -> list[str]:
         """What is not as it is in an idle cluster."""
-        flights = [
+        running = [
             f"{name}: {door.num_running} requests" for name, door in self.doors.items() if door.num_running
         ]
         peers = [(name, peer) for name, door in self.doors.items() for peer in door.peers]
-        return flights + [
+        return running + [
             f"{name}: {peer.member.replica_id} {peer.load}" for name, peer in peers if not peer.load.is_idle
         ]
 
@@ -187,7 +187,7 @@ class Cluster:
         return {peer.member.replica_id: await _curves_of(peer.member.address) for peer in peers}
 
     def slow_down(self, factors: Mapping[str, float]) -> None:
-        """By replica id; who is not named is as fast as ever."""
+        """By replica id; a worker that is not named is as fast as it was made."""
         for replica_id, worker in self.workers.items():
             worker.slow_down(factors.get(replica_id, 1.0))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Changes:
-    """Since somebody was told. A key is in one of them, or in neither if it came and went."""
+    """Since the last report. A key is in one of them, or in neither if it came and went."""
 
     added: dict = field(default_factory=dict)
     evicted: dict = field(default_factory=dict)
@@ -23,15 +23,15 @@ class Changes:
             self.evicted[key] = None
 
     def take(self) -> tuple[tuple, tuple]:
-        """(added, evicted), and begin anew."""
+        """(added, evicted) since the last call."""
         found = tuple(self.added), tuple(self.evicted)
         self.added, self.evicted = {}, {}
         return found
 
 
 class BlockCache:
-    """Counts a worker's KV blocks, without their content. Blocks that somebody holds: shared ones by hash, with the number of
-    holders, and anonymous ones. Others with a hash are kept until their room is needed."""
+    """Counts a worker's KV blocks, without their content. Held are shared blocks, by hash, with the number of
+    holders, and anonymous ones. Other blocks with a hash are kept until their room is needed."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
@@ -57,7 +57,7 @@ class BlockCache:
         return len(hashes)
 
     def try_take(self, shared: Sequence[bytes], num_new: int) -> bool:
-        """Hold these, which `match` found, and so many new blocks. False: there is no room, and nothing has changed."""
+        """Hold these blocks, which `match` found, and `num_new` new ones. False: there is no room, and nothing has changed."""
         num_resting = sum(key not in self._held for key in shared)
         if self.num_used + num_resting + num_new > self.num_blocks:
             return False
@@ -71,7 +71,7 @@ class BlockCache:
         return True
 
     def name(self, key: bytes) -> bool:
-        """An anonymous block has been filled. False: another with its content was here before, and it stays anonymous."""
+        """An anonymous block has been filled. False: a block with its content is here already, so this one remains anonymous."""
         if key in self._held or key in self._kept:
             return False
         self.num_anonymous -= 1
@@ -80,7 +80,7 @@ class BlockCache:
         return True
 
     def free(self, keys: Sequence[bytes], num_anonymous: int) -> None:
-        """Of one holder. Blocks with a hash stay until room is needed; the last of a prompt goes first."""
+        """The blocks of one holder. Blocks with a hash are kept until room is needed; the last block of a prompt is evicted first."""
         self.num_anonymous -= num_anonymous
         for key in reversed(keys):
             left = self._held[key] - 1
@@ -92,7 +92,8 @@ class BlockCache:
 
 
 class MediaCache:
-    """Embeddings by media hash, within a budget of bytes. Those whose next use nobody expects go first, the newest of them at first."""
+    """Embeddings by media hash, within a budget of bytes. Items of which no other use is expected are evicted first, the
+    newest of them before the others."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
@@ -104,7 +105,8 @@ class MediaCache:
         return media_hash in self._items
 
     def use(self, media_hash: str, keep: bool = False) -> bool:
-        """Whether it is here. If another use of it is expected, from now on or since before, it is the last to go then."""
+        """Whether the item is here. `keep`: another use is expected. An item with an expected use, now or before, becomes the last to be
+        evicted."""
         if media_hash not in self._items:
             return False
         if keep:
@@ -114,7 +116,7 @@ class MediaCache:
         return True
 
     def make_room(self, num_bytes: int) -> list[str]:
-        """For so many; what had to go for them."""
+        """For so many bytes. Returns what was evicted."""
         evicted = []
         while self._items and self._num_bytes + num_bytes > self._max_bytes:
             gone, its_bytes = self._items.popitem(last=False)
@@ -124,7 +126,7 @@ class MediaCache:
         return evicted
 
     def add(self, media_hash: str, num_bytes: int, keep: bool = True) -> list[str]:
-        """What had to go for it; the item itself if it is too large. `keep`: another use is expected."""
+        """Returns what was evicted for it; the item itself if it is too large. `keep`: another use is expected."""
         evicted = self.make_room(num_bytes)
         if num_bytes > self._max_bytes:
             return [*evicted, media_hash]

@@ -78,7 +78,7 @@ class SimDecode:
         self._grant()
 
     def join(self, attempt: SimAttempt) -> None:
-        """Its KV is here: it takes part from the next step on."""
+        """The attempt's KV is here: it takes part from the next step on."""
         if self.is_dead or attempt.request_id not in self.attempts:
             return
         self._advance()
@@ -158,7 +158,7 @@ class SimDecode:
     def _tokens(
         self, attempt: SimAttempt, num_generated: int, finish_reason: FinishReason | None = None
     ) -> Tokens:
-        """Those that the door has not been told, of so many, the first one included."""
+        """The tokens that the door has not been told, of `num_generated`, the first one included."""
         num_new = num_generated - 1 - attempt.num_told
         attempt.num_told += num_new
         return Tokens((TokenEvent(attempt.request_id, ONE_TOKEN * num_new, finish_reason),))

@@ -10,7 +10,7 @@ from cluster.types.curves import Link
 
 
 class Stage(Protocol):
-    """Who computes on a device, call by call."""
+    """A worker that computes on a device, call by call."""
 
     is_waiting: bool
 
@@ -27,7 +27,7 @@ class Riding(Protocol):
     """A decode worker on the same device. Its steps go on inside the others' calls, one for each."""
 
     def pause(self, call_s: float) -> float:
-        """A call of so many seconds begins; how long it lasts with the decode step in it."""
+        """A call of so many seconds begins. Returns how long it lasts with the decode step in it."""
         ...
 
     def resume(self) -> None: ...
@@ -80,7 +80,7 @@ class Device:
 
 
 class Sender:
-    """What one worker writes to all others goes through one line, in order."""
+    """All that one worker writes to others goes through one link, in order."""
 
     def __init__(self) -> None:
         self._free_at = 0.0

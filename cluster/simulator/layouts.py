@@ -73,15 +73,15 @@ def _on_device(
         if kind not in kinds:
             continue
         others = tuple(each for other, each in ids.items() if other != kind)
-        stays = kind == "d" and layout.may_prefill_locally and kinds == "d"
-        phases = "dp" if stays else kind
+        is_local = kind == "d" and layout.may_prefill_locally and kinds == "d"
+        phases = "dp" if is_local else kind
         share = 1.0 if len(kinds) == 1 else {"e": 0.0, "p": PREFILL_SHARE, "d": 1 - PREFILL_SHARE}[kind]
         num_blocks = 0 if kind == "e" else num_kv_blocks(model, accelerator, share)
         found.append(
             WorkerSpec(
                 replica_id=ids[kind],
                 role=role,
-                curves=curves(model, accelerator, phases, others, LOCAL_STEP_TOKENS if stays else 0),
+                curves=curves(model, accelerator, phases, others, LOCAL_STEP_TOKENS if is_local else 0),
                 num_blocks=num_blocks,
                 hardware=accelerator.name,
                 device=device,

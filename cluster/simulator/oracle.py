@@ -2,7 +2,7 @@
 
 For each item it takes the encoder at which the item would be ready first: the encoder's threads, its queue and its calls are run
 ahead with the true durations. Then it runs every prefill worker ahead, step by step with the real chunk scheduler and the true instants
-at which everybody's embeddings will come, until all first tokens are out, with the request and without it, and takes the worker
+at which the embeddings of all prompts will come, until all first tokens are out, with the request and without it, and takes the worker
 where the sum of all times to first token grows least. The decode worker is the one whose next step, with the request in it, is shortest.
 
 It is greedy: it knows neither what will arrive nor how much a single step will vary, and its encoders are chosen before its prefill
@@ -184,7 +184,7 @@ class Oracle:
 
 
 def _nearly_least(costs: list[float], queued: list[int]) -> int:
-    """Where the cost is least; of those within a millisecond of it, where the least is queued."""
+    """The index of the least cost; of costs within a millisecond of it, that with the least queued."""
     enough = min(costs) + NEAR_S
     return min((queued[i], cost, i) for i, cost in enumerate(costs) if cost <= enough)[2]
 

@@ -69,7 +69,7 @@ class SimPrefill:
 
     @property
     def max_step_tokens(self) -> int:
-        """Of the next step, if its tokens see as much context as the last one's."""
+        """Of the next step, if its tokens see as much context as those of the last one."""
         curves, target_s = self.spec.curves, self.spec.step_target_s / self.slowdown
         assert curves.prefill is not None
         token_s = curves.prefill.per_unit_s + curves.prefill.per_pair_s * self._context
@@ -271,7 +271,7 @@ class SimPrefill:
         return True
 
     def _name_blocks(self, attempt: SimAttempt) -> None:
-        """Full blocks that are computed can be reused. One whose content is here already stays without a name."""
+        """Full blocks that are computed can be reused. A block whose content is here already remains anonymous."""
         if self._is_local:
             return
         hashes = attempt.request.block_hashes
@@ -320,7 +320,7 @@ class SimPrefill:
             attempt.decode.join(attempt)
 
     def _end(self, attempt: SimAttempt) -> None:
-        """It is done here; cached blocks stay."""
+        """Prefill has nothing more to do for the attempt; cached blocks are kept."""
         del self.attempts[attempt.request_id]
         self._admission.remove(attempt.request_id)
         self._release(attempt)

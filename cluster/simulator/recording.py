@@ -32,9 +32,9 @@ class Recorded:
     request    as the simulator sees it; it arrives when the client sent it
     placed_at  when the door placed it, about
     ttft_s     from then to the first token
-    prefill    who computed its prompt, which may be the decode worker
+    prefill    the worker that computed its prompt, which may be the decode worker
     encoders   by item
-    stages     of its ledger, in seconds
+    stages     of its timeline, in seconds
     items      stages of the items that an encoder computed for it, in seconds, by index
     """
 
@@ -75,7 +75,7 @@ class Recording:
 
 
 def read(path: Path) -> Recording:
-    """Raises OSError; KeyError, ValueError for what is no recorded run."""
+    """Raises OSError; KeyError or ValueError for a file that is no recorded run."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     if not lines or lines[0].get("type") != "cluster":
         raise ValueError(f"{path} does not begin with the cluster of a recorded run")
@@ -112,16 +112,16 @@ def _recorded(fields: Fields) -> Recorded:
         media,
         kind=fields["kind"],
     )
-    ledger = fields["ledger"]
-    encoded = [each for each in ledger.get("items_ms", []) if not each["cached"]]
+    timeline = fields["ledger"]
+    encoded = [each for each in timeline.get("items_ms", []) if not each["cached"]]
     return Recorded(
         request,
         fields["at_s"] + fields["ttft_s"] - fields["placed_s"],
         fields["placed_s"],
-        ledger["placement"]["prefill"],
-        ledger["placement"]["decode"],
-        ledger["placement"]["encoders"],
-        {name: ms / 1e3 for name, ms in ledger["actual_ms"].items()},
+        timeline["placement"]["prefill"],
+        timeline["placement"]["decode"],
+        timeline["placement"]["encoders"],
+        {name: ms / 1e3 for name, ms in timeline["actual_ms"].items()},
         {each["item"]: {name: ms / 1e3 for name, ms in each.items()} for each in encoded},
     )
 

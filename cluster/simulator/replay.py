@@ -54,7 +54,7 @@ class Replayed:
 
     @property
     def is_compared(self) -> bool:
-        """Whether nothing was measured on it."""
+        """Whether no overhead was measured on it."""
         return self.block.repetition > 0
 
     def fields(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class AsRecorded:
 
 
 def as_placed(recording: Recording) -> Recording:
-    """The same with requests that come when the live door had placed them."""
+    """The same recording, but each request arrives at the instant at which the live door has placed it."""
 
     def at_its_placing(each: Recorded) -> Recorded:
         return replace(each, request=replace(each.request, arrived_at=each.placed_at))
@@ -110,9 +110,9 @@ def replay(
     seed: int | None = None,
     has_recorded_placements: bool = False,
 ) -> Iterator[Replayed]:
-    """Every request, in the order of the recording. `seed`: of the noise on calls; None: there is none. With the recorded placements each
-    goes, when the live door had placed it, where it went then: what is left of a difference is the workers'. Raises KeyError for a policy
-    that nobody knows."""
+    """Every request, in the order of the recording. `seed`: of the noise on calls; None: there is none. With recorded placements each
+    request starts when and where the live door has placed it: a difference that is left comes from the workers. Raises KeyError for a policy
+    that does not exist."""
     policies = list(dict.fromkeys(block.policy for block in recording.blocks))
     recording = as_placed(recording) if has_recorded_placements else recording
     simulation = _make_simulation(recording, overheads, seed, policies, has_recorded_placements)
@@ -167,8 +167,8 @@ def table(replayed: Sequence[Replayed]) -> list[str]:
 
 
 def known_from(block: Block, before: Block | None) -> Block:
-    """Whose measurements doors know at a block's beginning: those of the one before, if workers are as fast still. Else the load that is
-    not recorded has told them the block's own."""
+    """The block whose measurements doors know when `block` begins: the one before, if workers are as fast as there. Else `block` itself: the
+    load between blocks, which is not recorded, has told them."""
     return before if before is not None and before.slowdowns == block.slowdowns else block
 
 

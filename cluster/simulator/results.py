@@ -90,8 +90,8 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo) -> Summary:
 
 
 def keeps(summary: Summary, slo: Slo) -> bool:
-    """Whether the 99th percentiles lie within the limits, nobody was turned away, and it could go on like this: a run is short beside
-    a loose limit, and a queue that grows all the time would be within it till the end."""
+    """Whether the 99th percentiles lie within the limits, every request finished, and the queue does not grow: a run is short beside a
+    loose limit, and a queue that grows all the time would be within it until the end."""
     is_complete = summary.num_finished == summary.num_requests and summary.growth <= MAX_GROWTH
     return is_complete and summary.ttft_p99_s <= slo.ttft_s and summary.tpot_p99_s <= slo.tpot_s
 
@@ -110,7 +110,7 @@ def fields(summary: Summary) -> dict[str, float]:
 
 
 def _predictions(done: Sequence[Outcome]) -> tuple[list[float], list[float]]:
-    """Errors as ratios to what came, and hits (1) or misses (0) of the interval. Requests that lost a worker do not count."""
+    """Errors as ratios to what came, and hits (1) or misses (0) of the interval. Requests with several attempts do not count."""
     errors, hits = [], []
     for outcome in done:
         prediction, actual_s = outcome.prediction, outcome.decided_ttft_s

@@ -19,7 +19,7 @@ LOAD = 0.7  # of what the narrowest phase can serve
 
 
 def scale(num_replicas: int, num_requests: int, policy: str, media: bool, seed: int = 0) -> dict[str, Any]:
-    """One run at `LOAD`; nothing is kept of a request but its numbers."""
+    """One run at `LOAD`; only the numbers of a request are kept."""
     num_encode = num_replicas // 5 if media else 0
     num_decode = num_replicas // 5
     layout = Layout(num_encode, num_replicas - num_encode - num_decode, num_decode)

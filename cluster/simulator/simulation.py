@@ -84,14 +84,14 @@ class Simulation:
         until: float = float("inf"),
         doors: Sequence[SimDoor] | None = None,
     ) -> list[Outcome]:
-        """Serve all of them; in the order in which they ended. They go to these doors in turn; None: to all."""
+        """Serve all requests, by these doors in turn; None: by all doors. Returns the outcomes in the order in which the requests ended."""
         self._arrivals = zip(cycle(doors or self.doors), requests, strict=False)
         self._next_arrival()
         self.loop.run(until)
         return self.outcomes
 
     def set_curves(self, replica_id: str, curves: ServiceCurves, told: ServiceCurves) -> None:
-        """From its next call on a worker is so fast; all doors hear of it at once."""
+        """How fast a worker is from its next call on; all doors are told at once."""
         worker = self.workers[replica_id]
         worker.spec = replace(worker.spec, curves=curves, told=told)
         if isinstance(worker, SimDecode) and worker.local is not None:

@@ -1,4 +1,4 @@
-"""Data parallelism, to compare with: each request stays on one device, which encodes, prefills and decodes it."""
+"""Data parallelism, to compare with: one device encodes, prefills and decodes all of a request."""
 
 from __future__ import annotations
 

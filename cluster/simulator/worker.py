@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NETWORK_S = 5e-4  # a message between a door and a worker
 ONE_TOKEN = (0,)  # simulated tokens have no meaning, only a number
-# Simulated workers need no grant to write, so one that grants nothing stands for all.
+# Simulated workers need no grant to write, so all grants are this one.
 GRANT = Grant("simulated", b"", 0, 0, Contract(0, "", 0, (), "", ""), (), (), ttl_s=math.inf)
 
 

@@ -1,4 +1,4 @@
-"""A recorded run in the simulator: what it is made of, and that it takes exactly as long as its curves say where nobody waits."""
+"""A recorded run in the simulator: what it is made of, and that it takes exactly as long as its curves say where no request waits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def block_line(number: int, repetition: int, slowdowns: dict[str, float]) -> dic
 
 
 def request_line(block: int, number: int, at_s: float, with_image: bool, placed_s: float) -> dict[str, Any]:
-    """Ledgers say that prefill needs 4 ms more than its curve, an encoder call 2 ms, an item's ways 1 ms, a message 0.5 ms."""
+    """Timelines say that prefill needs 4 ms more than its curve, an encoder call 2 ms, an item's ways 1 ms, a message 0.5 ms."""
     tokens = IMAGE_TOKENS if with_image else TEXT_TOKENS
     item = {"hash": f"image {block}.{number}", "modality": "image", "rows": ROWS, "start": ITEM_START,
             "end": ITEM_START + ITEM_TOKENS}  # fmt: skip
@@ -213,12 +213,12 @@ def test_recorded_placements_are_followed_from_the_instants_at_which_they_were_m
 ) -> None:
     block = recording.blocks[0]
     text = block.requests[0]
-    stays = replace(text, prefill="decode-0")
+    local = replace(text, prefill="decode-0")
     decode = replace(
         recording.workers[2], curves=ServiceCurves(prefill=Curve(0.02, 1e-4), decode=Curve(0.03, 0.0))
     )
     told = {**block.measured, "decode-0": msgspec.structs.replace(decode.curves, max_step_units=1024)}
-    for each, prefill_s in ((text, seconds(PREFILL, TEXT_TOKENS)), (stays, 0.02 + 1e-4 * TEXT_TOKENS)):
+    for each, prefill_s in ((text, seconds(PREFILL, TEXT_TOKENS)), (local, 0.02 + 1e-4 * TEXT_TOKENS)):
         changed = replace(
             recording,
             workers=[*recording.workers[:2], decode],

@@ -65,7 +65,7 @@ def test_a_media_cache_gives_up_what_was_used_longest_ago() -> None:
     assert cache.add("too large", 200) == ["a", "c", "too large"]
 
 
-def test_embeddings_that_nobody_expects_to_be_used_again_go_first() -> None:
+def test_embeddings_that_are_not_expected_again_go_first() -> None:
     cache = MediaCache(100)
     assert cache.add("kept", 40) == []
     assert cache.add("new", 40, keep=False) == [] and cache.use("new")
