@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import time
@@ -27,14 +26,16 @@ from tests.contract.agents import (
     unique_name,
     write_without_cma,
 )
+from tests.fakes.processes import call_with, fork_server
 
 
 @contextlib.contextmanager
-def process_of(target, *arguments):
+def process_of(target, *arguments, environment=None):
     """(pipe, process) of a child; killed at the end if it has not gone by itself."""
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     pipe, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    called = (environment or {}, target.__module__, target.__name__, theirs, *arguments)
+    process = context.Process(target=call_with, args=called, daemon=True)
     process.start()
     theirs.close()
     try:
