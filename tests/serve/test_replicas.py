@@ -42,7 +42,7 @@ async def until_running(client: httpx.AsyncClient, pool: str, num_workers: int) 
 
 
 def ask(url: str) -> httpx.Response:
-    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    model = httpx.get(f"{url}/v1/models", timeout=HANG_S).json()["data"][0]["id"]
     body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=HANG_S)
 

@@ -14,7 +14,7 @@ import pytest
 from bench import equality
 from bench.workload import Reference, make_cases
 from cluster.serving.launch import LocalCluster, processes_of
-from tests.serve.test_replicas import ask, pid_of, pids_of, until_running, wait_for_health
+from tests.serve.test_replicas import HANG_S, ask, pid_of, pids_of, until_running, wait_for_health
 
 
 def rank_of(cluster: LocalCluster, leader: int) -> int:
@@ -44,9 +44,9 @@ def test_greedy_answers_equal_generate(parallel):
 def test_choices_and_guidance_give_what_one_process_gives(parallel, cluster, fields):
     answers = []
     for url in (parallel.url, cluster.url):
-        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        model = httpx.get(f"{url}/v1/models", timeout=HANG_S).json()["data"][0]["id"]
         body = {"model": model, "messages": [{"role": "user", "content": "count to ten"}], "max_tokens": 40}
-        response = httpx.post(f"{url}/v1/chat/completions", json={**body, **fields}, timeout=60)
+        response = httpx.post(f"{url}/v1/chat/completions", json={**body, **fields}, timeout=HANG_S)
         assert response.status_code == 200, response.text
         answers.append([choice["message"]["content"] for choice in response.json()["choices"]])
     assert answers[0] == answers[1] and len(answers[0]) == fields.get("n", 1)
@@ -68,7 +68,7 @@ async def test_the_ranks_of_a_killed_worker_end_and_it_is_replaced(parallel):
     has_ended, _, _ = select.select([rank], [], [], 120)
     os.close(rank)
     assert has_ended, "a rank lives on without its worker"
-    async with asyncio.timeout(300), httpx.AsyncClient(base_url=parallel.url, timeout=120) as client:
+    async with asyncio.timeout(300), httpx.AsyncClient(base_url=parallel.url, timeout=HANG_S) as client:
         while killed in (now := pids_of(parallel, "Decode")) or len(now) < 2:
             await asyncio.sleep(0.05)
         await until_running(client, "decode", 2)
