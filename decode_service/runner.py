@@ -14,7 +14,7 @@ from cluster.model.sampling import sample
 from cluster.model.step_model import StepModel
 from cluster.types.request import SamplingParams
 from decode_service.speculation import Speculator, accept
-from decode_service.state import Branch, Choice, DecodeRequest, PromptPart
+from decode_service.state import Branch, DecodeChoice, DecodeRequest, PromptPart
 
 
 class DecodeRunner:
@@ -74,12 +74,12 @@ class DecodeRunner:
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._model.copy_blocks(sources, targets, self._kv)
 
-    def forget(self, choice: Choice) -> None:
+    def forget(self, choice: DecodeChoice) -> None:
         """The choice has ended, whatever became of it."""
         if self._speculator is not None:
             self._speculator.forget(choice.request_id)
 
-    def _accept(self, choice: Choice, drawn: Iterator[int]) -> list[int]:
+    def _accept(self, choice: DecodeChoice, drawn: Iterator[int]) -> list[int]:
         tokens = accept(choice.drafts, [next(drawn) for _ in range(len(choice.drafts) + 1)])
         if choice.drafts and self._speculator is not None:
             self.num_drafted += len(choice.drafts)
@@ -88,13 +88,13 @@ class DecodeRunner:
         choice.drafts = []
         return tokens
 
-    def _draw(self, logits: Tensor, choices: Sequence[Choice]) -> list[int]:
+    def _draw(self, logits: Tensor, choices: Sequence[DecodeChoice]) -> list[int]:
         """logits: [one row per choice and draft + 1, vocab_size], as the model gave them."""
         allowed = forbid(logits, [ids for choice in choices for ids in _forbidden(choice)])
         params = [choice.sampling for choice in choices for _ in range(len(choice.drafts) + 1)]
         return sample(allowed, params, [position for choice in choices for position in _positions(choice)])
 
-    def _logits(self, choices: Sequence[tuple[DecodeRequest, Choice]]) -> Tensor:
+    def _logits(self, choices: Sequence[tuple[DecodeRequest, DecodeChoice]]) -> Tensor:
         """[one row per choice and draft + 1, vocab_size], guided."""
         rows = [(choice, branch) for _, choice in choices for branch in choice.branches]
         if any(choice.drafts for _, choice in choices):
@@ -112,7 +112,7 @@ class DecodeRunner:
         return logits
 
 
-def _guided(logits: Tensor, choices: Sequence[tuple[DecodeRequest, Choice]]) -> Tensor:
+def _guided(logits: Tensor, choices: Sequence[tuple[DecodeRequest, DecodeChoice]]) -> Tensor:
     """Each pair's two rows become one."""
     out, row = [], 0
     for request, choice in choices:
@@ -126,13 +126,13 @@ def _guided(logits: Tensor, choices: Sequence[tuple[DecodeRequest, Choice]]) -> 
     return torch.cat(out)
 
 
-def _positions(choice: Choice) -> range:
+def _positions(choice: DecodeChoice) -> range:
     """Index that each token drawn in this step will have."""
     first = len(choice.token_ids)
     return range(first, first + len(choice.drafts) + 1)
 
 
-def _forbidden(choice: Choice) -> Iterator[Sequence[int]]:
+def _forbidden(choice: DecodeChoice) -> Iterator[Sequence[int]]:
     for num_generated in range(choice.num_generated, choice.num_generated + len(choice.drafts) + 1):
         yield choice.stop.stop_token_ids if num_generated < choice.stop.min_tokens else ()
 
@@ -144,7 +144,7 @@ def _prompt_chunk(part: PromptPart) -> SequenceChunk:
     )
 
 
-def _chunk(choice: Choice, branch: Branch) -> SequenceChunk:
+def _chunk(choice: DecodeChoice, branch: Branch) -> SequenceChunk:
     context_len = choice.context_len(branch)
     token_ids = [choice.token_ids[-1], *choice.drafts]
     first = context_len + branch.position_delta

@@ -212,7 +212,7 @@ class _DraftKv:
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _DraftJob:
     """One request's part in one call."""
 
     sequence: DraftedSequence
@@ -259,13 +259,15 @@ class DraftModelProposer:
     @torch.inference_mode()
     def propose(self, sequences: Sequence[DraftedSequence], max_tokens: Sequence[int]) -> list[list[int]]:
         """Blocks; synchronises the device."""
-        turns = [
-            _Turn(s, most, self._kv_of(s)) for s, most in zip(sequences, max_tokens, strict=True) if most > 0
+        jobs = [
+            _DraftJob(s, most, self._kv_of(s))
+            for s, most in zip(sequences, max_tokens, strict=True)
+            if most > 0
         ]
-        complete, logits = self._catch_up([turn for turn in turns if self._make_room(turn)])
+        complete, logits = self._catch_up([job for job in jobs if self._make_room(job)])
         if complete:
             self._draw(complete, logits)
-        drafted = {turn.sequence.request_id: list(turn.held.guessed) for turn in complete}
+        drafted = {job.sequence.request_id: list(job.held.guessed) for job in complete}
         return [drafted.get(s.request_id, []) for s in sequences]
 
     def forget(self, request_id: str) -> None:
@@ -280,13 +282,13 @@ class DraftModelProposer:
             self._held[sequence.request_id] = held
         return held
 
-    def _make_room(self, turn: _Turn) -> bool:
+    def _make_room(self, job: _DraftJob) -> bool:
         """Whether the request can have its draft; if so, its block table is long enough for it."""
-        held, token_ids = turn.held, turn.sequence.token_ids
+        held, token_ids = job.held, job.sequence.token_ids
         if held.has_media:
             return False
         held.confirm(token_ids)
-        num_tokens = len(token_ids) + turn.max_tokens - 1  # the last guess needs no KV
+        num_tokens = len(token_ids) + job.max_tokens - 1  # the last guess needs no KV
         num_missing = max(0, -(-num_tokens // self.blocks.block_size) - len(held.block_table))
         more = self.blocks.try_allocate(num_missing) if num_tokens <= self._model.max_model_len else None
         if more is None:
@@ -296,42 +298,42 @@ class DraftModelProposer:
         held.block_table += more
         return True
 
-    def _catch_up(self, turns: Sequence[_Turn]) -> tuple[list[_Turn], Tensor]:
-        """Computes missing KV, where least is missing first. Returns the turns that lack none now, and the [n, vocab_size]
+    def _catch_up(self, jobs: Sequence[_DraftJob]) -> tuple[list[_DraftJob], Tensor]:
+        """Computes missing KV, where least is missing first. Returns the jobs that lack none now, and the [n, vocab_size]
         logits of what follows them."""
         chunks: list[SequenceChunk] = []
-        complete: list[_Turn] = []
+        complete: list[_DraftJob] = []
         budget = self._max_chunk_tokens
-        for turn in sorted(turns, key=lambda turn: turn.num_missing):
-            count = min(turn.num_missing, budget)
+        for job in sorted(jobs, key=lambda job: job.num_missing):
+            count = min(job.num_missing, budget)
             if count == 0:
                 break
-            start, end = turn.held.num_computed_tokens, turn.held.num_computed_tokens + count
+            start, end = job.held.num_computed_tokens, job.held.num_computed_tokens + count
             positions = torch.arange(start, end)
-            token_ids = turn.sequence.token_ids[start:end]
-            chunks.append(SequenceChunk(token_ids, positions, start, turn.held.block_table))
-            turn.held.num_computed_tokens = end
+            token_ids = job.sequence.token_ids[start:end]
+            chunks.append(SequenceChunk(token_ids, positions, start, job.held.block_table))
+            job.held.num_computed_tokens = end
             budget -= count
-            if turn.num_missing == 0:
-                complete.append(turn)
+            if job.num_missing == 0:
+                complete.append(job)
         if not chunks:
             return [], torch.empty(0)
         return complete, self._model.forward(chunks, self._kv)[: len(complete)]
 
-    def _draw(self, turns: Sequence[_Turn], logits: Tensor) -> None:
-        """Guesses for every turn, one token of all in a round. logits: [len(turns), vocab_size], of the first round."""
+    def _draw(self, jobs: Sequence[_DraftJob], logits: Tensor) -> None:
+        """Guesses for every job, one token of all in a round. logits: [len(jobs), vocab_size], of the first round."""
         while True:
-            contexts = [turn.held.num_computed_tokens + len(turn.held.guessed) for turn in turns]
-            tokens = sample(logits, [turn.sequence.sampling for turn in turns], contexts)
-            for turn, token in zip(turns, tokens, strict=True):
-                turn.held.guessed.append(token)
-            turns = [turn for turn in turns if len(turn.held.guessed) < turn.max_tokens]
-            if not turns:
+            contexts = [job.held.num_computed_tokens + len(job.held.guessed) for job in jobs]
+            tokens = sample(logits, [job.sequence.sampling for job in jobs], contexts)
+            for job, token in zip(jobs, tokens, strict=True):
+                job.held.guessed.append(token)
+            jobs = [job for job in jobs if len(job.held.guessed) < job.max_tokens]
+            if not jobs:
                 return
             logits = self._model.decode(
-                [turn.held.guessed[-1] for turn in turns],
-                [turn.held.num_computed_tokens + len(turn.held.guessed) - 1 for turn in turns],
-                [0] * len(turns),
-                [turn.held.block_table for turn in turns],
+                [job.held.guessed[-1] for job in jobs],
+                [job.held.num_computed_tokens + len(job.held.guessed) - 1 for job in jobs],
+                [0] * len(jobs),
+                [job.held.block_table for job in jobs],
                 self._kv,
             )

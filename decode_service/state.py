@@ -15,11 +15,10 @@ is copied for each before anybody writes to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.errors import ClusterError, UnavailableError
 from cluster.types.messages import FinishReason, KvReady, PrefillTiming
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from cluster.worker.outbox import DoorId
@@ -27,7 +26,7 @@ from cluster.worker.outbox import DoorId
 NOTHING_TRAVELS = KvReady(first_tokens=(), position_deltas=(0,), first_recomputed=0)  # of a text prompt
 
 
-class Phase(Enum):
+class DecodePhase(Enum):
     WAITING = "waiting"
     GRANTED = "granted"
     CATCHING_UP = "catching up"
@@ -35,12 +34,12 @@ class Phase(Enum):
     RUNNING = "running"
 
 
-TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.GRANTED, Phase.CATCHING_UP}),
-    Phase.GRANTED: frozenset({Phase.RUNNING, Phase.CATCHING_UP, Phase.CLOSING}),
-    Phase.CATCHING_UP: frozenset({Phase.RUNNING}),
-    Phase.CLOSING: frozenset(),
-    Phase.RUNNING: frozenset(),
+TRANSITIONS: dict[DecodePhase, frozenset[DecodePhase]] = {
+    DecodePhase.WAITING: frozenset({DecodePhase.GRANTED, DecodePhase.CATCHING_UP}),
+    DecodePhase.GRANTED: frozenset({DecodePhase.RUNNING, DecodePhase.CATCHING_UP, DecodePhase.CLOSING}),
+    DecodePhase.CATCHING_UP: frozenset({DecodePhase.RUNNING}),
+    DecodePhase.CLOSING: frozenset(),
+    DecodePhase.RUNNING: frozenset(),
 }
 
 
@@ -52,34 +51,34 @@ class PromptPart:
     start: int  # index of the first; the KV of those before it is there
     position_delta: int
     block_table: Sequence[int]
-    draws: Sequence[Choice] = ()  # that get their first token behind it
+    draws: Sequence[DecodeChoice] = ()  # that get their first token behind it
 
 
 @dataclass(eq=False)
 class Branch:
     """A choice's KV under one prompt. In a model that looks no further back than a window, the blocks behind it are given back:
-    their places in the table, [0, num_left), hold block 0, which nothing reads there."""
+    their places in the table, [0, num_dropped), hold block 0, which nothing reads there."""
 
     num_prompt_tokens: int
     position_delta: int
     block_table: list[int]
-    num_left: int = 0
+    num_dropped: int = 0
 
     @property
     def blocks(self) -> list[int]:
         """What the branch holds."""
-        return self.block_table[self.num_left :]
+        return self.block_table[self.num_dropped :]
 
-    def leave(self, num_blocks: int) -> list[int]:
+    def drop_behind_window(self, num_blocks: int) -> list[int]:
         """The first `num_blocks` of the table are behind the window now. Returns those that were held: the caller frees them."""
-        left = self.block_table[self.num_left : num_blocks]
-        self.block_table[self.num_left : num_blocks] = [0] * len(left)
-        self.num_left += len(left)
+        left = self.block_table[self.num_dropped : num_blocks]
+        self.block_table[self.num_dropped : num_blocks] = [0] * len(left)
+        self.num_dropped += len(left)
         return left
 
 
 @dataclass(eq=False)
-class Choice:
+class DecodeChoice:
     request_id: str  # of the choice itself: unique among all choices of the worker
     idx: int
     sampling: SamplingParams
@@ -125,24 +124,25 @@ class DecodeRequest:
     started_at: float = 0.0  # when this worker was asked
     prefills: bool = False  # no KV comes: the prompt is computed here
     codec: str = "raw"  # in which the KV comes where it can
-    phase: Phase = Phase.WAITING
+    phase: DecodePhase = DecodePhase.WAITING
     lease_id: str = ""
     prompt_blocks: list[list[int]] = field(default_factory=list)  # per prompt, until the choices take them
-    copy_blocks: list[int] = field(
-        default_factory=list
-    )  # for the other choices' last prompt blocks, likewise
+    # For copies of the partly filled prompt blocks, one per further choice; until the choices take them over.
+    copy_blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # of the prompt, while the request catches up
     ready: KvReady = NOTHING_TRAVELS  # what prefill said, once it has
     admitted_at: float | None = None  # when it got blocks
     began_at: float | None = None  # when its KV was complete, until its first step is over
     computing_s: float = 0.0  # in stretches with tokens of its prompt
-    choices: list[Choice] = field(init=False)
+    choices: list[DecodeChoice] = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
         prompt = request.prompt.token_ids
         self.choices = [
-            Choice(f"{request.request_id}/{idx}", idx, sampling, request.stop, list(prompt), len(prompt))
+            DecodeChoice(
+                f"{request.request_id}/{idx}", idx, sampling, request.stop, list(prompt), len(prompt)
+            )
             for idx, sampling in enumerate(request.sampling)
         ]
 
@@ -151,11 +151,15 @@ class DecodeRequest:
         return self.request.request_id
 
     @property
+    def is_closing(self) -> bool:
+        return self.phase is DecodePhase.CLOSING
+
+    @property
     def priority(self) -> int:
         return self.request.priority
 
     @property
-    def live_choices(self) -> list[Choice]:
+    def live_choices(self) -> list[DecodeChoice]:
         return [choice for choice in self.choices if not choice.is_done]
 
     @property
@@ -202,19 +206,7 @@ class DecodeRequest:
         num_partial = sum(len(prompt.token_ids) % block_size > 0 for prompt in self.request.prompts)
         return self.request.num_prompt_blocks(block_size) + num_partial * (len(self.choices) - 1)
 
-    def move(self, phase: Phase) -> None:
+    def move(self, phase: DecodePhase) -> None:
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.request_id}: {self.phase} cannot become {phase}")
         self.phase = phase
-
-
-def fail_holders(
-    block_ids: Iterable[int],
-    requests: Mapping[str, DecodeRequest],
-    fail: Callable[[DecodeRequest, ClusterError], None],
-) -> None:
-    """A prefill worker has written to these blocks after they had been taken back (`LateWrite` of `kv_transfer.lease.receiver`)."""
-    late = set(block_ids)
-    for request in list(requests.values()):
-        if request.phase is not Phase.CLOSING and not late.isdisjoint(request.held_blocks):
-            fail(request, UnavailableError("its KV cache was overwritten by a worker that came late"))

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.worker.blame import bookkeeping
-from decode_service.state import Branch, Choice, DecodeRequest
+from decode_service.state import Branch, DecodeChoice, DecodeRequest
 
 
-def take_prompt_blocks(request: DecodeRequest, blocks: BlockPool) -> None:
+def allocate_prompt_blocks(request: DecodeRequest, blocks: BlockPool) -> None:
     """What admission has found free."""
     lengths = [len(prompt.token_ids) for prompt in request.request.prompts]
     for length in lengths:
@@ -21,7 +21,7 @@ def take_prompt_blocks(request: DecodeRequest, blocks: BlockPool) -> None:
     request.copy_blocks = blocks.allocate(num_copies)
 
 
-def share_prompts(
+def share_prompt_blocks(
     request: DecodeRequest, position_deltas: Sequence[int], blocks: BlockPool
 ) -> tuple[list[int], list[int]]:
     """The first live choice takes the prompts' blocks. The others share the full ones and copy the last one: from here on
@@ -76,10 +76,10 @@ def _try_cover(request: DecodeRequest, blocks: BlockPool) -> bool:
 
 
 @bookkeeping
-def leave_blocks(choice: Choice, blocks: BlockPool, window: int | None) -> None:
+def free_blocks_behind_window(choice: DecodeChoice, blocks: BlockPool, window: int | None) -> None:
     """Gives back what no later step of the choice can see. Blocks shared with other choices lose one reference."""
     if window is None:
         return
     for branch in choice.branches:
         first_visible = max(0, choice.context_len(branch) + 1 - window)
-        blocks.free(branch.leave(first_visible // blocks.block_size))
+        blocks.free(branch.drop_behind_window(first_visible // blocks.block_size))

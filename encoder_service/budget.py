@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from cluster.clock import Clock
 
-RECOVERY_S = (
-    60.0  # whoever took the memory (another process, a fragmented allocator) is given time to return it
-)
+RECOVERY_S = 60.0  # time in which another process, or a fragmented allocator, may return the memory
 
 
 class CallBudget:
     """Belongs to the engine's thread."""
 
-    def __init__(self, most_bytes: int, clock: Clock):
-        self._most_bytes = most_bytes
+    def __init__(self, ceiling_bytes: int, clock: Clock):
+        self._ceiling_bytes = ceiling_bytes
         self._clock = clock
-        self._max_bytes = most_bytes
+        self._max_bytes = ceiling_bytes
         self._changed_at = clock.now()
 
     @property
     def max_bytes(self) -> int:
         now = self._clock.now()
-        while self._max_bytes < self._most_bytes and now - self._changed_at >= RECOVERY_S:
-            self._max_bytes = min(2 * self._max_bytes, self._most_bytes)
+        while self._max_bytes < self._ceiling_bytes and now - self._changed_at >= RECOVERY_S:
+            self._max_bytes = min(2 * self._max_bytes, self._ceiling_bytes)
             self._changed_at += RECOVERY_S
         return self._max_bytes
 

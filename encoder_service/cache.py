@@ -37,9 +37,7 @@ class EmbeddingCache:
         self._memory = memory
         self._blocks = blocks
         self._rows = memory.segments[0].flatten(0, 1)  # [num_blocks * block_size, feature_width], a view
-        self._entries: OrderedDict[str, _Entry] = (
-            OrderedDict()
-        )  # complete ones, the first to be evicted first
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # complete entries in order of eviction
         self._filling: dict[str, _Entry] = {}
         self._num_held_blocks = 0  # of pinned entries and of those being filled
         self._changed: set[str] = set()

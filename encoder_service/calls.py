@@ -27,7 +27,7 @@ class EncoderLimits:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallPart:
     """An item's part in an encoder call."""
 
     item: EncodeItem
@@ -46,7 +46,7 @@ class CallPlanner:
         self._policy = policy
         self._cache = cache
 
-    def choose(self, calls: Iterable[Call]) -> Iterator[Call]:
+    def choose(self, calls: Iterable[CallPart]) -> Iterator[CallPart]:
         """Those that make the next call. There is room in the cache for their items."""
         by_hash = {call.item.media_hash: call for call in calls}
         limits = CallLimits(self._limits.max_batch_items, self._limits.max_batch_rows, self._budget.max_bytes)
@@ -54,7 +54,7 @@ class CallPlanner:
         for candidate in select_batch(candidates, limits, self._cache.num_free_blocks):
             yield by_hash[candidate.media_hash]
 
-    def part_of(self, item: EncodeItem, prepared: Prepared) -> Call:
+    def part_of(self, item: EncodeItem, prepared: Prepared) -> CallPart:
         """As much of the item as one call may compute."""
         num_rows, num_units = item.num_call_rows, prepared.num_units
         num_bytes = num_rows * self._limits.row_bytes + prepared.num_bytes
@@ -79,4 +79,4 @@ class CallPlanner:
             num_blocks=self._cache.num_blocks(item.num_rows) if item.phase is MediaPhase.READY else 0,
             runs_alone=item.is_suspect or not piece.is_whole,
         )
-        return Call(item, piece, candidate)
+        return CallPart(item, piece, candidate)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Wanted:
+class _SharedFile:
     item: MediaItem  # one copy of the file for all who want it
     num_deliveries: int = 0
 
@@ -43,7 +43,7 @@ class Deliveries:
         self._clock = clock
         self._deadlines = Deadlines(clock)
         self._deliveries: dict[str, Delivery] = {}
-        self._wanted: dict[str, _Wanted] = {}  # by media hash
+        self._files: dict[str, _SharedFile] = {}  # by media hash
         self._by_lease: dict[str, Delivery] = {}  # being sent; each pins its cache entry
         self._file_bytes = Holdings()  # by media hash
         self._sending_bytes = Holdings()  # by lease
@@ -87,7 +87,7 @@ class Deliveries:
         return self._deadlines.wait_s()
 
     def add(self, delivery: Delivery, timeout_s: float) -> None:
-        wanted = self._wanted.setdefault(delivery.media_hash, _Wanted(delivery.item))
+        wanted = self._files.setdefault(delivery.media_hash, _SharedFile(delivery.item))
         wanted.num_deliveries += 1
         delivery.item = wanted.item
         self._file_bytes.hold(delivery.media_hash, len(wanted.item.data))
@@ -151,7 +151,7 @@ class Deliveries:
     def _forget(self, delivery: Delivery) -> None:
         media_hash = delivery.media_hash
         del self._deliveries[delivery.key]
-        self._wanted[media_hash].num_deliveries -= 1
-        if self._wanted[media_hash].num_deliveries == 0:
-            del self._wanted[media_hash]
+        self._files[media_hash].num_deliveries -= 1
+        if self._files[media_hash].num_deliveries == 0:
+            del self._files[media_hash]
             self._file_bytes.release(media_hash)

@@ -31,10 +31,10 @@ from cluster.worker.blame import Blame, bookkeeping
 from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
-from cluster.worker.speed import Speed
+from cluster.worker.speed import SpeedReporter
 from encoder_service.budget import CallBudget
 from encoder_service.cache import EmbeddingCache
-from encoder_service.calls import Call, CallPlanner, EncoderLimits
+from encoder_service.calls import CallPart, CallPlanner, EncoderLimits
 from encoder_service.deliveries import Deliveries
 from encoder_service.failures import named
 from encoder_service.fits import EncoderFits
@@ -87,7 +87,7 @@ class EncoderEngine:
         self._preparation = Preparation(self._prepare, executor, ahead, policy, self._on_prepared)
         outbox.greet_with(lambda: CacheChanged((*cache.content(), *self._items), ()))
         self.fits = EncoderFits(limits.max_batch_rows)
-        self._speed = Speed(
+        self._speed = SpeedReporter(
             outbox,
             clock,
             encode=self.fits.encode,
@@ -132,11 +132,11 @@ class EncoderEngine:
         """Forget what a request wanted here, or one item of it. An item that nobody wants any more is not encoded further."""
         for delivery in self._deliveries.of_request(request_id):
             if item_idx in (None, delivery.item_idx):
-                self._let_go(delivery, "cancelled")
+                self._drop(delivery, "cancelled")
 
     def drop_door(self, door: DoorId) -> None:
         for delivery in self._deliveries.of_door(door):
-            self._let_go(delivery, "the door is gone")
+            self._drop(delivery, "the door is gone")
 
     def on_transfer(self, event: SendEvent, at: float) -> None:
         """A push has ended, at that instant. Exactly once each."""
@@ -195,18 +195,18 @@ class EncoderEngine:
                 self._deliveries.send(delivery)
             return
         delivery.from_cache = False  # it may have been evicted since
-        item = self._items.get(delivery.media_hash) or self._take_on(delivery)
+        item = self._items.get(delivery.media_hash) or self._start_encoding(delivery)
         item.keep |= delivery.keep
         if delivery not in item.deliveries:
             item.deliveries.append(delivery)
-            delivery.marks = item.marks
+            delivery.timestamps = item.timestamps
             self._reorder(item)
 
     @bookkeeping
-    def _take_on(self, delivery: Delivery) -> EncodeItem:
+    def _start_encoding(self, delivery: Delivery) -> EncodeItem:
         """An item that no other request wants at present."""
         item = EncodeItem(delivery.item, delivery.ticket, deliveries=[delivery])
-        delivery.marks = item.marks
+        delivery.timestamps = item.timestamps
         self._items[item.media_hash] = item
         self._cache.note(item.media_hash)
         self._queued_rows.hold(item.media_hash, item.num_call_rows)
@@ -236,7 +236,7 @@ class EncoderEngine:
 
     def _prepared(self, media_hash: str, result: Prepared | BaseException, at: float) -> None:
         item = self._items[media_hash]  # it is not forgotten while a thread has it
-        item.marks.prepared_at = at
+        item.timestamps.prepared_at = at
         if not item.deliveries:
             self._remove(item, MediaPhase.DISCARDED)
         elif isinstance(result, NotWantedError):
@@ -247,29 +247,29 @@ class EncoderEngine:
             item.prepared = result
             item.move(MediaPhase.READY)
 
-    def _select(self) -> list[Call]:
+    def _select(self) -> list[CallPart]:
         """The next encoder call; its items have room in the cache then."""
         run, part_of = self._blame_item.run, self._planner.part_of
         ready = [(item, item.prepared) for item in self._items.values() if item.prepared is not None]
         parts = [run(item.media_hash, part_of, item, prepared) for item, prepared in ready]
         chosen = self._planner.choose(call for call in parts if call is not None)
-        return [call for call in chosen if run(call.item.media_hash, self._give_room, call)]
+        return [call for call in chosen if run(call.item.media_hash, self._reserve_room, call)]
 
-    def _give_room(self, call: Call) -> bool:
+    def _reserve_room(self, call: CallPart) -> bool:
         if call.item.phase is MediaPhase.READY:
             has_room = self._cache.try_reserve(call.item.media_hash, call.item.num_rows)
             assert has_room, "the scheduler gave room that is not there"
             call.item.move(MediaPhase.ENCODING)
         return True
 
-    def _encode(self, batch: Sequence[Call]) -> None:
+    def _encode(self, batch: Sequence[CallPart]) -> None:
         """One encoder call."""
         exclusive_s = EXCLUSIVE_S if batch[0].piece.start == 0 else 0.0  # a video has it once
         try:
             with self._cpu_slots.acquire(exclusive_s):
                 began_at = self._clock.now()
                 for call in batch:
-                    call.item.marks.called_at = call.item.marks.called_at or began_at
+                    call.item.timestamps.called_at = call.item.timestamps.called_at or began_at
                 modality = batch[0].item.item.modality
                 outputs = self._runner.encode(modality, [call.piece for call in batch])
             done = list(zip(batch, outputs, strict=True))
@@ -283,7 +283,7 @@ class EncoderEngine:
         for call, rows in done:
             self._blame_item.run(call.item.media_hash, self._store, call, rows)
 
-    def _on_failed_call(self, batch: Sequence[Call], error: Exception) -> None:
+    def _on_failed_call(self, batch: Sequence[CallPart], error: Exception) -> None:
         """The items stay, and the next step tries less at once; one that cannot be tried with less fails."""
         ran_out = is_out_of_memory(error)
         if ran_out:
@@ -298,7 +298,7 @@ class EncoderEngine:
         if not ran_out or piece.end - piece.start <= item.item.options.temporal_pooling:
             self._fail_item(item, named(error))
 
-    def _store(self, call: Call, rows: torch.Tensor) -> None:
+    def _store(self, call: CallPart, rows: torch.Tensor) -> None:
         """Rows of one piece, into the item's room."""
         item, start = call.item, call.item.num_rows_done
         end = start + len(rows)
@@ -312,7 +312,7 @@ class EncoderEngine:
         self._queued_rows.hold(item.media_hash, int(item.num_call_rows * share_left))
         if call.piece.is_last:
             self._cache.complete(item.media_hash, item.num_rows, keep=item.keep)
-            item.marks.encoded_at = self._clock.now()
+            item.timestamps.encoded_at = self._clock.now()
             self._remove(item, MediaPhase.CACHED)
             self._count(num_encoded=1, num_rows=item.num_rows)
             for delivery in item.deliveries:
@@ -323,7 +323,7 @@ class EncoderEngine:
         changes = self._cache.take_changes(self._items)
         if changes is not None:
             self._outbox.broadcast(changes)
-        self._speed.tell()
+        self._speed.report()
         self._outbox.flush(load)
 
     def _count(self, **more: int) -> None:
@@ -356,7 +356,7 @@ class EncoderEngine:
         self._deliveries.fail(delivery, error)
         self._detach(delivery)
 
-    def _let_go(self, delivery: Delivery, reason: str) -> None:
+    def _drop(self, delivery: Delivery, reason: str) -> None:
         self._deliveries.end(delivery, reason)
         self._detach(delivery)
 

@@ -33,7 +33,7 @@ OnDone = Callable[[str, Prepared | BaseException], None]
 
 
 @dataclass
-class _Seen:
+class _BytesPerRow:
     """What items of one modality needed so far; their mean estimates the next."""
 
     num_rows: int = 1
@@ -51,7 +51,7 @@ class PreparationLimits:
 
 
 @dataclass
-class _Lane:
+class _SizeClass:
     queue: WaitingQueue
     max_running: int
     running: set[str] = field(default_factory=set)
@@ -75,11 +75,11 @@ class Preparation:
         self._on_done = on_done
         self._lock = threading.Lock()
         self._waiting: dict[str, MediaItem] = {}
-        self._short = _Lane(WaitingQueue(policy), limits.num_threads)
-        self._long = _Lane(WaitingQueue(policy), max(1, limits.num_threads - 1))
+        self._short = _SizeClass(WaitingQueue(policy), limits.num_threads)
+        self._long = _SizeClass(WaitingQueue(policy), max(1, limits.num_threads - 1))
         self._unwanted: set[str] = set()  # items that threads have, and are to give up
         self._held = Holdings()
-        self._seen: dict[Modality, _Seen] = {}
+        self._bytes_per_row: dict[Modality, _BytesPerRow] = {}
 
     @property
     def held_bytes(self) -> int:
@@ -89,7 +89,7 @@ class Preparation:
         """Prepare the item when its turn comes; `ticket.request_id` is its hash."""
         with self._lock:
             self._waiting[ticket.request_id] = item
-            self._lane(item).queue.push(ticket)
+            self._class_of(item).queue.push(ticket)
             self._start()
 
     def reorder(self, ticket: Ticket) -> None:
@@ -98,7 +98,7 @@ class Preparation:
             self._unwanted.discard(ticket.request_id)
             item = self._waiting.get(ticket.request_id)
             if item is not None:
-                queue = self._lane(item).queue
+                queue = self._class_of(item).queue
                 queue.remove(ticket.request_id)
                 queue.push(ticket)
 
@@ -110,7 +110,7 @@ class Preparation:
                 if media_hash in self._short.running or media_hash in self._long.running:
                     self._unwanted.add(media_hash)
                 return False
-            self._lane(item).queue.remove(media_hash)
+            self._class_of(item).queue.remove(media_hash)
             self._start()
             return True
 
@@ -120,33 +120,39 @@ class Preparation:
             self._held.release(media_hash)
             self._start()
 
-    def _lane(self, item: MediaItem) -> _Lane:
+    def _class_of(self, item: MediaItem) -> _SizeClass:
         return self._long if item.num_call_rows > self._limits.long_rows else self._short
 
     def _start(self) -> None:
         """Everything that may begin now. Under the lock."""
-        while (lane := self._next_lane()) is not None:
-            media_hash = lane.queue.peek().request_id
+        while (size_class := self._next_class()) is not None:
+            media_hash = size_class.queue.peek().request_id
             item = self._waiting[media_hash]
             num_bytes = self._estimate(item)
             if self._held.total and self._held.total + num_bytes > self._limits.max_bytes:
                 return
-            lane.queue.pop()
+            size_class.queue.pop()
             del self._waiting[media_hash]
-            lane.running.add(media_hash)
+            size_class.running.add(media_hash)
             self._held.hold(media_hash, num_bytes)
-            self._executor.submit(self._run, media_hash, item, lane)
+            self._executor.submit(self._run, media_hash, item, size_class)
 
-    def _next_lane(self) -> _Lane | None:
-        """The lane whose first item goes next; None: no thread is free, or nobody waits for one."""
+    def _next_class(self) -> _SizeClass | None:
+        """The size_class whose first item goes next; None: no thread is free, or nobody waits for one."""
         if len(self._short.running) + len(self._long.running) >= self._limits.num_threads:
             return None
-        open_lanes = [
-            lane for lane in (self._short, self._long) if lane.queue and len(lane.running) < lane.max_running
+        open_classes = [
+            size_class
+            for size_class in (self._short, self._long)
+            if size_class.queue and len(size_class.running) < size_class.max_running
         ]
-        return min(open_lanes, key=lambda lane: order_key(lane.queue.peek(), self._policy), default=None)
+        return min(
+            open_classes,
+            key=lambda size_class: order_key(size_class.queue.peek(), self._policy),
+            default=None,
+        )
 
-    def _run(self, media_hash: str, item: MediaItem, lane: _Lane) -> None:
+    def _run(self, media_hash: str, item: MediaItem, size_class: _SizeClass) -> None:
         """On a thread of the executor."""
         result: Prepared | BaseException
         try:
@@ -154,11 +160,11 @@ class Preparation:
         except BaseException as error:  # whatever a codec raises belongs to the item
             result = error
         with self._lock:
-            lane.running.remove(media_hash)
+            size_class.running.remove(media_hash)
             self._unwanted.discard(media_hash)
             if isinstance(result, Prepared):
                 self._held.hold(media_hash, result.num_bytes)
-                seen = self._seen.setdefault(item.modality, _Seen(0, 0))
+                seen = self._bytes_per_row.setdefault(item.modality, _BytesPerRow(0, 0))
                 seen.num_rows += item.num_call_rows
                 seen.num_bytes += result.num_bytes
             else:
@@ -167,4 +173,4 @@ class Preparation:
         self._on_done(media_hash, result)
 
     def _estimate(self, item: MediaItem) -> int:
-        return self._seen.get(item.modality, _Seen()).estimate(item.num_call_rows)
+        return self._bytes_per_row.get(item.modality, _BytesPerRow()).estimate(item.num_call_rows)

@@ -23,7 +23,7 @@ from kv_transfer.lease.outgoing import Outgoing
 
 
 @dataclass(eq=False)
-class Marks:
+class ItemTimestamps:
     """Instants of an item's way, by the engine's clock; 0: not yet, or before anybody who wants it now came."""
 
     prepared_at: float = 0.0
@@ -46,7 +46,7 @@ class Delivery:
     outgoing: Outgoing | None = None
     came_at: float = 0.0  # StartEncode did
     sent_at: float = 0.0  # the transfer began
-    marks: Marks = field(default_factory=Marks)  # of its item's last time in work
+    timestamps: ItemTimestamps = field(default_factory=ItemTimestamps)  # of its item's last time in work
 
     @property
     def media_hash(self) -> str:
@@ -58,12 +58,12 @@ class Delivery:
 
     def timing(self, ended_at: float) -> EncodeTiming:
         """What its item went through before it came does not count."""
-        marks = self.marks
+        timestamps = self.timestamps
         instants = (
             self.came_at,
-            marks.prepared_at,
-            marks.called_at,
-            marks.encoded_at,
+            timestamps.prepared_at,
+            timestamps.called_at,
+            timestamps.encoded_at,
             self.sent_at,
             ended_at,
         )
@@ -86,7 +86,7 @@ class EncodeItem:
     num_rows_done: int = 0
     is_suspect: bool = False  # a call with it and others has failed: it runs alone
     keep: bool = False  # some delivery expects another use
-    marks: Marks = field(default_factory=Marks)
+    timestamps: ItemTimestamps = field(default_factory=ItemTimestamps)
     deliveries: list[Delivery] = field(default_factory=list)
 
     @property

@@ -35,9 +35,7 @@ def warm_up(
                 num_rows, prepare_s, encode_s = _run(runner, modality, array, cpu_slots, clock)
                 fits.prepare[modality].observe(num_rows, 0.0, prepare_s)
                 fits.encode[modality].observe(num_rows, 0.0, encode_s)
-        except (
-            Exception
-        ) as error:  # the model's code may raise anything on odd input; clients' items are another matter
+        except Exception as error:  # the model's code may raise anything on unusual input
             logger.warning("the encoder was not warmed up for %s: %r", modality, error)
 
 

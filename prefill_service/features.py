@@ -47,7 +47,7 @@ class _Consumer:
 
 
 @dataclass(eq=False)
-class _Copy:
+class _ItemFeatures:
     name: tuple[str, int]  # media hash, number of rows
     consumers: dict[ItemKey, _Consumer] = field(default_factory=dict)  # in order of arrival
     block_ids: list[int] = field(default_factory=list)
@@ -65,13 +65,14 @@ class FeatureStore:
         self._blocks = blocks
         self._transfer_engine = transfer_engine
         self._lock = threading.Lock()
-        self._queued: deque[_Copy] = deque()
-        self._items: dict[ItemKey, _Copy] = {}
-        self._by_name: dict[tuple[str, int], list[_Copy]] = {}  # those that have consumers, oldest first
-        self._by_lease: dict[str, _Copy] = {}
-        self._merged: dict[
-            str, set[int]
-        ] = {}  # by request in work: blocks whose rows its KV was computed from
+        self._queued: deque[_ItemFeatures] = deque()
+        self._items: dict[ItemKey, _ItemFeatures] = {}
+        self._by_name: dict[
+            tuple[str, int], list[_ItemFeatures]
+        ] = {}  # those that have consumers, oldest first
+        self._by_lease: dict[str, _ItemFeatures] = {}
+        # By request in work: blocks whose rows its KV was computed from.
+        self._merged: dict[str, set[int]] = {}
 
     @property
     def max_rows(self) -> int:
@@ -99,7 +100,7 @@ class FeatureStore:
             copies = self._by_name.setdefault(name, [])
             is_shared = bool(copies) and (not self._queued or self._queued[-1] is copies[-1])
             if not is_shared:
-                copies.append(_Copy(name))
+                copies.append(_ItemFeatures(name))
                 self._queued.append(copies[-1])
             copy = copies[-1]
             copy.consumers[key] = _Consumer(key, ttl_s, tell)
@@ -195,7 +196,7 @@ class FeatureStore:
                 copy.move(MediaPhase.DISCARDED)
             self._grant_queued()
 
-    def _drop(self, copy: _Copy, key: ItemKey) -> None:
+    def _drop(self, copy: _ItemFeatures, key: ItemKey) -> None:
         del copy.consumers[key]
         if not copy.consumers:
             copies = self._by_name[copy.name]
@@ -203,11 +204,11 @@ class FeatureStore:
             if not copies:
                 del self._by_name[copy.name]
 
-    def _move_on(self, copy: _Copy) -> None:
+    def _move_on(self, copy: _ItemFeatures) -> None:
         """Out of the room whose writer has been given up. Whoever waits for room is younger."""
         block_ids = self._blocks.try_allocate(len(copy.block_ids))
         if block_ids is not None:
-            self._by_lease[copy.lease_id] = _Copy(
+            self._by_lease[copy.lease_id] = _ItemFeatures(
                 copy.name, {}, copy.block_ids, copy.lease_id, phase=MediaPhase.STAGING
             )
             self._transfer_engine.cancel(copy.lease_id)
@@ -221,7 +222,7 @@ class FeatureStore:
                 return
             self._grant(self._queued.popleft(), block_ids)
 
-    def _grant(self, copy: _Copy, block_ids: Sequence[int]) -> None:
+    def _grant(self, copy: _ItemFeatures, block_ids: Sequence[int]) -> None:
         """Let the first consumer's encoder write."""
         copy.move(MediaPhase.STAGING)
         owner = next(iter(copy.consumers.values()))

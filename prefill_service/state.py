@@ -20,24 +20,23 @@ from torch import Tensor
 
 from cluster.model.language import PromptPositions
 from cluster.types.request import GenerateRequest, Prompt
+from cluster.worker.kv_ports import KvWriter
 from cluster.worker.outbox import DoorId
-from kv_transfer.lease.group import GroupOutgoing
-from kv_transfer.lease.outgoing import Outgoing
 from prefill_service.timing import Stopwatch
 
 
-class Phase(Enum):
+class PrefillPhase(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     SENDING = "sending"
     CLOSING = "closing"
 
 
-TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.RUNNING}),
-    Phase.RUNNING: frozenset({Phase.SENDING, Phase.CLOSING}),
-    Phase.SENDING: frozenset({Phase.CLOSING}),
-    Phase.CLOSING: frozenset(),
+TRANSITIONS: dict[PrefillPhase, frozenset[PrefillPhase]] = {
+    PrefillPhase.WAITING: frozenset({PrefillPhase.RUNNING}),
+    PrefillPhase.RUNNING: frozenset({PrefillPhase.SENDING, PrefillPhase.CLOSING}),
+    PrefillPhase.SENDING: frozenset({PrefillPhase.CLOSING}),
+    PrefillPhase.CLOSING: frozenset(),
 }
 
 
@@ -84,14 +83,23 @@ class PrefillRequest:
     arrived_at: float  # when the client asked, on this worker's clock
     stopwatch: Stopwatch  # since StartPrefill came
     sequences: list[PromptSequence] = field(default_factory=list)  # the prompt's, then the companion's
-    phase: Phase = Phase.WAITING
+    phase: PrefillPhase = PrefillPhase.WAITING
     first_tokens: tuple[int, ...] = ()  # per choice
-    outgoing: Outgoing | GroupOutgoing | None = None  # once decode's grant is known
+    outgoing: KvWriter | None = None  # once decode's grant is known
     num_counted_tokens: int = 0  # that count for it among those that the worker has still to compute
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def is_closing(self) -> bool:
+        return self.phase is PrefillPhase.CLOSING
+
+    @property
+    def held_blocks(self) -> set[int]:
+        """KV blocks of all sequences."""
+        return {block_id for sequence in self.sequences for block_id in sequence.block_table}
 
     @property
     def main(self) -> PromptSequence:
@@ -111,7 +119,7 @@ class PrefillRequest:
     def num_missing_tokens(self) -> int:
         return sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in self.sequences)
 
-    def move(self, phase: Phase) -> None:
+    def move(self, phase: PrefillPhase) -> None:
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.request_id}: {self.phase} cannot become {phase}")
         self.phase = phase

@@ -60,8 +60,8 @@ class StepPlanner:
         is_long = all(sequence.num_missing_at_start > self._budget.max_step_tokens for sequence in chosen)
         if is_long:
             is_first = any(sequence.num_computed_tokens == sequence.num_cached_tokens for sequence in chosen)
-            most_s = 0.0 if is_first else self._long_step_s
-            chunks = self._chunks.schedule(self._budget.max_tokens(self._context, most_s))
+            limit_s = 0.0 if is_first else self._long_step_s
+            chunks = self._chunks.schedule(self._budget.max_tokens(self._context, limit_s))
         return [(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks], is_long
 
     def observe(self, works: Sequence[StepWork], is_long: bool) -> None:

@@ -23,12 +23,10 @@ from cluster.kvcache.memory import MemoryLayout
 from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import KvReady
 from cluster.types.transfer import Grant, ReceivedGrant
+from cluster.worker.kv_ports import KvTransfer, KvWriter
 from kv_transfer.agents.agent import TransferError
-from kv_transfer.lease.group import GroupOutgoing, GroupTransferEngine
 from kv_transfer.lease.link import MIN_MEASURED_BYTES
-from kv_transfer.lease.outgoing import Outgoing
-from kv_transfer.lease.transfer_engine import TransferEngine
-from prefill_service.state import Phase, PrefillRequest, PromptSequence
+from prefill_service.state import PrefillPhase, PrefillRequest, PromptSequence
 
 # A write costs the transfer thread about as long as copying this much: smaller layers wait for the next ones.
 MIN_WRITE_BYTES = 256 << 10
@@ -41,9 +39,7 @@ StepWork = tuple[PrefillRequest, PromptSequence, int]  # … of which so many fu
 class Targets:
     """Decode's grants, on their way from the event loop to the requests they are for. `offer` is any thread's, the rest the engine's."""
 
-    def __init__(
-        self, transfer_engine: TransferEngine | GroupTransferEngine, budget: StepBudget, layout: MemoryLayout
-    ):
+    def __init__(self, transfer_engine: KvTransfer, budget: StepBudget, layout: MemoryLayout):
         self._transfer_engine = transfer_engine
         self._budget = budget
         self._layout = layout
@@ -62,10 +58,10 @@ class Targets:
             request = requests.get(request_id)
             try:
                 outgoing = self._transfer_engine.open(received)
-                if request is None or request.phase is Phase.CLOSING:
+                if request is None or request.phase is PrefillPhase.CLOSING:
                     outgoing.abort("the request has ended")
                     continue
-                self._take_up(request, outgoing, received.grant)
+                self._accept(request, outgoing, received.grant)
             except Exception as error:  # the caller's to name
                 if request is not None:
                     yield request, error
@@ -78,14 +74,14 @@ class Targets:
             request_id, received = self._offered.popleft()
             try:
                 request = in_step[request_id]
-                self._take_up(request, self._transfer_engine.open(received), received.grant)
+                self._accept(request, self._transfer_engine.open(received), received.grant)
             except Exception:
                 self._offered.append((request_id, received))
                 continue
             with suppress(TransferError):  # its time is over, as its event will say
                 send_computed(request, self._layout.segments[0].rows)
 
-    def _take_up(self, request: PrefillRequest, outgoing: Outgoing | GroupOutgoing, grant: Grant) -> None:
+    def _accept(self, request: PrefillRequest, outgoing: KvWriter, grant: Grant) -> None:
         request.outgoing = outgoing
         self.by_lease[grant.lease_id] = request
         plan_end(request, grant.token_s, self._budget, self._layout)
@@ -142,7 +138,7 @@ class _Push:
     """What one sequence gets out of the step."""
 
     sequence: PromptSequence
-    outgoing: Outgoing | GroupOutgoing
+    outgoing: KvWriter
     num_blocks_after: int
     local_ids: Sequence[int]
     grant_indices: Sequence[int]

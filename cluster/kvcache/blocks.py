@@ -37,9 +37,8 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}  # hash -> block; referenced or cached
         self._cached: OrderedDict[int, None] = OrderedDict()  # unreferenced blocks with a hash, oldest first
-        self._changed: dict[bytes, None] | None = (
-            None  # hashes that came or went, in order; None: nobody asks
-        )
+        # Hashes that were added or removed since `take_changes`, in order. None: the pool is not watched.
+        self._changed: dict[bytes, None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -55,24 +54,9 @@ class BlockPool:
     def num_referenced(self) -> int:
         return self.num_blocks - self.num_free
 
-    def generation(self, block_id: int) -> int:
-        return self._generations[block_id]
-
     def generations(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """`generation` of each block, as a grant carries them."""
         return tuple(self._generations[block_id] for block_id in block_ids)
-
-    def num_references(self, block_id: int) -> int:
-        return self._num_references[block_id]
-
-    def peek(self, hashes: Sequence[bytes]) -> int:
-        """Length in blocks of the prefix that `lookup` would return; changes nothing."""
-        num_found = 0
-        for block_hash in hashes:
-            if block_hash not in self._block_of:
-                break
-            num_found += 1
-        return num_found
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
         """The longest prefix of `hashes` whose blocks are known. The caller gets one reference to each of

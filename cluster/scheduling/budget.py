@@ -32,10 +32,10 @@ class StepBudget:
         """How long such a step should last. Zero before the first observation."""
         return self.fit.predicted_s(tokens, context)
 
-    def max_tokens(self, context: float, most_s: float = math.inf) -> int:
+    def max_tokens(self, context: float, limit_s: float = math.inf) -> int:
         """How many tokens, each seeing `context` earlier ones on average, may run in the next step, if it is to last neither longer
-        than the target nor than `most_s`."""
-        target_s = min(self._step_target_s, most_s)
+        than the target nor than `limit_s`."""
+        target_s = min(self._step_target_s, limit_s)
         most = min(self.max_step_tokens, max(self.min_tokens, 2 * self._num_seen))
         fixed_s = self.fit.predicted_s(0, context)
         slope = (self.fit.predicted_s(self.max_step_tokens, context) - fixed_s) / self.max_step_tokens

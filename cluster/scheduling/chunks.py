@@ -52,11 +52,11 @@ class _Prompt:
         return max(0, self.num_ready - self.num_computed)
 
 
-_Lane = list[tuple[tuple[OrderKey, int], _Prompt]]  # sorted by place
+_ClassQueue = list[tuple[tuple[OrderKey, int], _Prompt]]  # sorted by place
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepBuilder:
     """A step while it is filled. `num_reserved` of `num_left` tokens are kept for text."""
 
     num_left: int
@@ -86,8 +86,8 @@ class ChunkScheduler:
     def __init__(self, policy: SchedulingPolicy):
         self._policy = policy
         self._prompts: dict[str, _Prompt] = {}
-        self._text: _Lane = []
-        self._media: _Lane = []
+        self._text: _ClassQueue = []
+        self._media: _ClassQueue = []
         self._num_runnable_text = 0  # tokens
         self._num_added = 0
 
@@ -141,7 +141,7 @@ class ChunkScheduler:
         At most `max_batch_tokens` in total, unless the first chunk is one span that may not be cut and does not fit beside
         text's share: then that share is all that runs with it.
         """
-        step = _Step(max_batch_tokens, self._num_reserved(max_batch_tokens))
+        step = _StepBuilder(max_batch_tokens, self._num_reserved(max_batch_tokens))
         num_text_seen = 0
         for _, prompt in merge(self._text, self._media):
             if step.room(prompt) <= 0:
@@ -164,13 +164,13 @@ class ChunkScheduler:
         before = prompt.num_runnable
         prompt.num_computed, prompt.num_ready = num_computed, num_ready
         after = prompt.num_runnable
-        lane = self._text if prompt.is_text else self._media
+        queue = self._text if prompt.is_text else self._media
         if prompt.is_text:
             self._num_runnable_text += after - before
         if after and not before:
-            insort(lane, (prompt.place, prompt))
+            insort(queue, (prompt.place, prompt))
         elif before and not after:
-            del lane[bisect_left(lane, (prompt.place,))]
+            del queue[bisect_left(queue, (prompt.place,))]
 
 
 def cut(start: int, end: int, uncut_spans: Sequence[Span], *, may_exceed: bool) -> int:

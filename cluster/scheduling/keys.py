@@ -50,7 +50,7 @@ class Ticket:
                   much as any other
     is_text       no media
     priority      class; lower goes sooner
-    deadline_at   if given, the key is at most this
+
     """
 
     request_id: str
@@ -58,7 +58,6 @@ class Ticket:
     num_tokens: int
     is_text: bool = True
     priority: int = 0
-    deadline_at: float | None = None
 
 
 OrderKey = tuple[float, float]
@@ -66,10 +65,7 @@ OrderKey = tuple[float, float]
 
 def virtual_deadline(ticket: Ticket, policy: SchedulingPolicy) -> float:
     """When the request ought to be done, in seconds of the ticket's clock. Smaller goes first; it never changes."""
-    deadline = ticket.arrived_at + ticket.priority * policy.aging_s + ticket.num_tokens / policy.tokens_per_s
-    if ticket.deadline_at is None:
-        return deadline
-    return min(deadline, max(ticket.deadline_at, ticket.arrived_at))
+    return ticket.arrived_at + ticket.priority * policy.aging_s + ticket.num_tokens / policy.tokens_per_s
 
 
 def order_key(ticket: Ticket, policy: SchedulingPolicy) -> OrderKey:

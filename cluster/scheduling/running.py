@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 
-class Running(Protocol):
+class RunningRequest(Protocol):
     """What scheduling reads of a running request."""
 
     @property
@@ -37,7 +37,7 @@ class Running(Protocol):
     def num_sequences(self) -> int: ...
 
 
-R = TypeVar("R", bound=Running)
+R = TypeVar("R", bound=RunningRequest)
 
 
 def select_batch(running: deque[R], max_batch_requests: int) -> list[R]:

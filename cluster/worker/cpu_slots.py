@@ -34,13 +34,15 @@ from cluster.rpc.address import make_private
 
 logger = logging.getLogger(__name__)
 
-SHARE = 0.3  # of what others run, for a step whose patience is over
-TIMEOUT_S = 30.0  # a model step never lasts that long between two offers
-POLL_S = 0.0005  # a poll costs 10 us of a core that somebody else could use, and makes a parallel region wait
-QUIET_SHARE, MAX_QUIET_S = (
-    0.7,
-    0.05,
-)  # of the step's shortest pause so far, nobody asks whether this one is over
+# What a step may run between two yields, as a part of the time that the others ran meanwhile; after its exclusive time.
+SHARE = 0.3
+TIMEOUT_S = 30.0  # a model step never lasts that long between two layers
+POLL_S = (
+    0.0005  # a poll costs 10 us of a core that another worker could use, and makes a parallel region wait
+)
+# A step does not poll for this part of its shortest pause so far, at most for MAX_QUIET_S.
+QUIET_SHARE = 0.7
+MAX_QUIET_S = 0.05
 
 
 class CpuSlots:
@@ -57,49 +59,49 @@ class CpuSlots:
         self._clock = clock
         self._pause = pause
         self._on_progress = on_progress
-        self._next: _FileLock | None = None
+        self._queue_lock: _FileLock | None = None
         self._slots: list[_FileLock] = []
         if folder is not None:
             folder.mkdir(exist_ok=True)
-            self._next = _FileLock(folder / "next")
+            self._queue_lock = _FileLock(folder / "next")
             # Last first: a worker with fewer threads than the others leaves them the slots that they can have.
             self._slots = [_FileLock(folder / f"slot-{i}") for i in reversed(range(num_slots))]
         self._held: _FileLock | None = None
         self._began_at = 0.0  # when this stretch of running began
-        self._offered_at = 0.0  # last, in this stretch
+        self._layer_began_at = 0.0  # last, in this stretch
         self._may_run_s = math.inf  # in this stretch
         self._ran_s = 0.0  # in the stretches before, of this step
-        self._away_s: list[float] = []  # the pauses of this step
+        self._yielded_s: list[float] = []  # the pauses of this step
 
     @contextmanager
     def acquire(self, exclusive_s: float = math.inf) -> Iterator[None]:
         """Not while it is held."""
         self._ran_s = 0.0
-        self._away_s.clear()
+        self._yielded_s.clear()
         self._may_run_s = exclusive_s
-        self._take()
+        self._acquire()
         try:
             yield
         finally:
-            self._give()
+            self._release()
 
     def yield_between_layers(self) -> None:
         """Inside `acquire`. May wait; costs 2 us when nobody else does."""
         self._on_progress()
-        if self._held is None or self._next is None:
+        if self._held is None or self._queue_lock is None:
             return
         now = self._clock.now()
-        layer_s, self._offered_at = now - self._offered_at, now
+        layer_s, self._layer_began_at = now - self._layer_began_at, now
         if now + layer_s - self._began_at <= self._may_run_s:  # after one more like the last
             return
-        if self._next.try_take():
-            self._next.give()
+        if self._queue_lock.try_acquire():
+            self._queue_lock.release()
             return
-        self._give()
-        gave_way_at = self._clock.now()
-        self._take(min(QUIET_SHARE * min(self._away_s, default=0.0), MAX_QUIET_S))
-        self._away_s.append(self._began_at - gave_way_at)
-        self._may_run_s = SHARE * self._away_s[-1]
+        self._release()
+        yielded_at = self._clock.now()
+        self._acquire(min(QUIET_SHARE * min(self._yielded_s, default=0.0), MAX_QUIET_S))
+        self._yielded_s.append(self._began_at - yielded_at)
+        self._may_run_s = SHARE * self._yielded_s[-1]
 
     @property
     def ran_s(self) -> float:
@@ -109,34 +111,34 @@ class CpuSlots:
     @property
     def mean_slice_s(self) -> float:
         """What the last step's share of its pauses was, on average: infinite if nobody made use of its offers."""
-        return SHARE * sum(self._away_s) / len(self._away_s) if self._away_s else math.inf
+        return SHARE * sum(self._yielded_s) / len(self._yielded_s) if self._yielded_s else math.inf
 
-    def _take(self, quiet_s: float = 0.0) -> None:
+    def _acquire(self, quiet_s: float = 0.0) -> None:
         deadline = self._clock.now() + TIMEOUT_S
-        if self._next is not None and self._wait_for([self._next], deadline) is not None:
+        if self._queue_lock is not None and self._wait_for([self._queue_lock], deadline) is not None:
             if quiet_s > 0:
                 self._pause(quiet_s)
             self._held = self._wait_for(self._slots, deadline)
-            self._next.give()
-        if self._next is not None and self._held is None:
+            self._queue_lock.release()
+        if self._queue_lock is not None and self._held is None:
             logger.error("no turn at the CPU came in %.0f s: this worker takes none any more", TIMEOUT_S)
-            self._next = None
-        self._began_at = self._offered_at = self._clock.now()
+            self._queue_lock = None
+        self._began_at = self._layer_began_at = self._clock.now()
 
     def _wait_for(self, locks: list[_FileLock], deadline: float) -> _FileLock | None:
         while True:
             for lock in locks:
-                if lock.try_take():
+                if lock.try_acquire():
                     return lock
             if self._clock.now() >= deadline:
                 return None
             self._on_progress()
             self._pause(POLL_S)
 
-    def _give(self) -> None:
+    def _release(self) -> None:
         self._ran_s += self._clock.now() - self._began_at
         if self._held is not None:
-            self._held.give()
+            self._held.release()
         self._held = None
 
 
@@ -146,14 +148,14 @@ class _FileLock:
     def __init__(self, path: Path):
         self._file = open(path, "w")  # noqa: SIM115 (closing it gives the lock back: with the object or the process)
 
-    def try_take(self) -> bool:
+    def try_acquire(self) -> bool:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
-    def give(self) -> None:
+    def release(self) -> None:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
@@ -170,4 +172,4 @@ def shared_cpu_slots(
     cores = os.sched_getaffinity(0)
     mask = sum(1 << core for core in cores)
     num_slots = max(1, len(cores) // num_threads)
-    return CpuSlots(clock, folder / f"turns-{mask:x}", num_slots, on_progress=on_progress)
+    return CpuSlots(clock, folder / f"cpu-slots-{mask:x}", num_slots, on_progress=on_progress)

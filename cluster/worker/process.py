@@ -20,6 +20,7 @@ from cluster.types.members import ProcessId
 from cluster.types.messages import AnyMessage
 from cluster.worker.cpu_slots import no_cpu_slots, shared_cpu_slots
 from cluster.worker.hardware import device_of, hardware_of
+from cluster.worker.kv_ports import KvTransfer
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.pulse import Pulse, Watch
@@ -77,6 +78,7 @@ class WorkerProcess:
             outgoing_wire=outgoing_wire,
             incoming_wire=incoming_wire,
         )
+        self.replica_id = setup.replica_id
         self._setup = setup
         self._ranks = ranks
         self.hardware = hardware_of(setup.device, num_ranks=1 if ranks is None else ranks.size)
@@ -89,7 +91,7 @@ class WorkerProcess:
             )
         num_threads = torch.get_num_threads() * (1 if ranks is None else ranks.size)
         self._pulse = Pulse(self.clock)  # of the engine's thread
-        folder, on_progress = setup.turns_folder, self._pulse.beat_on
+        folder, on_progress = setup.cpu_slots_folder, self._pulse.beat_on
         self.cpu_slots = (
             no_cpu_slots(self.clock, on_progress)
             if folder is None
@@ -104,7 +106,7 @@ class WorkerProcess:
         return () if None in known else tuple(process for process in known if process is not None)
 
     @property
-    def kv_mover(self) -> TransferEngine | GroupTransferEngine:
+    def kv_transfer_engine(self) -> KvTransfer:
         """Moves what all ranks hold a share of."""
         return self._group or self.transfer_engine
 

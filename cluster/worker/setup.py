@@ -29,7 +29,9 @@ class WorkerSetup:
     address: str  # of the side channel; a TCP port of 0 is replaced when the server starts
     secret: str | None
     folder: Path  # of this user on this host: sockets, and where processes meet
-    turns_folder: Path | None  # shared with the workers of this host that run on its cores; None: on a GPU
+    cpu_slots_folder: (
+        Path | None
+    )  # shared with the workers of this host that run on its cores; None: on a GPU
     hang_timeout_s: float = 60.0  # see `cluster.worker.pulse`
 
 
@@ -45,7 +47,7 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
     address = new_address(
         args.side_channel, name=replica_id, directory=environment.socket_dir, host=args.host
     )
-    turns_folder = environment.socket_dir if device.type == "cpu" else None
+    cpu_slots_folder = environment.socket_dir if device.type == "cpu" else None
     return WorkerSetup(
         replica_id,
         device,
@@ -55,7 +57,7 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
         address,
         environment.cluster_secret,
         environment.socket_dir,
-        turns_folder,
+        cpu_slots_folder,
         args.hang_timeout_s,
     )
 

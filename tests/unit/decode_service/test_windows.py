@@ -51,7 +51,7 @@ class WindowRig(Rig):
             super().turn()
             for branch in self.branches():
                 assert len(branch.blocks) <= self.most_blocks
-                assert branch.block_table[: branch.num_left] == [0] * branch.num_left
+                assert branch.block_table[: branch.num_dropped] == [0] * branch.num_dropped
 
     def _propose(self, batch: Sequence[Any]) -> None:
         for choice in (
@@ -85,7 +85,7 @@ class WindowRig(Rig):
 
     def _row(self, branch: Branch, position: int) -> Any:
         block_id = branch.block_table[position // BLOCK_SIZE]
-        assert position // BLOCK_SIZE >= branch.num_left, "read in the hole"
+        assert position // BLOCK_SIZE >= branch.num_dropped, "read in the hole"
         return self._decode_kv.segments[0][block_id, position % BLOCK_SIZE]
 
 
@@ -252,7 +252,7 @@ def test_what_stands_in_the_holes_place_changes_no_logit(backend: Any, context_l
         model.forward([chunk], kv)
     branches = [Branch(context, 0, list(table)) for context, table in zip(contexts, tables, strict=True)]
     for branch, context in zip(branches, contexts, strict=True):
-        branch.leave(max(0, context + 1 - 16) // BLOCK_SIZE)
+        branch.drop_behind_window(max(0, context + 1 - 16) // BLOCK_SIZE)
     with_holes = [branch.block_table for branch in branches]
     assert with_holes[1][0] == 0
     for several in (tables, with_holes):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cluster.kvcache.memory import MemoryLayout, SegmentSpec
 from cluster.types.messages import KvReady
 from kv_transfer.agents.agent import LeaseExpiredError, TransferError
-from prefill_service.state import Phase
+from prefill_service.state import PrefillPhase
 from prefill_service.transfer import (
     MIN_SENT_BYTES,
     MIN_WRITE_BYTES,
@@ -252,7 +252,7 @@ def received(name):
 
 def test_a_grant_for_a_request_that_has_ended_is_given_back_and_belongs_to_nothing():
     closing = request(sequence(8, 8))
-    closing.outgoing, closing.phase = None, Phase.CLOSING
+    closing.outgoing, closing.phase = None, PrefillPhase.CLOSING
     transfer_engine = Opener("bad")
     targets = Targets(transfer_engine, BUDGET, WIDE)
     for name in ("closing", "gone", "bad"):
@@ -269,7 +269,7 @@ def test_between_layers_only_good_grants_of_prompts_in_the_step_are_taken_up():
     running, other, failing = (request(sequence(8, 8)) for _ in range(3))
     requests = {"running": running, "other": other, "failing": failing}
     for each in requests.values():
-        each.outgoing, each.phase = None, Phase.RUNNING
+        each.outgoing, each.phase = None, PrefillPhase.RUNNING
     targets = Targets(Opener("failing"), BUDGET, WIDE)
     for name in (*requests, "gone"):
         targets.offer(name, received(name))
@@ -281,7 +281,7 @@ def test_between_layers_only_good_grants_of_prompts_in_the_step_are_taken_up():
     assert set(targets.by_lease) == {"running", "other"}
 
 
-@pytest.mark.parametrize("phase", [None, Phase.CLOSING])
+@pytest.mark.parametrize("phase", [None, PrefillPhase.CLOSING])
 def test_a_grant_that_comes_too_late_is_given_back_at_once(phase):
     """To a request that has ended, or is about to."""
     outgoing, closing = Recorder(), request(sequence(8, 8))

@@ -17,7 +17,6 @@ tickets = st.builds(
     num_tokens=st.integers(0, 100_000),
     is_text=st.booleans(),
     priority=st.integers(LOWEST_PRIORITY, 3),
-    deadline_at=st.none() | instants,
 )
 
 
@@ -34,12 +33,6 @@ def test_media_that_is_encoded_elsewhere_costs_nothing():
     assert order_key(Ticket("a", 1, 7, is_text=True), POLICY) == order_key(
         Ticket("b", 1, 7, is_text=False), POLICY
     )
-
-
-def test_an_explicit_deadline_caps_the_key_but_not_before_the_arrival():
-    assert virtual_deadline(Ticket("a", 3, 90_000, deadline_at=5), POLICY) == 5
-    assert virtual_deadline(Ticket("a", 3, 1000, deadline_at=50), POLICY) == 4
-    assert virtual_deadline(Ticket("a", 3, 90_000, deadline_at=1), POLICY) == 3
 
 
 def test_equal_deadlines_go_in_order_of_arrival():

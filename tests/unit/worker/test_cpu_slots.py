@@ -37,10 +37,10 @@ def advance(clock, seconds):
 
 def wait_until_queued(folder, unless=None):
     """Somebody waits for a slot: he has the lock `next`."""
-    queue = make(folder)._next
+    queue = make(folder)._queue_lock
     deadline = time.monotonic() + DEADLINE_S
-    while not (unless and unless.is_set()) and queue.try_take():
-        queue.give()
+    while not (unless and unless.is_set()) and queue.try_acquire():
+        queue.release()
         assert time.monotonic() < deadline
         os.sched_yield()
 
@@ -155,17 +155,19 @@ class ScriptedLock:
     def __init__(self, answers):
         self._answers = iter(answers)
 
-    def try_take(self):
+    def try_acquire(self):
         return next(self._answers) == "y"
 
-    def give(self):
+    def release(self):
         pass
 
 
 def test_most_of_a_pause_like_the_last_ones_passes_without_a_poll(tmp_path):
     clock, pauses = ManualClock(), []
     cpu_slots = make(tmp_path, clock, pause=lambda seconds: (pauses.append(seconds), advance(clock, seconds)))
-    cpu_slots._next = ScriptedLock("y" + "ny" * 3)  # somebody waits at each offer, and has a slot at once
+    cpu_slots._queue_lock = ScriptedLock(
+        "y" + "ny" * 3
+    )  # somebody waits at each offer, and has a slot at once
     cpu_slots._slots = [ScriptedLock("y" + "n" * 20 + "y" + "nnny" + "y")]
     with cpu_slots.acquire(exclusive_s=0.0):
         assert cpu_slots.mean_slice_s == math.inf
@@ -179,7 +181,7 @@ def test_most_of_a_pause_like_the_last_ones_passes_without_a_poll(tmp_path):
         assert pauses == [pytest.approx(QUIET_SHARE * 20 * POLL_S)] + [POLL_S] * 3
         del pauses[:]
         advance(clock, 1.0)
-        cpu_slots._away_s = [10.0]
+        cpu_slots._yielded_s = [10.0]
         cpu_slots.yield_between_layers()
         assert pauses == [MAX_QUIET_S]
 
@@ -246,6 +248,6 @@ def test_workers_with_other_cores_share_no_turns(tmp_path, monkeypatch):
     with on_cores({0, 1}, 2).acquire(), on_cores({2, 3}, 2).acquire(), on_cores(set(range(64)), 16).acquire():
         pass
     assert sorted(path.parent.name for path in tmp_path.rglob("next")) == sorted(
-        ["turns-3", "turns-c", "turns-" + "f" * 16]
+        ["cpu-slots-3", "cpu-slots-c", "cpu-slots-" + "f" * 16]
     )
-    assert len(list((tmp_path / "new" / "private" / ("turns-" + "f" * 16)).glob("slot-*"))) == 4
+    assert len(list((tmp_path / "new" / "private" / ("cpu-slots-" + "f" * 16)).glob("slot-*"))) == 4
