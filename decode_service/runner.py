@@ -26,14 +26,15 @@ class DecodeRunner:
         self.num_accepted = 0  # drafts that were right
 
     def propose(self, batch: Sequence[DecodeRequest]) -> None:
-        """Sets the drafts of every choice of the batch. Guided choices get none: their pair moves one token at a time."""
+        """Sets the drafts of every choice of the batch. Choices with guidance get none: their two sequences
+        advance one token at a time."""
         if self._speculator is None:
             return
         choices = [choice for r in batch if r.request.guidance is None for choice in r.live_choices]
         room = [choice.stop.max_tokens - choice.num_generated - 1 for choice in choices]
         try:
             proposed = self._speculator.propose(choices, room)
-        except Exception:  # what is kept for these choices may be half written
+        except Exception:  # the proposer's state of these choices may be incomplete
             for choice in choices:
                 self._speculator.forget(choice.request_id)
             raise
@@ -42,16 +43,16 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def run(self, batch: Sequence[DecodeRequest]) -> list[list[list[int]]]:
-        """Computes the KV of every choice's last token, and of its drafts, and draws what follows. Returns per request and
-        live choice the new tokens, at least one. Blocks; synchronises the device."""
+        """Computes the KV of every choice's last token and of its drafts, and draws the next tokens. Returns,
+        per request and live choice, the new tokens: at least one. Blocks; synchronises the device."""
         choices = [(request, choice) for request in batch for choice in request.live_choices]
         drawn = iter(self._draw(self._logits(choices), [choice for _, choice in choices]))
         return [[self._accept(choice, drawn) for choice in request.live_choices] for request in batch]
 
     @torch.inference_mode()
     def compute(self, parts: Sequence[PromptPart]) -> list[tuple[int, ...]]:
-        """The KV of parts of several prompts. Returns per part a first token for each choice that it draws. Blocks; synchronises
-        the device."""
+        """Computes the KV of parts of several prompts. Returns, per part, a first token for each choice that
+        it draws for. Blocks; synchronises the device."""
         logits = self._model.forward([_prompt_chunk(part) for part in parts], self._kv)
         self._kv.synchronize()
         last = [part for part in parts if part.draws]
@@ -64,8 +65,8 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def warm_up(self, num_sequences: int, num_context_tokens: int, block_table: Sequence[int]) -> None:
-        """One step of so many sequences that nobody asked for, in blocks that nobody else holds. They may share them: what is in them
-        means nothing."""
+        """One step of `num_sequences` sequences that belong to no request, in blocks that no request holds.
+        The sequences may share the blocks: their content does not matter."""
         contexts, tables = [num_context_tokens] * num_sequences, [block_table] * num_sequences
         zeros = [0] * num_sequences
         logits = self._model.decode(zeros, contexts, zeros, tables, self._kv)
@@ -75,7 +76,7 @@ class DecodeRunner:
         self._model.copy_blocks(sources, targets, self._kv)
 
     def forget(self, choice: DecodeChoice) -> None:
-        """The choice has ended, whatever became of it."""
+        """The choice has ended, for whatever reason."""
         if self._speculator is not None:
             self._speculator.forget(choice.request_id)
 
@@ -113,7 +114,7 @@ class DecodeRunner:
 
 
 def _guided(logits: Tensor, choices: Sequence[tuple[DecodeRequest, DecodeChoice]]) -> Tensor:
-    """Each pair's two rows become one."""
+    """The two rows of each guided choice become one."""
     out, row = [], 0
     for request, choice in choices:
         guidance, num_rows = request.request.guidance, len(choice.drafts) + 1
@@ -127,7 +128,7 @@ def _guided(logits: Tensor, choices: Sequence[tuple[DecodeRequest, DecodeChoice]
 
 
 def _positions(choice: DecodeChoice) -> range:
-    """Index that each token drawn in this step will have."""
+    """The index that each token drawn in this step will have."""
     first = len(choice.token_ids)
     return range(first, first + len(choice.drafts) + 1)
 

@@ -1,7 +1,9 @@
-"""One decode worker process: builds the engine, answers doors, holds one Serve call per request open.
+"""One decode worker process: builds the engine, passes the doors' messages to it, and keeps one Serve call
+per request open.
 
-`run` is the Serve call: it returns when the request has left the engine, in whatever way, so that Serve's drain, limits and
-load see every generation. It may arrive before or after the request itself, which comes by the side channel.
+`run` is the Serve call. It returns when the request has left the engine, for whatever reason, so that Serve's
+drain, limits and load include every generation. It may arrive before or after the request itself, which comes
+by the side channel.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from decode_service.speculation import DraftModelProposer, NgramProposer, Specul
 from decode_service.warm_up import warm_up
 
 MAX_REMEMBERED_ENDS = 100_000  # request ids that have ended, for Serve calls that arrive late
-START_TIMEOUT_S = 30.0  # between a Serve call and the request it stands for; normally milliseconds
+START_TIMEOUT_S = 30.0  # between a Serve call and its request; normally milliseconds
 
 
 class DecodeService(PhaseService):
     def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
-        """Loads the language half of the model. Blocks for as long as that takes; raises ConfigError."""
+        """Loads the language half of the model. Blocks until it is loaded. Raises ConfigError."""
         setup = set_up(args, replica_id)
         check_device_lane(args, setup)
         num_blocks = args.decode.kv_blocks
@@ -84,14 +86,15 @@ class DecodeService(PhaseService):
         process.attach(self._engine, self._on_message)
         super().__init__(process, language_member(process, Role.DECODE, model, num_blocks))
         self._runs: dict[str, asyncio.Future[None]] = {}
-        self._started: set[str] = set()  # and not ended
+        self._started: set[str] = set()  # requests that have started and not ended
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     async def run(self, request_id: str, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        """Returns when the request has ended here. Cancelling this call does not cancel the request: doors do that.
+        """Returns when the request has ended here. Cancelling this call does not cancel the request; doors do
+        that.
 
-        Raises UnavailableError when the request itself does not come: its door's connection was cut meanwhile.
-        """
+        Raises UnavailableError if the request itself does not come: its door's connection was cut
+        meanwhile."""
         if request_id in self._ended:
             return
         loop = asyncio.get_running_loop()
@@ -113,7 +116,7 @@ class DecodeService(PhaseService):
                 self._process.loop.call(self._engine.start, door, message)
             case Cancel():
                 self._process.loop.call(self._engine.cancel, message.request_id, message.choice_idx)
-            # these two tell other ranks, if there are any: not on the event loop
+            # These two may send messages to other ranks, so they do not run on the event loop.
             case GrantPassed():
                 note_writer = self._process.kv_transfer_engine.note_writer
                 self._process.loop.call(note_writer, message.lease_id, message.processes)
@@ -135,7 +138,7 @@ class DecodeService(PhaseService):
 
 
 def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
-    """Raises ConfigError when the draft model does not fit the model it drafts for."""
+    """Raises ConfigError if the draft model does not fit the target model."""
     speculation = args.decode.speculation
     if speculation.method == "off":
         return None

@@ -1,7 +1,9 @@
-"""How many bytes an encoder call may be estimated to need: what was free at start, until a call runs out of memory.
+"""How many bytes an encoder call may be estimated to need: what was free at the start, until a call runs out
+of memory.
 
-The estimate of a call is `cluster.worker.memory_plan.encoder_step_bytes` and its input tensors. After a call that ran out of
-memory the budget is half of that call's estimate; after every `RECOVERY_S` without another it doubles, up to where it was.
+The estimate of a call is `cluster.worker.memory_plan.encoder_step_bytes` and its input tensors. After a call
+that ran out of memory, the budget is half of that call's estimate. After every `RECOVERY_S` without another
+such call the budget doubles, up to its first value.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ RECOVERY_S = 60.0  # time in which another process, or a fragmented allocator, m
 
 
 class CallBudget:
-    """Belongs to the engine's thread."""
+    """Used on the engine's thread only."""
 
     def __init__(self, ceiling_bytes: int, clock: Clock):
         self._ceiling_bytes = ceiling_bytes

@@ -1,4 +1,4 @@
-"""One encoder worker process: builds the engine and answers doors."""
+"""One encoder worker process: builds the engine, and passes the doors' messages to it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from encoder_service.warm_up import warm_up
 logger = logging.getLogger(__name__)
 
 MAX_BATCH_ROWS = 16_384  # embedding rows in one encoder call; bounds its activation memory
-# Rows of a long item in one call: enough to keep a device busy, and short enough for items that arrive meanwhile.
+# Rows of a long item in one call: enough to keep a device busy, short enough for items that arrive meanwhile.
 MAX_PIECE_ROWS = 1024
-NUM_PREPARE_THREADS = 2  # decoding and preprocessing beside the encoder itself
+NUM_PREPARE_THREADS = 2  # threads that decode and preprocess beside the encoder
 
 
 class EncoderService(PhaseService):
     def __init__(self, args: ClusterArgs, replica_id: str):
-        """Loads the encoder half of the model. Blocks for as long as that takes; raises ConfigError."""
+        """Loads the encoder half of the model. Blocks until it is loaded. Raises ConfigError."""
         setup = set_up(args, replica_id)
         check_device_lane(args, setup)
         processor = MediaProcessor.load(args.model)

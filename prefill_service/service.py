@@ -1,7 +1,7 @@
-"""One prefill worker process: builds the engine and answers doors.
+"""One prefill worker process: builds the engine, and passes the doors' messages to it.
 
-Room for embeddings is asked for on the event loop, as soon as the request arrives: an encoder must not wait for a model
-step to know where to send.
+Room for embeddings is requested on the event loop, as soon as the request arrives: an encoder must not wait
+for a model step to learn where to send.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from prefill_service.warm_up import warm_up
 
 class PrefillService(PhaseService):
     def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
-        """Loads the language half of the model. Blocks for as long as that takes; raises ConfigError."""
+        """Loads the language half of the model. Blocks until it is loaded. Raises ConfigError."""
         setup = set_up(args, replica_id)
         check_device_lane(args, setup)
         num_blocks = args.prefill.kv_blocks
