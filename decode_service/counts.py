@@ -1,6 +1,8 @@
-"""How many sequences a decode worker has, by state, and how many tokens they see: for its load report and for admission.
+"""How many sequences a decode worker has, by state, and how many tokens they see: for its load report and for
+admission.
 
-A sequence is one row of a decode step: each choice has one per prompt of its request. Used on the engine's thread only.
+A sequence is one row of a decode step: each choice has one per prompt of its request. Used on the engine's
+thread only.
 """
 
 from __future__ import annotations

@@ -2,15 +2,17 @@
 
 A step:
 1. requests get blocks for their prompts, in the order of the queue;
-2. if prompts are computed here (all of a prompt, or the end that does not travel), one local prefill step runs (`LocalPrefill`);
+2. if prompts are computed here (all of a prompt, or the end that does not travel), one local prefill step
+   runs (`LocalPrefill`);
 3. one step of the running batch is computed;
 4. the doors are told.
 
-Blocks for an answer are allocated as it grows. If every layer of the model has a window, blocks behind the window are freed. If the
-pool has no free block, the newest request is preempted: it loses its blocks, and its door has the rest of it computed again.
+Blocks for an answer are allocated as it grows. If every layer of the model has a window, blocks behind the
+window are freed. If the pool has no free block, the newest request is preempted: it loses its blocks, and its
+door has the rest of it computed again.
 
-Runs on the worker's engine thread. Events of the transfer thread arrive as calls. An exception that a request causes ends that
-request only (`Blame`). How requests end: `DecodeLifecycle`.
+Runs on the worker's engine thread. Events of the transfer thread arrive as calls. An exception that a request
+causes ends that request only (`Blame`). How requests end: `DecodeLifecycle`.
 """
 
 from __future__ import annotations
@@ -76,8 +78,9 @@ class DecodeEngine:
         max_local_prefill_tokens: int = MAX_LOCAL_PREFILL_TOKENS,
         allows_recompute: bool = False,
     ):
-        """`on_ended(request_id)` is called, on this thread, once for each request that leaves the engine. `sliding_window`: no layer of the
-        model sees more tokens than that, the newest included. `allows_recompute`: see `KvInput`."""
+        """`on_ended(request_id)` is called, on this thread, once for each request that leaves the engine.
+        `sliding_window`: no layer of the model sees more tokens than that, the newest included.
+        `allows_recompute`: see `KvInput`."""
         self._runner = runner
         self._blocks = blocks
         self._outbox = outbox
@@ -149,7 +152,8 @@ class DecodeEngine:
             self._blame.run(request.request_id, self._advance, request, tokens)
 
     def _probe(self) -> None:
-        """Raises if the device is broken: computes one token that belongs to no request. Without a free block, the device counts as working."""
+        """Raises if the device is broken: computes one token that belongs to no request. Without a free
+        block, the device counts as working."""
         block = self._blocks.try_allocate(1)
         if block is not None:
             self._runner.warm_up(1, 0, block)
@@ -179,7 +183,8 @@ class DecodeEngine:
         self._waiting.push(self._ticket(request))
 
     def cancel(self, request_id: str, choice_idx: int | None = None) -> None:
-        """Frees a request, or one choice of it, in any state. Unknown requests and requests that have ended are ignored."""
+        """Frees a request, or one choice of it, in any state. Unknown requests and requests that have ended
+        are ignored."""
         self._blame.run(request_id, self._lifecycle.cancel, request_id, choice_idx)
 
     def drop_door(self, door: DoorId) -> None:
@@ -187,7 +192,8 @@ class DecodeEngine:
             self.cancel(request_id)
 
     def on_transfer(self, event: LeaseEvent | LateWrite, at: float) -> None:
-        """A lease has closed at the instant `at`: the KV is complete, the writer has given up, or the time is over. Called once per lease."""
+        """A lease has closed at the instant `at`: the KV is complete, the writer has given up, or the time is
+        over. Called once per lease."""
         if isinstance(event, LateWrite):
             return self._lifecycle.fail_holders(event.block_ids)
         if (request := self._kv_input.pop_closed(event.lease_id)) is not None:
@@ -221,8 +227,8 @@ class DecodeEngine:
         return Ticket(request.request_id, request.arrived_at, num_tokens, is_text, request.priority)
 
     def _admit(self) -> None:
-        """Blocks in the queue's order: no request overtakes a large one. One block is left for every sequence that was admitted before.
-        Without it, a request could be preempted as soon as it is admitted."""
+        """Blocks in the queue's order: no request overtakes a large one. One block is left for every sequence
+        that was admitted before. Without it, a request could be preempted as soon as it is admitted."""
         while self._waiting:
             request = self._requests[self._waiting.peek().request_id]
             num_wanted = request.num_admission_blocks(self._blocks.block_size) + self._counts.num_admitted
@@ -251,7 +257,8 @@ class DecodeEngine:
         self._local_prefill.add(self._ticket(request), request)
 
     def _begin(self, request: DecodeRequest) -> None:
-        """The KV of the prompts is complete. A choice that ends with its first token needs no blocks; its door has been told."""
+        """The KV of the prompts is complete. A choice that ends with its first token needs no blocks; its
+        door has been told."""
         for choice, token_id in zip(request.choices, request.ready.first_tokens, strict=True):
             if choice.is_done:
                 continue
@@ -280,7 +287,8 @@ class DecodeEngine:
         self._outbox.token(request.door, event)
 
     def _with_blocks(self, batch: list[DecodeRequest]) -> list[DecodeRequest]:
-        """The requests of the batch that have blocks for this step's tokens. Newer requests may be preempted for them."""
+        """The requests of the batch that have blocks for this step's tokens. Newer requests may be preempted
+        for them."""
         self._blame.together(batch, self._propose, _id_of, self._probe)
         for request in batch:
             self._blame.run(request.request_id, self._make_room, request)

@@ -1,4 +1,5 @@
-"""The decode engine's port for KV that comes in: leases on the blocks of prompts, into which prefill workers write.
+"""The decode engine's port for KV that comes in: leases on the blocks of prompts, into which prefill workers
+write.
 
 Owns the open leases. Used on the engine's thread only.
 """
@@ -16,7 +17,8 @@ from decode_service.state import DecodeRequest
 
 class KvInput:
     def __init__(self, transfer_engine: KvTransfer, blocks: BlockPool, allows_recompute: bool):
-        """`allows_recompute`: prefill workers may leave the end of a prompt to this worker, and are told what a token costs here."""
+        """`allows_recompute`: prefill workers may leave the end of a prompt to this worker, and are told what
+        a token costs here."""
         self._transfer_engine = transfer_engine
         self._blocks = blocks
         self._allows_recompute = allows_recompute
@@ -27,7 +29,8 @@ class KvInput:
         return len(self._by_lease)
 
     def grant(self, request: DecodeRequest, token_s: float | None) -> Grant:
-        """Lets a prefill worker write to the blocks of the request's prompts. token_s: in which this worker computes a token of a prompt."""
+        """Lets a prefill worker write to the blocks of the request's prompts. token_s: in which this worker
+        computes a token of a prompt."""
         lease_id = new_lease_id()
         granted = [block_id for table in request.prompt_blocks for block_id in table]
         generations = self._blocks.generations(granted)
@@ -43,7 +46,8 @@ class KvInput:
         return self._by_lease.pop(lease_id, None)
 
     def try_cancel(self, request: DecodeRequest) -> bool:
-        """Asks the writer of the request's blocks to stop; its lease closes later. False: the request has no open lease."""
+        """Asks the writer of the request's blocks to stop; its lease closes later. False: the request has no
+        open lease."""
         if request.lease_id not in self._by_lease:
             return False
         self._transfer_engine.cancel(request.lease_id)

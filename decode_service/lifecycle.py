@@ -1,8 +1,9 @@
-"""How the requests of a decode worker, and their choices, end: the doors are told, and everything that they hold is freed.
+"""How the requests of a decode worker, and their choices, end: the doors are told, and everything that they
+hold is freed.
 
-A request ends when its last choice is complete, when its door cancels it, when it is preempted, when it fails, or when it waits too
-long. If its blocks are leased to a prefill worker then, the request is CLOSING until the lease has closed. Used on the engine's
-thread only.
+A request ends when its last choice is complete, when its door cancels it, when it is preempted, when it
+fails, or when it waits too long. If its blocks are leased to a prefill worker then, the request is CLOSING
+until the lease has closed. Used on the engine's thread only.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class DecodeLifecycle:
         unschedule: Callable[[DecodeRequest], None],
         on_ended: Callable[[str], None],
     ):
-        """`unschedule(request)`: no further step computes tokens of the request. `on_ended(request_id)` is called once for each request that
-        leaves the engine."""
+        """`unschedule(request)`: no further step computes tokens of the request. `on_ended(request_id)` is
+        called once for each request that leaves the engine."""
         self._requests = requests
         self._blocks = blocks
         self._kv_input = kv_input
@@ -85,8 +86,8 @@ class DecodeLifecycle:
         self.close(request)
 
     def fail_holders(self, block_ids: Iterable[int]) -> None:
-        """A prefill worker has written to these blocks after its lease had been revoked (`LateWrite` of `kv_transfer.lease.receiver`). All
-        requests that hold one of the blocks fail."""
+        """A prefill worker has written to these blocks after its lease had been revoked (`LateWrite` of
+        `kv_transfer.lease.receiver`). All requests that hold one of the blocks fail."""
         overwritten = set(block_ids)
         for request in list(self._requests.values()):
             if not request.is_closing and not overwritten.isdisjoint(request.held_blocks):
@@ -96,7 +97,8 @@ class DecodeLifecycle:
 
     @bookkeeping
     def close(self, request: DecodeRequest) -> None:
-        """Ends the request. Blocks that a prefill worker may still write to are freed when their lease has closed."""
+        """Ends the request. Blocks that a prefill worker may still write to are freed when their lease has
+        closed."""
         if self._kv_input.try_cancel(request):
             request.move(DecodePhase.CLOSING)
             return

@@ -1,10 +1,11 @@
 """The life of one request in a decode worker.
 
-    WAITING      waits for KV blocks for its prompts                       → GRANTED, CATCHING_UP (nothing travels), or ended
-    GRANTED      its prompt blocks are leased to the prefill worker        → RUNNING (KV complete), CATCHING_UP, CLOSING
-    CATCHING_UP  the part of its prompt that did not travel is computed    → RUNNING, or ended
-    CLOSING      over for its door; the writer may still write             → ended (lease closed)
-    RUNNING      in each step, every choice gets a token, or none does     → ended, also by preemption
+    WAITING      waits for KV blocks for its prompts                      → GRANTED, or ended;
+                                                                            CATCHING_UP (nothing travels)
+    GRANTED      its prompt blocks are leased to the prefill worker       → RUNNING, CATCHING_UP, CLOSING
+    CATCHING_UP  the part of its prompt that did not travel is computed   → RUNNING, or ended
+    CLOSING      over for its door; the writer may still write            → ended (lease closed)
+    RUNNING      in each step, every choice gets a token, or none does    → ended, also by preemption
 
 Requests that have ended leave the engine; their blocks are free from that moment.
 

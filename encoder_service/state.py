@@ -26,7 +26,8 @@ from kv_transfer.lease.outgoing import Outgoing
 
 @dataclass(eq=False)
 class ItemTimestamps:
-    """Instants of an item's way, by the engine's clock. 0: not yet, or before the present deliveries existed."""
+    """Instants of an item's way, by the engine's clock. 0: not yet, or before the present deliveries
+    existed."""
 
     prepared_at: float = 0.0
     called_at: float = 0.0  # the first call began

@@ -5,8 +5,8 @@ A step:
 2. one packed batch of chunks is computed, and its KV is posted to decode layer by layer;
 3. the doors are told.
 
-Runs on the worker's engine thread. Transfer events and messages of doors arrive as calls. An exception that a request causes ends
-that request only (`Blame`). How requests end: `PrefillLifecycle`.
+Runs on the worker's engine thread. Transfer events and messages of doors arrive as calls. An exception that a
+request causes ends that request only (`Blame`). How requests end: `PrefillLifecycle`.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class PrefillEngine:
         self._blame.run(request.request_id, self._enqueue, request, message.timeout_s)
 
     def offer_target(self, request_id: str, grant: ReceivedGrant) -> None:
-        """Decode's grant has arrived. Any thread; `take_targets` must follow. If a step is computing this prompt, its KV is sent from the
-        next layer on."""
+        """Decode's grant has arrived. Any thread; `take_targets` must follow. If a step is computing this
+        prompt, its KV is sent from the next layer on."""
         self._targets.offer(request_id, grant)
 
     def take_targets(self) -> None:
@@ -122,12 +122,14 @@ class PrefillEngine:
         self._blame.run(request_id, self._lifecycle.cancel, request_id)
 
     def drop_door(self, door: DoorId) -> None:
-        # Newest first: otherwise the shared embeddings of a cancelled request would be granted to the next one of the same door.
+        # Newest first: otherwise the shared embeddings of a cancelled request would be granted to the next
+        # one of the same door.
         for request_id in reversed(self._requests.of_door(door)):
             self.cancel(request_id)
 
     def on_transfer(self, event: LeaseEvent | LateWrite | SendEvent, at: float) -> None:
-        """A lease on the feature memory, or a transfer to decode, has closed at the instant `at`. Called once for each of them."""
+        """A lease on the feature memory, or a transfer to decode, has closed at the instant `at`. Called once
+        for each of them."""
         if isinstance(event, LateWrite):
             return self._lifecycle.fail_harmed(event.block_ids)
         request = self._targets.by_lease.pop(event.lease_id, None)
@@ -180,7 +182,8 @@ class PrefillEngine:
         raise error
 
     def _on_item(self, request_id: str, item_idx: int, at: float) -> None:
-        """The item's embeddings have arrived. If the request is unknown, `start` has not run yet and will find them ready."""
+        """The item's embeddings have arrived. If the request is unknown, `start` has not run yet and will
+        find them ready."""
         request = self._requests.get(request_id)
         if request is not None:
             request.main.items_ready.add(item_idx)
@@ -189,7 +192,8 @@ class PrefillEngine:
                 self._note_waiting(request, at)
 
     def _note_waiting(self, request: PrefillRequest, at: float) -> None:
-        """The request is in no step. From now on its time counts as waiting for the device or, if no token can run, for embeddings."""
+        """The request is in no step. From now on its time counts as waiting for the device or, if no token
+        can run, for embeddings."""
         request.stopwatch.turn_to(Part.QUEUED if self._planner.can_run(request) else Part.MEDIA, at)
 
     def _ticket(self, request: PrefillRequest, name: str, num_tokens: int) -> Ticket:
@@ -197,7 +201,8 @@ class PrefillEngine:
         return Ticket(name, request.arrived_at, num_tokens, is_text, request.request.priority)
 
     def _admit(self) -> None:
-        """Blocks for the next requests. A request that waits for embeddings holds its blocks and delays no other request."""
+        """Blocks for the next requests. A request that waits for embeddings holds its blocks and delays no
+        other request."""
         while any(
             self._blame.run(ticket.request_id, self._try_admit, ticket) is not False
             for ticket in self._admission.heads()
@@ -259,7 +264,8 @@ class PrefillEngine:
                 self._blame.run(request.request_id, self._tell_first_tokens, request, tokens)
 
     def _probe(self) -> None:
-        """Raises if the device is broken: computes one token that belongs to no request. Without a free block, the device counts as working."""
+        """Raises if the device is broken: computes one token that belongs to no request. Without a free
+        block, the device counts as working."""
         block = self._blocks.try_allocate(1)
         if block is not None:
             self._runner.warm_up(1, block)
@@ -304,7 +310,8 @@ class PrefillEngine:
                 self._features.release((request.request_id, item_idx))
 
     def _tell_first_tokens(self, request: PrefillRequest, token_ids: tuple[int, ...]) -> None:
-        """The prompts are computed. The first tokens go out at once. The KV follows, unless the first tokens end every choice."""
+        """The prompts are computed. The first tokens go out at once. The KV follows, unless the first tokens
+        end every choice."""
         events = first_events(request, token_ids, self._clock.now())
         for event in events:
             self._outbox.token(request.door, event)
@@ -315,7 +322,8 @@ class PrefillEngine:
         if any(event.finish_reason is None for event in events):
             request.first_tokens = token_ids
             self._send_computed(request)
-        # Otherwise the door's Cancel ends the request. If the lease were aborted here, decode's failure could overtake these tokens.
+        # Otherwise the door's Cancel ends the request. If the lease were aborted here, decode's failure could
+        # overtake these tokens.
 
     def _send_computed(self, request: PrefillRequest) -> None:
         try:

@@ -1,7 +1,8 @@
 """How the requests of a prefill worker end: their doors are told, and everything that they hold is freed.
 
-A request ends when its KV has been sent, when its door cancels it, when it fails or when it waits too long. If a transfer from its
-blocks is open then, the request is CLOSING until the transfer has ended. Used on the engine's thread only.
+A request ends when its KV has been sent, when its door cancels it, when it fails or when it waits too long.
+If a transfer from its blocks is open then, the request is CLOSING until the transfer has ended. Used on the
+engine's thread only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class PrefillLifecycle:
         outbox: Outbox,
         unschedule: Callable[[PrefillRequest], None],
     ):
-        """`unschedule(request)`: no further step computes tokens of the request. May be called again for the same request."""
+        """`unschedule(request)`: no further step computes tokens of the request. May be called again for the
+        same request."""
         self._requests = requests
         self._blocks = blocks
         self._features = features
@@ -74,9 +76,10 @@ class PrefillLifecycle:
         self._close(request, error.message)
 
     def fail_harmed(self, block_ids: Sequence[int]) -> None:
-        """An encoder has written to these blocks of the feature memory after they had been given to another item (`LateWrite` of
-        `kv_transfer.lease.receiver`). Everything computed from those rows is suspect: the requests that read them, the prefix cache,
-        and the requests that share KV blocks with these requests. All of them fail; none may answer."""
+        """An encoder has written to these blocks of the feature memory after they had been given to another
+        item (`LateWrite` of `kv_transfer.lease.receiver`). Everything computed from those rows is suspect:
+        the requests that read them, the prefix cache, and the requests that share KV blocks with these
+        requests. All of them fail; none may answer."""
         harmed = self._features.harmed_by(block_ids)
         readers = [self._requests[request_id] for request_id in harmed if request_id in self._requests]
         if not readers:

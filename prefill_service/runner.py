@@ -88,10 +88,10 @@ class PrefillRunner:
 def _final_logits(request: PrefillRequest) -> Tensor:
     """[1, vocab_size], ready to draw from."""
     last = [sequence.last_logits for sequence in request.sequences]
-    logits, *companion = [logits for logits in last if logits is not None]
+    logits, *negative = [logits for logits in last if logits is not None]
     guidance, stop = request.request.guidance, request.request.stop
     if guidance is not None:
-        logits = guide(logits, companion[0], guidance.scale)
+        logits = guide(logits, negative[0], guidance.scale)
     return forbid(logits, [stop.stop_token_ids if stop.min_tokens > 0 else ()])
 
 

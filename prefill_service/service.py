@@ -111,7 +111,8 @@ class PrefillService(PhaseService):
             num_rows = item.geometry.num_tokens
             if num_rows > self._features.max_rows:
                 error = RequestError(
-                    f"media item {item_idx} has {num_rows} embedding rows; a prefill worker holds {self._features.max_rows}"
+                    f"media item {item_idx} has {num_rows} embedding rows; a prefill worker holds "
+                    f"{self._features.max_rows}"
                 )
                 return self._process.shell.send(door, Failed(request.request_id, to_info(error)))
         send = functools.partial(self._process.shell.call_from_thread, self._process.shell.send, door)

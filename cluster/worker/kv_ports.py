@@ -1,6 +1,8 @@
-"""How an engine sees the transfer of KV: the same interface for a worker of one process and for a worker of several ranks.
+"""How an engine sees the transfer of KV: the same interface for a worker of one process and for a worker of
+several ranks.
 
-`TransferEngine` and `Outgoing` implement these protocols for one process, `GroupTransferEngine` and `GroupOutgoing` for a group.
+`TransferEngine` and `Outgoing` implement these protocols for one process, `GroupTransferEngine` and
+`GroupOutgoing` for a group.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class KvWriter(Protocol):
 
 
 class KvTransfer(Protocol):
-    """Opens leases of other workers for writing, and grants leases on blocks of this worker; see `TransferEngine`."""
+    """Opens leases of other workers for writing, and grants leases on blocks of this worker; see
+    `TransferEngine`."""
 
     @property
     def sent(self) -> SentTotals: ...

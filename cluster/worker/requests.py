@@ -1,6 +1,7 @@
 """The requests that one language engine knows, by id, and the time that each of them may wait.
 
-An entry exists from the engine's `start` until the request has left the engine. Used on the engine's thread only.
+An entry exists from the engine's `start` until the request has left the engine. Used on the engine's thread
+only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the services of all phases share: starting, draining and stopping their one worker process.
 
-Order: made (the subclass loads its model and builds its engine) → `start` → serving → `drain` → `stop`. All but the first run on
-the replica's event loop.
+Order: made (the subclass loads its model and builds its engine) → `start` → serving → `drain` → `stop`. All
+but the first run on the replica's event loop.
 """
 
 from __future__ import annotations

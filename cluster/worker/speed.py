@@ -1,5 +1,6 @@
-"""How fast this worker is, told to its doors: when one connects, and again when a step like those of late would be predicted
-noticeably otherwise. The engine feeds the fits and calls `tell` once per step; all of it on the engine's thread.
+"""How fast this worker is, as reported to its doors: when a door connects, and whenever the prediction for
+recent steps has changed noticeably. The engine feeds the fits and calls `report` once per step. All of it
+runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from cluster.types.media import Modality
 from cluster.types.messages import Measured
 from cluster.worker.outbox import Outbox
 
-NOTICEABLE_RATIO = 0.1  # of what was told last
-PAUSE_S = 1.0  # between two tellings, at least
+NOTICEABLE_RATIO = 0.1  # of what was reported last
+PAUSE_S = 1.0  # between two reports, at least
 LINK_BYTES = 1 << 20  # of a typical write
 
 NO_FITS: Mapping[Modality, StepFit] = {}
@@ -35,7 +36,8 @@ class SpeedReporter:
         links: Callable[[], Mapping[str, Link]] = dict,
         codecs: Mapping[str, CodecSpeed] = NO_CODECS,
     ):
-        """The fits are the engine's; see `ServiceCurves` for what each is about. `links`: to every worker that was written to."""
+        """The fits belong to the engine; see `ServiceCurves` for what each describes. `links`: to every
+        worker that was written to."""
         self._outbox = outbox
         self._clock = clock
         self._encode, self._prepare, self._prefill, self._decode = encode, prepare, prefill, decode
@@ -65,7 +67,7 @@ class SpeedReporter:
             self._outbox.broadcast(Measured(self._reported))
 
     def _greeting(self) -> Measured:
-        """What the others know: the same news concerns all."""
+        """What the other doors know: all doors get the same reports."""
         if self._reported is None:
             self._reported = self.curves()
         return Measured(self._reported)
@@ -89,7 +91,7 @@ def _curves(fits: Mapping[Modality, StepFit]) -> dict[Modality, Curve]:
 
 
 def _with_mean(links: Mapping[str, Link]) -> dict[str, Link]:
-    """… and "", the mean of all: of their latencies and of their times for a byte."""
+    """The links, and "" for their mean: of their latencies and of their times per byte."""
     if not links:
         return {}
     latency_s = sum(link.latency_s for link in links.values()) / len(links)
