@@ -238,7 +238,7 @@ class PrefillEngine:
         if not batch:
             return False
         requests = dict.fromkeys(request for request, _, _ in batch)
-        # A step with a short prompt does not yield its CPU slot: the pause of other workers is short.
+        # A step with a short prompt keeps its CPU slot: its first token is worth the pause of other workers.
         with self._cpu_slots.acquire(0.0 if is_long else math.inf):
             began_at = self._clock.now()
             for request in requests:

@@ -75,9 +75,8 @@ class FeatureStore:
         self._lock = threading.Lock()
         self._queued: deque[_FeatureCopy] = deque()
         self._items: dict[ItemKey, _FeatureCopy] = {}
-        self._by_name: dict[
-            tuple[str, int], list[_FeatureCopy]
-        ] = {}  # copies that have consumers, oldest first
+        # Copies that have consumers, oldest first.
+        self._by_name: dict[tuple[str, int], list[_FeatureCopy]] = {}
         self._by_lease: dict[str, _FeatureCopy] = {}
         # By request in work: blocks whose rows its KV was computed from.
         self._merged: dict[str, set[int]] = {}

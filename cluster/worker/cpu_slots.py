@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 # After its exclusive time a step runs for this part of the time that the others ran meanwhile, then yields.
 SHARE = 0.3
 TIMEOUT_S = 30.0  # a model step never lasts that long between two layers
-POLL_S = (
-    0.0005  # a poll costs 10 us of a core that another worker could use, and makes a parallel region wait
-)
+POLL_S = 0.0005  # a poll takes 10 us of a core from another worker, and makes a parallel region wait
 # A step does not poll for this part of its shortest pause so far, at most for MAX_QUIET_S.
 QUIET_SHARE = 0.7
 MAX_QUIET_S = 0.05
@@ -66,22 +64,21 @@ class CpuSlots:
         if folder is not None:
             folder.mkdir(exist_ok=True)
             self._queue_lock = _FileLock(folder / "next")
-            # Last slot first: a worker with fewer threads than the others has more slots, and leaves them the
-            # first ones.
+            # Last slot first: a worker with fewer threads has more slots; it leaves the first ones to the others.
             self._slots = [_FileLock(folder / f"slot-{i}") for i in reversed(range(num_slots))]
         self._held: _FileLock | None = None
         self._began_at = 0.0  # when the step got the slot that it holds
         self._layer_began_at = 0.0  # last call of `yield_between_layers`, or `_began_at`
         self._may_run_s = math.inf  # since `_began_at`
         self._ran_s = 0.0  # before `_began_at`, in this step
-        self._yielded_s: list[float] = []  # the pauses of this step
+        self._pauses_s: list[float] = []  # the pauses of this step
 
     @contextmanager
     def acquire(self, exclusive_s: float = math.inf) -> Iterator[None]:
         """Waits for a slot. Not while one is held. `exclusive_s`: how long the step runs before it may
         yield."""
         self._ran_s = 0.0
-        self._yielded_s.clear()
+        self._pauses_s.clear()
         self._may_run_s = exclusive_s
         self._acquire()
         try:
@@ -103,9 +100,9 @@ class CpuSlots:
             return
         self._release()
         yielded_at = self._clock.now()
-        self._acquire(min(QUIET_SHARE * min(self._yielded_s, default=0.0), MAX_QUIET_S))
-        self._yielded_s.append(self._began_at - yielded_at)
-        self._may_run_s = SHARE * self._yielded_s[-1]
+        self._acquire(min(QUIET_SHARE * min(self._pauses_s, default=0.0), MAX_QUIET_S))
+        self._pauses_s.append(self._began_at - yielded_at)
+        self._may_run_s = SHARE * self._pauses_s[-1]
 
     @property
     def ran_s(self) -> float:
@@ -115,7 +112,7 @@ class CpuSlots:
     @property
     def mean_slice_s(self) -> float:
         """How long the last step could run between two yields, on average. Infinite if it never yielded."""
-        return SHARE * sum(self._yielded_s) / len(self._yielded_s) if self._yielded_s else math.inf
+        return SHARE * sum(self._pauses_s) / len(self._pauses_s) if self._pauses_s else math.inf
 
     def _acquire(self, quiet_s: float = 0.0) -> None:
         deadline = self._clock.now() + TIMEOUT_S

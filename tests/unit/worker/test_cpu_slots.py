@@ -181,7 +181,7 @@ def test_most_of_a_pause_like_the_last_ones_passes_without_a_poll(tmp_path):
         assert pauses == [pytest.approx(QUIET_SHARE * 20 * POLL_S)] + [POLL_S] * 3
         del pauses[:]
         advance(clock, 1.0)
-        cpu_slots._yielded_s = [10.0]
+        cpu_slots._pauses_s = [10.0]
         cpu_slots.yield_between_layers()
         assert pauses == [MAX_QUIET_S]
 
