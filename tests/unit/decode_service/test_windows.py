@@ -28,7 +28,7 @@ BACKENDS = {"torch": TorchAttention, "best": lambda: make_backend(torch.device("
 
 class WindowRig(Rig):
     """Its decode worker looks `window` tokens back and drafts up to `max_draft` tokens, right ones and wrong ones. It writes
-    and checks through the table alone, so a block that somebody else uses by now is found."""
+    and checks through the table alone, so a block that another request uses by now is found."""
 
     def __init__(self, window: int, *, max_draft: int = 0, seed: int = 0, **sizes: int):
         super().__init__(window=window, **sizes)
@@ -174,8 +174,8 @@ request_sizes = st.tuples(
     st.integers(1, 24),  # prompt tokens, but for one
     st.integers(1, 30),  # generated
     st.integers(1, 3),  # choices
-    st.sampled_from([0, 0, 3, 13]),  # of a companion's prompt
-    st.booleans(),  # decode computes the prompt, where there is no companion
+    st.sampled_from([0, 0, 3, 13]),  # of a negative prompt
+    st.booleans(),  # decode computes the prompt, if there is no negative prompt
 )
 
 
@@ -196,7 +196,7 @@ def test_the_pool_is_used_within_bounds_and_gets_everything_back(
     cancelled: int,
     seed: int,
 ) -> None:
-    """With preemption, several choices, companions, drafts and a cancellation: answers are right, no KV is foreign."""
+    """With preemption, several choices, negative prompts, drafts and a cancellation: answers are right, no KV is foreign."""
     rig = WindowRig(window, max_draft=max_draft, seed=seed, decode_blocks=decode_blocks, kv_blocks=64)
     relay = Relay(rig)
     requests = []

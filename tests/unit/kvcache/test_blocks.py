@@ -126,7 +126,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(6, 4)
         self.held: list[list[int]] = []
         self.content: dict[bytes, tuple[int, int]] = {}
-        self.told: set[bytes] = set()  # what somebody believes to be findable who hears of changes alone
+        self.told: set[bytes] = set()  # the content, as far as `take_changes` tells
         self.pool.watch()
 
     @rule(n=st.integers(0, 7))
@@ -165,7 +165,7 @@ class PoolMachine(RuleBasedStateMachine):
         for name, block in zip(names, found, strict=False):
             old_block, old_generation = self.content[name]
             if (block, generation_of(self.pool, block)) != (old_block, old_generation):
-                # evicted and registered anew: the old name of the content must be dead
+                # evicted and registered again: the old name of the content must be dead
                 assert generation_of(self.pool, old_block) > old_generation or old_block != block
                 self.content[name] = (block, generation_of(self.pool, block))
         if found:

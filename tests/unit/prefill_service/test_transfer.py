@@ -91,9 +91,9 @@ def test_every_segment_of_every_block_goes_exactly_once(
     num_tokens, cached, chunks, num_layers, block_bytes, granted_before_chunk, blocks_together
 ):
     cached = min(cached * BLOCK_SIZE, (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE)
-    companion, seq = sequence(num_tokens, cached), sequence(9, 0, first_block=500)
+    negative, seq = sequence(num_tokens, cached), sequence(9, 0, first_block=500)
     recorder = Recorder(blocks_together=blocks_together)
-    req = request(seq, companion)
+    req = request(seq, negative)
     req.outgoing = None
     left = [*chunks, max(num_tokens, seq.num_tokens)]
     for i, size in enumerate(left):
@@ -108,7 +108,7 @@ def test_every_segment_of_every_block_goes_exactly_once(
     req.outgoing = recorder
     req.first_tokens = (5,)
     send_computed(req, BLOCK_SIZE)
-    tables = seq.block_table + companion.block_table
+    tables = seq.block_table + negative.block_table
     for index, local in enumerate(tables):
         segments = {segment: found for (i, segment), found in recorder.written.items() if i == index}
         assert set(segments.values()) == {local}
@@ -234,7 +234,7 @@ def test_a_request_whose_grant_comes_while_its_step_runs_joins_with_the_layers_t
 
 
 class Opener:
-    """A mover whose leases of some names cannot be opened."""
+    """A transfer engine that cannot open leases of some names."""
 
     def __init__(self, *bad):
         self.bad, self.opened = bad, {}
@@ -265,7 +265,7 @@ def test_a_grant_for_a_request_that_has_ended_is_given_back_and_belongs_to_nothi
     assert not targets.by_lease and closing.outgoing is None
 
 
-def test_between_layers_only_good_grants_of_prompts_in_the_step_are_taken_up():
+def test_between_layers_only_good_grants_of_prompts_in_the_step_are_used():
     running, other, failing = (request(sequence(8, 8)) for _ in range(3))
     requests = {"running": running, "other": other, "failing": failing}
     for each in requests.values():

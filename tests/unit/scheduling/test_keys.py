@@ -40,7 +40,7 @@ def test_equal_deadlines_go_in_order_of_arrival():
 
 
 @given(tickets, tickets)
-def test_only_requests_of_a_bounded_stretch_of_time_can_overtake(waiting: Ticket, later: Ticket):
+def test_only_requests_that_arrive_within_a_bounded_time_can_overtake(waiting: Ticket, later: Ticket):
     bound = virtual_deadline(waiting, POLICY) - LOWEST_PRIORITY * POLICY.aging_s
     if later.arrived_at > bound:
         assert order_key(waiting, POLICY) < order_key(later, POLICY)

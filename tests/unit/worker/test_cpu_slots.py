@@ -36,7 +36,7 @@ def advance(clock, seconds):
 
 
 def wait_until_queued(folder, unless=None):
-    """Somebody waits for a slot: he has the lock `next`."""
+    """Returns when a worker waits for a slot: it holds the lock `next`."""
     queue = make(folder)._queue_lock
     deadline = time.monotonic() + DEADLINE_S
     while not (unless and unless.is_set()) and queue.try_acquire():
@@ -80,24 +80,24 @@ def test_a_worker_with_fewer_threads_leaves_the_first_slot_to_the_others(tmp_pat
     assert refused == []
 
 
-def test_who_waits_goes_before_the_next_step_of_whoever_runs(tmp_path, pool):
+def test_a_waiting_worker_goes_before_the_next_step_of_the_running_one(tmp_path, pool):
     """A worker with step after step must not keep the slot by asking again at once."""
     busy, other = make(tmp_path), make(tmp_path)
     has_run = threading.Event()
 
-    def wait_for_a_turn():
+    def wait_for_a_slot():
         with other.acquire():
             has_run.set()
 
     with busy.acquire():
-        done = pool.submit(wait_for_a_turn)
+        done = pool.submit(wait_for_a_slot)
         wait_until_queued(tmp_path)
     with busy.acquire():
         assert has_run.is_set()
     done.result(DEADLINE_S)
 
 
-def test_a_step_gives_way_between_layers_only_when_its_patience_is_over(tmp_path, pool):
+def test_a_step_yields_between_layers_only_after_its_exclusive_time(tmp_path, pool):
     clock = ManualClock()
     long, short = make(tmp_path, clock), make(tmp_path, clock)
     ran = []
@@ -121,7 +121,7 @@ def test_a_step_gives_way_between_layers_only_when_its_patience_is_over(tmp_path
 
 
 def test_others_are_slowed_down_by_a_fixed_share(tmp_path, pool):
-    """One second of them for every 0.3 seconds of the step, once its patience is over."""
+    """One second of the others for every 0.3 seconds of the step, after its exclusive time."""
     clock = ManualClock()
     long, decode = make(tmp_path, clock), make(tmp_path, clock)
     stop = threading.Event()
@@ -133,7 +133,7 @@ def test_others_are_slowed_down_by_a_fixed_share(tmp_path, pool):
             with decode.acquire():
                 if ended_at is not None:
                     gaps.append(clock.now() - ended_at)
-                wait_until_queued(tmp_path, unless=stop)  # the long step, which comes next then
+                wait_until_queued(tmp_path, unless=stop)  # the long step, which comes next
                 advance(clock, 1.0)
                 ended_at = clock.now()
 
@@ -150,7 +150,7 @@ def test_others_are_slowed_down_by_a_fixed_share(tmp_path, pool):
 
 
 class ScriptedLock:
-    """Can be taken, or not, as the letters say: y or n."""
+    """Can be acquired or not, as the letters say: y or n."""
 
     def __init__(self, answers):
         self._answers = iter(answers)
@@ -165,9 +165,8 @@ class ScriptedLock:
 def test_most_of_a_pause_like_the_last_ones_passes_without_a_poll(tmp_path):
     clock, pauses = ManualClock(), []
     cpu_slots = make(tmp_path, clock, pause=lambda seconds: (pauses.append(seconds), advance(clock, seconds)))
-    cpu_slots._queue_lock = ScriptedLock(
-        "y" + "ny" * 3
-    )  # somebody waits at each offer, and has a slot at once
+    # At each layer another worker waits, and gets a slot at once.
+    cpu_slots._queue_lock = ScriptedLock("y" + "ny" * 3)
     cpu_slots._slots = [ScriptedLock("y" + "n" * 20 + "y" + "nnny" + "y")]
     with cpu_slots.acquire(exclusive_s=0.0):
         assert cpu_slots.mean_slice_s == math.inf
@@ -186,7 +185,7 @@ def test_most_of_a_pause_like_the_last_ones_passes_without_a_poll(tmp_path):
         assert pauses == [MAX_QUIET_S]
 
 
-def test_a_turn_that_never_comes_is_given_up_for_good(tmp_path, caplog):
+def test_a_worker_that_gets_no_slot_runs_without_slots_for_good(tmp_path, caplog):
     clock = ManualClock()
     stuck, worker = make(tmp_path, clock), make(tmp_path, clock)
     polls = []
@@ -197,10 +196,10 @@ def test_a_turn_that_never_comes_is_given_up_for_good(tmp_path, caplog):
         with worker.acquire():
             worker.yield_between_layers()
     assert len(polls) == 4  # the second step has not waited at all
-    assert "takes none any more" in caplog.text
+    assert "runs without CPU slots" in caplog.text
 
 
-def test_the_turn_of_a_killed_process_is_free_at_once(tmp_path):
+def test_the_slot_of_a_killed_process_is_free_at_once(tmp_path):
     make(tmp_path)  # makes the files
     script = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(flush=True); sys.stdin.read()"
     child = subprocess.Popen(
@@ -229,7 +228,7 @@ def test_a_worker_that_shares_nothing_never_waits_and_still_measures_its_steps()
     assert cpu_slots.ran_s == 3.0
 
 
-def test_a_failing_step_gives_its_turn_back(tmp_path):
+def test_a_failing_step_frees_its_slot(tmp_path):
     cpu_slots, other = make(tmp_path), make(tmp_path)
     with pytest.raises(ZeroDivisionError), cpu_slots.acquire():
         _ = 1 / 0
@@ -240,7 +239,7 @@ def test_a_failing_step_gives_its_turn_back(tmp_path):
     assert refused == []
 
 
-def test_workers_with_other_cores_share_no_turns(tmp_path, monkeypatch):
+def test_workers_with_other_cores_share_no_slots(tmp_path, monkeypatch):
     def on_cores(cores, num_threads):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
         return shared_cpu_slots(ManualClock(), tmp_path / "new" / "private", num_threads)
