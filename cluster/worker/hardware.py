@@ -1,4 +1,4 @@
-"""What a worker computes on, as `Member` says it."""
+"""What a worker computes on, for `Member`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def hardware_of(device: torch.device, num_ranks: int = 1) -> str:
-    """Equal for devices that are equally fast: a GPU's model, or so many threads of a CPU."""
+    """Equal for devices that are equally fast: the model of a GPU, or the number of threads of a CPU."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -18,7 +18,8 @@ def hardware_of(device: torch.device, num_ranks: int = 1) -> str:
 
 
 def device_of(device: torch.device) -> str:
-    """Equal for those who take it from each other: the host and its GPU, or the cores that this process may run on."""
+    """Equal for workers that share a device: the host and its GPU, or the host and the cores that this
+    process may run on."""
     if device.type == "cuda":
         return f"{platform.node()} GPU {torch.cuda.get_device_properties(device).uuid}"
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
