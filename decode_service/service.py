@@ -97,7 +97,6 @@ class DecodeService:
             self._model.kv_layout.fingerprint,
             self._num_blocks,
             hardware=self._process.hardware,
-            device=self._process.device,
             block_bytes=self._model.kv_layout.block_bytes,
             num_layers=self._model.num_layers,
             processes=self._process.processes,

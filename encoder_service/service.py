@@ -95,7 +95,7 @@ class EncoderService:
         address = await self._process.start()
         return Member(
             self.replica_id, Role.ENCODE, address, self._model.fingerprint, self._layout.fingerprint, self._num_blocks,
-            tuple(modality.value for modality in self._model.modalities), self._process.hardware, self._process.device,
+            tuple(modality.value for modality in self._model.modalities), self._process.hardware,
             processes=self._process.processes,
         )  # fmt: skip
 

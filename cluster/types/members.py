@@ -33,7 +33,6 @@ class Member(msgspec.Struct, frozen=True):
     num_blocks: int  # capacity of the replica's block memory
     modalities: tuple[str, ...] = ()  # encode only
     hardware: str = ""  # workers of one role and an equal one are equally fast when nothing disturbs them
-    device: str = ""  # host and device; workers of an equal one take it from each other
     block_bytes: int = 0  # of one block, with the KV (embeddings) of as many tokens (rows) as it holds
     num_layers: int = 1  # of the model; prefill and decode
     processes: tuple[ProcessId, ...] = ()  # of all its ranks: what writes to others' memories
