@@ -13,19 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.config.families import family_of_type, no_adapter, part_of_whole
 from cluster.errors import ConfigError
+from cluster.types.media import Modality
 
-# Model types that take media and have an adapter in cluster/model/families.py; any other type is text or refused.
-MEDIA_FAMILIES = frozenset({
-    "audioflamingo3", "gemma3", "glmasr", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3",
-    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe",
-    "smolvlm", "voxtral",
-})  # fmt: skip
-NOT_SERVED = {"voxtral": "mistral-common makes its prompts, not a chat template"}
-THINKER_CLASSES = {  # checkpoints that also hold a speech generator, which is not served: the class of the part that is
-    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
-    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
-}
 _MEDIA_PARTS = ("vision_config", "audio_config")
 _TEXT_CLASS_ENDINGS = ("ForCausalLM", "LMHeadModel")
 _TOKENIZER_FILES = (
@@ -66,16 +57,13 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(f"{file} names no model_type", param="model")
-    if model_type in THINKER_CLASSES:
-        thinker = config.get("thinker_config")
-        if not isinstance(thinker, dict):
-            raise ConfigError(f"{file} has no thinker_config", param="model")
-        return {
-            **thinker,
-            "model_type": f"{model_type}_thinker",
-            "architectures": [THINKER_CLASSES[model_type]],
-        }
-    return config
+    if (served := part_of_whole(model_type)) is None:
+        return config
+    family, whole = served
+    part = config.get(whole.part_key)
+    if not isinstance(part, dict):
+        raise ConfigError(f"{file} has no {whole.part_key}", param="model")
+    return {**part, "model_type": family.model_type, "architectures": [whole.part_class]}
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -84,25 +72,32 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, dict) else config
 
 
+def placeholder_ids(config: Mapping[str, Any]) -> dict[Modality, int]:
+    """Ids of the tokens that stand for embedding rows, as `read_config` gives them."""
+    ids = {
+        modality: config.get(f"{modality}_token_id", config.get(f"{modality}_token_index"))
+        for modality in Modality
+    }
+    return {modality: token_id for modality, token_id in ids.items() if token_id is not None}
+
+
 def takes_media(config: Mapping[str, Any]) -> bool:
     """Whether this model needs an encode pool."""
-    return config["model_type"] in MEDIA_FAMILIES
+    return bool(family_of_type(config["model_type"]).modalities)
 
 
 def check_family(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for a model type or class that is refused by name, as far as the names tell."""
     name = config["model_type"]
-    if name in NOT_SERVED:
-        _refuse(name, NOT_SERVED[name])
-    if name in MEDIA_FAMILIES:
+    family = family_of_type(name)
+    if family.refusal:
+        _refuse(name, family.refusal)
+    if family.modalities:
         return
     if config.get("is_encoder_decoder"):
         _refuse(name, "it is an encoder-decoder model; only decoder-only language models are served")
     if any(part in config for part in _MEDIA_PARTS):
-        _refuse(
-            name,
-            f"it is multimodal and has no adapter; model types with one: {', '.join(sorted(MEDIA_FAMILIES))}",
-        )
+        _refuse(name, no_adapter())
     class_name = (config.get("architectures") or [""])[0]
     if not class_name.endswith(_TEXT_CLASS_ENDINGS):
         _refuse(name, f"its class '{class_name}' is not a causal language model")

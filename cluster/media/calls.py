@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cluster.config.families import ModelFamily
 from cluster.errors import MediaError, UnsupportedError
 from cluster.types.media import MediaOptions, MediaProbe
 
 if TYPE_CHECKING:
     import torch
 
-# Whose rows lie on a grid and carry no deep-stack features.
-POOLED_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker")
-CLIP_AREA_MODELS = ("qwen3_vl", "qwen3_vl_moe")  # their bounds for pixels are those of all frames of a clip
 AREA_KEYS = ("shortest_edge", "longest_edge")  # of a processor that bounds the number of pixels
 
 _TENSORS = {
@@ -40,13 +38,10 @@ class Processed:
 class ProcessorCalls:
     """Thread safe. Everything raises MediaError or UnsupportedError for what the client can help, and what the processor raises."""
 
-    def __init__(self, processor: Any, family: str, call_kwargs: Mapping[str, Any]):
+    def __init__(self, processor: Any, family: ModelFamily, call_kwargs: Mapping[str, Any]):
         """call_kwargs: call-time arguments that the model folder asks for."""
-        from transformers.processing_utils import OmniModalProcessorMixin
-
         self._processor = processor
         self._family = family
-        self._is_omni = isinstance(processor, OmniModalProcessorMixin)
         self._kwargs = processor._merge_kwargs(
             tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **call_kwargs
         )
@@ -80,10 +75,10 @@ class ProcessorCalls:
         processor = self._processor
         kwargs = {**self._kwargs["videos_kwargs"], **_TENSORS}
         kwargs |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [_metadata(probe)]}
-        share = probe.num_frames if self._family in CLIP_AREA_MODELS else 1
+        share = probe.num_frames if self._family.bounds_whole_clips else 1
         kwargs |= _area(processor.video_processor, kwargs, options, share)
         heard = None
-        if self._is_omni:  # they tell time by the rate that was asked for, not by the clip's own
+        if self._family.hears_clips:  # they tell time by the rate that was asked for, not by the clip's own
             kwargs |= {} if options.fps is None else {"fps": options.fps}
             kwargs = {**self._kwargs, "videos_kwargs": kwargs}
             if sound is not None:
@@ -124,9 +119,9 @@ class ProcessorCalls:
             return False
         if min(options.temporal_pooling, options.spatial_pooling) < 1:
             raise MediaError("temporal_pooling and spatial_pooling must be at least 1")
-        if self._family not in POOLED_MODELS:
+        if not self._family.can_pool:
             raise UnsupportedError(
-                f"temporal_pooling and spatial_pooling are not supported for {self._family} models",
+                f"temporal_pooling and spatial_pooling are not supported for {self._family.model_type} models",
                 param="messages",
             )
         return True

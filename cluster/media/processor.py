@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from cluster.config.checkpoint import check_family, read_config, read_json, takes_media
+from cluster.config.checkpoint import check_family, placeholder_ids, read_config, read_json, takes_media
+from cluster.config.families import family_of_type
 from cluster.errors import ConfigError, MediaError, UnsupportedError
-from cluster.media.calls import CLIP_AREA_MODELS, ProcessorCalls
+from cluster.media.calls import ProcessorCalls
 from cluster.media.layout import make_layout
 from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling, naming
 from cluster.media.shapes import blank_audio, blank_image, blank_video, shapes_only
@@ -59,8 +60,7 @@ class MediaProcessor:
         self.fingerprint = fingerprint
         self._row_tokens = _row_tokens(processor, config)
         self.modalities = tuple(self._row_tokens)
-        family = config["model_type"]
-        self._family = family
+        self._family = family = family_of_type(config["model_type"])
         self._calls = ProcessorCalls(processor, family, call_kwargs)
         self._shape_calls = ProcessorCalls(shapes_only(processor), family, call_kwargs)
         self.settings = self._make_settings(limits)
@@ -74,7 +74,6 @@ class MediaProcessor:
         check_family(config)
         if not takes_media(config):
             return None
-        family = config["model_type"]
         from cluster.media.torchvision_compat import ensure_torchvision
 
         ensure_torchvision()
@@ -90,7 +89,7 @@ class MediaProcessor:
             [processor.to_dict(), call_kwargs], enc_hook=str, order="deterministic"
         )
         loaded = cls(processor, config, call_kwargs, limits, hashlib.sha256(settings).hexdigest()[:16])
-        loaded._try_out(family)
+        loaded._try_out()
         return loaded
 
     def layout(
@@ -116,7 +115,7 @@ class MediaProcessor:
     @property
     def bounds_whole_clips(self) -> bool:
         """Whether the fewer frames of a clip are taken, the larger they may be."""
-        return self._family in CLIP_AREA_MODELS
+        return self._family.bounds_whole_clips
 
     def patch_side(self, modality: Modality) -> int:
         """Pixels of the side of a patch, of which a geometry with a grid counts."""
@@ -207,18 +206,20 @@ class MediaProcessor:
         if modality not in self.modalities:
             raise UnsupportedError(f"this model takes no {modality} input", param="messages")
 
-    def _try_out(self, family: str) -> None:
+    def _try_out(self) -> None:
         """Raises ConfigError where the processor cannot be asked about an item without content."""
         if not self.modalities:
             raise ConfigError(
-                f"model type {family!r} is not supported: its processor names no placeholder token"
+                f"model type {self._family.model_type!r} is not supported: its processor names no placeholder token"
             )
         for modality in self.modalities:
             try:
                 self.layout(TRIAL_ITEMS[modality])
             except Exception as error:
                 reason = f"its processor cannot say what stands for an item of type {modality}: {error!r}"
-                raise ConfigError(f"model type {family!r} is not supported: {reason}") from error
+                raise ConfigError(
+                    f"model type {self._family.model_type!r} is not supported: {reason}"
+                ) from error
 
 
 def _row_tokens(processor: Any, config: Mapping[str, Any]) -> dict[Modality, str]:
@@ -229,13 +230,13 @@ def _row_tokens(processor: Any, config: Mapping[str, Any]) -> dict[Modality, str
         Modality.VIDEO: "video_processor",
         Modality.AUDIO: "feature_extractor",
     }
+    ids = placeholder_ids(config)
     tokens: dict[Modality, str] = {}
     for modality, part in parts.items():
         if getattr(processor, part, None) is None or getattr(processor, f"{modality}_token", None) is None:
             continue
-        token_id = config.get(f"{modality}_token_id", config.get(f"{modality}_token_index"))
-        if token_id is not None:
-            tokens[modality] = processor.tokenizer.convert_ids_to_tokens(token_id)
+        if modality in ids:
+            tokens[modality] = processor.tokenizer.convert_ids_to_tokens(ids[modality])
         elif modality is Modality.VIDEO and Modality.IMAGE in tokens:
             tokens[modality] = tokens[Modality.IMAGE]
     return tokens

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from cluster.errors import ConfigError
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.cuda.uploads import Uploads
-from cluster.model.families import family_of, num_deepstack_layers
 from cluster.model.loading import Half, fingerprint, load_half
-from cluster.model.media_calls import Cut
+from cluster.model.media_calls import CALLS, Splitter
+from cluster.model.support import family_of, num_deepstack_layers
 from cluster.types.media import Modality
 
 
@@ -35,7 +35,7 @@ class EncoderModel:
             )
         self.config = config
         self._base = model.model
-        self._calls = family.encode
+        self._calls = {modality: CALLS[form] for modality, form in family.encoders.items()}
         self.modalities: tuple[Modality, ...] = family.modalities
         self.feature_width: int = config.get_text_config().hidden_size * (1 + num_deepstack_layers(config))
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -66,9 +66,9 @@ class EncoderModel:
                 for block in module:
                     block.register_forward_hook(lambda *_: function())
 
-    def cut(self, modality: Modality) -> Cut | None:
+    def splitter(self, modality: Modality) -> Splitter | None:
         """How items of this modality are cut into pieces, each an item of its own for `encode`; None: they are not."""
-        return self._calls[modality].cut
+        return self._calls[modality].splitter
 
     def upload(self, item: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The item where `encode` reads it: on a GPU its copy there. Any thread but the engine's: blocks until the copy is done,
@@ -82,7 +82,7 @@ class EncoderModel:
         items: the HF processor's tensors for one media item each, batch dimension included, e.g. `pixel_values`
         [patches, d] + `image_grid_thw` [1, 3], or `input_features` [1, mels, frames] + `feature_attention_mask`.
         """
-        outputs = self._calls[modality](self._base, [self._on_device(item) for item in items])
+        outputs = self._calls[modality].run(self._base, [self._on_device(item) for item in items])
         return [self._full_width(rows) for rows in outputs]
 
     def _on_device(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,11 +24,11 @@ from cluster.model.attention_flash import FlashAttention
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, optimise_layers
 from cluster.model.cpu.modules import WeightDtype, optimise
 from cluster.model.cuda.copies import DecodeInputs
-from cluster.model.families import check_class, family_of, num_deepstack_layers, post_head
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.loading import Half, fingerprint, load_half
-from cluster.model.positions import PromptPositions
+from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import check_post_head, kv_row_shapes, probe_backbone, window_of_all
+from cluster.model.support import check_class, family_of, num_deepstack_layers, post_head
 from cluster.types.request import Prompt
 
 __all__ = ["FeatureSlice", "LanguageModel", "PromptPositions", "SequenceChunk"]
@@ -76,9 +76,9 @@ class LanguageModel:
         self._embed = cast(nn.Embedding, model.get_input_embeddings())
         self._head = cast(nn.Linear, model.get_output_embeddings())
         self._post_head = post_head(config)
-        self._position_rule = family.positions
+        self._position_rule = RULES[family.positions]
         self.family: str = config.model_type
-        self.chunk_cut_spans: bool = family.bidirectional_media
+        self.chunk_cut_spans: bool = family.is_media_bidirectional
         self.hidden_size: int = text_config.hidden_size
         self.vocab_size: int = self._head.weight.shape[0]
         self.num_layers: int = text_config.num_hidden_layers

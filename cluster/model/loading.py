@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from cluster.config.checkpoint import THINKER_CLASSES, check_weights
+from cluster.config.checkpoint import check_weights
+from cluster.config.families import MEDIA_FAMILIES, part_of_whole
 from cluster.errors import ConfigError
-from cluster.model.families import FAMILIES, check_class, family_of
+from cluster.model.support import check_class, family_of
 
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
 
@@ -148,11 +149,12 @@ def read_config(path: str | Path) -> PreTrainedConfig:
         raise ConfigError(
             f"'{path}' holds no model configuration that transformers knows: {error}"
         ) from error
-    if config.model_type in THINKER_CLASSES:
-        thinker = config.thinker_config
-        thinker.architectures = [THINKER_CLASSES[config.model_type]]
-        return thinker
-    return config
+    if (served := part_of_whole(config.model_type)) is None:
+        return config
+    _, whole = served
+    part = getattr(config, whole.part_key)
+    part.architectures = [whole.part_class]
+    return part
 
 
 def fingerprint(config: PreTrainedConfig, dtype: torch.dtype) -> str:
@@ -174,7 +176,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     model_class = getattr(transformers, name, None)
     if model_class is None:
         raise ConfigError(f"model type '{config.model_type}': transformers has no class '{name}'")
-    if config.model_type not in FAMILIES and not name.endswith(("ForCausalLM", "LMHeadModel")):
+    if config.model_type not in MEDIA_FAMILIES and not name.endswith(("ForCausalLM", "LMHeadModel")):
         raise ConfigError(f"model type '{config.model_type}': class '{name}' is not a causal language model")
     return model_class
 

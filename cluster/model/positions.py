@@ -7,12 +7,13 @@ prompt go on from there as decode does, whatever their ids: `get_rope_index` wou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from cluster.config.families import PositionForm
 from cluster.errors import UnsupportedError
 from cluster.types.media import Modality, PlacedMedia
 from cluster.types.request import Prompt
@@ -115,6 +116,8 @@ def _prompt_positions(position_ids: Tensor) -> PromptPositions:
     return PromptPositions(position_ids, int(delta))
 
 
-ONE_DIMENSIONAL = PositionRule(1, _one_dimensional)
-QWEN_VL = PositionRule(3, _qwen_vl)
-QWEN_OMNI = PositionRule(3, _qwen_omni)
+RULES: Mapping[PositionForm, PositionRule] = {
+    PositionForm.ONE_DIMENSIONAL: PositionRule(1, _one_dimensional),
+    PositionForm.QWEN_VL: PositionRule(3, _qwen_vl),
+    PositionForm.QWEN_OMNI: PositionRule(3, _qwen_omni),
+}

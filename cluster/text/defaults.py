@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.config.checkpoint import read_config, read_json, text_config
+from cluster.config.families import part_of_whole
 from cluster.errors import ConfigError
 
 
@@ -48,8 +49,9 @@ def context_length(path: str | Path) -> int:
             return int(part["max_position_embeddings"])
     from transformers import AutoConfig
 
-    whole = AutoConfig.from_pretrained(path)
-    served = getattr(whole, "thinker_config", whole)
+    served = AutoConfig.from_pretrained(path)
+    if part := part_of_whole(served.model_type):
+        served = getattr(served, part[1].part_key)
     length = getattr(served.get_text_config(), "max_position_embeddings", None)
     if not length:
         raise ConfigError(f"{path}/config.json names no max_position_embeddings; set max_model_len")

@@ -24,7 +24,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from cluster.config.checkpoint import check_tokenizer, read_config, text_config
+from cluster.config.checkpoint import check_tokenizer, placeholder_ids, read_config, text_config
 from cluster.errors import ConfigError, RequestError
 from cluster.text.chat import ChatMessage, LaidOutMedia, TextPart, media_order
 from cluster.text.detokenizer import Detokenizer
@@ -186,15 +186,6 @@ class TextProcessor:
             for part in message.content
         ]
         return {"role": message.role, "content": parts}
-
-
-def placeholder_ids(config: Mapping[str, Any]) -> dict[Modality, int]:
-    """Ids of the tokens that stand for embedding rows, from a model's `read_config`."""
-    ids = {
-        modality: config.get(f"{modality}_token_id", config.get(f"{modality}_token_index"))
-        for modality in Modality
-    }
-    return {modality: token_id for modality, token_id in ids.items() if token_id is not None}
 
 
 def _placeholders(processor: Any) -> dict[str, Modality]:
