@@ -4,7 +4,7 @@ A crash of theirs ends this process and no stream of the door. It imports neithe
 address, and knows nothing but the order in work. It ends when its socket does, so also when the door is killed.
 
     door → here  SurveyOrder, then the file's bytes
-    here → door  Surveyed or Refused
+    here → door  Surveyed or SurveyRefused
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Surveyed(msgspec.Struct, frozen=True, tag=True):
     sound: MediaSurvey | None = None  # of a clip that is heard
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class SurveyRefused(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
 
 
-Answer = Surveyed | Refused
+Answer = Surveyed | SurveyRefused
 _encoder = msgspec.msgpack.Encoder()
 order_decoder = msgspec.msgpack.Decoder(SurveyOrder)
 
@@ -84,7 +84,7 @@ def serve(stream: BinaryIO) -> None:
         try:
             answer = look(order, data)
         except ClusterError as error:
-            answer = Refused(to_info(error))
+            answer = SurveyRefused(to_info(error))
         del data
         stream.write(framed(answer))
         stream.flush()

@@ -27,7 +27,7 @@ from cluster.config.environment import child_environment
 from cluster.errors import MediaError, OverloadedError, UnavailableError, from_info
 from cluster.media.budget import too_slow
 from cluster.media.slots import FairSlots
-from cluster.media.surveyor import HEADER_BYTES, Answer, Refused, Surveyed, SurveyOrder, framed
+from cluster.media.surveyor import HEADER_BYTES, Answer, Surveyed, SurveyOrder, SurveyRefused, framed
 from cluster.types.media import Modality
 
 NUM_PROCESSES = 4
@@ -165,7 +165,7 @@ class SurveyorPool:
                     continue
                 except TimeoutError:
                     raise MediaError(too_slow(bounded.timeout_s)) from None
-                if isinstance(answer, Refused):
+                if isinstance(answer, SurveyRefused):
                     raise from_info(answer.error)
                 return answer
             raise MediaError("cannot be decoded: the process that opens it dies")

@@ -21,7 +21,7 @@ MAX_GROUP = 128  # kTile
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Step(ctypes.Structure):
+class _AttentionStep(ctypes.Structure):
     """AttentionStep."""
 
     _fields_ = (
@@ -30,7 +30,7 @@ class _Step(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Call(ctypes.Structure):
+class _AttentionCall(ctypes.Structure):
     """AttentionCall."""
 
     _fields_ = (
@@ -41,7 +41,7 @@ class _Call(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Write(ctypes.Structure):
+class _WriteCall(ctypes.Structure):
     """WriteCall."""
 
     _fields_ = (
@@ -55,7 +55,7 @@ class _Write(ctypes.Structure):
 class StepView:
     """A step's arguments and the tensors that they point into. address: of the arguments, while this object lives."""
 
-    step: _Step
+    step: _AttentionStep
     tensors: tuple[Tensor, ...]
     address: int
 
@@ -66,9 +66,15 @@ class CpuAttention:
     def __init__(self, library: ctypes.CDLL, fallback: AttentionBackend):
         self._fallback = fallback
         self._attend = library.paged_attention
-        self._attend.argtypes, self._attend.restype = (ctypes.POINTER(_Step), ctypes.POINTER(_Call)), None
+        self._attend.argtypes, self._attend.restype = (
+            (ctypes.POINTER(_AttentionStep), ctypes.POINTER(_AttentionCall)),
+            None,
+        )
         self._write = library.write_kv
-        self._write.argtypes, self._write.restype = (ctypes.POINTER(_Write), ctypes.POINTER(_Write)), None
+        self._write.argtypes, self._write.restype = (
+            (ctypes.POINTER(_WriteCall), ctypes.POINTER(_WriteCall)),
+            None,
+        )
 
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         if key.dtype not in _DTYPES or not (_holds(cache.key, key.dtype) and _holds(cache.value, key.dtype)):
@@ -88,7 +94,7 @@ class CpuAttention:
         kv_heads, value_width = cache.value.row_shape
         out = query.new_empty(tokens, heads, value_width)
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
-        call = _Call(
+        call = _AttentionCall(
             query.data_ptr(), *row_pointers(cache.key), *row_pointers(cache.value),
             None if sinks is None else sinks.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), heads,
             kv_heads, key_width, value_width, query.dtype == torch.bfloat16, layer.scaling, layer.softcap or 0.0,
@@ -131,10 +137,10 @@ def row_pointers(store: RowStore) -> tuple[int, int | None]:
     return store.data.data_ptr(), None
 
 
-def _write_call(batch: PagedBatch, store: RowStore, rows: Tensor) -> _Write:
+def _write_call(batch: PagedBatch, store: RowStore, rows: Tensor) -> _WriteCall:
     target, scales = row_pointers(store)
     tokens, heads, width = rows.shape
-    return _Write(
+    return _WriteCall(
         rows.data_ptr(), batch.slots.data_ptr(), target, scales, tokens, heads, width, rows.stride(0), rows.stride(1),
         rows.dtype == torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
@@ -147,7 +153,7 @@ def step_view(batch: PagedBatch, window: int | None) -> StepView:
         begins, ends = visible_ranges(batch, window)
         starts = torch.tensor([0, *batch.query_lens]).cumsum(0).int()
         tables = batch.block_tables.contiguous()
-        step = _Step(
+        step = _AttentionStep(
             tables.data_ptr(), starts.data_ptr(), begins.data_ptr(), ends.data_ptr(), len(batch.query_lens),
             tables.shape[1], batch.block_size, torch.get_num_threads(),
         )  # fmt: skip

@@ -159,7 +159,7 @@ class LeadingModel:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         with _in_step():
-            self._tell(_Copy(sources, targets))
+            self._tell(_CopyCall(sources, targets))
             self._model.copy_blocks(sources, targets, kv)
 
     def _tell_chunks(self, kind: type[_Forward] | type[_Verify], chunks: Sequence[SequenceChunk]) -> None:
@@ -205,7 +205,7 @@ def follow(
         match call:
             case _Decode(token_ids, context_lens, deltas, block_tables):
                 model.decode(token_ids, context_lens, deltas, block_tables, kv)
-            case _Copy(sources, targets):
+            case _CopyCall(sources, targets):
                 model.copy_blocks(sources, targets, kv)
             case _Verify():
                 model.verify(chunks_of(call), kv)
@@ -248,12 +248,12 @@ class _Decode(msgspec.Struct, array_like=True, tag=True):
     block_tables: Sequence[Sequence[int]]
 
 
-class _Copy(msgspec.Struct, array_like=True, tag=True):
+class _CopyCall(msgspec.Struct, array_like=True, tag=True):
     sources: Sequence[int]
     targets: Sequence[int]
 
 
-_Call = _Forward | _Verify | _Decode | _Copy
+_Call = _Forward | _Verify | _Decode | _CopyCall
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Call)
 

@@ -29,7 +29,7 @@ class LayerShape:
     window: int | None  # a token sees itself and the `window - 1` before it; None: all
 
 
-class _Recorder:
+class _ShapeRecorder:
     """Shapes by layer, and what makes the backbone unusable."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def _probe_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    probe: _Recorder,
+    probe: _ShapeRecorder,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     probe.see(module, key, value, attention_mask, kwargs)
@@ -76,7 +76,7 @@ AttentionInterface.register(_PROBE_NAME, _probe_attention)
 def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerShape]:
     """Leaves the backbone with another attention implementation: the caller sets the one it wants."""
     text_model.set_attn_implementation(_PROBE_NAME)
-    recorder = _Recorder()
+    recorder = _ShapeRecorder()
     dummy = torch.zeros(1, 1, hidden_size, dtype=text_model.dtype, device=text_model.device)
     text_model(inputs_embeds=dummy, use_cache=False, probe=recorder)
     config = text_model.config
@@ -93,7 +93,7 @@ def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerS
     return [recorder.shapes[i] for i in range(num_layers)]
 
 
-def _check_windows(config: object, recorder: _Recorder) -> None:
+def _check_windows(config: object, recorder: _ShapeRecorder) -> None:
     """A window that is expressed in the mask alone would be lost."""
     for layer_idx, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         shape = recorder.shapes.get(layer_idx)
@@ -109,10 +109,12 @@ def check_post_head(
     `probe_backbone` and the choice of the final attention implementation."""
     token = torch.tensor([[1]], device=text_model.device)
     embedded = model.get_input_embeddings()(token)
-    hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=_Recorder()).last_hidden_state
+    hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=_ShapeRecorder()).last_hidden_state
     head = cast(nn.Module, model.get_output_embeddings())
     ours = post_head(head(hidden)).float()
-    reference = model(input_ids=token, attention_mask=None, use_cache=False, probe=_Recorder()).logits.float()
+    reference = model(
+        input_ids=token, attention_mask=None, use_cache=False, probe=_ShapeRecorder()
+    ).logits.float()
     if not torch.allclose(ours, reference, rtol=1e-2, atol=1e-3):
         raise ConfigError(
             f"model type '{model.config.model_type}' is not supported: its logits differ from head(backbone) by a rule "

@@ -28,7 +28,7 @@ import yaml
 from cluster.config.environment import child_environment
 from cluster.serving import preflight
 from cluster.serving.local_environment import cluster_environment
-from cluster.serving.status import ClusterFailed, Progress, ServeStatus, are_running, own_message
+from cluster.serving.status import ClusterFailed, ServeStatus, StartProgress, are_running, own_message
 
 READY_TIMEOUT_S = 1800.0  # failures end it much sooner; large models on slow disks take long
 POLL_S = 0.2
@@ -87,7 +87,7 @@ class LocalCluster:
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Blocks until /health is 200. Raises ClusterFailed with one line; the logs then outlive this cluster."""
         deadline = time.monotonic() + timeout_s
-        progress = Progress()
+        progress = StartProgress()
         status: ServeStatus | None = None
         while True:
             if self.has_ended():
@@ -136,7 +136,7 @@ class LocalCluster:
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, plan: preflight.Plan) -> None:
+    def _start(self, plan: preflight.StartPlan) -> None:
         config = self.folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(dict(plan.content), sort_keys=False))
         self._variables = {**cluster_environment(self.folder), **self._environment}

@@ -1,7 +1,7 @@
 """What can be known before Ray starts: whether a Serve file, its settings, the model and this machine fit together.
 
 `check` reads the file and the model folder's headers and asks the kernel, in well under a second; it starts nothing, and imports
-neither Ray nor torch. Its `Plan` is the file as it is to be run: the model an absolute path, pools that the model has no use for left
+neither Ray nor torch. Its `StartPlan` is the file as it is to be run: the model an absolute path, pools that the model has no use for left
 out. Every ConfigError is one line.
 """
 
@@ -37,7 +37,7 @@ _ITEM_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}  # auto: on a CPU
 
 
 @dataclass(frozen=True)
-class Plan:
+class StartPlan:
     content: Mapping[str, Any]  # of the Serve file to run
     host: str
     port: int
@@ -77,7 +77,9 @@ def read_serve_file(file: Path) -> dict[str, Any]:
     return content
 
 
-def check(file: Path, variables: Mapping[str, str] | None = None, machine: Machine | None = None) -> Plan:
+def check(
+    file: Path, variables: Mapping[str, str] | None = None, machine: Machine | None = None
+) -> StartPlan:
     """Raises ConfigError, which says what to change. Blocks while a model that is named by its hub id is downloaded."""
     content = copy.deepcopy(read_serve_file(file))
     host, port = address_of(content)
@@ -88,7 +90,7 @@ def check(file: Path, variables: Mapping[str, str] | None = None, machine: Machi
             notes += _complete(
                 application, file, read_environment(variables), machine or Machine(os.sched_getaffinity(0))
             )
-    return Plan(content, host, port, tuple(notes))
+    return StartPlan(content, host, port, tuple(notes))
 
 
 def check_port(host: str, port: int) -> None:

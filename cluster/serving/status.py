@@ -1,6 +1,6 @@
 """Serve's account of an application that starts, as lines for the operator: what loads, what is ready, what failed and why.
 
-`ServeStatus` asks the dashboard's REST API; `Progress` turns its successive answers into lines and raises `ClusterFailed` at the first
+`ServeStatus` asks the dashboard's REST API; `StartProgress` turns its successive answers into lines and raises `ClusterFailed` at the first
 sign of a failure, while Serve would still try again. Imports no Ray.
 """
 
@@ -41,7 +41,7 @@ class ServeStatus:
             return None
 
 
-class Progress:
+class StartProgress:
     def __init__(self) -> None:
         self._loading_since: dict[str, float] = {}
         self._ready: set[str] = set()

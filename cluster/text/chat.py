@@ -9,11 +9,11 @@ import msgspec
 from cluster.types.media import MediaLayout, Modality
 
 
-class TextPart(msgspec.Struct, frozen=True, tag="text"):
+class ChatText(msgspec.Struct, frozen=True, tag="text"):
     text: str
 
 
-class MediaPart(msgspec.Struct, frozen=True, tag="media"):
+class ChatMedia(msgspec.Struct, frozen=True, tag="media"):
     """The place of one media item; the items themselves travel beside the messages, in the same order."""
 
     modality: Modality
@@ -28,12 +28,12 @@ class LaidOutMedia(msgspec.Struct, frozen=True):
 
 class ChatMessage(msgspec.Struct, frozen=True):
     role: str
-    content: str | tuple[TextPart | MediaPart, ...]  # as the client sent it: templates may tell the two apart
+    content: str | tuple[ChatText | ChatMedia, ...]  # as the client sent it: templates may tell the two apart
 
     def modalities(self) -> tuple[Modality, ...]:
         if isinstance(self.content, str):
             return ()
-        return tuple(part.modality for part in self.content if isinstance(part, MediaPart))
+        return tuple(part.modality for part in self.content if isinstance(part, ChatMedia))
 
 
 def media_order(messages: Iterable[ChatMessage]) -> tuple[Modality, ...]:

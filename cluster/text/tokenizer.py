@@ -26,7 +26,7 @@ from jinja2 import TemplateError
 
 from cluster.config.checkpoint import check_tokenizer, placeholder_ids, read_config, text_config
 from cluster.errors import ConfigError, RequestError
-from cluster.text.chat import ChatMessage, LaidOutMedia, TextPart, media_order
+from cluster.text.chat import ChatMessage, ChatText, LaidOutMedia, media_order
 from cluster.text.detokenizer import Detokenizer
 from cluster.types.media import Modality, PlacedMedia
 from cluster.types.request import Prompt
@@ -177,11 +177,11 @@ class TextProcessor:
             parts = [{"type": "text", "text": message.content}]
             return {"role": message.role, "content": parts if self._wants_parts else message.content}
         if not self._placeholders:  # templates of text-only models expect a string
-            texts = [part.text for part in message.content if isinstance(part, TextPart)]
+            texts = [part.text for part in message.content if isinstance(part, ChatText)]
             return {"role": message.role, "content": "\n".join(texts)}
         parts = [
             {"type": "text", "text": part.text}
-            if isinstance(part, TextPart)
+            if isinstance(part, ChatText)
             else {"type": part.modality.value}
             for part in message.content
         ]

@@ -53,18 +53,18 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"  # the door asked
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
     """Base of every frame."""
 
 
-class Hello(Message, frozen=True):
+class Hello(ChannelMessage, frozen=True):
     """First frame in each direction."""
 
     protocol_version: int
     name: str  # door: its id; worker: its replica id
 
 
-class StartDecode(Message, frozen=True):
+class StartDecode(ChannelMessage, frozen=True):
     """Reserve blocks for the prompts and wait for their KV."""
 
     request: GenerateRequest
@@ -73,25 +73,25 @@ class StartDecode(Message, frozen=True):
     codec: str = "raw"  # in which the KV is to come where it can; raw: exactly as computed
 
 
-class DecodeGranted(Message, frozen=True):
+class DecodeGranted(ChannelMessage, frozen=True):
     """The grant's blocks: the prompt's, then the companion's."""
 
     request_id: str
     grant: Grant
 
 
-class StartPrefill(Message, frozen=True):
+class StartPrefill(ChannelMessage, frozen=True):
     request: GenerateRequest
     timeout_s: float  # until the first token
 
 
-class PrefillAdmitted(Message, frozen=True):
+class PrefillAdmitted(ChannelMessage, frozen=True):
     """Prefill holds the blocks of all prompts: it is time to ask decode for the same."""
 
     request_id: str
 
 
-class FeatureGranted(Message, frozen=True):
+class FeatureGranted(ChannelMessage, frozen=True):
     """Where the embeddings of `prompt.media[item_idx]` go. Sent as soon as prefill has room for them."""
 
     request_id: str
@@ -99,7 +99,7 @@ class FeatureGranted(Message, frozen=True):
     grant: Grant
 
 
-class FeatureShared(Message, frozen=True):
+class FeatureShared(ChannelMessage, frozen=True):
     """The embeddings of `prompt.media[item_idx]` come, or came, for another request in work: they are not needed again. If they
     fail to come, `FeatureGranted` follows."""
 
@@ -107,14 +107,14 @@ class FeatureShared(Message, frozen=True):
     item_idx: int
 
 
-class DecodeTarget(Message, frozen=True):
+class DecodeTarget(ChannelMessage, frozen=True):
     """Decode's grant, passed on to prefill."""
 
     request_id: str
     grant: Grant
 
 
-class StartEncode(Message, frozen=True):
+class StartEncode(ChannelMessage, frozen=True):
     """Encode (or find in the cache) one item and push its embeddings to a grant."""
 
     request_id: str
@@ -129,7 +129,7 @@ class StartEncode(Message, frozen=True):
     keep: bool = True  # another use is expected; else the embeddings are the first to make room for others
 
 
-class EncodeTarget(Message, frozen=True):
+class EncodeTarget(ChannelMessage, frozen=True):
     """Prefill's grant for one item, passed on to the encoder; may come before or after encoding has finished."""
 
     request_id: str
@@ -137,7 +137,7 @@ class EncodeTarget(Message, frozen=True):
     grant: Grant
 
 
-class EncoderLost(Message, frozen=True):
+class EncoderLost(ChannelMessage, frozen=True):
     """To prefill: the encoder that was given this grant of one item is gone. Another grant follows."""
 
     request_id: str
@@ -145,14 +145,14 @@ class EncoderLost(Message, frozen=True):
     lease_id: str
 
 
-class GrantPassed(Message, frozen=True):
+class GrantPassed(ChannelMessage, frozen=True):
     """To the owner of a grant: the processes that were given it. When all of them have ended, nothing can write any more."""
 
     lease_id: str
     processes: tuple[ProcessId, ...]
 
 
-class ReturnGrant(Message, frozen=True):
+class ReturnGrant(ChannelMessage, frozen=True):
     """To the owner of a grant that came after its request had landed: no writer was ever given it, so its blocks can be
     reused at once. Sound because the door is the only one who passes grants on."""
 
@@ -178,14 +178,14 @@ class PrefillTiming(msgspec.Struct, frozen=True, array_like=True):
     computing_s: float = 0.0  # in steps that computed some of it
 
 
-class Encoded(Message, frozen=True):
+class Encoded(ChannelMessage, frozen=True):
     request_id: str
     item_idx: int
     cached: bool  # the embeddings were in the encoder cache
     timing: EncodeTiming = EncodeTiming()
 
 
-class CacheChanged(Message, frozen=True):
+class CacheChanged(ChannelMessage, frozen=True):
     """Encoder → every door, once per step in which it holds: items (by media hash) that it has, or has taken on, since, and those that
     it does not have any more. A door that connects is told everything first. One hash is never in both."""
 
@@ -193,7 +193,7 @@ class CacheChanged(Message, frozen=True):
     evicted: tuple[str, ...]
 
 
-class BlocksChanged(Message, frozen=True):
+class BlocksChanged(ChannelMessage, frozen=True):
     """Prefill → every door, once per step in which it holds: full blocks of prompts (by block hash) that its prefix cache has since,
     and those that it does not have any more. A door that connects is told everything first. One hash is never in both."""
 
@@ -201,23 +201,23 @@ class BlocksChanged(Message, frozen=True):
     evicted: tuple[bytes, ...]
 
 
-class Measured(Message, frozen=True):
+class Measured(ChannelMessage, frozen=True):
     """Worker → every door: how fast it is. When a door connects, and again when that has changed noticeably."""
 
     curves: ServiceCurves
 
 
-class Stalled(Message, frozen=True):
+class Stalled(ChannelMessage, frozen=True):
     """Worker → every door: the names of its threads that have work and have not moved for a while; empty: all move again."""
 
     threads: tuple[str, ...]
 
 
-class Ping(Message, frozen=True):
+class Ping(ChannelMessage, frozen=True):
     """Does the worker's event loop run?"""
 
 
-class Pong(Message, frozen=True):
+class Pong(ChannelMessage, frozen=True):
     """It does."""
 
 
@@ -280,14 +280,14 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class Tokens(Message, frozen=True):
+class Tokens(ChannelMessage, frozen=True):
     """One frame per step for all of one door's requests; load rides along where it counts all that had come by then."""
 
     events: tuple[TokenEvent, ...]
     load: LoadReport | None = None
 
 
-class Failed(Message, frozen=True):
+class Failed(ChannelMessage, frozen=True):
     """This worker has given the request up and freed what it held."""
 
     request_id: str
@@ -295,13 +295,13 @@ class Failed(Message, frozen=True):
     item_idx: int | None = None  # encoder only
 
 
-class Preempted(Message, frozen=True):
+class Preempted(ChannelMessage, frozen=True):
     """Decode needed the blocks for an older request and has forgotten this one."""
 
     request_id: str
 
 
-class Cancel(Message, frozen=True):
+class Cancel(ChannelMessage, frozen=True):
     request_id: str
     choice_idx: int | None = None  # decode: only this choice, if others of the request go on
     item_idx: int | None = None  # encoder: only this item; the request goes on
@@ -314,11 +314,11 @@ AnyMessage = (
 )  # fmt: skip
 
 
-class Notice(msgspec.Struct, frozen=True, tag=True):
+class WriterNotice(msgspec.Struct, frozen=True, tag=True):
     """Base of what a writer tells the owner of the memory, through the agents' own notifications."""
 
 
-class KvReady(Notice, frozen=True):
+class KvReady(WriterNotice, frozen=True):
     """All KV that travels is written. Payload of prefill's last notification."""
 
     first_tokens: tuple[int, ...]  # per choice
@@ -326,5 +326,5 @@ class KvReady(Notice, frozen=True):
     first_recomputed: int | None = None  # of the prompt: from this token on decode computes the KV anew
 
 
-class FeaturesReady(Notice, frozen=True):
+class FeaturesReady(WriterNotice, frozen=True):
     media_hash: str
