@@ -42,9 +42,8 @@ SERVICES = {
 DOOR = "router.door:Door"
 API = "router.openai.app:build_api"
 
-MAX_ONGOING_REQUESTS = (
-    1_000_000  # the engines admit and refuse; Serve's default of 5 would queue behind their backs
-)
+# the engines admit and refuse; Serve's default of 5 would queue behind their backs
+MAX_ONGOING_REQUESTS = 1_000_000
 HEALTH_CHECK_PERIOD_S = 5.0  # doors notice a death at once, by end-of-file; Serve replaces it this much later
 HEALTH_CHECK_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 20.0  # a replica that must go may finish its requests and stop for this long

@@ -55,9 +55,8 @@ class ModelFamily:
     encoders: Mapping[Modality, EncoderForm] = field(default_factory=dict)  # empty: text only
     positions: PositionForm = PositionForm.ONE_DIMENSIONAL
     text_module: str = "language_model"  # name of the text backbone inside `model.model`
-    is_media_bidirectional: bool = (
-        False  # tokens of one item see each other: a prefill chunk must not cut an item
-    )
+    # tokens of one item see each other: a prefill chunk must not cut an item
+    is_media_bidirectional: bool = False
     can_pool: bool = False  # embedding rows lie on a grid and carry no deep-stack features
     bounds_whole_clips: bool = False  # the processor's pixel bounds hold for all frames of a clip together
     hears_clips: bool = False  # the processor takes a clip with its sound track

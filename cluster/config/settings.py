@@ -17,9 +17,8 @@ from cluster.config import hub
 from cluster.config.environment import Environment
 from cluster.errors import ConfigError
 
-REPOSITORY = Path(__file__).parents[
-    2
-]  # of an installed wheel site-packages: `deploy` lies beside the packages in both
+# of an installed wheel site-packages: `deploy` lies beside the packages in both
+REPOSITORY = Path(__file__).parents[2]
 MIB = 1 << 20
 
 
@@ -112,9 +111,8 @@ class FetchArgs(_Args):
 
     allowed_hosts: tuple[str, ...] = ()  # empty: any public one
     denied_hosts: tuple[str, ...] = ()
-    internal_hosts: tuple[
-        str, ...
-    ] = ()  # trusted: may speak http and have any address; every client may read all of them
+    # trusted: may speak http and have any address; every client may read all of them
+    internal_hosts: tuple[str, ...] = ()
     total_timeout_s: float = Field(30.0, gt=0)  # of one item
     cache_bytes: int = Field(256 * MIB, ge=0)  # of fetched files, while their hosts allow it
     max_concurrent: int = Field(32, ge=1)  # downloads at once
@@ -182,15 +180,13 @@ class DoorArgs(_Args):
     first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token, once a request has been let in
     # who serves a request. joint: everybody together, so that the first tokens come soonest; the others are there to compare with
     policy: Literal["joint", "least_loaded", "round_robin", "per_stage", "linear"] = "joint"
-    otlp_traces_endpoint: str = (
-        ""  # of an OpenTelemetry collector, as http://localhost:4318/v1/traces; empty: no traces
-    )
+    # of an OpenTelemetry collector, as http://localhost:4318/v1/traces; empty: no traces
+    otlp_traces_endpoint: str = ""
     min_priority: int = Field(
         0, ge=-8, le=0
     )  # the most urgent that a client may ask for; lower is more urgent
-    share_caches: bool = (
-        False  # tenants find each other's KV and embeddings, and can tell what others have sent
-    )
+    # tenants find each other's KV and embeddings, and can tell what others have sent
+    share_caches: bool = False
     show_workers: bool = False  # to clients that ask for a ledger
     held_body_bytes: int = Field(1 << 30, ge=1)  # of all requests in work; beyond it they are refused (429)
     media: MediaArgs = MediaArgs()
@@ -203,26 +199,22 @@ class ClusterArgs(_Args):
     model_id: str = ""  # the name clients use; empty: the folder's name, or the hub id
     max_model_len: int = Field(0, ge=0)  # prompt and answer, tokens; 0: what the model says
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
-    kv_cache_dtype: Literal["auto", "int8"] = (
-        "auto"  # auto: as dtype; int8: half the bytes of 16 bit, a little less exact
-    )
-    weight_dtype: Literal["auto", "int8"] = (
-        "auto"  # of the language half's linears; int8: CPU only, less exact
-    )
+    # auto: as dtype; int8: half the bytes of 16 bit, a little less exact
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    # of the language half's linears; int8: CPU only, less exact
+    weight_dtype: Literal["auto", "int8"] = "auto"
     tensor_parallel_size: int = Field(
         1, ge=1
     )  # GPUs that share the model, of each prefill and decode replica
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: what the replica finds
     block_size: int = Field(16, ge=1)  # tokens in one KV block
-    transport: Literal["nixl", "collective", "in_process"] = (
-        "nixl"  # collective: Gloo, NCCL; in_process: tests
-    )
+    # collective: Gloo, NCCL; in_process: tests
+    transport: Literal["nixl", "collective", "in_process"] = "nixl"
     side_channel: Literal["unix", "tcp"] = "unix"  # tcp: pools on several hosts
     # a worker whose engine or transfer thread has work and has not moved for so long is replaced; longer than any single layer takes
     hang_timeout_s: float = Field(60.0, gt=0)
-    host: str = (
-        "127.0.0.1"  # where other hosts reach this replica; with side_channel: tcp the replica fills it in
-    )
+    # where other hosts reach this replica; with side_channel: tcp the replica fills it in
+    host: str = "127.0.0.1"
     encode: EncodeArgs = EncodeArgs()
     prefill: PrefillArgs = PrefillArgs()
     decode: DecodeArgs = DecodeArgs()

@@ -35,9 +35,8 @@ DEFAULT_LIMITS = MediaLimits()
 DEFAULT_OPTIONS = MediaOptions()
 NUM_CACHED_LAYOUTS = 4096  # a few KB each: a long clip's timestamps
 FALLBACK_FPS = 2.0  # for processors that name no rate
-FALLBACK_NUM_FRAMES = (
-    32  # for those that name no number of frames either; LLaVA-OneVision was trained with it
-)
+# for those that name no number of frames either; LLaVA-OneVision was trained with it
+FALLBACK_NUM_FRAMES = 32
 TRIAL_ITEMS = {
     Modality.IMAGE: MediaProbe(Modality.IMAGE, 64, 64),
     Modality.VIDEO: MediaProbe(Modality.VIDEO, 64, 64, num_frames=4, fps=2.0),

@@ -16,9 +16,8 @@ from cluster.types.media import FrameStrategy, MediaOptions
 MAX_FPS = 1000.0  # no camera that anybody sends files of is faster
 NUM_LUMA_BINS = 32
 CUT_SHARE = 0.25  # of the pixels must change their bin between two frames for a cut,
-CUT_RATIO = (
-    3.0  # and so many times as many as between the frames around them: flicker and fast motion are no cuts
-)
+# and so many times as many as between the frames around them: flicker and fast motion are no cuts
+CUT_RATIO = 3.0
 CUT_NEIGHBOURS = 8  # on each side
 
 

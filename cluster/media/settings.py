@@ -21,9 +21,8 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_video_pixels: int = 512 * 10**6  # of all sampled frames together; decoding holds 3 bytes for each
     max_video_s: float = 600.0
     max_audio_s: float = 600.0
-    max_decode_s: float = (
-        60.0  # wall time of one `probe` or `decode`; checked wherever the file is read, and between frames
-    )
+    # wall time of one `probe` or `decode`; checked wherever the file is read, and between frames
+    max_decode_s: float = 60.0
     max_request_decode_s: float = 60.0  # … of all `probe`s that a door has made for one request
     max_packets: int = 300_000  # of the stream that is decoded, and declared by a file's index
     max_streams: int = 32  # in one container

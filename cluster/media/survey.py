@@ -23,9 +23,8 @@ class MediaSurvey(msgspec.Struct, frozen=True, array_like=True):
     num_frames: int = 0  # of a clip, all of them
     source_fps: float = 0.0
     key_idx: tuple[int, ...] = ()  # frames that are stored whole
-    cut_idx: tuple[
-        int, ...
-    ] = ()  # first frames after cuts, the strongest first; looked for where scenes are asked for
+    # first frames after cuts, the strongest first; looked for where scenes are asked for
+    cut_idx: tuple[int, ...] = ()
 
 
 def probe_of(

@@ -31,9 +31,8 @@ class SurveyOrder(msgspec.Struct, frozen=True, array_like=True):
     settings: MediaSettings
     num_bytes: int  # of the file, which follows
     timeout_s: float
-    decodes: bool = (
-        False  # all of it, as an encoder would: the client wants to go on without an item that cannot be
-    )
+    # all of it, as an encoder would: the client wants to go on without an item that cannot be
+    decodes: bool = False
 
 
 class Surveyed(msgspec.Struct, frozen=True, tag=True):

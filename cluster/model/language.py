@@ -51,9 +51,8 @@ class SequenceChunk:
     num_computed_tokens: int  # tokens of this sequence whose KV is in the block memory
     block_table: Sequence[int]  # block ids that cover num_computed_tokens + n tokens
     features: tuple[FeatureSlice, ...] = ()
-    bidirectional_spans: tuple[
-        Span, ...
-    ] = ()  # absolute [start, end) of media that see both ways; all of the prompt's
+    # absolute [start, end) of media that see both ways; all of the prompt's
+    bidirectional_spans: tuple[Span, ...] = ()
     wants_logits: bool = True  # False: more of the same prompt is to come
 
 

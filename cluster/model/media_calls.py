@@ -29,9 +29,8 @@ class Splitter:
 
     num_units: Callable[[Item], int]
     piece: Callable[[Item, int, int], Item]  # units [start, end); views, nothing is copied
-    num_end_rows: int = (
-        0  # rows that every call appends behind the last unit; only those of the last piece count
-    )
+    # rows that every call appends behind the last unit; only those of the last piece count
+    num_end_rows: int = 0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from cluster.errors import ConfigError
 
 _PROBE_NAME = "epdg_probe"
-_HARMLESS = frozenset(  # keywords that families pass along and that no attention function reads, or that ours reads
+# keywords that families pass along and that no attention function reads, or that ours reads
+_HARMLESS = frozenset(
     ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "use_cache", "output_attentions",
      "cache_position", "position_embeddings", "return_dict", "output_router_logits", "is_causal")
 )  # fmt: skip

@@ -69,11 +69,13 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         ),
         RAY_TMPDIR=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
-        RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",  # nothing big passes through it; default: 30 % of RAM
+        # nothing big passes through it; default: 30 % of RAM
+        RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",
         **QUIET,
         RAY_SERVE_ENABLE_HA_PROXY="1",  # the Python proxy would relay every chunk of every stream
         RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # else every stop takes 30 s
-        RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S="60",  # for a client's headers, and without reading or sending; default: an hour
+        # for a client's headers, and without reading or sending; default: an hour
+        RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S="60",
         RAY_SERVE_HAPROXY_STATS_PORT=str(
             free_port()
         ),  # the defaults are fixed: a second cluster could not start
