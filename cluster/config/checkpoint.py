@@ -1,7 +1,7 @@
-"""What a model folder says about itself, read as JSON and file headers, in milliseconds: no torch, no transformers.
+"""What a model folder says about itself. Reads JSON and file headers in milliseconds, without torch and transformers.
 
-All processes take these answers from here: the launcher and the composition before anything starts, doors and workers when they
-load. Every ConfigError names the file at fault.
+The launcher and the composition ask before anything starts, doors and workers when they load. Every ConfigError names the file at
+fault.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _PICKLED = "pytorch_model*.bin"
 
 @dataclass(frozen=True)
 class Weights:
-    num_parameters: int  # of the whole checkpoint; 0 for files whose headers are not read here
+    num_parameters: int  # of the whole checkpoint; 0 for a format whose headers are not read here
 
 
 def check_checkpoint(folder: Path) -> tuple[dict[str, Any], Weights]:
-    """The configuration of the part that is served, and its weights. Raises ConfigError for what loading would fail on, as far as
-    that shows without reading a weight."""
+    """The configuration of the part that is served, and the weights. Raises ConfigError for everything that would make loading
+    fail, as far as it can be seen without reading a weight."""
     config = read_config(folder)
     check_family(config)
     check_tokenizer(folder)
@@ -40,7 +40,7 @@ def check_checkpoint(folder: Path) -> tuple[dict[str, Any], Weights]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Raises ConfigError for a file that is missing or no JSON object."""
+    """Raises ConfigError if the file is missing or holds no JSON object."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -51,7 +51,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json; of a checkpoint with a speech generator the part of it that is served."""
+    """The content of config.json. Of a checkpoint with a speech generator: the part that is served."""
     file = Path(folder) / "config.json"
     config = read_json(file)
     model_type = config.get("model_type")
@@ -67,7 +67,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the language model inside a multimodal model; of a text model the whole."""
+    """The configuration of the language model inside a multimodal model; of a text model the whole."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
@@ -87,7 +87,7 @@ def takes_media(config: Mapping[str, Any]) -> bool:
 
 
 def check_family(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a model type or class that is refused by name, as far as the names tell."""
+    """Raises ConfigError for a model type or class that cannot be served, as far as the names tell."""
     name = config["model_type"]
     family = family_of_type(name)
     if family.refusal:
@@ -104,7 +104,7 @@ def check_family(config: Mapping[str, Any]) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises ConfigError where transformers would make an empty tokenizer, or fail on a broken file."""
+    """Raises ConfigError if transformers would make an empty tokenizer or fail on a broken file."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(
             f"{folder} has no tokenizer (tokenizer.json, tokenizer.model, … are missing)", param="model"
@@ -120,14 +120,14 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> Weights:
-    """Looks at every header and size; bytes inside tensors are not compared with anything. Raises ConfigError for a file that is
-    missing, cut short or none of the format."""
+    """Checks every header and size, not the bytes inside tensors. Raises ConfigError for a file that is missing, truncated or in
+    another format."""
     files = _weight_files(folder)
     return Weights(sum(_count_parameters(file) for file in files))
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """In transformers' order of preference; empty for a checkpoint in a format that has no headers."""
+    """In transformers' order of preference. Empty for a checkpoint in a format without headers."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]

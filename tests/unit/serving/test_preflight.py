@@ -113,7 +113,7 @@ def test_a_wrong_setting_is_named(tmp_path, args, pattern):
     ("sections", "pattern"),
     [
         ({"http_option": {}}, "section 'http_option' is unknown; did you mean 'http_options'"),
-        ({"http_options": {"port": "x"}}, "http_options.port: 'x' is no port"),
+        ({"http_options": {"port": "x"}}, "http_options.port: 'x' is not a port"),
         ({"applications": None}, "no list of applications"),
         ({"deployments": [{"name": "Decod"}]}, "deployment 'Decod' is unknown; did you mean 'Decode'"),
         ({"deployments": [{"name": "Decode", "num_replicas": 99}]}, "Decode: 99 replicas; this machine"),
@@ -127,7 +127,7 @@ def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*nothing\.yaml: No such file"):
         check(tmp_path / "nothing.yaml", {}, MACHINE)
     (tmp_path / "file.yaml").write_text("{")
-    with pytest.raises(ConfigError, match=r"file\.yaml is no YAML"):
+    with pytest.raises(ConfigError, match=r"file\.yaml is not YAML"):
         check(tmp_path / "file.yaml", {}, MACHINE)
 
 
