@@ -1,8 +1,8 @@
 """Attention over block memory with the kernels of `cpu/attention.cpp`: paged decode and prefill chunks, plain and int8
-caches, windows, soft caps, sinks and two-way spans. What `can_run` refuses goes to the fallback.
+caches, windows, soft caps, sinks and bidirectional spans. Cases that `can_run` refuses use the fallback.
 
-What a step shares (visible ranges, pointers) is made once per window and kept in `PagedBatch.memo`. Letters as in
-`attention`.
+Values that the layers of a step share (visible ranges, pointers) are made once per step and window and kept in `PagedBatch.memo`.
+Letters as in `attention`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _WriteCall(ctypes.Structure):
 
 @dataclass(frozen=True)
 class StepView:
-    """A step's arguments and the tensors that they point into. address: of the arguments, while this object lives."""
+    """A step's arguments and the tensors that they point into. address: of the arguments; valid while this object lives."""
 
     step: _AttentionStep
     tensors: tuple[Tensor, ...]
@@ -104,7 +104,7 @@ class CpuAttention:
 
 
 def can_run(query: Tensor, cache: LayerCache) -> bool:
-    """Whether the kernels know these types and sizes."""
+    """Whether the kernels support these types and sizes."""
     heads, key_width = query.shape[1:]
     kv_heads, value_width = cache.value.row_shape
     return (
@@ -120,12 +120,12 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _holds(store: RowStore, dtype: torch.dtype) -> bool:
-    """Whether the store keeps rows of `dtype`, as they are or quantised."""
+    """Whether the store keeps rows of `dtype`, plain or quantised."""
     return isinstance(store, QuantizedRows) or (isinstance(store, PlainRows) and store.data.dtype == dtype)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
-    """Any strides but a row's own."""
+    """The tensor with contiguous rows; its other strides may have any value."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -147,7 +147,7 @@ def _write_call(batch: PagedBatch, store: RowStore, rows: Tensor) -> _WriteCall:
 
 
 def step_view(batch: PagedBatch, window: int | None) -> StepView:
-    """Made once per step and window."""
+    """The arguments of this step and window; made once."""
     memo_key = ("cpu", window)
     if memo_key not in batch.memo:
         begins, ends = visible_ranges(batch, window)
@@ -162,8 +162,8 @@ def step_view(batch: PagedBatch, window: int | None) -> StepView:
 
 
 def visible_ranges(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor]:
-    """Each new token sees the key positions [begin, end) of its sequence; both [T] int32. A two-way span moves the end: it
-    never reaches behind the chunk."""
+    """Each new token sees the key positions [begin, end) of its sequence; both [T] int32. A bidirectional span moves the end, but
+    never behind the chunk."""
     if batch.is_decode:
         ends = batch.context_lens_tensor.int()
         positions = ends - 1

@@ -37,7 +37,8 @@ def check_supported(config: PreTrainedConfig) -> None:
         _refuse(name, no_adapter())
     if getattr(text, "attention_chunk_size", None) is not None:
         _refuse(
-            name, "its chunked attention (attention_chunk_size) is not expressed in the attention interface"
+            name,
+            "transformers' attention interface does not express its chunked attention (attention_chunk_size)",
         )
     layer_types = set(getattr(text, "layer_types", None) or _ATTENTION_LAYERS)
     if other := sorted(layer_types.difference(_ATTENTION_LAYERS)):
@@ -45,7 +46,7 @@ def check_supported(config: PreTrainedConfig) -> None:
 
 
 def check_class(model_class: type) -> None:
-    """The second half of `check_supported`, on the class of the text model: recurrent state, fixed attention."""
+    """The checks on the class of the text model: recurrent state, and attention that cannot be replaced. Raises ConfigError."""
     name = model_class.config_class.model_type if model_class.config_class else model_class.__name__
     if model_class._is_stateful:
         _refuse(name, f"{model_class.__name__} keeps recurrent (SSM or linear-attention) state")
@@ -54,7 +55,7 @@ def check_class(model_class: type) -> None:
 
 
 def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
-    """What the family's ForCausalLM does to the logits after the head; LanguageModel checks it against the real one."""
+    """What the family's ForCausalLM does to the logits after the head. LanguageModel compares it with the real one."""
     text = config.get_text_config()
     cap = getattr(text, "final_logit_softcapping", None)
     divisor = getattr(text, "logits_scaling", None)
@@ -69,7 +70,7 @@ def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
 
 
 def num_deepstack_layers(config: PreTrainedConfig) -> int:
-    """Layers of the language model that add a vision feature of their own to the media rows (Qwen3-VL, Qwen3-Omni)."""
+    """Number of layers of the language model that add their own vision feature to the media rows (Qwen3-VL, Qwen3-Omni)."""
     vision = getattr(config, "vision_config", None)
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
