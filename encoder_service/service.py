@@ -91,7 +91,6 @@ class EncoderService(PhaseService):
             num_blocks,
             tuple(modality.value for modality in model.modalities),
             process.hardware,
-            process.device,
             processes=process.processes,
         )
         super().__init__(process, member)

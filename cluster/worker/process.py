@@ -21,7 +21,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.types.members import ProcessId
 from cluster.types.messages import AnyMessage
 from cluster.worker.cpu_slots import no_cpu_slots, shared_cpu_slots
-from cluster.worker.hardware import device_of, hardware_of
+from cluster.worker.hardware import hardware_of
 from cluster.worker.kv_ports import KvTransfer
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
@@ -85,7 +85,6 @@ class WorkerProcess:
         self._setup = setup
         self._ranks = ranks
         self.hardware = hardware_of(setup.device, num_ranks=1 if ranks is None else ranks.size)
-        self.device = device_of(setup.device)
         self._group = None
         if ranks is not None:
             progress = ranks.progress

@@ -47,7 +47,6 @@ def language_member(process: WorkerProcess, role: Role, model: LanguageModel, nu
         layout.fingerprint,
         num_blocks,
         hardware=process.hardware,
-        device=process.device,
         block_bytes=layout.block_bytes,
         num_layers=model.num_layers,
         processes=process.processes,
