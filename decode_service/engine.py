@@ -43,9 +43,8 @@ from decode_service.local_prefill import MAX_LOCAL_PREFILL_TOKENS, LocalPrefill
 from decode_service.runner import DecodeRunner
 from decode_service.state import Choice, DecodeRequest, Phase, fail_holders
 from decode_service.tables import leave_blocks, share_prompts, take_prompt_blocks, try_grow
-from kv_transfer.lease.group import GroupTransferEngine
-from kv_transfer.lease.receiver import Aborted, Completed, LateWrite, LeaseEvent
-from kv_transfer.lease.transfer_engine import TransferEngine
+from kv_transfer.lease.events import Aborted, Completed, LateWrite, LeaseEvent
+from kv_transfer.lease.transfer import BlockTransfer
 
 _id_of = attrgetter("request_id")
 
@@ -55,7 +54,7 @@ class DecodeEngine:
         self,
         runner: DecodeRunner,
         blocks: BlockPool,
-        transfer_engine: TransferEngine | GroupTransferEngine,
+        transfer_engine: BlockTransfer,
         outbox: Outbox,
         clock: Clock,
         policy: SchedulingPolicy,

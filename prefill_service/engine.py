@@ -38,10 +38,8 @@ from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import Speed
 from kv_transfer.agents.agent import TransferError
-from kv_transfer.lease.group import GroupTransferEngine
-from kv_transfer.lease.receiver import Completed, LateWrite, LeaseEvent
-from kv_transfer.lease.sender import Finished, SendEvent
-from kv_transfer.lease.transfer_engine import TransferEngine
+from kv_transfer.lease.events import Completed, Finished, LateWrite, LeaseEvent, SendEvent
+from kv_transfer.lease.transfer import BlockTransfer
 from prefill_service.allotment import free_blocks, try_allocate_blocks
 from prefill_service.features import FeatureStore
 from prefill_service.first_tokens import first_events
@@ -62,7 +60,7 @@ class PrefillEngine:
         runner: PrefillRunner,
         blocks: BlockPool,
         features: FeatureStore,
-        transfer_engine: TransferEngine | GroupTransferEngine,
+        transfer_engine: BlockTransfer,
         outbox: Outbox,
         clock: Clock,
         policy: SchedulingPolicy,

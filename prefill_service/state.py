@@ -21,8 +21,7 @@ from torch import Tensor
 from cluster.model.language import PromptPositions
 from cluster.types.request import GenerateRequest, Prompt
 from cluster.worker.outbox import DoorId
-from kv_transfer.lease.group import GroupOutgoing
-from kv_transfer.lease.outgoing import Outgoing
+from kv_transfer.lease.transfer import OutgoingLease
 from prefill_service.timing import Stopwatch
 
 
@@ -86,7 +85,7 @@ class PrefillRequest:
     sequences: list[PromptSequence] = field(default_factory=list)  # the prompt's, then the companion's
     phase: Phase = Phase.WAITING
     first_tokens: tuple[int, ...] = ()  # per choice
-    outgoing: Outgoing | GroupOutgoing | None = None  # once decode's grant is known
+    outgoing: OutgoingLease | None = None  # once decode's grant is known
     num_counted_tokens: int = 0  # that count for it among those that the worker has still to compute
 
     @property

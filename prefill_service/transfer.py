@@ -24,10 +24,8 @@ from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import KvReady
 from cluster.types.transfer import Grant, ReceivedGrant
 from kv_transfer.agents.agent import TransferError
-from kv_transfer.lease.group import GroupOutgoing, GroupTransferEngine
-from kv_transfer.lease.link import MIN_MEASURED_BYTES
-from kv_transfer.lease.outgoing import Outgoing
-from kv_transfer.lease.transfer_engine import TransferEngine
+from kv_transfer.lease.link_meter import MIN_MEASURED_BYTES
+from kv_transfer.lease.transfer import BlockTransfer, OutgoingLease
 from prefill_service.state import Phase, PrefillRequest, PromptSequence
 
 # A write costs the transfer thread about as long as copying this much: smaller layers wait for the next ones.
@@ -41,9 +39,7 @@ StepWork = tuple[PrefillRequest, PromptSequence, int]  # … of which so many fu
 class Targets:
     """Decode's grants, on their way from the event loop to the requests they are for. `offer` is any thread's, the rest the engine's."""
 
-    def __init__(
-        self, transfer_engine: TransferEngine | GroupTransferEngine, budget: StepBudget, layout: MemoryLayout
-    ):
+    def __init__(self, transfer_engine: BlockTransfer, budget: StepBudget, layout: MemoryLayout):
         self._transfer_engine = transfer_engine
         self._budget = budget
         self._layout = layout
@@ -85,7 +81,7 @@ class Targets:
             with suppress(TransferError):  # its time is over, as its event will say
                 send_computed(request, self._layout.segments[0].rows)
 
-    def _take_up(self, request: PrefillRequest, outgoing: Outgoing | GroupOutgoing, grant: Grant) -> None:
+    def _take_up(self, request: PrefillRequest, outgoing: OutgoingLease, grant: Grant) -> None:
         request.outgoing = outgoing
         self.by_lease[grant.lease_id] = request
         plan_end(request, grant.token_s, self._budget, self._layout)
@@ -142,7 +138,7 @@ class _Push:
     """What one sequence gets out of the step."""
 
     sequence: PromptSequence
-    outgoing: Outgoing | GroupOutgoing
+    outgoing: OutgoingLease
     num_blocks_after: int
     local_ids: Sequence[int]
     grant_indices: Sequence[int]

@@ -27,10 +27,12 @@ from cluster.worker.ranks import Ranks
 from cluster.worker.setup import WorkerSetup
 from cluster.worker.shell import WorkerShell
 from kv_transfer.agents.factory import Transport, make_agent
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.events import TransferEngineFailed, TransferEvent
 from kv_transfer.lease.group import GroupTransferEngine
 from kv_transfer.lease.processes import process_id
-from kv_transfer.lease.transfer_engine import TransferEngine, TransferEngineFailed, TransferEvent
+from kv_transfer.lease.transfer import BlockTransfer
+from kv_transfer.lease.transfer_engine import TransferEngine
 
 STOP_TIMEOUT_S = 5.0
 # How much longer than its writer an owner waits for the writer's word (kv_transfer.lease.receiver). Serve kills a replica that does not answer
@@ -104,7 +106,7 @@ class WorkerProcess:
         return () if None in known else tuple(process for process in known if process is not None)
 
     @property
-    def kv_mover(self) -> TransferEngine | GroupTransferEngine:
+    def kv_mover(self) -> BlockTransfer:
         """Moves what all ranks hold a share of."""
         return self._group or self.transfer_engine
 
