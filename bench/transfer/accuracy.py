@@ -45,9 +45,9 @@ from deploy.demo_model.training.data import Turn
 from deploy.demo_model.training.evaluate import MAX_NEW_TOKENS, Sample, draw_samples
 from deploy.demo_model.training.speech import WordBank
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.codecs.codecs import GROUP_TOKENS, CodecName
-from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.receiver import Completed
+from kv_transfer.codecs.quantisation import GROUP_TOKENS, CodecName
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.events import Completed
 from kv_transfer.lease.transfer_engine import TransferEngine
 
 Carrier = Literal["raw"] | CodecName
