@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench.charts import box, label, svg
 from bench.encoder.records import Record
-from bench.engine.measure import percentile
+from cluster.simulator.charts import box, label, svg
+from cluster.simulator.results import percentile
 
 COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#eeb878")
 WIDTH, LEFT, BAR, VALUES = 760, 210, 13, 130

@@ -17,6 +17,7 @@ from bench.engine.processes import Cost, Usage
 from bench.engine.prompts import Prompts
 from bench.engine.rows import Dialogue, Row
 from bench.engine.servers import Running
+from cluster.simulator.results import percentile
 
 ROW_TIMEOUT_S = 300.0
 WARM_UP_TOKENS = 8
@@ -47,17 +48,6 @@ class Result:
     client_cpu_s: float
     other_cores: float
     start_s: float  # the server's, from its command to /health
-
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """Linear between neighbours; 0 without values."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * fraction
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 async def closed_loop(

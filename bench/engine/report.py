@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.charts import box, label, svg
 from bench.engine.processes import ROLES
 from bench.engine.servers import OURS
+from cluster.simulator.charts import box, label, svg
 
 Record = dict[str, Any]
 METRICS = ("tokens_per_s", "ttft_p50_s", "itl_p50_s")

@@ -19,11 +19,12 @@ from typing import Any
 import aiohttp
 
 from bench.engine.client import Record, Request, ask, open_session
-from bench.engine.measure import closed_loop, percentile, warm_up
+from bench.engine.measure import closed_loop, warm_up
 from bench.engine.models import VISION_MODEL
 from bench.engine.prompts import Message, Part, Prompts
 from bench.engine.rows import Dialogue, Row, image, text
 from bench.engine.servers import OURS, Running, Setup, make_plan, running
+from cluster.simulator.results import percentile
 
 VIDEO_FRAMES, VIDEO_SIDE, VIDEO_RATE = 60, 448, 2  # 30 steps of 256 tokens
 STREAMS, STREAM_TOKENS = 4, 3000

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bench.charts import box, label, svg
+from cluster.simulator.charts import box, label, svg
 
 Record = dict[str, Any]
 COLOURS = ("#999999", "#cccccc", "#2f6fb0", "#7fb2de", "#b9d4ec", "#e08a2c", "#eeb878", "#f5d9b5")

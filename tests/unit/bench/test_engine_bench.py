@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bench.engine import processes, report, special
 from bench.engine.__main__ import make_parser
 from bench.engine.client import Endpoint, Record, Request, judge, read_stream
-from bench.engine.measure import percentile, summarise
+from bench.engine.measure import summarise
 from bench.engine.models import TEXT_MODEL, VISION_MODEL
 from bench.engine.processes import Cost, Mark, Usage
 from bench.engine.prompts import WORDS, Prompts
@@ -25,6 +25,7 @@ from bench.engine.run import rotated
 from bench.engine.servers import OURS, VLLM, Running, Setup, cluster_config, make_plan
 from bench.engine.vocabulary import SPACE, make_merges, write_tokenizer
 from cluster.config import ClusterArgs
+from cluster.simulator.results import percentile
 
 ENDPOINT = Endpoint("http://127.0.0.1:1", "m", {})
 RUNNING = Running(OURS, ENDPOINT, Mark("mark", 1), 1.0)
