@@ -305,7 +305,9 @@ def _line(stream: IO[bytes], timeout_s: float) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Hostile and broken media against probe, decode and prepare."
+    )
     parser.add_argument("--items", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)

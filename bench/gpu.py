@@ -206,11 +206,12 @@ def gpu_rows(names: Sequence[str], kv_cache_dtype: KvCacheDtype) -> list[Row]:
     print(
         f"copy {machine.bytes_per_s / 1e9:.0f} GB/s, matrix product {machine.flops_per_s / 1e12:.0f} TFLOP/s"
     )
+    formats: tuple[tuple[KvCacheDtype, int], ...] = (("int8", 16), ("auto", 16), ("auto", 256))
     rows = []
     for name in names:
         rows += model_rows(name, machine, kv_cache_dtype, [1, 8, 64], 2048)
         for batch, context in ((1, 8192), (16, 2048), (64, 8192)):
-            for dtype, block_size in (("int8", 16), ("auto", 16), ("auto", 256)):
+            for dtype, block_size in formats:
                 title = f"{name} attention, {dtype} KV, blocks of {block_size}, {batch} × {context}"
                 rows.append(attention_row(title, dtype, block_size, SHAPES[name], batch, context, machine))
     return rows

@@ -132,7 +132,7 @@ def random_model(head_dim: int, num_outliers: int) -> Any:
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=1024, initializer_range=0.08,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(1)
     for layer in model.model.layers:
         pairs = torch.randperm(head_dim // 2, generator=generator)[: num_outliers // 2]

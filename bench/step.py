@@ -115,7 +115,7 @@ class Parts:
         self.query_heads: int = config.num_attention_heads
         self.layers: list[LayerShape] = probe_backbone(text, config.hidden_size)
         self.linears = [packed(kernels, *weights) for weights in matrices(text)]
-        self.head = packed(kernels, model.get_output_embeddings().weight)
+        self.head = packed(kernels, cast(nn.Linear, model.get_output_embeddings()).weight)
 
     def num_bytes(self, kv: BlockMemory, step: Step) -> int:
         weights = sum(linear.num_bytes for linear in (*self.linears, self.head))

@@ -79,7 +79,7 @@ def make_model(vision: dict[str, Any], audio: dict[str, Any]) -> PreTrainedModel
     config["text_config"].pop("layer_types")
     torch.manual_seed(SEED)
     model = Qwen2_5OmniThinkerForConditionalGeneration(Qwen2_5OmniThinkerConfig(**config))
-    return model.to(torch.bfloat16).eval()
+    return model.bfloat16().eval()
 
 
 def processor_config(demo: dict[str, Any]) -> dict[str, Any]:

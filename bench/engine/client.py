@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +120,7 @@ def judge(record: Record, num_tokens: int) -> None:
         record.failure = "no text"
 
 
-async def read_stream(lines: AsyncIterator[bytes], record: Record, clock: Clock) -> None:
+async def read_stream(lines: AsyncIterable[bytes], record: Record, clock: Clock) -> None:
     """Server-sent events into the record, line by line. Raises ValueError for data that is not JSON."""
     async for line in lines:
         if not line.startswith(b"data:"):

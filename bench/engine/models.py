@@ -60,7 +60,7 @@ def make_model(num_layers: int, *, has_vision: bool) -> PreTrainedModel:
         eos_token_id=[TOKEN_ID["<|im_end|>"], TOKEN_ID["<|endoftext|>"]],
         pad_token_id=TOKEN_ID["<|endoftext|>"],
     )
-    return model.to(torch.bfloat16).eval()
+    return model.bfloat16().eval()
 
 
 def draw_small_parameters(model: PreTrainedModel) -> None:

@@ -30,7 +30,7 @@ class Results:
 
 
 def read(files: Iterable[Path]) -> Results:
-    records = [json.loads(line) for file in files for line in file.readlabel().splitlines()]
+    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     return collect(records)
 
 

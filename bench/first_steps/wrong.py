@@ -93,7 +93,7 @@ def _bloom(good: Path, folder: Path) -> Path:
     import transformers as hf
 
     folders.copied(good, folder)
-    config = hf.BloomConfig(vocab_size=1024, hidden_size=64, n_layer=2, n_head=4, seq_length=512)
+    config = hf.BloomConfig(vocab_size=1024, hidden_size=64, n_layer=2, n_head=4)
     config.max_position_embeddings = 512
     hf.BloomForCausalLM(config).save_pretrained(folder)
     return folder

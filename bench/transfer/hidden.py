@@ -32,8 +32,10 @@ from kv_transfer.lease.receiver import Completed
 from prefill_service import engine as prefill_engine
 from prefill_service import transfer as prefill_transfer
 from prefill_service.service import PrefillService
+from prefill_service.state import PrefillRequest
 from prefill_service.transfer import send_computed
 from router.door import Door
+from router.telemetry.timeline import RequestTimeline
 
 NUM_GENERATED = 3
 TIMEOUT_S = 300.0
@@ -129,7 +131,7 @@ async def cluster(args: ClusterArgs, link: Link, times: Times):
     network = InProcessNetwork()
     unique = secrets.token_hex(4)
     with patch(
-        "cluster.worker.process.make_agent", lambda transport, name, host: SlowLink(network.agent(name), link)
+        "cluster.worker.process.make_agent", lambda transport, name, *_: SlowLink(network.agent(name), link)
     ):
         prefill = PrefillService(args, f"p-{unique}")
         decode = DecodeService(args, f"d-{unique}")
@@ -150,18 +152,18 @@ async def cluster(args: ClusterArgs, link: Link, times: Times):
 
 
 def _watch(prefill: PrefillService, decode: DecodeService, times: Times) -> None:
-    tell, on_event = prefill._engine._tell_first_tokens, decode._process.transfer_engine._on_event
+    report, on_event = prefill._engine._tell_first_tokens, decode._process.transfer_engine._on_event
 
-    def tell_first_tokens(*rest: Any) -> None:
+    def report_first_tokens(request: PrefillRequest, token_ids: tuple[int, ...]) -> None:
         times.prefilled_at = time.perf_counter()
-        tell(*rest)
+        report(request, token_ids)
 
     def on_lease(event: Any) -> None:
         if isinstance(event, Completed):
             times.complete_at = time.perf_counter()
         on_event(event)
 
-    prefill._engine._tell_first_tokens = tell_first_tokens
+    prefill._engine._tell_first_tokens = report_first_tokens
     decode._process.transfer_engine._on_event = on_lease
 
 
@@ -171,7 +173,7 @@ async def _ask(door: Door, num_tokens: int, draw: random.Random, times: Times) -
     request = GenerateRequest(new_request_id(), prompt, (sampling,), StopParams(NUM_GENERATED, ()))
     times.tokens_at.clear()
     times.started_at = time.perf_counter()
-    (events,) = door._dispatcher.generate(request, (), ())
+    (events,) = door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
     async with asyncio.timeout(TIMEOUT_S):
         async for event in events:
             times.tokens_at += [time.perf_counter()] * len(event.token_ids)

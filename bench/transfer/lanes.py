@@ -208,6 +208,7 @@ class MemcpyLane:
         self._shared = SharedMemory(create=True, size=NUM_BLOCKS * LAYOUT.block_bytes)
         stack.callback(self._shared.unlink)
         stack.callback(self._close)
+        assert self._shared.buf is not None
         self._target = np.frombuffer(self._shared.buf, dtype=np.uint8)
         self._target[:] = 0  # so that its pages are there
         self._base = self._target.ctypes.data

@@ -58,10 +58,10 @@ def draw_image(rng: random.Random) -> tuple[Image.Image, str, str]:
 def draw_video(rng: random.Random) -> tuple[np.ndarray, str, str, str]:
     """Frames of a clip; half of them were an h264 file."""
     num_frames = 8 if rng.random() < 0.5 else rng.randrange(4, 17)
-    frames, *truth = data.make_video(rng, num_frames)
+    frames, shape, colour, direction = data.make_video(rng, num_frames)
     if rng.random() < 0.5:
         frames = media.decode_mp4(media.mp4_bytes(frames))
-    return frames, *truth
+    return frames, shape, colour, direction
 
 
 def draw_sound(rng: random.Random, words: WordBank, num_words: int) -> tuple[np.ndarray, tuple[str, ...]]:
