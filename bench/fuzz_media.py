@@ -43,7 +43,7 @@ NUM_WARM = 200  # mutations before memory and open files are counted for the fir
 
 
 @dataclass(frozen=True)
-class Case:
+class MediaCase:
     name: str
     modality: Modality
     data: bytes
@@ -51,7 +51,7 @@ class Case:
 
 
 @dataclass
-class Report:
+class FuzzReport:
     """What came out. `failures` are sentences that name seed and item."""
 
     num_items: int = 0
@@ -89,17 +89,17 @@ def good_files() -> tuple[tuple[str, Modality, bytes], ...]:
 
 
 @cache
-def hand_made() -> tuple[Case, ...]:
+def hand_made() -> tuple[MediaCase, ...]:
     """Every hostile file, as each modality, videos by each strategy."""
     cases = []
     for name, data in hostile_media.files():
-        cases += [Case(name, modality, data, MediaOptions()) for modality in Modality]
+        cases += [MediaCase(name, modality, data, MediaOptions()) for modality in Modality]
         for strategy in (FrameStrategy.KEYFRAMES, FrameStrategy.SCENES):
-            cases.append(Case(name, Modality.VIDEO, data, MediaOptions(strategy=strategy)))
+            cases.append(MediaCase(name, Modality.VIDEO, data, MediaOptions(strategy=strategy)))
     return tuple(cases)
 
 
-def case(seed: int, idx: int) -> Case:
+def case(seed: int, idx: int) -> MediaCase:
     """The idx-th item of this seed, always the same."""
     if idx < len(hand_made()):
         return hand_made()[idx]
@@ -109,7 +109,7 @@ def case(seed: int, idx: int) -> Case:
         data = draw.choice(_MUTATIONS)(data, draw)
     if draw.random() < 0.05:
         modality = draw.choice(list(Modality))
-    return Case(name, modality, data, _options(draw) if modality is Modality.VIDEO else MediaOptions())
+    return MediaCase(name, modality, data, _options(draw) if modality is Modality.VIDEO else MediaOptions())
 
 
 def _options(draw: random.Random) -> MediaOptions:
@@ -174,7 +174,7 @@ def _splice(data: bytes, draw: random.Random) -> bytes:
 _MUTATIONS = (_truncate, _flip, _flip, _overwrite, _overwrite, _cut, _repeat, _splice)
 
 
-def check(item: Case, processor: Any) -> bool:
+def check(item: MediaCase, processor: Any) -> bool:
     """Whether there was an answer rather than a refusal. Raises whatever else happens, AssertionError for disagreement."""
     settings, modality = processor.settings, item.modality
     try:
@@ -225,7 +225,7 @@ def run_child(seed: int, first: int, end: int) -> None:
     torch.set_num_threads(1)
     processor = MediaProcessor.load(MODEL, LIMITS)
     for _, modality, data in good_files():
-        check(Case("", modality, data, MediaOptions()), processor)  # what is loaded and reserved once
+        check(MediaCase("", modality, data, MediaOptions()), processor)  # what is loaded and reserved once
     limit = _virtual_bytes() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     num_answers = growth = leaked = 0
@@ -245,9 +245,9 @@ def run_child(seed: int, first: int, end: int) -> None:
     print(f"END {num_answers} {growth} {leaked}", flush=True)
 
 
-def fuzz(num_items: int, seed: int) -> Report:
+def fuzz(num_items: int, seed: int) -> FuzzReport:
     """Runs the items, with a new child after every crash and hang."""
-    report = Report(num_items)
+    report = FuzzReport(num_items)
     first = 0
     while first < num_items:
         command = [sys.executable, "-m", "bench.fuzz_media", "--child", str(first)]
@@ -273,7 +273,7 @@ def fuzz(num_items: int, seed: int) -> Report:
 
 
 def follow(
-    child: subprocess.Popen[bytes], seed: int, report: Report, item_s: float
+    child: subprocess.Popen[bytes], seed: int, report: FuzzReport, item_s: float
 ) -> tuple[int, str | None]:
     """Reads what a child says. The item it was at, and how it ended if not well."""
     assert child.stdout is not None

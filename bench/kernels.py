@@ -32,7 +32,7 @@ WEIGHT_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinearShape:
     """outputs: of the weights; of a gated one, gate and up together."""
 
     name: str
@@ -42,11 +42,11 @@ class Shape:
 
 
 SHAPES = (
-    Shape("query", 896, 896),
-    Shape("key", 896, 128),
-    Shape("gate+up", 896, 9728, gated=True),
-    Shape("down", 4864, 896),
-    Shape("head", 896, 151936),
+    LinearShape("query", 896, 896),
+    LinearShape("key", 896, 128),
+    LinearShape("gate+up", 896, 9728, gated=True),
+    LinearShape("down", 4864, 896),
+    LinearShape("head", 896, 151936),
 )
 
 
@@ -59,7 +59,7 @@ FILTERS = {
 
 
 @dataclass(frozen=True)
-class Timing:
+class CallTiming:
     best_us: float
     median_us: float
 
@@ -74,22 +74,24 @@ def alternate(first: Sequence[Callable[[], object]], second: Sequence[Callable[[
             functions[call % len(functions)]()
             taken.append(1e6 * (time.perf_counter() - start))
         call += 1
-    return tuple(Timing(min(taken), statistics.median(taken)) for taken in times)
+    return tuple(CallTiming(min(taken), statistics.median(taken)) for taken in times)
 
 
-def torch_function(shape: Shape, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
+def torch_function(shape: LinearShape, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
     if not shape.gated:
         return lambda: F.linear(x, weight)
     gate, up = weight.chunk(2)
     return lambda: F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
-def packed_weights(shape: Shape, weight: Tensor, kernels: Kernels, int8: bool) -> PackedWeights:
+def packed_weights(shape: LinearShape, weight: Tensor, kernels: Kernels, int8: bool) -> PackedWeights:
     gate, up = weight.chunk(2) if shape.gated else (weight, None)
     return PackedWeights(kernels, gate, up=up, int8=int8)
 
 
-def measure(shape: Shape, dtype: str, row_counts: Sequence[int], kernels: Kernels, seconds: float) -> None:
+def measure(
+    shape: LinearShape, dtype: str, row_counts: Sequence[int], kernels: Kernels, seconds: float
+) -> None:
     weight_bytes = shape.inputs * shape.outputs * WEIGHT_BYTES[dtype]
     copies = max(2, min(MAX_COPIES, CACHE_BYTES // weight_bytes))
     kind = torch.float32 if dtype == "f32" else torch.bfloat16

@@ -34,7 +34,7 @@ OUTLIER = 20.0
 
 
 @dataclass(frozen=True)
-class Format:
+class KvFormat:
     name: str
     rounded: Callable[[Tensor], Tensor]  # [..., D] as the cache gives it back
     bytes_of: Callable[
@@ -43,7 +43,7 @@ class Format:
 
 
 @dataclass
-class Score:
+class FormatScore:
     positions: int = 0
     same_top: int = 0
     error_sum: float = 0.0
@@ -59,8 +59,8 @@ def _int8(rows: Tensor) -> Tensor:
 
 
 FORMATS = (
-    Format("bf16", lambda rows: rows.bfloat16().float(), lambda rows: _bytes(rows, torch.bfloat16, "auto")),
-    Format("int8", _int8, lambda rows: _bytes(rows, torch.bfloat16, "int8")),
+    KvFormat("bf16", lambda rows: rows.bfloat16().float(), lambda rows: _bytes(rows, torch.bfloat16, "auto")),
+    KvFormat("int8", _int8, lambda rows: _bytes(rows, torch.bfloat16, "int8")),
 )
 
 
@@ -79,7 +79,9 @@ def rounding_cache(model: Any, rounded: Callable[[Tensor], Tensor]) -> Any:
 
 
 @torch.inference_mode()
-def compare(model: Any, inputs: list[dict[str, Any]], form: Format, max_tokens: int, score: Score) -> None:
+def compare(
+    model: Any, inputs: list[dict[str, Any]], form: KvFormat, max_tokens: int, score: FormatScore
+) -> None:
     """Adds what `form` does to the greedy answers of all inputs."""
     for given in inputs:
         length = given["input_ids"].shape[1]
@@ -159,7 +161,7 @@ def report(name: str, model: Any, inputs: list[dict[str, Any]], max_tokens: int)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = [(heads, width)] * (2 * config.num_hidden_layers)
     for form in FORMATS:
-        score = Score()
+        score = FormatScore()
         compare(model, inputs, form, max_tokens, score)
         print(
             f"{name:<34}{form.name:>6}{form.bytes_of(rows):>8}"

@@ -38,7 +38,7 @@ SAMPLINGS = {"greedy": 0.0, "sampled": 0.7}  # temperature
 
 
 @dataclass
-class Running:
+class DecodingRequest:
     """One request under way."""
 
     request_id: str
@@ -60,7 +60,7 @@ class Running:
 
 
 @dataclass
-class Result:
+class ProposerResult:
     """One round of one way to draft, over all prompts."""
 
     tokens: list[list[int]] = field(default_factory=list)  # per request, prompt included
@@ -101,13 +101,13 @@ def first_layers(num_layers: int) -> LanguageModel:
 
 def start(
     model: LanguageModel, prompts: Sequence[list[int]], temperature: float, args: argparse.Namespace
-) -> tuple[list[Running], BlockMemory]:
+) -> tuple[list[DecodingRequest], BlockMemory]:
     """Requests with their prompt's KV computed, but for the last token."""
     stop = () if args.ignore_eos else model.eos_token_ids
     width = -(-(max(map(len, prompts)) + args.num_tokens) // BLOCK_SIZE)
     kv = BlockMemory(model.kv_layout, width * len(prompts))
     running = [
-        Running(
+        DecodingRequest(
             str(i),
             list(prompt),
             SamplingParams(temperature, seed=i),
@@ -125,10 +125,10 @@ def start(
 
 def generate(
     model: LanguageModel,
-    running: Sequence[Running],
+    running: Sequence[DecodingRequest],
     kv: BlockMemory,
     speculator: Speculator | None,
-    result: Result,
+    result: ProposerResult,
 ) -> None:
     """Runs the requests together to their ends and adds what happened to `result`."""
     live = list(running)
@@ -147,10 +147,10 @@ def generate(
 
 def step(
     model: LanguageModel,
-    live: Sequence[Running],
+    live: Sequence[DecodingRequest],
     kv: BlockMemory,
     speculator: Speculator | None,
-    result: Result,
+    result: ProposerResult,
 ) -> None:
     """One forward of the model for every request, as the decode worker does it."""
     drafts: list[list[int]] = [[] for _ in live]
@@ -188,13 +188,13 @@ def measure(
     concurrency: int,
     temperature: float,
     args: argparse.Namespace,
-) -> dict[str, list[Result]]:
+) -> dict[str, list[ProposerResult]]:
     """`args.rounds` results of every proposer, interleaved. `concurrency` requests run together."""
-    results: dict[str, list[Result]] = {name: [] for name in proposers}
+    results: dict[str, list[ProposerResult]] = {name: [] for name in proposers}
     for _ in range(args.rounds):
         for name, make in proposers.items():
             speculator = Speculator(make(), args.max_draft_tokens) if make is not None else None
-            result = Result()
+            result = ProposerResult()
             for first in range(0, len(prompts), concurrency):
                 running, kv = start(model, prompts[first : first + concurrency], temperature, args)
                 generate(model, running, kv, speculator, result)
@@ -202,7 +202,7 @@ def measure(
     return results
 
 
-def report(results: dict[str, list[Result]], labels: dict[str, object]) -> bool:
+def report(results: dict[str, list[ProposerResult]], labels: dict[str, object]) -> bool:
     """Prints one line per proposer; whether all tokens are those without drafts."""
     plain = results["none"][0]
     plain_s = statistics.median(r.seconds for r in results["none"])

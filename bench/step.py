@@ -55,7 +55,7 @@ Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Step:
+class ModelStep:
     """Each of `batch` sequences, `context` tokens long, gets `new` more."""
 
     batch: int
@@ -68,10 +68,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Timing:
+class StepTiming:
     """Of one step. Bytes that it must read, operations of its linears, seconds."""
 
-    step: Step
+    step: ModelStep
     num_bytes: int
     num_operations: int
     floor_s: float
@@ -85,16 +85,16 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """Bytes per second of plain reading, and a timing for each step."""
 
     bandwidth: float  # the floor's
     best_bandwidth: float
-    timings: tuple[Timing, ...]
+    timings: tuple[StepTiming, ...]
 
 
 @dataclass(frozen=True)
-class Linear:
+class TimedLinear:
     """run: [rows, inputs] → [rows, outputs], over memory of its own."""
 
     run: Callable[[Tensor], Tensor]
@@ -103,7 +103,7 @@ class Linear:
     num_bytes: int
 
 
-class Parts:
+class ModelParts:
     """A model's linears and attention, to be run alone. Reads the language half once more; on return its plain weights are
     gone."""
 
@@ -117,11 +117,11 @@ class Parts:
         self.linears = [packed(kernels, *weights) for weights in matrices(text)]
         self.head = packed(kernels, cast(nn.Linear, model.get_output_embeddings()).weight)
 
-    def num_bytes(self, kv: BlockMemory, step: Step) -> int:
+    def num_bytes(self, kv: BlockMemory, step: ModelStep) -> int:
         weights = sum(linear.num_bytes for linear in (*self.linears, self.head))
         return weights + step.batch * step.context * kv.layout.block_bytes // BLOCK_SIZE
 
-    def num_operations(self, step: Step) -> int:
+    def num_operations(self, step: ModelStep) -> int:
         weights = sum(linear.num_weights for linear in self.linears)
         return 2 * step.batch * (step.new * weights + self.head.num_weights)
 
@@ -130,14 +130,14 @@ class Parts:
             linear.run(inputs[linear.inputs])
         self.head.run(last)
 
-    def linears_work(self, step: Step) -> Work:
+    def linears_work(self, step: ModelStep) -> Work:
         rows = step.batch * step.new
         inputs = {
             size: torch.randn(rows, size).to(self.dtype) for size in {each.inputs for each in self.linears}
         }
         return partial(self.run_linears, inputs, torch.randn(step.batch, self.head.inputs).to(self.dtype))
 
-    def attention_work(self, kv: BlockMemory, step: Step) -> Work:
+    def attention_work(self, kv: BlockMemory, step: ModelStep) -> Work:
         backend = make_backend(torch.device("cpu"), self.dtype)
         rows = step.batch * step.new
         calls: list[tuple[LayerAttention, Tensor, Tensor, Tensor]] = []
@@ -175,7 +175,7 @@ def matrices(module: nn.Module) -> Iterator[tuple[Tensor, Tensor | None, Tensor 
 
 def packed(
     kernels: Kernels | None, weight: Tensor, up: Tensor | None = None, bias: Tensor | None = None
-) -> Linear:
+) -> TimedLinear:
     """On the native kernels, or on torch where there are none."""
     outputs, inputs = weight.shape
     num_weights = outputs * inputs * (1 if up is None else 2)
@@ -185,16 +185,16 @@ def packed(
         run = partial(F.linear, weight=torch.cat([weight, up]))
     else:
         run = partial(F.linear, weight=weight, bias=bias)
-    return Linear(run, inputs, num_weights, num_weights * weight.element_size())
+    return TimedLinear(run, inputs, num_weights, num_weights * weight.element_size())
 
 
-def tables_of(step: Step) -> list[list[int]]:
+def tables_of(step: ModelStep) -> list[list[int]]:
     """Sequence after sequence, blocks of its own."""
     width = -(-(step.context + step.new) // BLOCK_SIZE)
     return [list(range(seq * width, (seq + 1) * width)) for seq in range(step.batch)]
 
 
-def paged_batch(kv: BlockMemory, step: Step) -> PagedBatch:
+def paged_batch(kv: BlockMemory, step: ModelStep) -> PagedBatch:
     tables = torch.tensor(tables_of(step))
     positions = torch.arange(step.context, step.context + step.new)
     slots = tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -211,7 +211,7 @@ def paged_batch(kv: BlockMemory, step: Step) -> PagedBatch:
     )
 
 
-def whole_work(model: LanguageModel, kv: BlockMemory, step: Step) -> Work:
+def whole_work(model: LanguageModel, kv: BlockMemory, step: ModelStep) -> Work:
     tables = tables_of(step)
     token_ids = [seq % model.vocab_size for seq in range(step.new)]
     if step.context:
@@ -221,7 +221,7 @@ def whole_work(model: LanguageModel, kv: BlockMemory, step: Step) -> Work:
     return lambda: model.forward(chunks, kv)
 
 
-def random_kv(model: LanguageModel, steps: Sequence[Step]) -> BlockMemory:
+def random_kv(model: LanguageModel, steps: Sequence[ModelStep]) -> BlockMemory:
     """Enough for the largest step."""
     kv = BlockMemory(model.kv_layout, max(sum(map(len, tables_of(step))) for step in steps))
     for segment in kv.segments:
@@ -251,15 +251,15 @@ def in_turns(works: Sequence[Work], seconds: float) -> list[list[float]]:
 @torch.inference_mode()
 def measure(
     path: Path,
-    steps: Sequence[Step],
+    steps: Sequence[ModelStep],
     dtype: torch.dtype,
     seconds: float,
     pick: Callable[[list[float]], float] = statistics.median,
     bandwidth_bytes: int = BANDWIDTH_BYTES,
-) -> Report:
+) -> StepReport:
     """`pick`: what stands for the times of all rounds. Blocks for some `seconds` per step, at least; runs on torch's number of threads."""
     model = LanguageModel.load(path, dtype=dtype, block_size=BLOCK_SIZE)
-    parts, kv = Parts(path, dtype, load()), random_kv(model, steps)
+    parts, kv = ModelParts(path, dtype, load()), random_kv(model, steps)
     read = bandwidth_work(bandwidth_bytes)
     picked: list[list[float]] = []
     reads_s: list[float] = []
@@ -273,11 +273,11 @@ def measure(
     for step, (linears_s, attention_s, whole_s) in zip(steps, picked, strict=True):
         num_bytes, num_operations = parts.num_bytes(kv, step), parts.num_operations(step)
         floor_s = num_bytes / bandwidth
-        timings.append(Timing(step, num_bytes, num_operations, floor_s, linears_s, attention_s, whole_s))
-    return Report(bandwidth, bandwidth_bytes / min(reads_s), tuple(timings))
+        timings.append(StepTiming(step, num_bytes, num_operations, floor_s, linears_s, attention_s, whole_s))
+    return StepReport(bandwidth, bandwidth_bytes / min(reads_s), tuple(timings))
 
 
-def table(timings: Sequence[Timing]) -> str:
+def table(timings: Sequence[StepTiming]) -> str:
     """Milliseconds but for bytes and operations."""
     lines = [f"{'step (ms)':20}" + "".join(f"{name:>11}" for name in COLUMNS)]
     for timing in timings:
@@ -292,7 +292,7 @@ def table(timings: Sequence[Timing]) -> str:
     return "\n".join(lines)
 
 
-def record(report: Report, **facts: object) -> str:
+def record(report: StepReport, **facts: object) -> str:
     """What was measured, as JSON; `facts`: about the run."""
     rows = [{**dataclasses.asdict(timing), "rest_s": timing.rest_s} for timing in report.timings]
     return json.dumps({**facts, **dataclasses.asdict(report), "timings": rows}, indent=1) + "\n"
@@ -317,8 +317,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    steps = [Step(batch, context, 1) for batch in arguments.batch for context in arguments.context]
-    steps += [Step(1, 0, num_tokens) for num_tokens in arguments.prefill]
+    steps = [ModelStep(batch, context, 1) for batch in arguments.batch for context in arguments.context]
+    steps += [ModelStep(1, 0, num_tokens) for num_tokens in arguments.prefill]
     pick = min if arguments.best else statistics.median
     report = measure(arguments.model, steps, getattr(torch, arguments.dtype), arguments.seconds, pick)
     speed = f"{report.bandwidth / 1e9:.1f} GB/s (best {report.best_bandwidth / 1e9:.1f})"

@@ -216,9 +216,9 @@ def _synchronous(args: argparse.Namespace) -> None:
 
 
 def _mixed(args: argparse.Namespace) -> Iterable[Record]:
-    from bench.encoder.mixed import Load, measure
+    from bench.encoder.mixed import BurstLoad, measure
 
-    load = Load(args.text_requests, args.text_words, args.frames, args.frame_side)
+    load = BurstLoad(args.text_requests, args.text_words, args.frames, args.frame_side)
     model = str(Path(args.model).resolve())
     return measure(args.url, model, args.dtype, load, args.repeats, args.seed, args.threads)
 

@@ -57,7 +57,7 @@ Fields = dict[str, Any]  # of a request body
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullSize:
     """A request's media as the model's own processor looks at them."""
 
     pixels: int  # of the smallest image or frame, after resizing
@@ -78,7 +78,7 @@ def frames(**options: int | str) -> Fields:
     return {"media_io_kwargs": {"video": options}}
 
 
-Setting = Callable[[Whole], Fields]
+Setting = Callable[[FullSize], Fields]
 SETTINGS: Mapping[str, Setting] = {
     "plain": lambda _: {},
     "spatial_pooling 2": lambda _: processor(spatial_pooling=2),
@@ -105,7 +105,7 @@ def settings_of(modality: Modality) -> Mapping[str, Setting]:
 
 def measure(folder: Path, num_samples: int, seed: int) -> Iterator[Record]:
     """A record for each task and setting. RuntimeError for an item with other rows than the door said."""
-    model = Model(folder)
+    model = EvaluatedModel(folder)
     for modality, tasks in TASKS.items():
         for task in tasks:
             samples = draw_samples(task, seed, WordBank([]), num_samples)
@@ -114,7 +114,9 @@ def measure(folder: Path, num_samples: int, seed: int) -> Iterator[Record]:
                 yield {**shared, **counts}
 
 
-def compare(model: Model, samples: Sequence[Sample], settings: Mapping[str, Setting]) -> Iterator[Record]:
+def compare(
+    model: EvaluatedModel, samples: Sequence[Sample], settings: Mapping[str, Setting]
+) -> Iterator[Record]:
     """Counts for each setting, the first of which is plain."""
     messages = [message(sample) for sample in samples]
     whole = [model.whole(model.prepare(each)) for each in messages]
@@ -132,7 +134,7 @@ def compare(model: Model, samples: Sequence[Sample], settings: Mapping[str, Sett
         }  # fmt: skip
 
 
-class Model:
+class EvaluatedModel:
     """Both halves of a model folder behind the door's prompts."""
 
     def __init__(self, folder: Path):
@@ -159,13 +161,13 @@ class Model:
         call = chat_call(ChatRequest.model_validate(body), self._name, self._defaults)
         return self._prompts.chat(call, [self._content(source) for source in call.media])
 
-    def whole(self, plain: PreparedPrompt) -> Whole:
+    def whole(self, plain: PreparedPrompt) -> FullSize:
         areas = []
         for item in plain.items:
             assert item.geometry.grid_thw is not None  # this model's images and clips have one
             _, height, width = item.geometry.grid_thw
             areas.append(height * width * self._media.patch_side(item.modality) ** 2)
-        return Whole(min(areas), sum(item.geometry.num_tokens for item in plain.items))
+        return FullSize(min(areas), sum(item.geometry.num_tokens for item in plain.items))
 
     def answers(self, asked: Sequence[PreparedPrompt]) -> list[str]:
         """Greedy."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.engine.client import Endpoint, Record, Request, ask, open_session
+from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
 from bench.engine.prompts import Part
 
 TIMEOUT_S = 600.0
@@ -24,12 +24,12 @@ class Tally:
     failures: tuple[str, ...]  # the first three different ones
 
 
-def at_once(endpoint: Endpoint, requests: Sequence[Request]) -> list[Record]:
+def at_once(endpoint: Endpoint, requests: Sequence[ChatRequest]) -> list[TimedAnswer]:
     """Records in the order of the requests. Blocks; what is not answered in TIMEOUT_S is a failure."""
     return asyncio.run(_at_once(endpoint, requests))
 
 
-async def _at_once(endpoint: Endpoint, requests: Sequence[Request]) -> list[Record]:
+async def _at_once(endpoint: Endpoint, requests: Sequence[ChatRequest]) -> list[TimedAnswer]:
     async with open_session() as session:
         tasks = [asyncio.create_task(ask(session, endpoint, request)) for request in requests]
         _, late = await asyncio.wait(tasks, timeout=TIMEOUT_S)
@@ -37,19 +37,21 @@ async def _at_once(endpoint: Endpoint, requests: Sequence[Request]) -> list[Reco
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
     return [
-        Record(request.kind, failure=f"no answer in {TIMEOUT_S:.0f} s") if task in late else task.result()
+        TimedAnswer(request.kind, failure=f"no answer in {TIMEOUT_S:.0f} s")
+        if task in late
+        else task.result()
         for request, task in zip(requests, tasks, strict=True)
     ]
 
 
-def tally(records: Sequence[Record]) -> Tally:
+def tally(records: Sequence[TimedAnswer]) -> Tally:
     answers = [record.text for record in records if not record.failure]
     refused = [record for record in records if record.failure.startswith("HTTP 429")]
     failures = Counter(record.failure for record in records if record.failure and record not in refused)
     return Tally(len(answers), len(refused), failures.total(), len(set(answers)), tuple(failures)[:3])
 
 
-def required(records: Sequence[Record]) -> Sequence[Record]:
+def required(records: Sequence[TimedAnswer]) -> Sequence[TimedAnswer]:
     """The records. Raises RuntimeError if one of them failed: then their times mean nothing."""
     for record in records:
         if record.failure:
@@ -61,6 +63,6 @@ def text_part(text: str) -> Part:
     return {"type": "text", "text": text}
 
 
-def request(kind: str, num_tokens: int, *parts: Part) -> Request:
+def request(kind: str, num_tokens: int, *parts: Part) -> ChatRequest:
     """One user message of these parts."""
-    return Request([{"role": "user", "content": list(parts)}], num_tokens, kind)
+    return ChatRequest([{"role": "user", "content": list(parts)}], num_tokens, kind)

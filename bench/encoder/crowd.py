@@ -18,7 +18,7 @@ import torch
 from bench.encoder.clients import at_once, request, required, tally, text_part
 from bench.encoder.records import Record
 from bench.encoder.serving import ENCODER_ITEMS, endpoint, grown, read_metrics, replicas
-from bench.engine.client import Endpoint, Request
+from bench.engine.client import ChatRequest, Endpoint
 from bench.engine.prompts import Prompts
 from bench.soak import wait_idle
 from cluster.worker.memory_plan import encoder_step_bytes
@@ -108,7 +108,7 @@ def _warm_up(server: Endpoint, prompts: Prompts) -> None:
     required(at_once(server, [request("warm-up", NUM_TOKENS, image, text_part(QUESTION))]))
 
 
-def _timed(server: Endpoint, requests: Sequence[Request]) -> Record:
+def _timed(server: Endpoint, requests: Sequence[ChatRequest]) -> Record:
     started_at = time.perf_counter()
     records = at_once(server, requests)
     return {

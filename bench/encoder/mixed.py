@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.encoder.clients import at_once, request, required, text_part
 from bench.encoder.records import REPOSITORY, Record
 from bench.encoder.serving import endpoint
-from bench.engine.client import Request
+from bench.engine.client import ChatRequest
 from bench.engine.prompts import Prompts
 from bench.engine.servers import is_healthy
 from cluster.serving.local_environment import free_port
@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Load:
+class BurstLoad:
     num_text: int
     text_words: int  # of each text request
     num_frames: int
@@ -39,13 +39,13 @@ class Load:
     def __str__(self) -> str:
         return f"{self.num_text} texts of {self.text_words} words, {self.num_frames} frames of {self.side}²"
 
-    def texts(self, prompts: Prompts, *key: object) -> list[Request]:
+    def texts(self, prompts: Prompts, *key: object) -> list[ChatRequest]:
         return [
             request("text", 1, text_part(prompts.text(self.text_words, *key, idx)))
             for idx in range(self.num_text)
         ]
 
-    def with_video(self, prompts: Prompts, place: int, *key: object) -> list[Request]:
+    def with_video(self, prompts: Prompts, place: int, *key: object) -> list[ChatRequest]:
         """The video stands at `place` of the text requests, its own text first, so that no prefix is known."""
         texts = self.texts(prompts, *key)
         clip = prompts.video(self.num_frames, self.side, 2, *key)
@@ -66,7 +66,7 @@ def order_of(repetition: int, bursts: list[str], systems: list[str]) -> list[tup
 
 
 def measure(
-    url: str, model: str, dtype: str, load: Load, repeats: int, seed: int, num_threads: int
+    url: str, model: str, dtype: str, load: BurstLoad, repeats: int, seed: int, num_threads: int
 ) -> Iterator[Record]:
     """`url`: of a cluster that serves `model` in `dtype`. Raises RuntimeError when a request fails."""
     prompts = Prompts(seed)

@@ -27,7 +27,7 @@ import uvicorn
 from bench.encoder.clients import request, required, text_part
 from bench.encoder.records import Record
 from bench.encoder.serving import NO_END
-from bench.engine.client import Endpoint, Request, ask, open_session
+from bench.engine.client import ChatRequest, Endpoint, ask, open_session
 from bench.engine.prompts import WORDS, Part, Prompts
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
@@ -82,7 +82,7 @@ class Texts:
         return text_part(self.words(round(num_tokens * self._words_per_token)))
 
 
-def make_request(case: str, texts: Texts, num_tokens: int, images: Sequence[Part]) -> Request:
+def make_request(case: str, texts: Texts, num_tokens: int, images: Sequence[Part]) -> ChatRequest:
     half = num_tokens // 2
     parts = {
         "text": lambda: [texts.part(num_tokens)],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from bench.encoder.clients import at_once, request, required, text_part
 from bench.encoder.records import Record
 from bench.encoder.serving import CACHED_TOKENS, ENCODER_ITEMS, endpoint, grown, read_metrics
-from bench.engine.client import Request
+from bench.engine.client import ChatRequest
 from bench.engine.prompts import Part, Prompts
 
 TURNS = {"cold": "first", "encoder cache": "second", "prefix cache": "second"}  # which beginning a turn has
@@ -38,7 +38,7 @@ class Media:
         }
 
 
-def turn(prompts: Prompts, name: str, media: list[Part], *key: object) -> Request:
+def turn(prompts: Prompts, name: str, media: list[Part], *key: object) -> ChatRequest:
     beginning = text_part(prompts.text(WORDS, *key, TURNS[name]))
     question = text_part(prompts.text(WORDS, *key, "question", name))
     return request(name, 1, beginning, *media, question)

@@ -39,7 +39,7 @@ from router.telemetry.timeline import RequestTimeline
 
 
 @dataclass(eq=False)
-class Waiting:
+class QueuedRequest:
     """One request, from its arrival to its token."""
 
     request: GenerateRequest
@@ -83,8 +83,8 @@ class SynchronousEngine:
         self._blocks = BlockPool(args.prefill.kv_blocks, args.block_size)
         self._max_tokens = args.prefill.max_batch_tokens
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="prepare")
-        self._arrived: queue.SimpleQueue[Waiting] = queue.SimpleQueue()
-        self._waiting: list[Waiting] = []
+        self._arrived: queue.SimpleQueue[QueuedRequest] = queue.SimpleQueue()
+        self._waiting: list[QueuedRequest] = []
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def generate(
@@ -100,7 +100,7 @@ class SynchronousEngine:
             raise RequestError("the baseline answers with one greedy token")
         loop = asyncio.get_running_loop()
         tensors = [self._executor.submit(self._encoder.prepare, item) for item in items]
-        waiting = Waiting(request, items, tensors, loop.create_future(), loop)
+        waiting = QueuedRequest(request, items, tensors, loop.create_future(), loop)
         self._arrived.put(waiting)
         return [OneToken(request.request_id, waiting.token)]
 
@@ -119,7 +119,7 @@ class SynchronousEngine:
                     self._end(waiting, error)
 
     @torch.inference_mode()
-    def _step(self, batch: Sequence[Waiting], counts: Sequence[int]) -> None:
+    def _step(self, batch: Sequence[QueuedRequest], counts: Sequence[int]) -> None:
         for waiting in batch:
             if not waiting.block_table:
                 self._admit(waiting)
@@ -133,7 +133,7 @@ class SynchronousEngine:
                 forbid(row, [stop.stop_token_ids if stop.min_tokens > 0 else ()])
                 self._end(waiting, int(row.argmax()))
 
-    def _admit(self, waiting: Waiting) -> None:
+    def _admit(self, waiting: QueuedRequest) -> None:
         """Encode what it shows, and give it blocks."""
         for item, tensors in zip(waiting.items, waiting.tensors, strict=True):
             ready = tensors.result()
@@ -142,7 +142,7 @@ class SynchronousEngine:
         num_tokens = len(waiting.request.prompt.token_ids)
         waiting.block_table = self._blocks.allocate(-(-num_tokens // self._blocks.block_size))
 
-    def _chunk(self, waiting: Waiting, count: int) -> SequenceChunk:
+    def _chunk(self, waiting: QueuedRequest, count: int) -> SequenceChunk:
         start, end, prompt = waiting.num_computed, waiting.num_computed + count, waiting.request.prompt
         pieces = []
         for placed, rows in zip(prompt.media, waiting.rows, strict=True):
@@ -157,7 +157,7 @@ class SynchronousEngine:
             wants_logits=end == len(prompt.token_ids),
         )
 
-    def _end(self, waiting: Waiting, outcome: int | Exception) -> None:
+    def _end(self, waiting: QueuedRequest, outcome: int | Exception) -> None:
         self._blocks.free(waiting.block_table)
         self._waiting.remove(waiting)
         waiting.loop.call_soon_threadsafe(_settle, waiting.token, outcome)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine.client import Endpoint, Record, Request, ask, open_session
+from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
 from bench.engine.models import VISION_MODEL
 from bench.engine.prompts import Message, Prompts, user
 from bench.engine.rows import IMAGE_SIDE
@@ -51,9 +51,9 @@ def make_messages(prompts: Prompts, model: str) -> list[list[Message]]:
     return [[user(prompts.text(32, "agree", idx), *media[idx])] for idx in range(NUM_PROMPTS)]
 
 
-async def _ask_all(endpoint: Endpoint, messages: Sequence[list[Message]]) -> list[Record]:
+async def _ask_all(endpoint: Endpoint, messages: Sequence[list[Message]]) -> list[TimedAnswer]:
     async with open_session() as session:
-        return [await ask(session, endpoint, Request(each, NUM_TOKENS, "agree")) for each in messages]
+        return [await ask(session, endpoint, ChatRequest(each, NUM_TOKENS, "agree")) for each in messages]
 
 
 def shared_prefix(text: str, expected: str) -> float:

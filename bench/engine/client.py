@@ -21,7 +21,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Request:
+class ChatRequest:
     """What to ask: `num_tokens` of answer to `messages`. `kind` groups requests of a mixed row in the results."""
 
     messages: list[Message]
@@ -30,7 +30,7 @@ class Request:
 
 
 @dataclass
-class Record:
+class TimedAnswer:
     """What came back. Instants are seconds of one clock; failure is empty exactly if the answer is complete."""
 
     kind: str
@@ -59,7 +59,7 @@ class Endpoint:
     model_id: str
     extra_fields: Mapping[str, Any]
 
-    def body(self, request: Request) -> dict[str, Any]:
+    def body(self, request: ChatRequest) -> dict[str, Any]:
         return {
             "model": self.model_id,
             "messages": request.messages,
@@ -86,15 +86,18 @@ def open_session() -> aiohttp.ClientSession:
 
 
 async def ask(
-    session: aiohttp.ClientSession, endpoint: Endpoint, request: Request, record: Record | None = None
-) -> Record:
+    session: aiohttp.ClientSession,
+    endpoint: Endpoint,
+    request: ChatRequest,
+    record: TimedAnswer | None = None,
+) -> TimedAnswer:
     """Never raises for what a server does, only when cancelled; a refusal or a broken stream is the record's failure.
 
     Who wants to watch the answer grow passes the `record` that it is written to.
     """
     data = json.dumps(endpoint.body(request)).encode()  # before the clock starts
     headers = {"Content-Type": "application/json"}
-    record = record or Record(request.kind)
+    record = record or TimedAnswer(request.kind)
     record.started_at = time.perf_counter()
     try:
         url = f"{endpoint.url}/v1/chat/completions"
@@ -110,7 +113,7 @@ async def ask(
     return record
 
 
-def judge(record: Record, num_tokens: int) -> None:
+def judge(record: TimedAnswer, num_tokens: int) -> None:
     """A complete answer has every token asked for, and text; else the record gets its failure."""
     if record.failure:
         return
@@ -120,7 +123,7 @@ def judge(record: Record, num_tokens: int) -> None:
         record.failure = "no text"
 
 
-async def read_stream(lines: AsyncIterable[bytes], record: Record, clock: Clock) -> None:
+async def read_stream(lines: AsyncIterable[bytes], record: TimedAnswer, clock: Clock) -> None:
     """Server-sent events into the record, line by line. Raises ValueError for data that is not JSON."""
     async for line in lines:
         if not line.startswith(b"data:"):
@@ -130,7 +133,7 @@ async def read_stream(lines: AsyncIterable[bytes], record: Record, clock: Clock)
             take_event(json.loads(data), record, clock())
 
 
-def take_event(event: dict[str, Any], record: Record, now: float) -> None:
+def take_event(event: dict[str, Any], record: TimedAnswer, now: float) -> None:
     if event.get("error"):
         record.failure = str(event["error"])[:200]
     if usage := event.get("usage"):

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import aiohttp
 
-from bench.engine.client import Endpoint, Record, Request, ask, open_session
-from bench.engine.processes import Cost, Usage
+from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
+from bench.engine.processes import CpuCost, CpuUsage
 from bench.engine.prompts import Prompts
-from bench.engine.rows import Dialogue, Row
-from bench.engine.servers import Running
+from bench.engine.rows import Dialogue, LoadRow
+from bench.engine.servers import RunningServer
 from cluster.simulator.results import percentile
 
 ROW_TIMEOUT_S = 300.0
@@ -25,7 +25,7 @@ WARM_UP_CONCURRENCY = 4
 
 
 @dataclass(frozen=True)
-class Result:
+class RowResult:
     """One row of one server in one repetition. Times of complete answers only; a failed request is no answer."""
 
     server: str
@@ -52,9 +52,9 @@ class Result:
 
 async def closed_loop(
     endpoint: Endpoint, dialogues: Sequence[Dialogue], concurrency: int, timeout_s: float = ROW_TIMEOUT_S
-) -> list[Record]:
+) -> list[TimedAnswer]:
     """Records of the requests that ended, complete or not. What is not asked or not finished in time has none."""
-    records: list[Record] = []
+    records: list[TimedAnswer] = []
     waiting = iter(dialogues)
     async with open_session() as session:
         clients = (_client(session, endpoint, waiting, records) for _ in range(concurrency))
@@ -65,45 +65,50 @@ async def closed_loop(
 
 
 async def _client(
-    session: aiohttp.ClientSession, endpoint: Endpoint, waiting: Iterator[Dialogue], records: list[Record]
+    session: aiohttp.ClientSession,
+    endpoint: Endpoint,
+    waiting: Iterator[Dialogue],
+    records: list[TimedAnswer],
 ) -> None:
     for dialogue in waiting:
         messages = list(dialogue.opening)
         for turn in dialogue.turns:
             messages = [*messages, turn.message]
-            record = await ask(session, endpoint, Request(messages, turn.num_tokens, turn.kind))
+            record = await ask(session, endpoint, ChatRequest(messages, turn.num_tokens, turn.kind))
             records.append(record)
             if record.failure:
                 break
             messages = [*messages, {"role": "assistant", "content": record.text}]
 
 
-def measure_row(server: Running, row: Row, prompts: Prompts, concurrency: int, repetition: int) -> Result:
+def measure_row(
+    server: RunningServer, row: LoadRow, prompts: Prompts, concurrency: int, repetition: int
+) -> RowResult:
     """Blocks for up to ROW_TIMEOUT_S."""
     num_dialogues = row.num_dialogues(concurrency)
     dialogues = row.dialogues(prompts, concurrency, repetition, num_dialogues)
-    before = Usage.now(server.mark)
+    before = CpuUsage.now(server.mark)
     records = asyncio.run(closed_loop(server.endpoint, dialogues, concurrency))
-    cost = Cost.between(before, Usage.now(server.mark))
+    cost = CpuCost.between(before, CpuUsage.now(server.mark))
     num_requests = sum(len(dialogue.turns) for dialogue in dialogues)
     return summarise(server, row.name, concurrency, repetition, num_requests, records, cost)
 
 
 def summarise(
-    server: Running,
+    server: RunningServer,
     row: str,
     concurrency: int,
     repetition: int,
     num_requests: int,
-    records: Sequence[Record],
-    cost: Cost,
-) -> Result:
+    records: Sequence[TimedAnswer],
+    cost: CpuCost,
+) -> RowResult:
     complete = [record for record in records if not record.failure]
     ttfts_s = [record.ttft_s for record in complete]
     gaps_s = [gap for record in complete for gap in record.gaps_s]
     num_tokens = sum(record.num_tokens for record in complete)
     failures = dict.fromkeys(record.failure for record in records if record.failure)
-    return Result(
+    return RowResult(
         server=server.name,
         row=row,
         concurrency=concurrency,
@@ -127,7 +132,7 @@ def summarise(
     )
 
 
-def warm_up(server: Running, rows: Sequence[Row], prompts: Prompts) -> None:
+def warm_up(server: RunningServer, rows: Sequence[LoadRow], prompts: Prompts) -> None:
     """Short answers to prompts of each row's size, alone and side by side: what is compiled or allocated once, is now."""
     for row in rows:
         for concurrency in (1, WARM_UP_CONCURRENCY):

@@ -25,7 +25,7 @@ _REPLICA = re.compile(r"^ray::ServeReplica:[^:]*:(\w+)")
 
 
 @dataclass(frozen=True)
-class Mark:
+class ProcessMark:
     """What tells one server's processes from all others."""
 
     token: str  # value of VARIABLE
@@ -33,7 +33,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Usage:
+class CpuUsage:
     """CPU seconds so far."""
 
     at: float  # monotonic clock
@@ -42,12 +42,12 @@ class Usage:
     machine_s: float  # all programs, without waiting and without what the hypervisor took
 
     @classmethod
-    def now(cls, mark: Mark) -> Usage:
+    def now(cls, mark: ProcessMark) -> CpuUsage:
         return cls(time.monotonic(), cpu_by_role(pids_of(mark)), time.process_time(), machine_cpu_s())
 
 
 @dataclass(frozen=True)
-class Cost:
+class CpuCost:
     """What ran between two readings."""
 
     wall_s: float
@@ -58,7 +58,7 @@ class Cost:
     )
 
     @classmethod
-    def between(cls, before: Usage, after: Usage) -> Cost:
+    def between(cls, before: CpuUsage, after: CpuUsage) -> CpuCost:
         wall_s, client_s = after.at - before.at, after.client_s - before.client_s
         roles = [role for role in ROLES if role in before.server_s or role in after.server_s]
         server_s = {role: after.server_s.get(role, 0.0) - before.server_s.get(role, 0.0) for role in roles}
@@ -70,7 +70,7 @@ class Cost:
         return sum(self.server_cpu_by_role_s.values())
 
 
-def pids_of(mark: Mark) -> list[int]:
+def pids_of(mark: ProcessMark) -> list[int]:
     """Living processes of this server."""
     wanted = f"{VARIABLE}={mark.token}".encode()
     found = []
@@ -115,7 +115,7 @@ def machine_cpu_s() -> float:
     return (sum(fields[:3]) + sum(fields[5:7])) / TICKS_PER_S
 
 
-def end_all(mark: Mark, patience_s: float = 5.0) -> None:
+def end_all(mark: ProcessMark, patience_s: float = 5.0) -> None:
     """SIGTERM, then SIGKILL to what has the mark. Blocks; may be repeated."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + patience_s

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.engine.measure import Result, measure_row, warm_up
+from bench.engine.measure import RowResult, measure_row, warm_up
 from bench.engine.prompts import Prompts
-from bench.engine.rows import ROWS, Row
+from bench.engine.rows import ROWS, LoadRow
 from bench.engine.servers import OURS, ServerError, Setup, make_plan, running
 from bench.engine.special import SPECIALS
 
@@ -57,7 +57,7 @@ def run_server(
     out: Path,
     name: str,
     model: str,
-    rows: Sequence[Row],
+    rows: Sequence[LoadRow],
     prompts: Prompts,
     concurrencies: Sequence[int],
     repetition: int,
@@ -79,7 +79,7 @@ def rotated(servers: Sequence[str], repetition: int) -> list[str]:
     return [*servers[first:], *servers[:first]]
 
 
-def line(result: Result) -> str:
+def line(result: RowResult) -> str:
     failed = f"  {result.num_failed} FAILED: {'; '.join(result.failures)}" if result.num_failed else ""
     return (
         f"{result.row} @{result.concurrency}: {result.tokens_per_s:.1f} tok/s, "

@@ -24,7 +24,7 @@ import yaml
 
 from bench.engine.client import Endpoint
 from bench.engine.models import VISION_MODEL
-from bench.engine.processes import VARIABLE, Mark, end_all
+from bench.engine.processes import VARIABLE, ProcessMark, end_all
 
 MODEL_ID = "m"
 OURS, VLLM, LLAMA = "ours", "vllm", "llama"
@@ -59,7 +59,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServerPlan:
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -69,14 +69,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     name: str
     endpoint: Endpoint
-    mark: Mark
+    mark: ProcessMark
     start_s: float  # until /health answered
 
 
-def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] | None = None) -> Plan:
+def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] | None = None) -> ServerPlan:
     """`overrides`: args of our cluster beside the usual ones; peers take none."""
     setup.work.mkdir(parents=True, exist_ok=True)
     log = setup.work / f"{name}-{model}.log"
@@ -96,7 +96,7 @@ def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] 
     else:
         raise ServerError(f"no such server: {name}; known are {OURS}, {VLLM}, {LLAMA}")
     endpoint = Endpoint(f"http://127.0.0.1:{setup.port}", MODEL_ID, extra)
-    return Plan(name, command, {**OFFLINE, **environment}, endpoint, setup.cores, log)
+    return ServerPlan(name, command, {**OFFLINE, **environment}, endpoint, setup.cores, log)
 
 
 def cluster_config(setup: Setup, model: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def llama_command(setup: Setup, model: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(plan: Plan) -> Iterator[Running]:
+def running(plan: ServerPlan) -> Iterator[RunningServer]:
     """The server, ready, until the block ends. Raises ServerError if it is not ready in time."""
     if is_healthy(plan.endpoint.url):
         raise ServerError(f"something answers at {plan.endpoint.url} already")
@@ -180,15 +180,15 @@ def running(plan: Plan) -> Iterator[Running]:
             start_new_session=True,  # the terminal's Ctrl-C comes to us alone
             preexec_fn=lambda: os.sched_setaffinity(0, plan.cores),
         )
-    mark = Mark(token, process.pid)
+    mark = ProcessMark(token, process.pid)
     try:
         wait_ready(process, plan)
-        yield Running(plan.name, plan.endpoint, mark, time.monotonic() - started_at)
+        yield RunningServer(plan.name, plan.endpoint, mark, time.monotonic() - started_at)
     finally:
         stop(process, mark)
 
 
-def wait_ready(process: subprocess.Popen[bytes], plan: Plan) -> None:
+def wait_ready(process: subprocess.Popen[bytes], plan: ServerPlan) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     while not is_healthy(plan.endpoint.url):
         if process.poll() is not None or time.monotonic() > deadline:
@@ -205,7 +205,7 @@ def is_healthy(url: str) -> bool:
         return False
 
 
-def stop(process: subprocess.Popen[bytes], mark: Mark) -> None:
+def stop(process: subprocess.Popen[bytes], mark: ProcessMark) -> None:
     """SIGTERM to the command, time to clean up, then everything that has the mark. Blocks."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)

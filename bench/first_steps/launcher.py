@@ -29,7 +29,7 @@ STOP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class FailedStart:
     """A start that failed."""
 
     code: int
@@ -44,7 +44,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyServer:
     url: str
     seconds: float
     progress: tuple[str, ...]
@@ -63,7 +63,7 @@ def write_config(
     return path
 
 
-def run_until_end(config: Path, model: str | None, environment: Mapping[str, str], cwd: Path) -> Ended:
+def run_until_end(config: Path, model: str | None, environment: Mapping[str, str], cwd: Path) -> FailedStart:
     """For set-ups that fail. Raises subprocess.TimeoutExpired for one that does not."""
     started_at, cpu_before = time.monotonic(), _cpu_of_children()
     done = subprocess.run(
@@ -77,13 +77,13 @@ def run_until_end(config: Path, model: str | None, environment: Mapping[str, str
     )
     seconds, cpu_seconds = time.monotonic() - started_at, _cpu_of_children() - cpu_before
     progress, errors = done.stdout.splitlines(), done.stderr.splitlines()
-    return Ended(done.returncode, seconds, cpu_seconds, tuple(progress), tuple(errors))
+    return FailedStart(done.returncode, seconds, cpu_seconds, tuple(progress), tuple(errors))
 
 
 @contextlib.contextmanager
 def running(
     command: Sequence[str], model: str | None, cwd: Path, environment: Mapping[str, str] | None = None
-) -> Iterator[Ready]:
+) -> Iterator[ReadyServer]:
     """From `ready in …` until Ctrl-C. Raises RuntimeError with what was printed when it does not get ready."""
     process = subprocess.Popen(
         list(command),
@@ -105,12 +105,12 @@ def running(
         process.communicate(timeout=STOP_TIMEOUT_S)
 
 
-def _wait_ready(process: subprocess.Popen[str]) -> Ready:
+def _wait_ready(process: subprocess.Popen[str]) -> ReadyServer:
     lines: list[str] = []
     assert process.stdout is not None
     for line in process.stdout:
         if (match := READY.match(line)) is not None:
-            return Ready(match[2], float(match[1]), tuple(lines))
+            return ReadyServer(match[2], float(match[1]), tuple(lines))
         lines.append(line.rstrip())
     raise RuntimeError("it did not start:\n" + "\n".join(lines))
 

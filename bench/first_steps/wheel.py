@@ -9,14 +9,14 @@ import sysconfig
 from pathlib import Path
 
 from bench.first_steps.kinds import ask
-from bench.first_steps.launcher import Ready, running, write_config
+from bench.first_steps.launcher import ReadyServer, running, write_config
 from cluster.config.settings import REPOSITORY
 
 WHERE = "import cluster, deploy, pathlib; print(pathlib.Path(cluster.__file__).parents[1])"
 NOT_IN_WHEEL = ("bench", "tests")
 
 
-def run(folder: Path) -> tuple[int, Ready, str]:
+def run(folder: Path) -> tuple[int, ReadyServer, str]:
     """Bytes of the wheel, start, answer. The environment's dependencies are this environment's. Raises RuntimeError."""
     wheel = build(folder)
     venv = install(wheel, folder / "venv")

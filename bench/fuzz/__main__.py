@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.fuzz.beside import Beside, percentile
 from bench.fuzz.corpus import CHAT, seeds
-from bench.fuzz.mutator import KINDS, Case, Mutator
+from bench.fuzz.mutator import KINDS, HttpCase, Mutator
 from bench.fuzz.wire import Reply, send
 from bench.soak import wait_idle
 
@@ -57,7 +57,7 @@ class Fuzz:
             beside.cancel()
             await asyncio.gather(beside, return_exceptions=True)
 
-    async def one(self, number: int, kinds: tuple[str, ...] = KINDS) -> tuple[Case, Reply]:
+    async def one(self, number: int, kinds: tuple[str, ...] = KINDS) -> tuple[HttpCase, Reply]:
         case = self._mutator.case(number, kinds)
         async with self._slots:
             return case, await send(self._url, case)

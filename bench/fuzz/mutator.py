@@ -36,7 +36,7 @@ Node = tuple[Any, Any]  # (container, key or index)
 
 
 @dataclass(frozen=True)
-class Case:
+class HttpCase:
     """One request. `length`: what content-length says; None: the body is sent in chunks of `chunk_bytes`."""
 
     kind: str
@@ -54,7 +54,7 @@ class Mutator:
         self._seeds = seeds
         self._seed = seed
 
-    def case(self, number: int, kinds: Sequence[str] = KINDS) -> Case:
+    def case(self, number: int, kinds: Sequence[str] = KINDS) -> HttpCase:
         rng = random.Random(f"{self._seed}/{number}")
         weights = [WEIGHTS[KINDS.index(kind)] for kind in kinds]
         kind = rng.choices(kinds, weights)[0]
@@ -74,7 +74,7 @@ class Mutator:
             text = _flipped(rng, text)
         if kind == "wire":
             return _wire(rng, seed.path, text)
-        return Case(kind, seed.path, text, length=len(text))
+        return HttpCase(kind, seed.path, text, length=len(text))
 
 
 def _written(rng: random.Random, body: Any) -> bytes:
@@ -191,17 +191,17 @@ def _flipped(rng: random.Random, text: bytes) -> bytes:
     return bytes(data)
 
 
-def _wire(rng: random.Random, path: str, body: bytes) -> Case:
+def _wire(rng: random.Random, path: str, body: bytes) -> HttpCase:
     json_type = ("content-type", "application/json")
     match rng.choice(("type", "method", "path", "short", "long", "chunks", "cut", "headers", "empty")):
         case "type":
             kind = rng.choice(
                 ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded", "", "\xe9")
             )
-            return Case("wire", path, body, headers=(("content-type", kind),), length=len(body))
+            return HttpCase("wire", path, body, headers=(("content-type", kind),), length=len(body))
         case "method":
             method = rng.choice(("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE"))
-            return Case("wire", path, body, method, length=len(body))
+            return HttpCase("wire", path, body, method, length=len(body))
         case "path":
             wrong = rng.choice(
                 (
@@ -214,20 +214,22 @@ def _wire(rng: random.Random, path: str, body: bytes) -> Case:
                     "/%2e%2e",
                 )
             )
-            return Case("wire", wrong, body, length=len(body))
+            return HttpCase("wire", wrong, body, length=len(body))
         case "short":
-            return Case("wire", path, body, length=rng.randrange(len(body)))
+            return HttpCase("wire", path, body, length=rng.randrange(len(body)))
         case "long":
-            return Case("wire", path, body, length=len(body) + 10, is_cut=True)
+            return HttpCase("wire", path, body, length=len(body) + 10, is_cut=True)
         case "chunks":
-            return Case("wire", path, body, chunk_bytes=rng.choice((1 + len(body) // 200, 4096, len(body))))
+            return HttpCase(
+                "wire", path, body, chunk_bytes=rng.choice((1 + len(body) // 200, 4096, len(body)))
+            )
         case "cut":
-            return Case("wire", path, body[: rng.randrange(len(body))], chunk_bytes=4096, is_cut=True)
+            return HttpCase("wire", path, body[: rng.randrange(len(body))], chunk_bytes=4096, is_cut=True)
         case "headers":
             more = rng.choice(
                 (("authorization", "x" * 4000), ("authorization", "\xff"), ("traceparent", "00-zz"), ("x-epdg-ledger", "1"),
                  ("expect", "100-continue"), ("content-encoding", "gzip"), ("accept", "nothing/*"))
             )  # fmt: skip
-            return Case("wire", path, body, headers=(json_type, more), length=len(body))
+            return HttpCase("wire", path, body, headers=(json_type, more), length=len(body))
         case _:
-            return Case("wire", path, b"", length=0)
+            return HttpCase("wire", path, b"", length=0)

@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from bench.fuzz.mutator import Case
+from bench.fuzz.mutator import HttpCase
 
 TIMEOUT_S = 150.0
 
@@ -26,7 +26,7 @@ class Reply:
         return self.status in (429, 503) and "retry-after" in self.headers
 
 
-async def send(url: str, case: Case) -> Reply:
+async def send(url: str, case: HttpCase) -> Reply:
     """Never raises."""
     parts = urlsplit(url)
     try:
@@ -40,7 +40,7 @@ async def send(url: str, case: Case) -> Reply:
         return Reply(0, {}, b"", type(error).__name__)
 
 
-async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, case: Case) -> Reply:
+async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, case: HttpCase) -> Reply:
     reading = asyncio.ensure_future(_read(reader))
     with contextlib.suppress(OSError):  # refused early: the answer is there
         await _write(writer, case)
@@ -49,7 +49,7 @@ async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     return await reading
 
 
-async def _write(writer: asyncio.StreamWriter, case: Case) -> None:
+async def _write(writer: asyncio.StreamWriter, case: HttpCase) -> None:
     length = (
         "transfer-encoding: chunked" if case.chunk_bytes else f"content-length: {case.length}"
     )  # fmt: skip

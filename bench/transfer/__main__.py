@@ -96,13 +96,13 @@ def _hidden(arguments: argparse.Namespace) -> None:
 
 
 def _accuracy(arguments: argparse.Namespace) -> None:
-    from bench.transfer.accuracy import Halves, measure
+    from bench.transfer.accuracy import ModelHalves, measure
     from deploy.demo_model.training.evaluate import TASKS
     from deploy.demo_model.training.words import test_words
     from kv_transfer.codecs.codecs import CODECS
 
     records = measure(
-        Halves(arguments.model),
+        ModelHalves(arguments.model),
         test_words(arguments.seed, arguments.cache),
         arguments.seed,
         arguments.samples,

@@ -61,7 +61,7 @@ TTL_S = 60.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationPrompt:
     """A prompt that prefill can run, and the answer that counts."""
 
     prompt: Prompt
@@ -75,10 +75,10 @@ class Asked:
 
 
 @dataclass
-class Placed:
+class PlacedPrompt:
     """A prompt whose KV lies in both memories."""
 
-    asked: Asked
+    asked: EvaluationPrompt
     source: list[int]  # blocks, of the prompt and the answer
     target: list[int]
     first_token: int = -1  # as prefill draws it
@@ -99,7 +99,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BatchOutcome:
     """Of one batch over one carrier."""
 
     answers: list[list[int]]  # greedy, with the end token
@@ -108,7 +108,7 @@ class Outcome:
 
 
 @dataclass
-class Score:
+class CodecScore:
     samples: int = 0
     right: int = 0
     lost: int = 0
@@ -127,7 +127,7 @@ class Score:
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
-class Halves:
+class ModelHalves:
     """The two halves of a model folder with the text and media processing that stand before them."""
 
     def __init__(self, folder: Path):
@@ -140,7 +140,7 @@ class Halves:
         self.encoder = EncoderModel.load(folder, dtype=torch.float32)
         self.language = LanguageModel.load(folder, dtype=torch.float32)
 
-    def ask(self, sample: Sample, prompts: Prompts, rng: random.Random) -> Asked:
+    def ask(self, sample: Sample, prompts: Prompts, rng: random.Random) -> EvaluationPrompt:
         decoded = decoded_media(sample)
         draws = [()] if prompts == "short" else [_earlier_turns(rng) for _ in range(NUM_DRAWS)]
         laid_out = [
@@ -157,7 +157,7 @@ class Halves:
             (rows,) = self.encoder.encode(modality, [self.media.prepare(modality, array)])
             for token, row, count in placed.pieces(0, len(prompt.token_ids)):
                 features.append(FeatureSlice(token, rows[row : row + count]))
-        return Asked(prompt, self.language.positions(prompt), tuple(features), sample.turn.answer)
+        return EvaluationPrompt(prompt, self.language.positions(prompt), tuple(features), sample.turn.answer)
 
     def said(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True).strip()
@@ -218,7 +218,7 @@ class HandOver:
             incoming_wire=wires[1],
         )
 
-    def carry(self, source: Sequence[int], target: Sequence[int], num_tokens: int, score: Score) -> None:
+    def carry(self, source: Sequence[int], target: Sequence[int], num_tokens: int, score: CodecScore) -> None:
         """The blocks of one prompt. RuntimeError if they do not arrive."""
         before, number = self._writer.sent, len(self._events)
         grant = self._owner.grant(f"lease-{number}", target, [0] * len(target), TTL_S, [num_tokens])
@@ -245,7 +245,7 @@ class HandOver:
 class Comparison:
     """Both memories, and between them a hand-over for each carrier; `raw` is always among them, and first."""
 
-    def __init__(self, halves: Halves, carriers: Sequence[Carrier]):
+    def __init__(self, halves: ModelHalves, carriers: Sequence[Carrier]):
         language = halves.language
         num_blocks = BATCH * MAX_TOKENS // language.block_size
         self._halves, self._language = halves, language
@@ -256,11 +256,11 @@ class Comparison:
         }
 
     @torch.inference_mode()
-    def compare(self, asked: Sequence[Asked], prompts: Prompts) -> dict[Carrier, Score]:
-        scores: dict[Carrier, Score] = {carrier: Score() for carrier in self._hand_overs}
+    def compare(self, asked: Sequence[EvaluationPrompt], prompts: Prompts) -> dict[Carrier, CodecScore]:
+        scores: dict[Carrier, CodecScore] = {carrier: CodecScore() for carrier in self._hand_overs}
         for first in range(0, len(asked), BATCH):
             placed = self._prefill(asked[first : first + BATCH], prompts)
-            raw: Outcome | None = None
+            raw: BatchOutcome | None = None
             for carrier, score in scores.items():
                 self._carry(carrier, placed, score)
                 answers = self._answers(placed)
@@ -269,12 +269,12 @@ class Comparison:
                     for each, answer in zip(placed, answers, strict=True)
                 ]
                 logprobs = self._logprobs(placed, answers if raw is None else raw.answers)
-                outcome = Outcome(answers, is_right, logprobs)
+                outcome = BatchOutcome(answers, is_right, logprobs)
                 raw = raw or outcome
                 _count(score, placed, outcome, raw)
         return scores
 
-    def _prefill(self, asked: Sequence[Asked], prompts: Prompts) -> list[Placed]:
+    def _prefill(self, asked: Sequence[EvaluationPrompt], prompts: Prompts) -> list[PlacedPrompt]:
         placed, next_block = [], 0
         for one in asked:
             num_tokens = one.num_tokens + MAX_NEW_TOKENS
@@ -284,7 +284,7 @@ class Comparison:
             source = list(range(next_block, end))
             target = [self._target.num_blocks - 1 - block for block in source]
             start = one.num_tokens if prompts == "short" else one.num_tokens - 1
-            placed.append(Placed(one, source, target, start=start))
+            placed.append(PlacedPrompt(one, source, target, start=start))
             next_block = end
         chunks = [
             SequenceChunk(
@@ -297,7 +297,7 @@ class Comparison:
             each.first_token = token
         return placed
 
-    def _carry(self, carrier: Carrier, placed: Sequence[Placed], score: Score) -> None:
+    def _carry(self, carrier: Carrier, placed: Sequence[PlacedPrompt], score: CodecScore) -> None:
         for segment in self._target.segments:
             segment.fill_(RUBBISH)
         for each in placed:
@@ -305,7 +305,7 @@ class Comparison:
             count = -(-num_tokens // self._language.block_size)
             self._hand_overs[carrier].carry(each.source[:count], each.target[:count], num_tokens, score)
 
-    def _logprobs(self, placed: Sequence[Placed], answers: Sequence[Sequence[int]]) -> Tensor:
+    def _logprobs(self, placed: Sequence[PlacedPrompt], answers: Sequence[Sequence[int]]) -> Tensor:
         """What decode predicts after each token that it runs when these are the answers."""
         chunks = []
         for each, answer in zip(placed, answers, strict=True):
@@ -315,7 +315,7 @@ class Comparison:
                 chunks.append(SequenceChunk(given, position_ids, each.start, each.target))
         return self._language.verify(chunks, self._target).double().log_softmax(-1)
 
-    def _answers(self, placed: Sequence[Placed]) -> list[list[int]]:
+    def _answers(self, placed: Sequence[PlacedPrompt]) -> list[list[int]]:
         """Greedy, with the end token."""
         lines = [[*each.asked.prompt.token_ids, each.first_token][: each.start + 1] for each in placed]
         while running := [
@@ -335,7 +335,9 @@ class Comparison:
         return [line[each.asked.num_tokens :] for each, line in zip(placed, lines, strict=True)]
 
 
-def _count(score: Score, placed: Sequence[Placed], outcome: Outcome, raw: Outcome) -> None:
+def _count(
+    score: CodecScore, placed: Sequence[PlacedPrompt], outcome: BatchOutcome, raw: BatchOutcome
+) -> None:
     pairs = zip(placed, raw.answers, strict=True)
     expected = torch.tensor([token for each, answer in pairs for token in each.predicted(answer)])
     score.samples += len(placed)
@@ -350,7 +352,7 @@ def _count(score: Score, placed: Sequence[Placed], outcome: Outcome, raw: Outcom
 
 
 def measure(
-    halves: Halves,
+    halves: ModelHalves,
     words: WordBank,
     seed: int,
     num_samples: int,

@@ -44,7 +44,7 @@ TIMEOUT_S = 300.0
 class SlowLink:
     """An agent whose writes take as long as a link of `bytes_per_s` would, one after the other."""
 
-    def __init__(self, agent: Any, link: Link):
+    def __init__(self, agent: Any, link: EmulatedLink):
         self._agent = agent
         self._link = link
         self._free_at = 0.0
@@ -68,13 +68,13 @@ class SlowLink:
 
 
 @dataclass
-class Link:
+class EmulatedLink:
     bytes_per_s: float
     num_bytes: int = 0
 
 
 @dataclass
-class Times:
+class RequestTimes:
     """Of one request, as perf_counter reads; tokens at the door."""
 
     started_at: float = 0.0
@@ -126,7 +126,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 @asynccontextmanager
-async def cluster(args: ClusterArgs, link: Link, times: Times):
+async def cluster(args: ClusterArgs, link: EmulatedLink, times: RequestTimes):
     """Prefill, decode and a door in this process. `times` is filled in by whichever request runs."""
     network = InProcessNetwork()
     unique = secrets.token_hex(4)
@@ -151,7 +151,7 @@ async def cluster(args: ClusterArgs, link: Link, times: Times):
         await decode.stop()
 
 
-def _watch(prefill: PrefillService, decode: DecodeService, times: Times) -> None:
+def _watch(prefill: PrefillService, decode: DecodeService, times: RequestTimes) -> None:
     report, on_event = prefill._engine._tell_first_tokens, decode._process.transfer_engine._on_event
 
     def report_first_tokens(request: PrefillRequest, token_ids: tuple[int, ...]) -> None:
@@ -167,7 +167,7 @@ def _watch(prefill: PrefillService, decode: DecodeService, times: Times) -> None
     decode._process.transfer_engine._on_event = on_lease
 
 
-async def _ask(door: Door, num_tokens: int, draw: random.Random, times: Times) -> None:
+async def _ask(door: Door, num_tokens: int, draw: random.Random, times: RequestTimes) -> None:
     prompt = Prompt(tuple(draw.randrange(1000, 20000) for _ in range(num_tokens)))
     sampling = SamplingParams(temperature=0.0)
     request = GenerateRequest(new_request_id(), prompt, (sampling,), StopParams(NUM_GENERATED, ()))
@@ -185,7 +185,7 @@ async def measure(
     """`links`: GB/s. Each length is computed once over each link before the clock starts, so that its speed is known; modes take
     turns."""
     records: list[dict[str, object]] = []
-    times, link, draw = Times(), Link(1e12), random.Random(0)
+    times, link, draw = RequestTimes(), EmulatedLink(1e12), random.Random(0)
     async with cluster(args, link, times) as door:
         for length, speed in itertools.product(lengths, links):
             link.bytes_per_s = speed * 1e9

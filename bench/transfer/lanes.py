@@ -65,7 +65,7 @@ class Lane(Protocol):
 # ------------------------------------------------------------------------------------------------------------- our agents
 
 
-class MoverLane:
+class TransferEngineLane:
     def __init__(self, transport: Transport, codec: str, stack: ExitStack):
         self.name, self.codec = transport, codec
         self._pipe, child = multiprocessing.Pipe()
@@ -167,7 +167,7 @@ class WriteLane:
         self._agent = make_agent(transport, f"write-{time.time_ns()}", "127.0.0.1")
         stack.callback(self._agent.close)
         self._agent.register(self._memory)
-        metadata, self._base = MoverLane._received(self._pipe)
+        metadata, self._base = TransferEngineLane._received(self._pipe)
         self._peer = self._agent.connect(metadata)
 
     def ship(self, shipment: Shipment) -> tuple[float, int]:
@@ -299,7 +299,7 @@ def lanes(transports: Sequence[Transport], codecs: Sequence[str]) -> Iterator[li
             MemcpyLane(stack),
             SocketLane(stack),
             *([WriteLane("nixl", stack)] if "nixl" in transports else []),
-            *(MoverLane(transport, codec, stack) for transport in transports for codec in codecs),
+            *(TransferEngineLane(transport, codec, stack) for transport in transports for codec in codecs),
         ]
 
 

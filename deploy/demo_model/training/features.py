@@ -16,7 +16,7 @@ FRAMES_PER_CHUNK = 200
 FOURIER_LENGTH = 400
 
 
-class Features:
+class MediaFeatures:
     """The constants of one processor."""
 
     def __init__(self, processor: Processor) -> None:

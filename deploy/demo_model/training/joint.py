@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from deploy.demo_model.training.allocator import keep_freed_memory
 from deploy.demo_model.training.build import Model, Processor, build, load, save
 from deploy.demo_model.training.conversations import NO_LABEL, RowMaker, collate, groups_of_step
-from deploy.demo_model.training.features import Features
+from deploy.demo_model.training.features import MediaFeatures
 from deploy.demo_model.training.schedule import JOINT, Schedule, learning_rate, make_optimizer
 from deploy.demo_model.training.speech import WordBank
 from deploy.demo_model.training.words import training_words
@@ -70,7 +70,7 @@ def train_jointly(
     checkpoint: Callable[[int], None] | None = None,
 ) -> None:
     """Train in place on this worker's part of every step; `checkpoint` gets the number of steps done."""
-    features = Features(processor)
+    features = MediaFeatures(processor)
     maker = RowMaker(processor, features, words, is_early=stage == "learn")
     groups = groups_of_step(maker, stage, divisor)
     optimizer = make_optimizer(dict(model.named_parameters()), schedule, slow_prefixes=ENCODERS)

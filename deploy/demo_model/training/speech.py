@@ -158,7 +158,7 @@ def build_word_bank(
 
 
 @dataclass(frozen=True)
-class Clip:
+class SpokenClip:
     """Words strung together: samples (float32), the words, and each word's [begin, end) in samples."""
 
     samples: np.ndarray
@@ -171,7 +171,7 @@ def silence(rng: random.Random, shortest_s: float, longest_s: float) -> np.ndarr
     return np.zeros(int(rng.uniform(shortest_s, longest_s) * SAMPLE_RATE), np.float32)
 
 
-def make_clip(rng: random.Random, bank: WordBank, num_words: int, wanted: Sequence[str] = ()) -> Clip:
+def make_clip(rng: random.Random, bank: WordBank, num_words: int, wanted: Sequence[str] = ()) -> SpokenClip:
     """The wanted words, or random ones, with pauses of 50 to 200 ms: no noise, full volume."""
     parts, words, spans = [silence(rng, 0.02, 0.2)], [], []
     position = len(parts[0])
@@ -182,13 +182,13 @@ def make_clip(rng: random.Random, bank: WordBank, num_words: int, wanted: Sequen
         words.append(spoken.word)
         spans.append((position, position + len(spoken.samples)))
         position += len(spoken.samples) + len(pause)
-    return Clip(np.concatenate(parts), tuple(words), tuple(spans))
+    return SpokenClip(np.concatenate(parts), tuple(words), tuple(spans))
 
 
-def disturb(rng: random.Random, clip: Clip) -> Clip:
+def disturb(rng: random.Random, clip: SpokenClip) -> SpokenClip:
     """The clip at another volume and mostly with noise."""
     samples = clip.samples * rng.uniform(0.4, 1.2)
     if rng.random() < 0.7:
         noise = np.random.default_rng(rng.getrandbits(32)).standard_normal(len(samples), np.float32)
         samples = samples + noise * np.float32(10 ** rng.uniform(-4, -2.2))
-    return Clip(samples.astype(np.float32), clip.words, clip.spans)
+    return SpokenClip(samples.astype(np.float32), clip.words, clip.spans)
