@@ -59,7 +59,7 @@ class DeviceSpeed:
 
 @dataclass(frozen=True)
 class TableLine:
-    """One line of the table. bound_s: what bandwidth or peak allow."""
+    """bound_s: the time that bandwidth or peak allow."""
 
     what: str
     seconds: float
@@ -70,8 +70,10 @@ class TableLine:
 
 
 def median_s(work: Callable[[], object], device: torch.device, repeats: int, calls: int = 1) -> float:
-    """Seconds of one call, after two rounds to warm up. Each round times `calls` calls, so that the host's share hides
-    behind the device's work."""
+    """Seconds of one call, after two rounds to warm up.
+
+    Each round times `calls` calls together, so that the host's work overlaps with the device's.
+    """
     times = []
     for attempt in range(repeats + 2):
         _wait(device)
@@ -90,7 +92,7 @@ def _wait(device: torch.device) -> None:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype, scale: int) -> DeviceSpeed:
-    """scale: 1 is 1 GiB to copy and a product of 8192-wide square matrices; larger divides both."""
+    """scale: 1 means 1 GiB to copy and a product of 8192-wide square matrices; larger divides both."""
     source = torch.ones((1 << 30) // scale, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = median_s(lambda: target.copy_(source), device, 10)
@@ -120,7 +122,7 @@ def decode_row(
     context: int,
     machine: DeviceSpeed,
 ) -> TableLine:
-    """One step of `batch` sequences with `context` tokens each. `kv` is large enough for all of them."""
+    """One step of `batch` sequences with `context` tokens each. `kv` must be large enough for all of them."""
     per_seq = -(-(context + 1) // BLOCK_SIZE)
     tables = [list(range(i * per_seq, (i + 1) * per_seq)) for i in range(batch)]
     arguments = ([1] * batch, [context] * batch, [0] * batch, tables, kv)
@@ -170,7 +172,7 @@ def attention_row(
 def model_rows(
     name: str, machine: DeviceSpeed, kv_cache_dtype: KvCacheDtype, batches: Sequence[int], context: int
 ) -> list[TableLine]:
-    """Decode step by step, decode from graphs (on a GPU), prefill."""
+    """Decode without graphs, decode from graphs (on a GPU), prefill."""
     shape = SHAPES[name]
     model = random_model(shape, machine, kv_cache_dtype)
     per_seq = -(-(context + 1) // BLOCK_SIZE)

@@ -1,11 +1,16 @@
-"""Linears of a 0.5-billion-parameter model on this CPU, and drawing tokens from its logits: torch's against the native ones.
+"""Linears of a 0.5-billion-parameter model on this CPU, and drawing tokens from its logits: torch against the
+native kernels.
 
 `python -m bench.kernels [--dtypes f32,bf16,i8] [--rows 1,4,16] [--threads 1,2] [--seconds 0.4]`
 
-Copies of each weight are used in turn, as many as exceed the last cache, so that weights come from memory as in a decode step. The two
-are called alternately; best and median microseconds of each. GB/s counts the weight once, GFLOP/s two operations a product; both of
-the best call. i8 has no counterpart in torch with these inputs: it is compared with torch's bf16.
-A second table: rows of 151,936 logits, sampled at temperature 1 with one filter or none, microseconds per row.
+Each call uses the next of several copies of the weight. Together the copies exceed the last cache, so that
+weights come from memory as in a decode step. The two implementations are called alternately; the table has
+the best and the median microseconds of each. GB/s counts the weight once, GFLOP/s two operations for each
+product; both are those of the best call. torch has no counterpart to i8 with these inputs: i8 is compared
+with torch's bf16.
+
+A second table: rows of 151,936 logits, sampled at temperature 1 with one filter or none, microseconds per
+row.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ WEIGHT_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
 
 @dataclass(frozen=True)
 class LinearShape:
-    """outputs: of the weights; of a gated one, gate and up together."""
+    """`outputs`: rows of the weight; of a gated linear, gate and up together."""
 
     name: str
     inputs: int

@@ -1,9 +1,10 @@
-"""What scheduling costs an engine's step, with 512 requests running and 512 waiting; and what the queue costs.
+"""What scheduling costs in a step of an engine, with 512 requests running and 512 waiting; and what the queue
+costs.
 
     python -m bench.scheduler --steps 3000
 
-A step's updates are everything the engine tells the scheduler: progress of every chunk, finished prompts replaced from the
-queue, new arrivals, embeddings that arrived.
+A step's updates are everything that the engine tells the scheduler: the progress of every chunk, a prompt
+from the queue for each finished prompt, new arrivals, and embeddings that arrived.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class DecodeRow:
 
 
 def mixed_prompt(number: int, rng: random.Random) -> SimplePrompt:
-    """Half text; a quarter images that may not be cut; a quarter long videos."""
+    """Half of the prompts are text, a quarter have images that may not be cut, a quarter long videos."""
     arrived_at, kind = number / 100, number % 4
     if kind < 2:
         num_tokens, spans = rng.randint(16, 1024), ()
@@ -56,13 +57,15 @@ def mixed_prompt(number: int, rng: random.Random) -> SimplePrompt:
 
 
 def image_prompt(number: int, rng: random.Random) -> SimplePrompt:
-    """One image that may not be cut: where the room is smaller, every prompt in work is tried and passed over."""
+    """One image that may not be cut. If the step has too little room for it, the scheduler tries and skips
+    every running prompt.
+    """
     ticket = Ticket(str(number), number / 100, IMAGE_TOKENS, is_text=False)
     return SimplePrompt(ticket, IMAGE_TOKENS, ((0, IMAGE_TOKENS),))
 
 
 class SchedulerLoad:
-    """A scheduler kept at `num_running` prompts in work and a queue kept at `num_waiting`."""
+    """A scheduler with always `num_running` running prompts and a queue of always `num_waiting`."""
 
     def __init__(
         self,

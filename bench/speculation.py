@@ -1,10 +1,13 @@
-"""What drafts save: tokens per forward of the model, and time per token, with and without them. In one process, no cluster.
+"""What speculative decoding saves: tokens per forward of the model, and time per token, with and without
+drafts.
 
     python -m bench.speculation --concurrency 1 8
 
-The demo model answers text questions, and one question again and again in the same conversation. Every row decodes the same prompts with the same seeds; its tokens are
-compared with those of the row without drafts. Rounds are interleaved, times are medians over rounds. The draft model is the
-demo model's own first layers, which nobody trained to stop there: it shows the cost, not what a good draft model gains.
+One process, no cluster. The demo model answers text questions, and one question again and again in the same
+conversation. Every row decodes the same prompts with the same seeds; its tokens are compared with those of
+the row without drafts. Rounds of the rows are interleaved, times are medians over rounds. The draft model is
+the first layers of the demo model, which were not trained to predict tokens by themselves: the row shows the
+cost of a draft model, not the gain of a good one.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ SAMPLINGS = {"greedy": 0.0, "sampled": 0.7}  # temperature
 
 @dataclass
 class DecodingRequest:
-    """One request under way."""
+    """One in-flight request."""
 
     request_id: str
     token_ids: list[int]  # prompt and generated
@@ -61,7 +64,7 @@ class DecodingRequest:
 
 @dataclass
 class ProposerResult:
-    """One round of one way to draft, over all prompts."""
+    """One round of one proposer over all prompts."""
 
     tokens: list[list[int]] = field(default_factory=list)  # per request, prompt included
     num_generated: int = 0
@@ -72,7 +75,9 @@ class ProposerResult:
 
 
 def make_prompts(tokenizer: Any, task: str, num_prompts: int) -> list[list[int]]:
-    """answers: what the demo model was trained on. copies: a conversation that repeats itself, about to do so again."""
+    """answers: questions that the demo model was trained on. copies: a conversation whose next answer repeats
+    the earlier ones.
+    """
     rng = random.Random(7)
     prompts = []
     for _ in range(num_prompts):
@@ -102,7 +107,7 @@ def first_layers(num_layers: int) -> LanguageModel:
 def start(
     model: LanguageModel, prompts: Sequence[list[int]], temperature: float, args: argparse.Namespace
 ) -> tuple[list[DecodingRequest], BlockMemory]:
-    """Requests with their prompt's KV computed, but for the last token."""
+    """Computes the KV of every prompt token but the last."""
     stop = () if args.ignore_eos else model.eos_token_ids
     width = -(-(max(map(len, prompts)) + args.num_tokens) // BLOCK_SIZE)
     kv = BlockMemory(model.kv_layout, width * len(prompts))
@@ -130,7 +135,7 @@ def generate(
     speculator: Speculator | None,
     result: ProposerResult,
 ) -> None:
-    """Runs the requests together to their ends and adds what happened to `result`."""
+    """Runs the requests together until each has ended, and adds counts and times to `result`."""
     live = list(running)
     num_prompt_tokens = sum(len(r.token_ids) for r in running)
     started_at = time.perf_counter()
@@ -203,7 +208,7 @@ def measure(
 
 
 def report(results: dict[str, list[ProposerResult]], labels: dict[str, object]) -> bool:
-    """Prints one line per proposer; whether all tokens are those without drafts."""
+    """Prints a line for each proposer. Returns whether all tokens equal those without drafts."""
     plain = results["none"][0]
     plain_s = statistics.median(r.seconds for r in results["none"])
     all_equal = True

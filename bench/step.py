@@ -2,20 +2,22 @@
 
     python -m bench.step MODEL [--batch 1,4,16] [--context 200,1000] [--prefill 64,128,512] [--threads N] [--best] [--out FILE]
 
-A decode step (one token for each of `batch` sequences of `context` tokens) and a prefill step (a prompt's first chunk) of
-the language half, loaded as a worker loads it, over caches of random KV. Of each step, medians (`--best`: minima, for a machine
-that others use) over rounds in which all measurements take turns:
+A decode step (one token for each of `batch` sequences of `context` tokens) and a prefill step (a prompt's
+first chunk) of the language half, loaded as a worker loads it, over caches of random KV. Every round runs
+each measurement once. The figures are medians over the rounds (`--best`: minima, for a machine that others
+use):
 
     floor      bytes that the step must read (weights of its linears, K and V of its contexts) / bandwidth
     linears    the linears and the head alone, called one by one on packed weights of their own, in the layers' order
     attention  every layer's writing of K and V and attention alone
     whole      the whole step
-    rest       whole - linears - attention: norms, rotations, sums, embeddings, Python. Where a worker's model runs several of
-               the parts above in one call, what that saves makes the rest smaller, or negative.
+    rest       whole - linears - attention: norms, rotations, sums, embeddings, Python. If a worker's model runs several of
+               the parts above in one call, that saves time, and the rest is smaller or negative.
     GFLOP/s    two operations for each weight and token, linears only, in the whole step
 
-Bandwidth: torch sums float32 numbers from BANDWIDTH_BYTES of memory on huge pages, with as many threads as the step has; this
-too is timed in every round. Linears are `nn.Linear` modules: the experts of a mixture, which are none, count as rest.
+Bandwidth: torch sums float32 numbers from BANDWIDTH_BYTES of memory on huge pages, with as many threads as
+the step has. Every round times this, too. Linears are `nn.Linear` modules. The experts of a mixture are not,
+so they count as rest.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class ModelStep:
-    """Each of `batch` sequences, `context` tokens long, gets `new` more."""
+    """A step that computes `new` more tokens of each of `batch` sequences; each has `context` tokens
+    already.
+    """
 
     batch: int
     context: int
@@ -69,7 +73,7 @@ class ModelStep:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Of one step. Bytes that it must read, operations of its linears, seconds."""
+    """Of one step: bytes that it must read, operations of its linears, seconds."""
 
     step: ModelStep
     num_bytes: int
@@ -86,16 +90,16 @@ class StepTiming:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Bytes per second of plain reading, and a timing for each step."""
+    """Bandwidths in bytes per second, and a timing for each step."""
 
-    bandwidth: float  # the floor's
+    bandwidth: float  # of the picked round; `floor_s` is computed with it
     best_bandwidth: float
     timings: tuple[StepTiming, ...]
 
 
 @dataclass(frozen=True)
 class TimedLinear:
-    """run: [rows, inputs] → [rows, outputs], over memory of its own."""
+    """run: [rows, inputs] → [rows, outputs], with a weight that no other linear shares."""
 
     run: Callable[[Tensor], Tensor]
     inputs: int
@@ -104,8 +108,10 @@ class TimedLinear:
 
 
 class ModelParts:
-    """A model's linears and attention, to be run alone. Reads the language half once more; on return its plain weights are
-    gone."""
+    """A model's linears and attention, to be run alone.
+
+    The constructor loads the language half once more; it keeps packed weights only.
+    """
 
     def __init__(self, path: Path, dtype: torch.dtype, kernels: Kernels | None):
         model = load_half(path, Half.LANGUAGE, dtype=dtype, device="cpu")
@@ -176,7 +182,7 @@ def matrices(module: nn.Module) -> Iterator[tuple[Tensor, Tensor | None, Tensor 
 def packed(
     kernels: Kernels | None, weight: Tensor, up: Tensor | None = None, bias: Tensor | None = None
 ) -> TimedLinear:
-    """On the native kernels, or on torch where there are none."""
+    """With the native kernels, or with torch where there are none."""
     outputs, inputs = weight.shape
     num_weights = outputs * inputs * (1 if up is None else 2)
     if kernels is not None:
@@ -189,7 +195,7 @@ def packed(
 
 
 def tables_of(step: ModelStep) -> list[list[int]]:
-    """Sequence after sequence, blocks of its own."""
+    """A block table for each sequence; no block is shared."""
     width = -(-(step.context + step.new) // BLOCK_SIZE)
     return [list(range(seq * width, (seq + 1) * width)) for seq in range(step.batch)]
 
@@ -222,7 +228,7 @@ def whole_work(model: LanguageModel, kv: BlockMemory, step: ModelStep) -> Work:
 
 
 def random_kv(model: LanguageModel, steps: Sequence[ModelStep]) -> BlockMemory:
-    """Enough for the largest step."""
+    """Random KV in as many blocks as the largest step needs."""
     kv = BlockMemory(model.kv_layout, max(sum(map(len, tables_of(step))) for step in steps))
     for segment in kv.segments:
         segment.normal_()
@@ -230,12 +236,15 @@ def random_kv(model: LanguageModel, steps: Sequence[ModelStep]) -> BlockMemory:
 
 
 def bandwidth_work(num_bytes: int) -> Work:
-    """Reads that many bytes."""
+    """A function that reads so many bytes of memory."""
     return on_huge_pages(num_bytes).view(torch.float32).fill_(1).sum
 
 
 def in_turns(works: Sequence[Work], seconds: float) -> list[list[float]]:
-    """Seconds of every call of each. All run in every round, at least MIN_ROUNDS times, after one round that does not count."""
+    """Seconds of every call of each work.
+
+    Every round runs all works once. There are at least MIN_ROUNDS rounds, after one that is not timed.
+    """
     for work in works:
         work()
     times: list[list[float]] = [[] for _ in works]
@@ -257,7 +266,9 @@ def measure(
     pick: Callable[[list[float]], float] = statistics.median,
     bandwidth_bytes: int = BANDWIDTH_BYTES,
 ) -> StepReport:
-    """`pick`: what stands for the times of all rounds. Blocks for some `seconds` per step, at least; runs on torch's number of threads."""
+    """`pick` reduces the times of all rounds to one figure. Blocks for at least `seconds` per step; uses
+    torch's number of threads.
+    """
     model = LanguageModel.load(path, dtype=dtype, block_size=BLOCK_SIZE)
     parts, kv = ModelParts(path, dtype, load()), random_kv(model, steps)
     read = bandwidth_work(bandwidth_bytes)
@@ -278,7 +289,7 @@ def measure(
 
 
 def table(timings: Sequence[StepTiming]) -> str:
-    """Milliseconds but for bytes and operations."""
+    """Times in milliseconds."""
     lines = [f"{'step (ms)':20}" + "".join(f"{name:>11}" for name in COLUMNS)]
     for timing in timings:
         seconds = (timing.floor_s, timing.linears_s, timing.attention_s, timing.whole_s, timing.rest_s)
@@ -293,7 +304,7 @@ def table(timings: Sequence[StepTiming]) -> str:
 
 
 def record(report: StepReport, **facts: object) -> str:
-    """What was measured, as JSON; `facts`: about the run."""
+    """The report as JSON; `facts` are fields about the run."""
     rows = [{**dataclasses.asdict(timing), "rest_s": timing.rest_s} for timing in report.timings]
     return json.dumps({**facts, **dataclasses.asdict(report), "timings": rows}, indent=1) + "\n"
 

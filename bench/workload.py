@@ -44,7 +44,7 @@ class Answer:
 
 
 def make_cases(seed: int, num_cases: int) -> list[Case]:
-    """`num_cases` requests, the kinds in turn."""
+    """`num_cases` requests; the kinds alternate."""
     rng = random.Random(seed)
     return [make_case(rng, KINDS[i % len(KINDS)]) for i in range(num_cases)]
 
@@ -126,7 +126,7 @@ class Reference:
     def __init__(self, path: str | Path):
         from cluster.media.torchvision_compat import ensure_torchvision
 
-        ensure_torchvision()  # before transformers looks for it
+        ensure_torchvision()  # must run before transformers is imported
         import torch
         from transformers import AutoModelForMultimodalLM, AutoProcessor
 
