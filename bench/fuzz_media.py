@@ -229,9 +229,8 @@ def run_child(seed: int, first: int, end: int) -> None:
     torch.set_num_threads(1)
     processor = MediaProcessor.load(MODEL, LIMITS)
     for _, modality, data in good_files():
-        check(
-            MediaCase("", modality, data, MediaOptions()), processor
-        )  # loads and reserves what every item shares
+        # Loads and reserves what every item shares.
+        check(MediaCase("", modality, data, MediaOptions()), processor)
     limit = _virtual_bytes() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     num_answers = growth = leaked = 0

@@ -1,11 +1,12 @@
-"""How far steps are from what one GPU can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷ peak, with random
-weights; and one layer's decode attention, ours over plain and INT8 blocks against flash-attn's.
+"""How far steps are from what one GPU can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷ peak,
+with random weights; and one layer's decode attention, ours over plain and INT8 blocks against flash-attn's.
 
     python -m bench.gpu                 # a GPU; models 0.5b and 7b
     python -m bench.gpu --models 0.5b --kv-cache-dtype int8
     python -m bench.gpu --smoke         # a tiny model on the CPU: only shows that it runs
 
-Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. Never run on a GPU yet.
+Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. Never run on a
+GPU yet.
 """
 
 from __future__ import annotations

@@ -118,7 +118,9 @@ def measure(
 
 
 def measure_sampling(num_rows: int, seconds: float) -> None:
-    """Logits of a normal distribution with deviation 2.5. Torch draws row by row, which is faster than all at once."""
+    """Logits of a normal distribution with deviation 2.5. Torch draws row by row, which is faster than all at
+    once.
+    """
     logits = 2.5 * torch.randn(num_rows, SHAPES[-1].outputs)
     keys = list(range(num_rows))
     for name, params in FILTERS.items():

@@ -39,9 +39,8 @@ OUTLIER = 20.0
 class KvFormat:
     name: str
     rounded: Callable[[Tensor], Tensor]  # [..., D] → the same rows as they are read from the cache
-    bytes_of: Callable[
-        [list[tuple[int, int]]], int
-    ]  # of a token, from the row shapes of K and V of every layer
+    # Bytes of a token, from the row shapes of K and V of every layer.
+    bytes_of: Callable[[list[tuple[int, int]]], int]
 
 
 @dataclass
@@ -142,9 +141,8 @@ def random_model(head_dim: int, num_outliers: int) -> Any:
     generator = torch.Generator().manual_seed(1)
     for layer in model.model.layers:
         pairs = torch.randperm(head_dim // 2, generator=generator)[: num_outliers // 2]
-        channels = torch.cat(
-            [pairs, pairs + head_dim // 2]
-        )  # rotary embeddings turn these two into each other
+        # Rotary embeddings rotate these two channels into each other.
+        channels = torch.cat([pairs, pairs + head_dim // 2])
         for projection, factor in (
             (layer.self_attn.k_proj, OUTLIER),
             (layer.self_attn.q_proj, 1 / OUTLIER),

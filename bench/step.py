@@ -1,6 +1,7 @@
 """Where the time of one model step goes on this CPU.
 
-    python -m bench.step MODEL [--batch 1,4,16] [--context 200,1000] [--prefill 64,128,512] [--threads N] [--best] [--out FILE]
+    python -m bench.step MODEL [--batch 1,4,16] [--context 200,1000] [--prefill 64,128,512] [--threads N]
+                               [--best] [--out FILE]
 
 A decode step (one token for each of `batch` sequences of `context` tokens) and a prefill step (a prompt's
 first chunk) of the language half, loaded as a worker loads it, over caches of random KV. Every round runs
@@ -8,12 +9,14 @@ each measurement once. The figures are medians over the rounds (`--best`: minima
 use):
 
     floor      bytes that the step must read (weights of its linears, K and V of its contexts) / bandwidth
-    linears    the linears and the head alone, called one by one on packed weights of their own, in the layers' order
+    linears    the linears and the head alone, called one by one on packed weights of their own, in order
     attention  every layer's writing of K and V and attention alone
     whole      the whole step
-    rest       whole - linears - attention: norms, rotations, sums, embeddings, Python. If a worker's model runs several of
-               the parts above in one call, that saves time, and the rest is smaller or negative.
+    rest       whole - linears - attention: norms, rotations, sums, embeddings, Python
     GFLOP/s    two operations for each weight and token, linears only, in the whole step
+
+If a worker's model runs several of these parts in one call, that saves time, and the rest is smaller or
+negative.
 
 Bandwidth: torch sums float32 numbers from BANDWIDTH_BYTES of memory on huge pages, with as many threads as
 the step has. Every round times this, too. Linears are `nn.Linear` modules. The experts of a mixture are not,
@@ -164,7 +167,9 @@ class ModelParts:
 
 
 def matrices(module: nn.Module) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
-    """(weight, up projection, bias) of everything that is one multiplication in a step, in the order of the modules."""
+    """(weight, up projection, bias) of everything that is one multiplication in a step, in the order of the
+    modules.
+    """
     children = dict(module.named_children())
     if children.keys() >= GATED:
         gate, up, down = (

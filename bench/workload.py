@@ -1,7 +1,8 @@
 """Mixed multimodal chat requests made from a seed, and what the undivided model answers to them.
 
-The requests are what a client sends (OpenAI messages with data URIs); the reference is transformers' own path: the media as
-arrays, `AutoProcessor`, `generate` in fp32. Nothing of the cluster's code takes part in the reference.
+The requests are what a client sends (OpenAI messages with data URIs); the reference is transformers' own
+path: the media as arrays, `AutoProcessor`, `generate` in fp32. Nothing of the cluster's code takes part in
+the reference.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def make_case(rng: random.Random, kind: str) -> Case:
 
 
 def make_sound(rng: random.Random) -> np.ndarray:
-    """A few voiced syllables between pauses: harmonics of a gliding pitch. 16 bit resolution, [num_samples] float32."""
+    """A few voiced syllables between pauses: harmonics of a gliding pitch. 16 bit resolution, [num_samples]
+    float32.
+    """
     pieces = [np.zeros(rng.randrange(800, 3200))]
     for _ in range(rng.randrange(1, 4)):
         time_s = np.arange(rng.randrange(3200, 8000)) / SAMPLING_RATE

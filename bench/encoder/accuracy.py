@@ -1,12 +1,14 @@
-"""What it costs in answers to look at media less closely: the demo model's evaluation set, asked as a client may ask.
+"""How reduced media change answers: the demo model's evaluation set, with the settings that a client may
+choose.
 
-One process, no server, fp32: a request body as the API takes it, the door's prompt, the encoder's runner on the file's bytes, greedy
-decoding. Images are PNG files, clips h264 with a key frame a second.
+One process, no server, fp32: a request body as the API takes it, the door's prompt, the encoder's runner on
+the file's bytes, greedy decoding. Images are PNG files, clips h264 with a key frame a second.
 
-    plain       what the model's own processor makes of the file; the others are compared with it, on the same samples
-    right       whole answers equal to the one that counts, as `deploy.demo_model.training.evaluate` judges
+    plain       what the model's own processor makes of the file; the others are compared with it, on the
+                same samples
+    right       whole answers equal to the right one, as `deploy.demo_model.training.evaluate` judges
     lost, won   answers that are right when plain and wrong with the setting, and the other way round
-    rows        embedding rows of all items; each item must have as many as the door said
+    rows        embedding rows of all items; each item must have as many as the door computed
 """
 
 from __future__ import annotations
@@ -51,14 +53,14 @@ TASKS = {
     Modality.VIDEO: ("video direction", "describe the video", "yes or no, video"),
 }
 BATCH = 32  # prompts in a step
-MAX_ITEMS = 2  # of a prompt
+MAX_ITEMS = 2  # in a prompt
 FPS = 4  # of clips, and what the demo model's processor samples
 Fields = dict[str, Any]  # of a request body
 
 
 @dataclass(frozen=True)
 class FullSize:
-    """A request's media as the model's own processor looks at them."""
+    """Sizes of a request's media as the model's own processor prepares them."""
 
     pixels: int  # of the smallest image or frame, after resizing
     rows: int  # of all items
@@ -104,7 +106,9 @@ def settings_of(modality: Modality) -> Mapping[str, Setting]:
 
 
 def measure(folder: Path, num_samples: int, seed: int) -> Iterator[Record]:
-    """A record for each task and setting. RuntimeError for an item with other rows than the door said."""
+    """A record for each task and setting. Raises RuntimeError for an item with another number of rows than
+    the door computed.
+    """
     model = EvaluatedModel(folder)
     for modality, tasks in TASKS.items():
         for task in tasks:
@@ -117,7 +121,7 @@ def measure(folder: Path, num_samples: int, seed: int) -> Iterator[Record]:
 def compare(
     model: EvaluatedModel, samples: Sequence[Sample], settings: Mapping[str, Setting]
 ) -> Iterator[Record]:
-    """Counts for each setting, the first of which is plain."""
+    """Counts for each setting; the first setting is plain."""
     messages = [message(sample) for sample in samples]
     whole = [model.whole(model.prepare(each)) for each in messages]
     plain: list[bool] | None = None
@@ -135,7 +139,7 @@ def compare(
 
 
 class EvaluatedModel:
-    """Both halves of a model folder behind the door's prompts."""
+    """Both halves of a model folder, with the door's prompt builder."""
 
     def __init__(self, folder: Path):
         media = MediaProcessor.load(folder)
@@ -155,7 +159,9 @@ class EvaluatedModel:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def prepare(self, content: Sequence[Part], fields: Mapping[str, Any] | None = None) -> PreparedPrompt:
-        """`fields`: of the request beside its one message. Raises what the door answers such a request."""
+        """`fields`: of the request, beside its one message. Raises the errors with which the door answers
+        such a request.
+        """
         body = {"model": self._name, "messages": [{"role": "user", "content": content}], **(fields or {})}
         body["max_tokens"] = MAX_NEW_TOKENS
         call = chat_call(ChatRequest.model_validate(body), self._name, self._defaults)
@@ -170,7 +176,7 @@ class EvaluatedModel:
         return FullSize(min(areas), sum(item.geometry.num_tokens for item in plain.items))
 
     def answers(self, asked: Sequence[PreparedPrompt]) -> list[str]:
-        """Greedy."""
+        """Greedy answers."""
         said = []
         for first in range(0, len(asked), BATCH):
             for token_ids in self._generate(asked[first : first + BATCH]):
@@ -178,7 +184,9 @@ class EvaluatedModel:
         return said
 
     def features(self, asked: Sequence[PreparedPrompt]) -> list[tuple[FeatureSlice, ...]]:
-        """Of each prompt; all items are of one modality. RuntimeError for other rows than the door said."""
+        """The features of each prompt; all items must have the same modality. Raises RuntimeError for an item
+        with another number of rows than the door computed.
+        """
         items = [item for each in asked for item in each.items]
         prepared = [self._runner.prepare(item) for item in items]
         pieces = [

@@ -1,4 +1,4 @@
-"""Requests that are sent at the same moment, and what became of them."""
+"""Requests that are sent at the same moment, and their outcomes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Tally:
-    """A request is in exactly one of the first three."""
+    """Every request is in exactly one of the first three counts."""
 
     num_answered: int
-    num_refused: int  # 429: come again later
+    num_refused: int  # 429, with Retry-After
     num_failed: int  # anything else
-    num_different: int  # answers that are not alike
+    num_different: int  # different texts among the answers
     failures: tuple[str, ...]  # the first three different ones
 
 
 def at_once(endpoint: Endpoint, requests: Sequence[ChatRequest]) -> list[TimedAnswer]:
-    """Records in the order of the requests. Blocks; what is not answered in TIMEOUT_S is a failure."""
+    """Records in the order of the requests. Blocks; a request that is not answered in TIMEOUT_S has
+    failed.
+    """
     return asyncio.run(_at_once(endpoint, requests))
 
 
@@ -52,7 +54,9 @@ def tally(records: Sequence[TimedAnswer]) -> Tally:
 
 
 def required(records: Sequence[TimedAnswer]) -> Sequence[TimedAnswer]:
-    """The records. Raises RuntimeError if one of them failed: then their times mean nothing."""
+    """The records. Raises RuntimeError if one of them failed, because the times of the others then mean
+    nothing.
+    """
     for record in records:
         if record.failure:
             raise RuntimeError(f"{record.kind}: {record.failure}")
@@ -64,5 +68,5 @@ def text_part(text: str) -> Part:
 
 
 def request(kind: str, num_tokens: int, *parts: Part) -> ChatRequest:
-    """One user message of these parts."""
+    """One user message with these parts."""
     return ChatRequest([{"role": "user", "content": list(parts)}], num_tokens, kind)

@@ -1,7 +1,9 @@
-"""One streaming chat request, timed on this process's monotonic clock. aiohttp; nothing here starts or judges a server.
+"""One streaming chat request, timed on this process's monotonic clock. aiohttp; nothing here starts or judges
+a server.
 
-Time to first token (TTFT): from handing the request to the HTTP client to the first chunk with text. Inter-token
-latency (ITL): the gaps between successive chunks with text. A request counts only if it brought every token asked for.
+Time to first token (TTFT): from handing the request to the HTTP client to the first chunk with text.
+Inter-token latency (ITL): the gaps between successive chunks with text. A request counts only if it brought
+every token asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What to ask: `num_tokens` of answer to `messages`. `kind` groups requests of a mixed row in the results."""
+    """What to ask: `num_tokens` of answer to `messages`. `kind` groups requests of a mixed row in the
+    results.
+    """
 
     messages: list[Message]
     num_tokens: int
@@ -31,13 +35,15 @@ class ChatRequest:
 
 @dataclass
 class TimedAnswer:
-    """What came back. Instants are seconds of one clock; failure is empty exactly if the answer is complete."""
+    """The answer to one request. Instants are seconds of one clock; `failure` is empty exactly if the answer
+    is complete.
+    """
 
     kind: str
     started_at: float = 0.0
     chunks_at: list[float] = field(default_factory=list)  # arrival of each chunk with text
     ended_at: float = 0.0
-    num_prompt_tokens: int = 0  # this and the next: the server's count
+    num_prompt_tokens: int = 0  # this count and the next are the server's
     num_tokens: int = 0
     text: str = ""
     failure: str = ""
@@ -53,7 +59,7 @@ class TimedAnswer:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server answers, and what it must be told beside the common fields to force an answer's length."""
+    """A server's address, and the fields that it needs beside the common ones to force an answer's length."""
 
     url: str
     model_id: str
@@ -72,12 +78,12 @@ class Endpoint:
         }
 
     def fields_for(self, num_tokens: int) -> dict[str, Any]:
-        """`extra_fields`, where a None stands for the number of tokens."""
+        """`extra_fields`, with `num_tokens` in the place of each None."""
         return {name: num_tokens if value is None else value for name, value in self.extra_fields.items()}
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A connection per request, as many as asked for; the caller bounds the time."""
+    """One connection per request, without a limit on their number; the caller bounds the time."""
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -91,9 +97,9 @@ async def ask(
     request: ChatRequest,
     record: TimedAnswer | None = None,
 ) -> TimedAnswer:
-    """Never raises for what a server does, only when cancelled; a refusal or a broken stream is the record's failure.
+    """Raises nothing for what a server does; a refusal or a broken stream becomes the answer's `failure`.
 
-    Who wants to watch the answer grow passes the `record` that it is written to.
+    A caller that reads the answer while it arrives passes the `record` that it is written to.
     """
     data = json.dumps(endpoint.body(request)).encode()  # before the clock starts
     headers = {"Content-Type": "application/json"}
@@ -114,7 +120,7 @@ async def ask(
 
 
 def judge(record: TimedAnswer, num_tokens: int) -> None:
-    """A complete answer has every token asked for, and text; else the record gets its failure."""
+    """Sets `failure` unless the answer has every token asked for, and text."""
     if record.failure:
         return
     if record.num_tokens != num_tokens:
@@ -124,7 +130,7 @@ def judge(record: TimedAnswer, num_tokens: int) -> None:
 
 
 async def read_stream(lines: AsyncIterable[bytes], record: TimedAnswer, clock: Clock) -> None:
-    """Server-sent events into the record, line by line. Raises ValueError for data that is not JSON."""
+    """Reads server-sent events line by line into the record. Raises ValueError for data that is not JSON."""
     async for line in lines:
         if not line.startswith(b"data:"):
             continue

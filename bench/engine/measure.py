@@ -1,6 +1,7 @@
-"""A closed loop of dialogues against one running server, and the numbers that come out of it.
+"""A closed loop of dialogues against one running server, and the figures computed from it.
 
-`concurrency` clients take dialogues from one list; each waits for an answer before it asks again.
+`concurrency` clients take dialogues from one list; each client sends its next request when it has the answer
+to the last.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ WARM_UP_CONCURRENCY = 4
 
 @dataclass(frozen=True)
 class RowResult:
-    """One row of one server in one repetition. Times of complete answers only; a failed request is no answer."""
+    """One row of one server in one repetition. Times are those of complete answers; a failed request is not
+    an answer.
+    """
 
     server: str
     row: str
     concurrency: int
     repetition: int
     num_requests: int
-    num_failed: int  # refused, broken off, too short or not finished in time
+    num_failed: int  # refused, interrupted, too short or not finished in time
     failures: tuple[str, ...]  # the first three different ones
     num_prompt_tokens: int
     num_tokens: int
@@ -44,7 +47,7 @@ class RowResult:
     itl_p99_s: float
     wall_s: float
     server_cpu_s: float
-    server_cpu_by_role_s: Mapping[str, float]  # parts of it
+    server_cpu_by_role_s: Mapping[str, float]  # parts of `server_cpu_s`
     client_cpu_s: float
     other_cores: float
     start_s: float  # the server's, from its command to /health
@@ -53,7 +56,9 @@ class RowResult:
 async def closed_loop(
     endpoint: Endpoint, dialogues: Sequence[Dialogue], concurrency: int, timeout_s: float = ROW_TIMEOUT_S
 ) -> list[TimedAnswer]:
-    """Records of the requests that ended, complete or not. What is not asked or not finished in time has none."""
+    """Records of the requests that ended, complete or not. A request that is not sent or not finished in time
+    has no record.
+    """
     records: list[TimedAnswer] = []
     waiting = iter(dialogues)
     async with open_session() as session:
@@ -133,7 +138,9 @@ def summarise(
 
 
 def warm_up(server: RunningServer, rows: Sequence[LoadRow], prompts: Prompts) -> None:
-    """Short answers to prompts of each row's size, alone and side by side: what is compiled or allocated once, is now."""
+    """Short answers to prompts of each row's size, one at a time and concurrently, so that nothing is
+    compiled or first allocated while times are taken.
+    """
     for row in rows:
         for concurrency in (1, WARM_UP_CONCURRENCY):
             dialogues = [

@@ -1,9 +1,11 @@
 """Which processes belong to a server and what they cost. Linux: reads /proc.
 
-Every server is started as the leader of a session and with a mark in its environment; its children inherit both. Ray's
-daemons leave the session and keep the mark; vllm's processes write their title over their environment and keep the session.
+Every server is started as the leader of a session and with a mark in its environment; its children inherit
+both. Ray's daemons leave the session and keep the mark; vllm's processes write their title over their
+environment and keep the session.
 
-A process's role is read off its command line, which Ray replaces by a title: `ray::ServeReplica:<application>:<deployment>`.
+A process's role is taken from its command line, which Ray replaces by a title:
+`ray::ServeReplica:<application>:<deployment>`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _REPLICA = re.compile(r"^ray::ServeReplica:[^:]*:(\w+)")
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """What tells one server's processes from all others."""
+    """What distinguishes the processes of one server from all others."""
 
     token: str  # value of VARIABLE
     session_id: int
@@ -48,14 +50,13 @@ class CpuUsage:
 
 @dataclass(frozen=True)
 class CpuCost:
-    """What ran between two readings."""
+    """CPU seconds between two readings."""
 
     wall_s: float
     server_cpu_by_role_s: Mapping[str, float]
     client_cpu_s: float
-    other_cores: (
-        float  # used by neither: when it is not near 0 the machine was shared and times are worth little
-    )
+    # Used by neither server nor client. If it is not near 0, other programs used the machine.
+    other_cores: float
 
     @classmethod
     def between(cls, before: CpuUsage, after: CpuUsage) -> CpuCost:
@@ -71,7 +72,7 @@ class CpuCost:
 
 
 def pids_of(mark: ProcessMark) -> list[int]:
-    """Living processes of this server."""
+    """Processes of this server that are alive."""
     wanted = f"{VARIABLE}={mark.token}".encode()
     found = []
     for folder in PROC.iterdir():
@@ -85,7 +86,7 @@ def pids_of(mark: ProcessMark) -> list[int]:
 
 
 def cpu_by_role(pids: list[int]) -> dict[str, float]:
-    """Seconds so far of the processes that still live."""
+    """CPU seconds so far of the processes that are still alive."""
     ticks: dict[str, int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -116,7 +117,7 @@ def machine_cpu_s() -> float:
 
 
 def end_all(mark: ProcessMark, patience_s: float = 5.0) -> None:
-    """SIGTERM, then SIGKILL to what has the mark. Blocks; may be repeated."""
+    """SIGTERM, then SIGKILL to every process with the mark that is left. Blocks; may be repeated."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + patience_s
         while (pids := pids_of(mark)) and time.monotonic() < deadline:

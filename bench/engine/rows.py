@@ -1,4 +1,4 @@
-"""The load: which dialogues a row of the table consists of. Pure; everything follows from a seed and a key."""
+"""The load: the dialogues of each row of the table. Pure; everything follows from a seed and a key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class DialogueTurn:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Turns asked one after the other, each with all that was said before; a single request is one turn."""
+    """Turns asked one after the other; each request repeats the dialogue so far. A single request is a
+    dialogue of one turn.
+    """
 
     opening: tuple[Message, ...]
     turns: tuple[DialogueTurn, ...]
@@ -59,7 +61,7 @@ def text(num_prompt_tokens: int, num_tokens: int) -> Maker:
 
 
 def image(prompts: Prompts, key: Key, idx: int) -> Dialogue:
-    """16 tokens of text after a 224² image nobody has sent before; 32 tokens of answer."""
+    """A new 224² image and 16 tokens of text; 32 tokens of answer."""
     picture = prompts.image(IMAGE_SIDE, *key, idx)
     return _single(DialogueTurn(user(prompts.text(16, *key, idx), picture), 32, "image"))
 
@@ -70,7 +72,9 @@ def mixed(prompts: Prompts, key: Key, idx: int) -> Dialogue:
 
 
 def session(prompts: Prompts, key: Key, idx: int) -> Dialogue:
-    """A system prompt that all dialogues share, one of two images in the first turn, four turns of 32 tokens."""
+    """A system prompt that all dialogues share, one of two images in the first turn, four turns of 32
+    tokens.
+    """
     opening = {"role": "system", "content": prompts.text(256, *key, "system")}
     picture = prompts.image(IMAGE_SIDE, *key, idx % 2)
     turns = []

@@ -1,7 +1,8 @@
-"""`python -m bench.engine run`: every server alone on the same cores, in turn, and that several times over.
+"""`python -m bench.engine run`: every server alone on the same cores, one after the other, in several
+repetitions.
 
-A repetition starts each server once per model, so all systems' figures of one row and repetition are minutes apart; who
-begins changes with the repetition. Results are appended as JSON lines as they come.
+A repetition starts each server once per model, so the figures of one row and repetition are minutes apart for
+all systems. Each repetition begins with another server. Results are appended as JSON lines as they come.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def run(
     repeat: int,
     seed: int,
 ) -> None:
-    """`names`: rows and special measures. A server that does not start is reported and left out of that repetition."""
+    """`names`: rows and special measurements. A server that does not start is reported and skipped in that
+    repetition.
+    """
     prompts = Prompts(seed)
     rows = [row for row in ROWS if row.name in names]
     models = list(dict.fromkeys(row.model for row in rows))

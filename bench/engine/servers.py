@@ -1,7 +1,7 @@
 """How each server is started on the same model and cores, and a context in which one runs.
 
-A plan is data: command, environment, where it answers. `running` starts it in a process group of its own, waits for
-/health, and ends it whatever happens.
+A plan is data: command, environment, address. `running` starts it in a process group of its own, waits for
+/health, and ends it also after an exception.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RunningServer:
 
 
 def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] | None = None) -> ServerPlan:
-    """`overrides`: args of our cluster beside the usual ones; peers take none."""
+    """`overrides`: arguments of our cluster beside the usual ones; not for peers."""
     setup.work.mkdir(parents=True, exist_ok=True)
     log = setup.work / f"{name}-{model}.log"
     extra: dict[str, Any] = {}  # see Endpoint: None stands for the number of tokens
@@ -100,7 +100,9 @@ def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] 
 
 
 def cluster_config(setup: Setup, model: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A Serve configuration: deploy/cluster.yaml with another model and dtype, and the threads of this run."""
+    """A Serve configuration: deploy/cluster.yaml with another model and dtype, and the threads of this
+    run.
+    """
     encode, prefill, decode = setup.threads
     args: dict[str, Any] = {
         "model": str(setup.models / model),
@@ -141,7 +143,7 @@ def vllm_command(setup: Setup, model: str) -> list[str]:
 
 
 def vllm_environment(setup: Setup) -> dict[str, str]:
-    """Without the binding vllm keeps a core back; without the preloaded libraries it is slower."""
+    """Without the binding vllm leaves a core unused; without the preloaded libraries it is slower."""
     scripts = setup.peers[VLLM].parent
     return {
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
@@ -163,7 +165,9 @@ def llama_command(setup: Setup, model: str) -> list[str]:
 
 @contextlib.contextmanager
 def running(plan: ServerPlan) -> Iterator[RunningServer]:
-    """The server, ready, until the block ends. Raises ServerError if it is not ready in time."""
+    """Yields the server when it is ready and ends it with the block. Raises ServerError if it is not ready in
+    time.
+    """
     if is_healthy(plan.endpoint.url):
         raise ServerError(f"something answers at {plan.endpoint.url} already")
     token = uuid.uuid4().hex
@@ -206,7 +210,7 @@ def is_healthy(url: str) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes], mark: ProcessMark) -> None:
-    """SIGTERM to the command, time to clean up, then everything that has the mark. Blocks."""
+    """SIGTERM to the command, time to clean up, then the end of every process with the mark. Blocks."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,11 +1,13 @@
-"""Two questions about the cluster alone: does a long prefill or an image disturb who only wants text?
+"""Two questions about the cluster alone: does a long prefill, and does an image, slow down requests for text
+only?
 
-`itl-under-video`: four text streams run; a video of 7,680 tokens is sent whose embeddings the encoder still has, so that
-what passes is its prefill. The gaps of the streams before and during it, with the usual chunk budget and with one so
-large that the prompt is one chunk.
+`itl-under-video`: four text streams run. A video of 7,680 tokens is sent whose embeddings the encoder still
+has, so only its prefill can disturb the streams. Compares the gaps of the streams before and during it, with
+the usual chunk budget and with a budget so large that the prompt is one chunk.
 
-`image-tax`: the same text load alone and with one image request to nine text requests. Loss of text throughput beyond the
-share that the additional tokens have in all tokens; and text TTFT beside TTFT alone.
+`image-tax`: the same text load alone, and with one image request to nine text requests. Reports the loss of
+text throughput beyond the share that the additional tokens have in all tokens, and text TTFT beside TTFT of
+the text load alone.
 """
 
 from __future__ import annotations
@@ -28,16 +30,15 @@ from cluster.simulator.results import percentile
 
 VIDEO_FRAMES, VIDEO_SIDE, VIDEO_RATE = 60, 448, 2  # 30 steps of 256 tokens
 STREAMS, STREAM_TOKENS = 4, 3000
-SETTLE_TOKENS = 16  # of each stream, before gaps count
+SETTLE_TOKENS = 16  # of each stream; gaps before them do not count
 QUIET_S = 6.0
 VIDEO_TIMEOUT_S = 300.0
 BUDGETS: dict[str, dict[str, Any]] = {
     "chunked": {},
     "unchunked": {"prefill": {"max_batch_tokens": 8192, "step_target_s": VIDEO_TIMEOUT_S}},
 }
-PATIENT: dict[str, Any] = {
-    "door": {"first_token_timeout_s": VIDEO_TIMEOUT_S}
-}  # the door's own would end the video
+# The door's own timeout would end the video's request.
+PATIENT: dict[str, Any] = {"door": {"first_token_timeout_s": VIDEO_TIMEOUT_S}}
 TAX_CONCURRENCY, TAX_REQUESTS, TAX_IMAGE_EVERY = 8, 45, 9
 TEXT_LOAD = text(128, 64)
 
@@ -118,14 +119,16 @@ async def _until_settled(streams: Sequence[TimedAnswer], tasks: Sequence[asyncio
 
 
 async def _until_each_went_on(streams: Sequence[TimedAnswer], ended_at: float) -> None:
-    """Who stood still all the time shows it in the gap that ends now."""
+    """Waits for the next chunk of each stream: the gap of a stream that was blocked by the video ends only
+    then.
+    """
     deadline = time.perf_counter() + QUIET_S
     while any(stream.chunks_at[-1] <= ended_at for stream in streams) and time.perf_counter() < deadline:
         await asyncio.sleep(0.01)
 
 
 def _video_request(prompts: Prompts, clip: Part, *key: object) -> ChatRequest:
-    """The text stands first and differs: no prefix is known, whatever was computed for the clip before."""
+    """The message begins with a text of its own, so the prefix cache has none of the clip."""
     before, after = ({"type": "text", "text": prompts.text(16, *key, place)} for place in ("before", "after"))
     message: Message = {"role": "user", "content": [before, clip, after]}
     return ChatRequest([message], 1, "video")
@@ -154,7 +157,7 @@ def image_tax(setup: Setup, prompts: Prompts, repetition: int) -> Iterator[Findi
 
 
 def with_images(prompts: Prompts, key: tuple[object, ...]) -> list[Dialogue]:
-    """TAX_REQUESTS text dialogues, and after every ninth an image."""
+    """TAX_REQUESTS text dialogues, with an image after every ninth."""
     dialogues = []
     for idx in range(TAX_REQUESTS):
         dialogues.append(TEXT_LOAD(prompts, key, idx))

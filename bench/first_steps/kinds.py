@@ -18,7 +18,7 @@ ANSWER_TIMEOUT_S = 120.0
 
 
 def run_all(folder: Path) -> Iterator[tuple[str, ReadyServer, str]]:
-    """Kind, start, answer. Raises RuntimeError for one that does not start or answer."""
+    """Kind, start, answer. Raises RuntimeError for a kind that does not start or answer."""
     for kind, (make, shown) in KINDS.items():
         model = make(folder / kind.replace(" ", "_").replace(",", ""))
         with running([*SERVE, str(write_config(folder))], str(model), folder) as ready:

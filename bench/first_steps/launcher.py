@@ -1,4 +1,4 @@
-"""The command `epdg serve` as a user runs it: a process, its lines, its end."""
+"""The command `epdg serve` as a user runs it: start, output and end of its process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FailedStart:
 
     code: int
     seconds: float
-    cpu_seconds: float  # of the command and all that it waited for
+    cpu_seconds: float  # of the command and the child processes that it waited for
     progress: tuple[str, ...]  # lines on stdout
     errors: tuple[str, ...]  # lines on stderr
 
@@ -53,7 +53,7 @@ class ReadyServer:
 def write_config(
     folder: Path, args: Mapping[str, Any] | None = None, port: int | None = None, **sections: Any
 ) -> Path:
-    """deploy/cluster.yaml on a free port."""
+    """deploy/cluster.yaml with a free port."""
     content = yaml.safe_load(CLUSTER.read_text())
     content["http_options"]["port"] = free_port() if port is None else port
     content["applications"][0]["args"] = dict(args or {})
@@ -84,7 +84,9 @@ def run_until_end(config: Path, model: str | None, environment: Mapping[str, str
 def running(
     command: Sequence[str], model: str | None, cwd: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[ReadyServer]:
-    """From `ready in …` until Ctrl-C. Raises RuntimeError with what was printed when it does not get ready."""
+    """Yields when `ready in …` was printed; sends SIGINT when the block ends. Raises RuntimeError with the
+    output if it does not get ready.
+    """
     process = subprocess.Popen(
         list(command),
         env=_environment(model, environment or {}),
@@ -121,7 +123,7 @@ def _cpu_of_children() -> float:
 
 
 def _environment(model: str | None, more: Mapping[str, str]) -> dict[str, str]:
-    """This process's, with the code of this checkout and one model."""
+    """This process's environment, with the code of this checkout and one model."""
     kept = {name: value for name, value in os.environ.items() if name != "EPDG_MODEL"}
     chosen = {} if model is None else {"EPDG_MODEL": model}
     return {**kept, "PYTHONPATH": str(REPOSITORY), **chosen, **more}

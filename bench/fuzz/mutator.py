@@ -1,10 +1,10 @@
-"""Requests that are almost right. Equal seeds give equal requests, whatever was sent before.
+"""Almost valid requests. Equal seeds and numbers give equal requests, independent of what was sent before.
 
 tree     some values of the JSON are replaced, removed, repeated, wrapped, swapped or moved
 media    bytes of a media file are flipped, cut or repeated behind its valid header
 bytes    bytes of the JSON text are flipped, cut, inserted or removed
 wire     headers, methods, lengths and chunks that do not fit the body
-valid    nothing is wrong: the cluster goes on serving
+valid    nothing is wrong: the cluster must answer it
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ Node = tuple[Any, Any]  # (container, key or index)
 
 @dataclass(frozen=True)
 class HttpCase:
-    """One request. `length`: what content-length says; None: the body is sent in chunks of `chunk_bytes`."""
+    """One request. `length`: the content-length header; if it is None, the body is sent in chunks of
+    `chunk_bytes`.
+    """
 
     kind: str
     path: str
@@ -46,7 +48,7 @@ class HttpCase:
     headers: tuple[tuple[str, str], ...] = (("content-type", "application/json"),)
     length: int | None = None
     chunk_bytes: int = 0
-    is_cut: bool = False  # the client leaves before the body is over
+    is_cut: bool = False  # the client disconnects before the end of the body
 
 
 class Mutator:
@@ -63,7 +65,7 @@ class Mutator:
             seed = rng.choice([each for each in self._seeds if _files(each.body)])
         body = copy.deepcopy(seed.body)
         if kind == "tree":
-            with contextlib.suppress(RecursionError):  # it nests too deep to be copied once more
+            with contextlib.suppress(RecursionError):  # nested too deeply to be copied again
                 for _ in range(rng.choice((1, 1, 1, 2, 3, 5))):
                     _change(rng, body, rng.choice(self._seeds).body)
         if kind == "media":
@@ -78,7 +80,9 @@ class Mutator:
 
 
 def _written(rng: random.Random, body: Any) -> bytes:
-    """Sometimes as UTF-8, sometimes escaped; lone surrogates can only be escaped, and what nests too deep is all nesting."""
+    """UTF-8 or escaped. Lone surrogates can only be escaped; a body nested too deeply for JSON becomes pure
+    nesting.
+    """
     try:
         return json.dumps(body, ensure_ascii=rng.random() < 0.5).encode()
     except UnicodeEncodeError:
@@ -88,7 +92,7 @@ def _written(rng: random.Random, body: Any) -> bytes:
 
 
 def _nodes(value: Any) -> list[Node]:
-    """Every value inside, with its place."""
+    """Every value inside, as (container, key)."""
     found: list[Node] = []
     waiting = [value]
     while waiting:
@@ -108,7 +112,7 @@ def _files(body: Any) -> list[Node]:
 
 
 def _change(rng: random.Random, body: Any, other: Any) -> None:
-    """One operation on one value. `other`: another request, to take values from."""
+    """One operation on one value. `other`: another request whose values may be used."""
     nodes = _nodes(body)
     if not nodes:
         return
@@ -151,7 +155,7 @@ def _change(rng: random.Random, body: Any, other: Any) -> None:
 
 
 def _broken_file(rng: random.Random, url: str) -> str:
-    """Its data changed; now and then the base64 itself."""
+    """The data URI with its data changed; sometimes the base64 text itself is changed."""
     start = url.find(",") + 1
     data = bytearray(base64.b64decode(url[start:]))
     operation = rng.choice(("flip", "flip", "flip", "cut", "repeat", "zero", "base64"))

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 request as bytes, right or wrong, and what comes back. A connection each, closed by the server or after the answer."""
+"""One HTTP/1.1 request as bytes, valid or not, and the reply. Each request has a connection of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT_S = 150.0
 
 @dataclass(frozen=True)
 class Reply:
-    """`status`: 0 where none came. `error`: what ended the connection instead."""
+    """`status`: 0 if no answer came; then `error` says how the connection ended."""
 
     status: int
     headers: dict[str, str]
@@ -27,7 +27,7 @@ class Reply:
 
 
 async def send(url: str, case: HttpCase) -> Reply:
-    """Never raises."""
+    """Raises nothing."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -42,7 +42,7 @@ async def send(url: str, case: HttpCase) -> Reply:
 
 async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, case: HttpCase) -> Reply:
     reading = asyncio.ensure_future(_read(reader))
-    with contextlib.suppress(OSError):  # refused early: the answer is there
+    with contextlib.suppress(OSError):  # the server refused before it read all: the answer has been sent
         await _write(writer, case)
     if case.is_cut:
         writer.write_eof()

@@ -9,8 +9,8 @@
     python -m bench.transfer table results.jsonl
     python -m bench.transfer plot  results.jsonl --out results.svg
 
-`lanes` measures what `bench/transfer/lanes.py` describes, `hidden` what `hidden.py` does, with a model such as text-0.5b of
-`python -m bench.engine models`, `accuracy` what `accuracy.py` does. All append to the file.
+`lanes` measures what `bench/transfer/lanes.py` describes, `hidden` what `hidden.py` does, with a model such
+as text-0.5b of `python -m bench.engine models`, `accuracy` what `accuracy.py` does. All append to the file.
 """
 
 from __future__ import annotations

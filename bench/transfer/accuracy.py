@@ -1,21 +1,26 @@
-"""What coded KV does to a model's answers: the demo model's evaluation set, asked of two halves with a hand-over in between.
+"""How coded KV changes a model's answers: the demo model's evaluation set, with a hand-over between two
+halves of the model.
 
-Encoder half, prefill into one block memory, hand-over of the prompt's blocks to a second one through the sender and receiver that
-serve (whole groups of 64 tokens coded, the rest as it is), greedy decoding from the second. fp32 on the CPU, one process.
+Encoder half, prefill into one block memory, hand-over of the prompt's blocks to a second memory, greedy
+decoding from the second. The hand-over uses the sender and receiver of the services (whole groups of 64
+tokens coded, the rest as it is). fp32 on the CPU, one process.
 
-The hand-over over `raw` is what the others are compared with:
+The other codecs are compared with the hand-over over `raw`:
 
-    right          whole answers equal to the one that counts, as `deploy.demo_model.training.evaluate` judges
+    right          whole answers equal to the right one, as `deploy.demo_model.training.evaluate` judges
     lost, won      answers that are right over raw and wrong over this codec, and the other way round
-    positions      tokens of the raw answer that are predicted over KV that travelled
+    positions      tokens of the raw answer that are predicted over transferred KV
     same_top       those whose likeliest token is the raw answer's, with the raw answer as input
     same_answers   whole greedy answers equal to the raw ones
     divergence     nats, Kullback-Leibler, mean over positions
 
-Prompts: "short" is the evaluation set as it is; prefill draws the first token, which no codec can change, so it is no position.
-"long" is harsher than serving: a conversation about text stands before the question and its media, drawn so that hardly a
-token is left over behind the last whole group, and decode runs the prompt's last token again, so that the first token rests on
-KV that travelled as well. The model has not learnt media behind such turns: over raw, too, it is right less often.
+"short" prompts are the evaluation set as it is. Prefill draws the first token, which no codec can change, so
+it is no position.
+
+"long" prompts are harsher than serving. A conversation about text stands before the question and its media,
+drawn so that hardly a token is left over behind the last whole group. Decode also runs the prompt's last
+token again, so that the first token, too, depends on transferred KV. The model was not trained on media
+behind such turns: over raw, too, it is right less often.
 """
 
 from __future__ import annotations
@@ -54,15 +59,16 @@ Carrier = Literal["raw"] | CodecName
 Prompts = Literal["short", "long"]
 BATCH = 32
 MAX_TOKENS = 512  # of a prompt and its answer
-RUBBISH = 1e4  # in the second memory before anything arrives: what is read and did not travel must show
+# Fills the second memory before anything arrives, so that reading a block that did not travel changes answers.
+RUBBISH = 1e4
 EARLIER_TURNS = 3
-NUM_DRAWS = 64  # of earlier turns, of which those are taken that leave the fewest tokens over
+NUM_DRAWS = 64  # of earlier turns; the draw that leaves the fewest tokens over is used
 TTL_S = 60.0
 
 
 @dataclass(frozen=True)
 class EvaluationPrompt:
-    """A prompt that prefill can run, and the answer that counts."""
+    """A prompt that prefill can run, and its right answer."""
 
     prompt: Prompt
     positions: PromptPositions
@@ -76,31 +82,31 @@ class EvaluationPrompt:
 
 @dataclass
 class PlacedPrompt:
-    """A prompt whose KV lies in both memories."""
+    """A prompt with its blocks in both memories."""
 
     asked: EvaluationPrompt
     source: list[int]  # blocks, of the prompt and the answer
     target: list[int]
-    first_token: int = -1  # as prefill draws it
-    start: int = 0  # tokens whose KV is taken as it arrived; decode runs what follows
+    first_token: int = -1  # drawn by prefill
+    start: int = 0  # tokens whose KV is used as it arrived; decode computes the rest
 
     def given(self, answer: Sequence[int]) -> list[int]:
-        """What decode runs when the answer is known: every token but the last from `start` on."""
+        """Tokens that decode runs if the answer is known: all from `start` on but the last."""
         return [*self.asked.prompt.token_ids, *answer][self.start : -1]
 
     def predicted(self, answer: Sequence[int]) -> list[int]:
-        """What should follow each token of `given`."""
+        """The tokens that follow each token of `given`."""
         return [*self.asked.prompt.token_ids, *answer][self.start + 1 :]
 
     def is_over(self, line: Sequence[int], end_ids: Sequence[int]) -> bool:
-        """`line`: the prompt with what was generated."""
+        """`line`: the prompt and the generated tokens."""
         num_generated = len(line) - self.asked.num_tokens
         return num_generated == MAX_NEW_TOKENS or (num_generated > 0 and line[-1] in end_ids)
 
 
 @dataclass(frozen=True)
 class BatchOutcome:
-    """Of one batch over one carrier."""
+    """Of one batch and one codec."""
 
     answers: list[list[int]]  # greedy, with the end token
     is_right: list[bool]
@@ -120,7 +126,7 @@ class CodecScore:
     prompt_tokens: int = 0
     coded_tokens: int = 0
     coded_prompts: int = 0  # with at least one coded group
-    raw_bytes: int = 0  # that travelled as they are
+    raw_bytes: int = 0  # transferred without coding
     coded_bytes: int = 0
 
 
@@ -128,7 +134,7 @@ class CodecScore:
 
 
 class ModelHalves:
-    """The two halves of a model folder with the text and media processing that stand before them."""
+    """The two halves of a model folder, and the text and media processing before them."""
 
     def __init__(self, folder: Path):
         media = MediaProcessor.load(folder)
@@ -200,10 +206,12 @@ def conversation(sample: Sample, earlier: Sequence[Turn]) -> list[ChatMessage]:
 
 
 class HandOver:
-    """Two movers of one process, one over the memory that prefill writes, one over that which decode reads."""
+    """Two transfer engines in one process: one over the memory that prefill writes, one over the memory that
+    decode reads.
+    """
 
     def __init__(self, carrier: Carrier, source: BlockMemory, target: BlockMemory):
-        """Before the memories hold anything: making a wire measures the codec in them."""
+        """The memories must be empty: making a wire measures the codec in them."""
         network, self._events = InProcessNetwork(), []
         num_tokens = source.num_blocks * source.layout.segments[0].rows
         wires = [None if carrier == "raw" else Wire(kv, carrier, num_tokens) for kv in (source, target)]
@@ -219,7 +227,7 @@ class HandOver:
         )
 
     def carry(self, source: Sequence[int], target: Sequence[int], num_tokens: int, score: CodecScore) -> None:
-        """The blocks of one prompt. RuntimeError if they do not arrive."""
+        """Transfers the blocks of one prompt. Raises RuntimeError if they do not arrive."""
         before, number = self._writer.sent, len(self._events)
         grant = self._owner.grant(f"lease-{number}", target, [0] * len(target), TTL_S, [num_tokens])
         outgoing = self._writer.open(grant.received(SystemClock().now()))
@@ -243,7 +251,7 @@ class HandOver:
 
 
 class Comparison:
-    """Both memories, and between them a hand-over for each carrier; `raw` is always among them, and first."""
+    """Both memories, and a hand-over between them for each codec; the first is always `raw`."""
 
     def __init__(self, halves: ModelHalves, carriers: Sequence[Carrier]):
         language = halves.language
@@ -306,7 +314,7 @@ class Comparison:
             self._hand_overs[carrier].carry(each.source[:count], each.target[:count], num_tokens, score)
 
     def _logprobs(self, placed: Sequence[PlacedPrompt], answers: Sequence[Sequence[int]]) -> Tensor:
-        """What decode predicts after each token that it runs when these are the answers."""
+        """The predictions of decode after each token that it runs, given these answers."""
         chunks = []
         for each, answer in zip(placed, answers, strict=True):
             given = each.given(answer)
@@ -360,7 +368,7 @@ def measure(
     prompts: Sequence[Prompts],
     tasks: Sequence[str],
 ) -> Iterator[dict[str, object]]:
-    """A record for each kind of prompts, task and carrier."""
+    """A record for each kind of prompts, task and codec."""
     comparison = Comparison(halves, carriers)
     for kind in prompts:
         for task in tasks:

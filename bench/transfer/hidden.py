@@ -1,9 +1,14 @@
-"""How much of the KV transfer hides behind the prefill: a prompt goes through prefill and decode over a link of a given speed, once
-layer by layer while prefill computes, once after it, once with what would not hide left to decode to compute.
+"""How much of the KV transfer hides behind the prefill.
 
-One process, real services and engines; the in-process agent with a link: bytes count as arrived when the link could have
-carried them. What shows of a transfer is the time from prefill's first token to the lease's completion at decode. Hidden
-share: 1 - (what shows, pipelined) / (what shows when nothing is sent before the first token).
+A prompt goes through prefill and decode over a link of a given speed, in three modes:
+* pipelined: layer by layer while prefill computes;
+* after prefill: everything is sent after the first token;
+* recomputed: as pipelined, but decode computes the part that would not hide.
+
+One process, real services and engines; the in-process agent with an emulated link: bytes count as arrived
+when the link could have carried them. The visible time of a transfer is the time from prefill's first token
+to the lease's completion at decode. Hidden share: 1 - (visible time, pipelined) / (visible time, after
+prefill).
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ TIMEOUT_S = 300.0
 
 
 class SlowLink:
-    """An agent whose writes take as long as a link of `bytes_per_s` would, one after the other."""
+    """An agent whose writes take as long as on a link of `bytes_per_s`, one after the other."""
 
     def __init__(self, agent: Any, link: EmulatedLink):
         self._agent = agent
@@ -84,7 +89,7 @@ class RequestTimes:
 
 
 class NoPush:
-    """In the place of `StepPush`: nothing goes while the step runs."""
+    """Replaces `StepPush`: nothing is sent while the step runs."""
 
     def __init__(self, *_: object):
         pass
@@ -127,7 +132,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 @asynccontextmanager
 async def cluster(args: ClusterArgs, link: EmulatedLink, times: RequestTimes):
-    """Prefill, decode and a door in this process. `times` is filled in by whichever request runs."""
+    """Prefill, decode and a door in this process. `times` receives the times of the request that runs."""
     network = InProcessNetwork()
     unique = secrets.token_hex(4)
     with patch(
@@ -182,8 +187,9 @@ async def _ask(door: Door, num_tokens: int, draw: random.Random, times: RequestT
 async def measure(
     args: ClusterArgs, lengths: Sequence[int], links: Sequence[float], repeats: int
 ) -> list[dict[str, object]]:
-    """`links`: GB/s. Each length is computed once over each link before the clock starts, so that its speed is known; modes take
-    turns."""
+    """`links`: GB/s. Before the clock starts, each length is computed once over each link, so that the
+    cluster knows its speed. The modes alternate.
+    """
     records: list[dict[str, object]] = []
     times, link, draw = RequestTimes(), EmulatedLink(1e12), random.Random(0)
     async with cluster(args, link, times) as door:

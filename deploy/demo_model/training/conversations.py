@@ -1,6 +1,7 @@
 """Training rows of the joint stage: conversations about media, as token ids, labels and encoder inputs.
 
-A `Row` holds one conversation. `collate` pads rows of like length into one model input; only answers carry labels.
+A `TrainingRow` holds one conversation. `collate` pads rows of like length into one model input; only answers carry
+labels.
 """
 
 import random
@@ -234,7 +235,9 @@ class RowMaker:
 
 
 def collate(rows: Sequence[TrainingRow], pad_id: int, features: MediaFeatures) -> dict[str, torch.Tensor]:
-    """The model's keyword arguments for the rows, padded on the right, and "answer_weights" like the labels."""
+    """The model's keyword arguments for the rows, padded on the right, and "answer_weights" like the
+    labels.
+    """
     longest = max(len(row.ids) for row in rows)
     ids = torch.full((len(rows), longest), pad_id)
     labels = torch.full((len(rows), longest), NO_LABEL)

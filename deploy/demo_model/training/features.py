@@ -28,7 +28,9 @@ class MediaFeatures:
         self._window = torch.hann_window(FOURIER_LENGTH)
 
     def patchify(self, frames: np.ndarray) -> tuple[torch.Tensor, list[int]]:
-        """[T, H, W, 3] uint8 -> ([N, 384] float32, grid [t, h, w] in patches); a single frame counts as two."""
+        """[T, H, W, 3] uint8 -> ([N, 384] float32, grid [t, h, w] in patches); a single frame counts as
+        two.
+        """
         side, merge, depth = PATCHES["patch_size"], PATCHES["merge_size"], PATCHES["temporal_patch_size"]
         pixels = torch.from_numpy(np.array(frames)).permute(0, 3, 1, 2).float()
         pixels = (pixels / 255 - self._mean) / self._std

@@ -1,8 +1,8 @@
 """Stages B and C: the whole model learns to answer, with a loss on the answers only.
 
-Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches what
-stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the tokens that
-decide more weight, and drills the comparison on rows of text, which are cheap.
+Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches
+what stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the
+tokens that decide more weight, and drills the comparison on rows of text, which are cheap.
 
 Two worker processes with one thread each share every step: each draws half of the rows, and the gradients are
 averaged over Gloo. `train` starts them; rank 0 writes the checkpoints and the result.
@@ -107,7 +107,7 @@ def train_jointly(
 
 
 def starting_point(stage: str, work: Path, seed: int) -> tuple[Model, Processor]:
-    """New weights with the pretrained encoders, or what stage B left."""
+    """New weights with the pretrained encoders, or the result of stage B."""
     if stage == "refine":
         model, processor, _ = load(work / "learn")
         return model, processor

@@ -1,7 +1,8 @@
 """Stage A: give one encoder useful features with throw-away heads, before the language model sees them.
 
-Without it the joint stage stalls near chance. Vision learns shape, colour, place and motion of two-frame patches
-from pooled tokens; audio learns, for every 40 ms token, which word is being said (or none). One thread:
+Without it the joint stage stalls near chance. Vision learns shape, colour, place and motion of two-frame
+patches from pooled tokens; audio learns, for every 40 ms token, which word is being said (or none). One
+thread:
 
     python -m deploy.demo_model.training.pretrain vision --out vision.pt
 """
@@ -35,7 +36,7 @@ Losses = tuple[torch.Tensor, dict[str, float]]
 
 
 def place_of_shape(frame: np.ndarray) -> tuple[float, float]:
-    """Centre of what differs from the corner pixel, each coordinate in [-1, 1]."""
+    """Centre of the pixels that differ from the corner pixel, each coordinate in [-1, 1]."""
     different = np.abs(frame.astype(int) - frame[0, 0].astype(int)).sum(-1) > SHAPE_DIFFERENCE
     rows, columns = np.nonzero(different)
     if not len(rows):
@@ -58,7 +59,7 @@ def draw_tubelet(rng: random.Random) -> tuple[np.ndarray, int, int, int]:
 
 
 def draw_training_image(rng: random.Random, smallest_ratio: float = 0.0) -> tuple[np.ndarray, str, str]:
-    """An image at a size that the model sees; every third was a JPEG.
+    """An image at a size that the model sees; every third went through JPEG.
 
     `smallest_ratio` of the images have the smallest size, every fifth of the others was resized.
     """

@@ -1,8 +1,9 @@
-"""Spoken words from espeak-ng, through the library inside the `espeakng-loader` wheel; one process, one thread.
+"""Spoken words from espeak-ng, through the library inside the `espeakng-loader` wheel; one process, one
+thread.
 
-`speak` synthesizes one word with one voice. A `WordBank` is a fixed list of such clips drawn from a seed and kept
-on disk, so that training and evaluation never synthesize twice; `make_clip` strings words of a bank together.
-Samples are float32 in [-1, 1] at 16 kHz.
+`speak` synthesizes one word with one voice. A `WordBank` is a fixed list of such clips drawn from a seed and
+kept on disk, so that training and evaluation never synthesize twice; `make_clip` strings words of a bank
+together. Samples are float32 in [-1, 1] at 16 kHz.
 """
 
 import ctypes
@@ -124,7 +125,7 @@ class WordBank:
         return len(self._clips)
 
     def draws(self) -> set[tuple[str, Voice]]:
-        """What was spoken how, to keep another bank apart from this one."""
+        """The draw of each clip, so that another bank can avoid it."""
         return {(clip.word, clip.voice) for clip in self._clips}
 
     def draw(self, rng: random.Random, word: str | None = None) -> Spoken:
