@@ -42,7 +42,9 @@ def hidden_table(records: Iterable[Record]) -> list[str]:
     for length, link in dict.fromkeys(key[:2] for key in cells):
         pipelined, late, recomputed = (cells[length, link, mode] for mode in HIDDEN_MODES)
         shows = [_median(each, "shows_s") for each in (pipelined, late)]
-        share = statistics.median(1 - a["shows_s"] / b["shows_s"] for a, b in zip(pipelined, late, strict=True))
+        share = statistics.median(
+            1 - a["shows_s"] / b["shows_s"] for a, b in zip(pipelined, late, strict=True)
+        )
         sent = _median(recomputed, "bytes") / _median(pipelined, "bytes")
         times = (
             " · ".join(f"{1e3 * _median(cell, name):.0f}" for cell in (pipelined, late, recomputed))
