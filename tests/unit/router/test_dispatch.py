@@ -31,7 +31,7 @@ from cluster.types.messages import (
 )  # fmt: skip
 from cluster.types.request import SamplingParams, StopParams
 from cluster.types.transfer import Grant
-from router.flow.streams import Launch
+from router.streams import Launch
 from router.telemetry.timeline import RequestTimeline
 from tests.unit.router.scripted_door import ITEM, REQUEST
 
