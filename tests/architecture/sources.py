@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 PRODUCT = ("cluster", "router", "encoder_service", "prefill_service", "decode_service", "kv_transfer")
 PACKAGES = (*PRODUCT, "deploy", "bench")
@@ -105,10 +107,12 @@ def importers_of(package: str, among: Iterable[Path] = SOURCES) -> set[str]:
     }
 
 
-def over(found: dict[str, list[str]], limits: dict[str, int]) -> str:
-    """The rooms with more findings than their limit (0 where none is given), as text; empty if there are none."""
-    return "\n".join(
+def check_limits(found: dict[str, list[str]], limits: dict[str, int]) -> None:
+    """Fails for rooms with more findings than their limit (0 where none is given), and names the findings."""
+    text = "\n".join(
         f"{room}: {len(places)}, limit {limits.get(room, 0)}\n    " + "\n    ".join(places)
         for room, places in sorted(found.items())
         if len(places) > limits.get(room, 0)
     )
+    if text:
+        pytest.fail(text, pytrace=False)

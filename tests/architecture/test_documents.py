@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
@@ -21,11 +22,13 @@ from router.telemetry.metrics import DoorMetrics
 from tests.architecture.sources import (
     DOCUMENTS,
     PACKAGES,
+    PRODUCT,
     REPOSITORY,
     SOURCES,
     TESTS,
     docstrings_of,
     name_of,
+    room_of,
     text_of,
 )
 
@@ -85,6 +88,15 @@ def test_modules_and_commands_in_documents_exist():
     assert not missing, "\n".join(missing)
 
 
+def test_the_first_page_names_every_package_and_stays_one_page():
+    text = text_of(REPOSITORY / "docs" / "architecture.md")
+    rooms = {room_of(path) for path in SOURCES if name_of(path).startswith(PRODUCT)} - {"cluster"}
+    assert not {
+        room for room in rooms if f"`{room}`" not in text and f"`{room.partition('/')[0]}`" not in text
+    }
+    assert len(text.splitlines()) <= 140
+
+
 def test_settings_in_documents_exist():
     known = dict(_settings(ClusterArgs))
     rooms = {name.rpartition(".")[0] for name in known} - {""}
@@ -101,6 +113,22 @@ def test_settings_in_documents_exist():
             ):
                 missing.append(f"{name_of(path)}: {code}")
     assert not missing, "\n".join(missing)
+
+
+def test_settings_in_yaml_exist():
+    """Inline (`door: {media: {fetch: …}}`) and in blocks that begin with `args:`."""
+    unknown = []
+    for path in DOCUMENTS:
+        text = text_of(path)
+        blocks = [
+            block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if block.startswith("args:")
+        ]
+        inline = [code for code in _CODE.findall(text) if re.match(r"[a-z_]+: \{", code)]
+        for code in [*blocks, *inline]:
+            value = yaml.safe_load(code.replace("…", "null"))
+            value = value.get("args", value)
+            unknown += [f"{name_of(path)}: {name} in {code}" for name in _unknown(value, ClusterArgs)]
+    assert not unknown, "\n".join(unknown)
 
 
 def test_every_setting_is_documented_with_its_default():
@@ -192,6 +220,20 @@ def _settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, o
             yield from _settings(type(default[0]), f"{prefix}{name}.")
         else:
             yield prefix + name, default
+
+
+def _unknown(value: object, model: type[BaseModel]) -> Iterator[str]:
+    """Names in a YAML value that are no settings."""
+    if not isinstance(value, dict):
+        return
+    for name, inner in value.items():
+        info = model.model_fields.get(name)
+        if info is None:
+            yield name
+            continue
+        default = info.get_default(call_default_factory=True)
+        if isinstance(default, BaseModel):
+            yield from _unknown(inner, type(default))
 
 
 def _default(name: str, value: object) -> str:

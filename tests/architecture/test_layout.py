@@ -14,8 +14,8 @@ from tests.architecture.not_done import COMMENTS_BEHIND_BRACKETS, LONG_LINES
 from tests.architecture.sources import (
     SOURCES,
     TESTS,
+    check_limits,
     name_of,
-    over,
     room_of,
     text_of,
 )
@@ -32,7 +32,7 @@ def test_no_line_is_longer_than_110_columns():
         for number, line in enumerate(text_of(path).splitlines(), 1):
             if len(line) > MAX_COLUMNS:
                 found[room_of(path)].append(f"{name_of(path)}:{number} {len(line)}")
-    assert not over(found, LONG_LINES), over(found, LONG_LINES)
+    check_limits(found, LONG_LINES)
 
 
 def test_a_comment_that_does_not_fit_stands_above_its_line():
@@ -40,7 +40,7 @@ def test_a_comment_that_does_not_fit_stands_above_its_line():
     for path in FILES:
         for number in _comments_behind_brackets(path):
             found[room_of(path)].append(f"{name_of(path)}:{number}")
-    assert not over(found, COMMENTS_BEHIND_BRACKETS), over(found, COMMENTS_BEHIND_BRACKETS)
+    check_limits(found, COMMENTS_BEHIND_BRACKETS)
 
 
 def _comments_behind_brackets(path: Path) -> Iterator[int]:
