@@ -49,6 +49,24 @@ RIDDLES: dict[str, int] = {
     "router/telemetry": 1,
 }
 
+# comments and docstrings with a word that the glossary replaces
+OLD_WORDS: dict[str, int] = {
+    "cluster/config": 1,
+    "cluster/media": 1,
+    "cluster/scheduling": 5,
+    "cluster/simulator": 3,
+    "cluster/types": 4,
+    "cluster/worker": 7,
+    "decode_service": 9,
+    "encoder_service": 1,
+    "kv_transfer/lease": 8,
+    "prefill_service": 3,
+    "router/admission": 2,
+    "router/openai": 2,
+    "router/policy": 2,
+    "router/telemetry": 2,
+}
+
 # lines over 110 columns
 LONG_LINES: dict[str, int] = {
     "bench": 57,
@@ -85,7 +103,7 @@ LONG_LINES: dict[str, int] = {
     "router/prompts": 24,
     "router/telemetry": 17,
     "tests": 6,
-    "tests/architecture": 10,
+    "tests/architecture": 11,
     "tests/contract": 38,
     "tests/fakes": 17,
     "tests/faults": 13,
