@@ -70,12 +70,11 @@ FORBIDDEN = {
 # Names that a word of the list has for a good reason.
 ALLOWED = {
     "SingleFlight": "the field's word for calls that share one execution",
-    "IN_FLIGHT_S": "in flight is the field's word for what has been sent and not answered",
-    "_in_flight": "the same",
-    "_num_in_flight": "the same",
-    "still_in_flight": "the same",
     "items_of_earlier_turns": "a turn of a conversation",
     "num_turns": "the same",
+    "_turns": "of the round-robin policy",
+    "_last_turns": "the same",
+    "turn_to": "a verb: from one part of a timeline to the next",
     "keeps_ledger": "the HTTP field and header, which clients know",
     "_keeps_ledger": "the same",
     "LEDGER": "the same",
@@ -98,7 +97,8 @@ RIDDLE = re.compile(
 
 ORDINARY = {"following", "launch", "launched", "most", "stay", "stays", "turn", "turns"}  # fine in a sentence
 OLD = re.compile(
-    r"(?<!in )(?<!in-)(?<!single )(?<![`\w])\b(%s)\b" % "|".join(FORBIDDEN.keys() - ORDINARY), re.IGNORECASE
+    r"(?<!in )(?<!in-)(?<!single )(?<![`\w])\b({})\b".format("|".join(FORBIDDEN.keys() - ORDINARY)),
+    re.IGNORECASE,
 )
 
 
@@ -193,5 +193,6 @@ def _is_allowed(word: str, path: Path) -> bool:
 
 def _words_of(name: str) -> list[str]:
     """The words of a name, each pair of neighbours, joined as in snake_case."""
+    name = re.sub(r"in_?flight", "", name, flags=re.IGNORECASE)  # sent and not answered: the field's word
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)]
     return words + [f"{a}_{b}" for a, b in itertools.pairwise(words)]
