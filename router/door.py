@@ -30,12 +30,12 @@ from cluster.types.members import Member, Role
 from cluster.types.request import GenerateRequest, StopParams
 from router.admission.entrance import Entrance
 from router.admission.queue import AdmissionQueue, Capacity
+from router.calls import ChatCall, CompletionCall, StopRules
 from router.flow.dispatch import CallDecode, Dispatcher
 from router.flow.placing import Placing
 from router.generation import Choice
 from router.members import MemberTable, Peer
 from router.openai.limits import Limits
-from router.openai.translate import ChatCall, CompletionCall, StopRules
 from router.policy import POLICIES, ClusterView
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.intake import ByteLimits, MediaIntake

@@ -10,8 +10,8 @@ from cluster.errors import ClusterError
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.stop import StopStrings
 from cluster.types.messages import FinishReason, TokenEvent
+from router.calls import MediaNote, TextDelta, Usage
 from router.flow.streams import TokenStream
-from router.openai.protocol import MediaNote, TextDelta, Usage
 from router.prompts.builder import PreparedPrompt
 from router.telemetry.metrics import DoorMetrics
 from router.telemetry.timeline import RequestTimeline

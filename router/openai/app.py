@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ClusterError, ModelNotFoundError, RequestError
+from router.calls import ChatCall, CompletionCall
 from router.openai import render
 from router.openai.bodies import BodyBudget, BodyTimeoutError, read_body
 from router.openai.edge import Edge, HttpMetrics, lease_of, tenant_of
@@ -30,7 +31,7 @@ from router.openai.limits import PATIENCE, Patience
 from router.openai.protocol import DoorProtocol
 from router.openai.schema import ChatRequest, CompletionRequest, parse
 from router.openai.serving import Account, ClientGoneError, stream, until_disconnect, whole
-from router.openai.translate import ChatCall, CompletionCall, chat_call, completion_call
+from router.openai.translate import chat_call, completion_call
 
 log = logging.getLogger(__name__)
 BIG_BODY_BYTES = 64 * 2**10  # parsed in a thread from this size on, so that other streams go on

@@ -8,42 +8,11 @@ While `chat` or `complete` is still waiting, a client that leaves cancels the aw
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal, Protocol
-
-import msgspec
+from typing import Any, Protocol
 
 from cluster.text.defaults import GenerationDefaults
+from router.calls import ChatCall, CompletionCall, MediaNote, TextDelta, Usage
 from router.openai.limits import Limits
-from router.openai.translate import ChatCall, CompletionCall
-
-
-class TextDelta(msgspec.Struct, frozen=True):
-    """A piece of one choice's text. The last one, and only it, carries the finish reason; its text may be empty."""
-
-    text: str
-    num_tokens: int = 0
-    finish_reason: Literal["stop", "length"] | None = None
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one choice; the prompt is counted in each, the API counts it once per prompt."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0  # of the prompt
-    audio_tokens: int = 0  # of the prompt
-
-
-class MediaNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was done to one media item that the client did not ask for. It is told so, in `media` of the answer."""
-
-    item: int  # its place among the request's items
-    modality: str
-    reason: str  # "budget" or "load": it was reduced; "error": it was left out
-    num_tokens: int = 0  # that it has now
-    num_frames: int | None = None
-    max_pixels: int | None = None  # of the image, or of each frame
-    error: str | None = None
 
 
 class TimelineProtocol(Protocol):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from cluster.errors import ClusterError, InternalError
-from router.openai.protocol import MediaNote, Usage
+from router.calls import MediaNote, Usage
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode

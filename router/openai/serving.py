@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from cluster.errors import ClusterError, InternalError
+from router.calls import TextDelta
 from router.openai import render
-from router.openai.protocol import Generation, TextDelta
+from router.openai.protocol import Generation
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

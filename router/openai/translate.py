@@ -13,6 +13,7 @@ from cluster.text.chat import ChatMessage, MediaPart, TextPart
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 from cluster.types.request import SamplingParams
+from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules
 from router.openai import schema
 from router.openai.limits import Limits
 from router.openai.schema import MAX_PARTS, MAX_PRIORITY, MAX_URL_CHARS, ChatRequest, CompletionRequest
@@ -21,58 +22,6 @@ SEED_MASK = 2**64 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring choices get seeds far apart
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 ANY = Limits(min_priority=-MAX_PRIORITY)  # where no model is asked
-
-
-class StopRules(msgspec.Struct, frozen=True):
-    """When a choice ends."""
-
-    max_tokens: int | None  # None: the model's default, as far as the context has room
-    token_ids: tuple[int, ...]  # includes the model's end-of-sequence ids unless the client ignores them
-    strings: tuple[str, ...]
-    min_tokens: int = 0
-
-
-class GuidanceRules(msgspec.Struct, frozen=True):
-    """Classifier-free guidance; without a negative prompt the companion starts from the prompt's last token alone."""
-
-    scale: float
-    negative: tuple[ChatMessage, ...] | str | None
-
-
-class MediaRules(msgspec.Struct, frozen=True):
-    """What may be done about media that cost too much or cannot be used."""
-
-    max_tokens: int | None = None  # of all items together
-    is_exact: bool = False  # nothing may be reduced
-    omits_bad: bool = False  # the answer is wanted without an item that cannot be used
-
-
-class ChatCall(msgspec.Struct, frozen=True):
-    messages: tuple[ChatMessage, ...]
-    media: tuple[MediaSource, ...]  # in the order of the messages' media parts; not yet looked at
-    sampling: tuple[SamplingParams, ...]  # one per choice
-    stop: StopRules
-    guidance: GuidanceRules | None = None
-    priority: int = 0
-    stream: bool = False
-    include_usage: bool = False  # streams only: a last chunk with the usage
-    media_rules: MediaRules = MediaRules()
-    tenant: str = ""  # who pays for it, and whose fetched files it finds
-    cache_salt: str = ""  # tenant and client's salt: whose KV and embeddings it finds
-    trace_parent: str = ""  # the client's span
-
-
-class CompletionCall(msgspec.Struct, frozen=True):
-    prompts: tuple[str | tuple[int, ...], ...]
-    sampling: tuple[SamplingParams, ...]  # choice i of every prompt draws with sampling[i]
-    stop: StopRules
-    guidance: GuidanceRules | None = None
-    priority: int = 0
-    stream: bool = False
-    include_usage: bool = False
-    tenant: str = ""
-    cache_salt: str = ""
-    trace_parent: str = ""
 
 
 def chat_call(

@@ -14,8 +14,7 @@ from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.types.request import Guidance, Prompt
-from router.openai.protocol import MediaNote
-from router.openai.translate import ChatCall, GuidanceRules
+from router.calls import ChatCall, GuidanceRules, MediaNote
 from router.prompts.media import Content, Look, MediaPlanner
 from router.prompts.media_budget import Reason
 

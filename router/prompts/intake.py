@@ -24,7 +24,7 @@ from cluster.media.survey import MediaSurvey
 from cluster.media.surveyor import Surveyed, SurveyOrder
 from cluster.media.surveyors import DecodeTime, SurveyorPool
 from cluster.types.media import MediaOptions, Modality
-from router.openai.translate import ChatCall
+from router.calls import ChatCall
 from router.prompts.media import Content
 
 RETRY_AFTER_S = 5.0

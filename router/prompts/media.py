@@ -25,8 +25,7 @@ from cluster.media.sources import MediaSource
 from cluster.media.survey import probe_of
 from cluster.media.surveyor import Surveyed
 from cluster.types.media import MediaGeometry, MediaItem, MediaLayout, MediaOptions, MediaProbe, Modality
-from router.openai.protocol import MediaNote
-from router.openai.translate import MediaRules
+from router.calls import MediaNote, MediaRules
 from router.prompts.media_budget import Cut, Reason, fit
 
 

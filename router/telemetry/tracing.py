@@ -21,7 +21,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
 from cluster.clock import Clock
-from router.openai.protocol import Usage
+from router.calls import Usage
 from router.telemetry.timeline import RequestTimeline
 
 SHORTEST_S = 1e-6  # stages that took less have no span

@@ -14,8 +14,7 @@ from cluster.media.settings import MediaSettings, naming
 from cluster.media.sources import MediaSource
 from cluster.media.surveyor import SurveyOrder, look
 from cluster.types.media import FrameStrategy, MediaGeometry, MediaLayout, MediaOptions, MediaProbe, Modality
-from router.openai.protocol import MediaNote
-from router.openai.translate import MediaRules
+from router.calls import MediaNote, MediaRules
 from router.prompts.media import Content, Look, MediaPlanner, _with_cut
 from router.prompts.media_budget import Cut, Reason
 
