@@ -36,7 +36,7 @@ from router.flow.placing import Placing
 from router.generation import Choice
 from router.members import MemberTable, Peer
 from router.openai.limits import Limits
-from router.policy import POLICIES, ClusterView
+from router.policy import ClusterView, make_policy
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.intake import ByteLimits, MediaIntake
 from router.prompts.media import MediaPlanner
@@ -87,7 +87,7 @@ class Door:
             self._clock,
         )
         self._dispatcher = Dispatcher(
-            Placing(POLICIES[args.door.policy](), self._cluster, args.block_size),
+            Placing(make_policy(args.door.policy), self._cluster, args.block_size),
             Entrance(
                 AdmissionQueue(args.door.admission, args.scheduling.text_share, Capacity(0, 0, 0)),
                 self._clock,

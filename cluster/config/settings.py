@@ -177,11 +177,15 @@ class AdmissionArgs(_Args):
         return self
 
 
+POLICY = r"^(joint|least_loaded|round_robin|per_stage|linear|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+
+
 class DoorArgs(_Args):
     request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
     first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token, once a request has been let in
-    # who serves a request. joint: everybody together, so that the first tokens come soonest; the others are there to compare with
-    policy: Literal["joint", "least_loaded", "round_robin", "per_stage", "linear"] = "joint"
+    # how requests are placed. joint: all workers of a request together, so that first tokens come soonest. Else the import path
+    # of another policy, package.module:Class. The names of the comparison policies are aliases for one more release.
+    policy: str = Field("joint", pattern=POLICY)
     otlp_traces_endpoint: str = (
         ""  # of an OpenTelemetry collector, as http://localhost:4318/v1/traces; empty: no traces
     )

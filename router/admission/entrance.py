@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from cluster.clock import Clock
 from cluster.errors import InternalError
-from router.admission.queue import AdmissionQueue, AdmissionTicket, Admitted, Capacity, Refused, Reported
+from router.admission.queue import AdmissionQueue, AdmissionTicket, Admitted, Capacity, Refusal, Reported
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Entrance:
     def enter(self, ticket: AdmissionTicket) -> asyncio.Future[None] | None:
         """None: it is in. Else a future that ends with its admission, or raises OverloadedError. Raises OverloadedError."""
         answer = self._queue.offer(ticket, self._clock.now())
-        if isinstance(answer, Refused):
+        if isinstance(answer, Refusal):
             raise answer.to_error()
         if isinstance(answer, Admitted):
             return None
@@ -105,7 +105,7 @@ class Entrance:
             else:
                 future.set_exception(InternalError("admission failed; see the door's log"))
 
-    def _refuse(self, refused: Sequence[tuple[AdmissionTicket, Refused]]) -> None:
+    def _refuse(self, refused: Sequence[tuple[AdmissionTicket, Refusal]]) -> None:
         for ticket, answer in refused:
             future = self._waiting.pop(ticket.request_id, None)
             if future is not None and not future.done():

@@ -33,7 +33,7 @@ PLANNED_SHARE = 0.8
 MAX_PROMISE_S = 60.0  # Retry-After looks so far beyond the present queue
 
 
-class Reason(StrEnum):
+class RefusalReason(StrEnum):
     WAIT = "wait"  # would wait, or has waited, longer than its class allows
     TARGET = "target"  # would miss, or cannot meet any more, the target of its class
     FULL = "full"  # too many requests wait at this door
@@ -43,10 +43,10 @@ class Reason(StrEnum):
 
 
 _MESSAGES = {
-    Reason.WAIT: "the server is busy: this request would wait too long",
-    Reason.TARGET: "the server is busy: the first token of this request would come too late",
-    Reason.FULL: "the server is busy: too many requests are waiting",
-    Reason.DISPLACED: "the server is busy: this request made room for others",
+    RefusalReason.WAIT: "the server is busy: this request would wait too long",
+    RefusalReason.TARGET: "the server is busy: the first token of this request would come too late",
+    RefusalReason.FULL: "the server is busy: too many requests are waiting",
+    RefusalReason.DISPLACED: "the server is busy: this request made room for others",
 }
 
 
@@ -61,9 +61,9 @@ class Queued:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refusal:
     retry_after_s: int  # then there is room, should as much come as goes
-    reason: Reason
+    reason: RefusalReason
 
     def to_error(self) -> OverloadedError:
         """What the client gets."""
@@ -108,7 +108,7 @@ class _Load:
         return max(self.work_s, reported_s) < max_outstanding_s * num_workers
 
 
-class _Lane:
+class _QueueRate:
     """One class's requests with or without media: how fast they go, and which room is promised to refused ones."""
 
     __slots__ = ("_advanced_at", "_gone_s", "_waited_s", "promised_until")
@@ -155,12 +155,14 @@ class AdmissionQueue:
         self._reported = Reported()
         self._classes = {each.name: each for each in args.classes}
         self._queue = FairQueue({each.name: each.weight for each in args.classes})
-        self._lanes = {(each.name, is_text): _Lane() for each in args.classes for is_text in (False, True)}
+        self._lanes = {
+            (each.name, is_text): _QueueRate() for each in args.classes for is_text in (False, True)
+        }
         self._holdings: dict[str, _Holding] = {}
         self._encode, self._prefill, self._media_prefill = _Load(), _Load(), _Load()
         self._num_blocks = 0
         self._num_text_blocks = 0
-        self._refused: list[tuple[AdmissionTicket, Refused]] = []  # from the queue, not yet told
+        self._refused: list[tuple[AdmissionTicket, Refusal]] = []  # from the queue, not yet told
         self._refused_at = 0.0
 
     @property
@@ -193,7 +195,7 @@ class AdmissionQueue:
         parts = (reported.encode_s / doors, reported.prefill_s / doors, ceil(reported.num_blocks / doors))
         self._reported = Reported(*parts)
 
-    def offer(self, ticket: AdmissionTicket, now: float) -> Admitted | Queued | Refused:
+    def offer(self, ticket: AdmissionTicket, now: float) -> Admitted | Queued | Refusal:
         """Raises ValueError if the request is here already."""
         if ticket.request_id in self._holdings or ticket.request_id in self._queue:
             raise ValueError(f"request {ticket.request_id} is here already")
@@ -214,7 +216,7 @@ class AdmissionQueue:
             return Admitted()
         if len(self._queue) > self._args.max_queued and not self._displace(ticket, now):
             self._queue.remove(ticket.request_id)
-            return self._refusal(ticket, Reason.FULL, wait_s, now)
+            return self._refusal(ticket, RefusalReason.FULL, wait_s, now)
         return Queued()
 
     def freed(self, now: float) -> list[AdmissionTicket]:
@@ -250,7 +252,7 @@ class AdmissionQueue:
             self._free_prefill(holding)
             self._change_blocks(holding.ticket, -1)
 
-    def expired(self, now: float) -> list[tuple[AdmissionTicket, Refused]]:
+    def expired(self, now: float) -> list[tuple[AdmissionTicket, Refusal]]:
         """Who was queued and is refused after all, each told once; its client may have gone meanwhile."""
         self._expire(now)
         refused, self._refused = self._refused, []
@@ -335,24 +337,26 @@ class AdmissionQueue:
         """Whether a full queue keeps a new ticket; a class has room for one at all times."""
         victim = self._queue.displaced_by(ticket)
         if victim is not None:
-            self._drop(victim, Reason.DISPLACED, now)
+            self._drop(victim, RefusalReason.DISPLACED, now)
         return victim is not None or len(self._queue.of_class(ticket.class_name)) == 1
 
-    def _drop(self, ticket: AdmissionTicket, reason: Reason, now: float) -> None:
+    def _drop(self, ticket: AdmissionTicket, reason: RefusalReason, now: float) -> None:
         """Refuse a queued ticket."""
         self._advance(ticket, now)
         self._queue.remove(ticket.request_id)
         self._refused_at = now
         self._refused.append((ticket, self._refusal(ticket, reason, self._wait_s(ticket), now)))
 
-    def _refusal(self, ticket: AdmissionTicket, reason: Reason, excess_s: float, now: float) -> Refused:
+    def _refusal(
+        self, ticket: AdmissionTicket, reason: RefusalReason, excess_s: float, now: float
+    ) -> Refusal:
         """In `excess_s` the queue has fallen enough, and every refused request is told the time at which those that were refused before
         it have come back and gone in."""
         lane = self._lane(ticket)
         longest_s = max(excess_s, MAX_PROMISE_S)
         in_s = min(max(excess_s, lane.promised_until - now), longest_s)
         lane.promised_until = now + in_s + self._cost_s(ticket) / lane.speed
-        return Refused(max(1, ceil(in_s)), reason)
+        return Refusal(max(1, ceil(in_s)), reason)
 
     def _latest_at(self, ticket: AdmissionTicket, now: float) -> float:
         """Until when it may wait. A target that it would miss on an idle cluster does not count: it could never be served."""
@@ -364,8 +368,8 @@ class AdmissionQueue:
     def _start_for_target(self, ticket: AdmissionTicket) -> float:
         return ticket.arrived_at + self._classes[ticket.class_name].target_ttft_s - ticket.ttft_s
 
-    def _reason(self, ticket: AdmissionTicket, latest_at: float) -> Reason:
-        return Reason.TARGET if latest_at == self._start_for_target(ticket) else Reason.WAIT
+    def _reason(self, ticket: AdmissionTicket, latest_at: float) -> RefusalReason:
+        return RefusalReason.TARGET if latest_at == self._start_for_target(ticket) else RefusalReason.WAIT
 
     def _cost_s(self, ticket: AdmissionTicket) -> float:
         capacity = self._capacity
@@ -378,7 +382,7 @@ class AdmissionQueue:
         ahead_s = queue.cost_ahead_s(ticket.tenant, ticket.is_text, self._cost_s(ticket))
         return ahead_s / self._lane(ticket).speed
 
-    def _lane(self, ticket: AdmissionTicket) -> _Lane:
+    def _lane(self, ticket: AdmissionTicket) -> _QueueRate:
         return self._lanes[ticket.class_name, ticket.is_text]
 
     def _advance(self, ticket: AdmissionTicket, now: float) -> None:

@@ -40,7 +40,6 @@ class Placing:
                 member.role,
                 member.num_blocks,
                 member.hardware,
-                member.device,
                 member.modalities,
             )
         )

@@ -27,7 +27,7 @@ from router.calls import ChatCall, CompletionCall
 from router.openai import render
 from router.openai.bodies import BodyBudget, BodyTimeoutError, read_body
 from router.openai.edge import Edge, HttpMetrics, lease_of, tenant_of
-from router.openai.limits import PATIENCE, Patience
+from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
 from router.openai.protocol import DoorProtocol
 from router.openai.schema import ChatRequest, CompletionRequest, parse
 from router.openai.serving import Account, ClientGoneError, stream, until_disconnect, whole
@@ -48,23 +48,23 @@ class WrongMethodError(RequestError):
     code = "method_not_allowed"
 
 
-def build_api(door: DoorProtocol, patience: Patience = PATIENCE) -> FastAPI:
+def build_api(door: DoorProtocol, timeouts: ClientTimeouts = CLIENT_TIMEOUTS) -> FastAPI:
     api = FastAPI(title="OpenAI-compatible API", docs_url=None, redoc_url=None)
     budget = BodyBudget(door.limits.held_body_bytes)
     metrics = HttpMetrics(budget)
-    _Routes(door, metrics, patience).mount(api)
+    _Routes(door, metrics, timeouts).mount(api)
     api.add_exception_handler(ClusterError, _answer_error)
     api.add_exception_handler(HTTPException, _answer_http_exception)
     api.add_middleware(
-        Edge, budget=budget, metrics=metrics, answer_error=_answer_error, read_timeout_s=patience.read_s
+        Edge, budget=budget, metrics=metrics, answer_error=_answer_error, read_timeout_s=timeouts.read_s
     )
     return api
 
 
 class _Routes:
-    def __init__(self, door: DoorProtocol, metrics: HttpMetrics, patience: Patience):
+    def __init__(self, door: DoorProtocol, metrics: HttpMetrics, timeouts: ClientTimeouts):
         self._door = door
-        self._patience = patience
+        self._timeouts = timeouts
         self._metrics = metrics
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parse")  # large bodies, one at a time
 
@@ -127,7 +127,7 @@ class _Routes:
         return Response(self._door.metrics() + self._metrics.render(), media_type=METRICS_TYPE)
 
     async def _call(self, request: Request, translate: Callable[[bytes], Any]) -> Any:
-        body = await read_body(request, self._door.limits, lease_of(request), self._patience.body_s)
+        body = await read_body(request, self._door.limits, lease_of(request), self._timeouts.body_s)
         if len(body) < BIG_BODY_BYTES:
             return translate(body)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, translate, body)

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from cluster.errors import OverloadedError, RequestError
 from router.openai.limits import Limits
 
-MIN_BYTES_PER_S = 64 << 10  # of a body that takes longer than the patience with it
+MIN_BYTES_PER_S = 64 << 10  # of a body that takes longer than the timeouts with it
 RETRY_AFTER_S = 5.0
 _PLAIN = bytes(set(range(256)) - set(b",[{\\"))
 _MEDIA = (b"base64,", b'"input_audio"')  # one of them stands in every body that brings media with it

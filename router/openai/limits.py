@@ -51,11 +51,11 @@ class Limits(msgspec.Struct, frozen=True):
         return max(MIN_MARKS, 8 * self.max_model_len)
 
 
-class Patience(msgspec.Struct, frozen=True):
+class ClientTimeouts(msgspec.Struct, frozen=True):
     """How long a client may take. `body_s`: for its body, and more as bytes come; `read_s`: without reading anything of its answer."""
 
     body_s: float = 20.0
     read_s: float = 60.0
 
 
-PATIENCE = Patience()
+CLIENT_TIMEOUTS = ClientTimeouts()

@@ -87,7 +87,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class TextPart(_Strict):
+class TextContentPart(_Strict):
     type: Literal["text"]
     text: str
 
@@ -127,7 +127,7 @@ class InputAudioPart(_Strict):
 
 
 ContentPart = Annotated[
-    TextPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart, Field(discriminator="type")
+    TextContentPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart, Field(discriminator="type")
 ]
 
 
@@ -135,7 +135,7 @@ def _content_kind(value: Any) -> str:
     return "text" if isinstance(value, str) else "parts"
 
 
-class Message(_Strict):
+class InputMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[str, Tag("text")]
@@ -223,7 +223,7 @@ class _Request(_Strict):
 
 
 class ChatRequest(_Request):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None

@@ -117,14 +117,16 @@ def _check_text(num_chars: int, param: str, limits: Limits) -> None:
         )
 
 
-def _check_messages(messages: Sequence[schema.Message], limits: Limits) -> None:
+def _check_messages(messages: Sequence[schema.InputMessage], limits: Limits) -> None:
     num_chars = num_parts = 0
     for message in messages:
         if isinstance(message.content, str):
             num_chars += len(message.content)
         else:
             num_parts += len(message.content)
-            num_chars += sum(len(part.text) for part in message.content if isinstance(part, schema.TextPart))
+            num_chars += sum(
+                len(part.text) for part in message.content if isinstance(part, schema.TextContentPart)
+            )
     if num_parts > MAX_PARTS:
         raise RequestError(f"messages: at most {MAX_PARTS} content parts are accepted", param="messages")
     _check_text(num_chars, "messages", limits)
@@ -167,14 +169,14 @@ def _media_options(request: ChatRequest) -> dict[Modality, MediaOptions]:
 
 
 def _message(
-    message: schema.Message, idx: int, options: Mapping[Modality, MediaOptions], media: list[MediaSource]
+    message: schema.InputMessage, idx: int, options: Mapping[Modality, MediaOptions], media: list[MediaSource]
 ) -> ChatMessage:
     role = "system" if message.role == "developer" else message.role
     if isinstance(message.content, str):
         return ChatMessage(role, message.content)
     parts: list[TextPart | MediaPart] = []
     for part_idx, part in enumerate(message.content):
-        if isinstance(part, schema.TextPart):
+        if isinstance(part, schema.TextContentPart):
             parts.append(TextPart(part.text))
             continue
         source = _source(part, f"messages[{idx}].content[{part_idx}]", options)

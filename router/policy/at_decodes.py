@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.policy.at_prefills import PrefillsOutlook, able_to_hold
+from router.policy.at_prefills import PrefillEstimate, able_to_hold
 from router.policy.calibration import Kind
 from router.policy.cluster import ClusterView
 from router.policy.pool import Floats, rendezvous
@@ -27,7 +27,7 @@ LOCAL_PREFILL_STEP_S = 0.05  # of a prompt that decode computes between two of i
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class KvTransferEstimate:
     """[decodes]: the KV of a prompt from one prefill worker, in one codec."""
 
     codec: str
@@ -38,7 +38,7 @@ class Following:
         return np.maximum(ttft_s + self.after_s, self.before_s)
 
 
-class DecodesOutlook:
+class DecodeEstimate:
     """[decodes] arrays, in seconds.
 
     blocks_s    until there are blocks for the prompt
@@ -52,7 +52,7 @@ class DecodesOutlook:
         pool = cluster.decodes
         self._request = request
         self._cluster = cluster
-        self._followings: dict[int, list[Following]] = {}  # by prefill worker
+        self._kv_transfers: dict[int, list[KvTransferEstimate]] = {}  # by prefill worker
         self.is_able = able_to_hold(pool, request.num_decode_blocks, request.block_size)
         self.num_sequences = pool.reported_units + pool.sent_units
         curve = pool.curve("decode")
@@ -79,26 +79,26 @@ class DecodesOutlook:
         """What a decode worker adds, whoever computes the prompt. Infinite where it cannot hold the request."""
         return np.where(self.is_able, self.first_s + self.cost_s, np.inf)
 
-    def followings(self, prefill: int, prefills: PrefillsOutlook) -> list[Following]:
+    def kv_transfers(self, prefill: int, prefills: PrefillEstimate) -> list[KvTransferEstimate]:
         """Per codec."""
-        if prefill not in self._followings:
-            self._followings[prefill] = self._followings_of(prefill, prefills)
-        return self._followings[prefill]
+        if prefill not in self._kv_transfers:
+            self._kv_transfers[prefill] = self._estimate_kv_transfers(prefill, prefills)
+        return self._kv_transfers[prefill]
 
-    def _followings_of(self, prefill: int, prefills: PrefillsOutlook) -> list[Following]:
+    def _estimate_kv_transfers(self, prefill: int, prefills: PrefillEstimate) -> list[KvTransferEstimate]:
         links = self._cluster.kv_links.speeds
         last, new, total = self._bytes(prefills.num_uncached[prefill], prefills.step_units[prefill])
         latency_s, s_per_byte = links.latency_s[:, prefill], links.s_per_byte[:, prefill]
-        followings = []
+        kv_transfers = []
         for name, ratio in self._cluster.codecs.items():
             encode_s, decode_s = self._codec_s(name)
             byte_s = encode_s[prefill] + ratio * s_per_byte
             end_s = latency_s + total * decode_s
             after_s = end_s + np.maximum(last * byte_s, new * byte_s - prefills.work_s[prefill])
-            followings.append(Following(name, after_s, end_s + self.blocks_s + total * byte_s))
-        return followings
+            kv_transfers.append(KvTransferEstimate(name, after_s, end_s + self.blocks_s + total * byte_s))
+        return kv_transfers
 
-    def least_end_s(self, ttft_s: Floats, prefills: PrefillsOutlook) -> Floats:
+    def least_end_s(self, ttft_s: Floats, prefills: PrefillEstimate) -> Floats:
         """[prefills]: when the KV is at some decode worker, at best."""
         links = self._cluster.kv_links.speeds
         last, new, total = self._bytes(prefills.num_uncached, prefills.step_units)
@@ -124,7 +124,7 @@ class DecodesOutlook:
         return last, num_uncached * per_token, num_tokens * per_token
 
 
-class LocalPrefillOutlook:
+class LocalPrefillEstimate:
     """[decodes] arrays, in seconds: the prompt computed where it is decoded, in stretches between steps. Infinite where a worker
     cannot.
 
@@ -134,7 +134,7 @@ class LocalPrefillOutlook:
                  again, because it is cached nowhere then
     """
 
-    def __init__(self, request: RequestView, cluster: ClusterView, decodes: DecodesOutlook):
+    def __init__(self, request: RequestView, cluster: ClusterView, decodes: DecodeEstimate):
         pool = cluster.local_prefills
         curve, factors = pool.own_curve("prefill"), cluster.factors(pool)
         num_tokens = float(request.num_prompt_tokens)
@@ -146,11 +146,11 @@ class LocalPrefillOutlook:
         queued_s = pool.sent_units * per_token_s * pace
         half_step_s = np.where(decodes.num_sequences > 0, 0.5 * decodes.step_s, 0.0)
         begin_s = cluster.overhead_s + decodes.blocks_s + half_step_s + queued_s
-        residual = cluster.residual(Kind.STAY)
+        residual = cluster.residual(Kind.LOCAL_PREFILL)
         self.queue_s = np.where(is_able, residual * begin_s, np.inf)
         self.prefill_s = residual * work_s * pace
         self.cost_s = work_s * (decodes.num_sequences + 1) + decodes.cost_s
 
-    def score_s(self, decodes: DecodesOutlook) -> Floats:
+    def score_s(self, decodes: DecodeEstimate) -> Floats:
         """What the whole placement costs."""
         return self.queue_s + self.prefill_s + decodes.step_s + self.cost_s

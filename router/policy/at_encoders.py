@@ -13,14 +13,14 @@ import numpy as np
 from cluster.errors import UnavailableError
 from router.policy.cluster import ClusterView
 from router.policy.index import slots_of
-from router.policy.pool import UNMEASURED_S, Floats, Pool, rendezvous, running_step
+from router.policy.pool import UNMEASURED_S, Floats, WorkerPool, rendezvous, running_step
 from router.policy.views import ItemPrediction, ItemView
 
 AFFINITY_SHARE = 0.5  # of an item's time; equal encoders that have measured themselves differ by less
 ANEW_SHARE = 2.0  # the same; what is encoded twice takes time from others
 
 
-class EncodersOutlook:
+class EncodeEstimate:
     """[items, encoders] arrays, in seconds; an encoder that cannot take an item has infinite times.
 
     device_s    until the device is free of what is queued
@@ -69,12 +69,12 @@ class EncodersOutlook:
                 self.encode_s[idx, slot] = self.cost_s[idx, slot] = 0.0
         self._prefer_one(cluster.encoders)
 
-    def break_ties(self, pool: Pool, tie_s: float) -> None:
+    def break_ties(self, pool: WorkerPool, tie_s: float) -> None:
         """Add up to `tie_s`, by rendezvous, to what an item costs."""
         for idx, item in enumerate(self.items):
             self.cost_s[idx] += tie_s * rendezvous(pool.salts, item.media_hash.encode())
 
-    def _prefer_one(self, pool: Pool) -> None:
+    def _prefer_one(self, pool: WorkerPool) -> None:
         """An item costs more at encoders that would be the second to encode it: where another has it, or has taken it on, and, so that
         doors which ask at one moment and know a little different things ask the same one, where rendezvous prefers another."""
         for idx, item in enumerate(self.items):
@@ -144,7 +144,7 @@ class EncodersOutlook:
 
 
 def _curves(
-    pool: Pool, kind: str, items: Sequence[ItemView], unmeasured_s: float = UNMEASURED_S
+    pool: WorkerPool, kind: str, items: Sequence[ItemView], unmeasured_s: float = UNMEASURED_S
 ) -> tuple[Floats, Floats]:
     """[items, encoders]: seconds per call and per row."""
     curves = [pool.curve(f"{kind} {item.modality}", unmeasured_s) for item in items]
@@ -153,7 +153,7 @@ def _curves(
     return fixed_s, np.array([curve.per_unit_s for curve in curves]).reshape(shape)
 
 
-def _queue(pool: Pool, fixed_s: Floats, per_row_s: Floats, now: float) -> tuple[Floats, Floats]:
+def _queue(pool: WorkerPool, fixed_s: Floats, per_row_s: Floats, now: float) -> tuple[Floats, Floats]:
     """[items, encoders]: until the device is free of what is queued, all of it taken to be of the item's kind; and how many wait."""
     total = pool.reported_units + pool.sent_units
     running, left_s = running_step(pool, np.minimum(pool.first_units, total), fixed_s, per_row_s, now)

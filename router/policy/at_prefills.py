@@ -22,7 +22,7 @@ from cluster.errors import RequestError, UnavailableError
 from router.policy.calibration import Kind
 from router.policy.cluster import ClusterView
 from router.policy.pending import block_key
-from router.policy.pool import Floats, Pool, running_step
+from router.policy.pool import Floats, WorkerPool, running_step
 from router.policy.views import RequestView
 
 
@@ -36,7 +36,7 @@ class _Queue(NamedTuple):
     behind: Floats
 
 
-class PrefillsOutlook:
+class PrefillEstimate:
     """[prefills] arrays, in seconds unless they say otherwise.
 
     num_cached, num_uncached   tokens
@@ -177,7 +177,7 @@ class PrefillsOutlook:
         self.is_needed = (ends > self.num_cached).reshape(shape)
 
 
-def able_to_hold(pool: Pool, num_blocks: int, block_size: int) -> NDArray[np.bool_]:
+def able_to_hold(pool: WorkerPool, num_blocks: int, block_size: int) -> NDArray[np.bool_]:
     """[slots]. Raises UnavailableError if nobody is listed, RequestError if the request is too large for everybody."""
     if not pool.is_listed.any():
         raise UnavailableError(f"no {pool.role} worker is ready", retry_after_s=1.0)

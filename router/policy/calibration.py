@@ -39,7 +39,7 @@ class Kind(StrEnum):
     TEXT = "text"  # without media
     COMPUTED = "computed"  # with media, which is there before its turn
     AWAITED = "awaited"  # prefill waits for embeddings
-    STAY = "stay"  # computed in decode
+    LOCAL_PREFILL = "local_prefill"  # computed in decode
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,11 @@ from cluster.types.media import Modality
 from cluster.types.members import Role
 from cluster.types.messages import EncodeTiming, LoadReport, PrefillTiming
 from router.policy.calibration import Calibration, CalibrationStatistics, Kind
+from router.policy.in_flight import InFlightItem, InFlightRequest, kind_of, num_early_tokens
 from router.policy.index import HolderIndex
 from router.policy.links import Links
 from router.policy.pending import PendingPrompts
-from router.policy.pool import UNMEASURED_S, Floats, Pool
-from router.policy.sent import Sent, SentItem, kind_of, num_early_tokens
+from router.policy.pool import UNMEASURED_S, Floats, WorkerPool
 from router.policy.views import ItemView, Placement, Prediction, RequestView, Worker
 
 HOLDING_S = 10.0  # how long a request keeps its blocks in decode, before the first has ended
@@ -53,8 +53,12 @@ class ClusterView:
         self.kv_bytes_per_token = kv_bytes_per_token
         self.num_layers = num_layers
         self.codecs = dict.fromkeys(codecs, 1.0)  # with the part of raw KV's bytes that travels
-        self.encoders, self.prefills, self.decodes = Pool(Role.ENCODE), Pool(Role.PREFILL), Pool(Role.DECODE)
-        self.local_prefills = Pool(Role.DECODE)  # the same workers; what is queued there are prompts
+        self.encoders, self.prefills, self.decodes = (
+            WorkerPool(Role.ENCODE),
+            WorkerPool(Role.PREFILL),
+            WorkerPool(Role.DECODE),
+        )
+        self.local_prefills = WorkerPool(Role.DECODE)  # the same workers; what is queued there are prompts
         self.feature_links = Links(self.encoders, self.prefills)
         self.kv_links = Links(self.prefills, self.decodes)
         self.media: HolderIndex[str] = HolderIndex()
@@ -64,7 +68,7 @@ class ClusterView:
         self.context_tokens = CONTEXT_TOKENS
         self._calibration = Calibration()
         self._roles: dict[str, Role] = {}
-        self._flights: dict[str, Sent] = {}
+        self._in_flight: dict[str, InFlightRequest] = {}
         self._arriving: dict[
             tuple[int, str], float
         ] = {}  # (encoder's slot, media hash) → instant when it has it
@@ -172,7 +176,7 @@ class ClusterView:
             request.num_prompt_tokens - num_cached * request.block_size + request.num_companion_tokens
         )
         num_blocks = request.num_prefill_blocks - num_cached if placement.prefill else 0
-        flight = Sent(
+        in_flight = InFlightRequest(
             request,
             placement,
             prediction,
@@ -187,17 +191,19 @@ class ClusterView:
             [],
             request.block_hashes[num_cached:] if placement.prefill else (),
         )
-        self._flights[request.request_id] = flight
+        self._in_flight[request.request_id] = in_flight
         if placement.prefill is not None:
-            self._queue_prompt(flight, num_tokens, num_cached, now)
+            self._queue_prompt(in_flight, num_tokens, num_cached, now)
         for item, encoder, predicted in zip(request.media, placement.encoders, prediction.items, strict=True):
-            flight.items.append(self._take_on(item, encoder, predicted.queue_s + predicted.encode_s))
+            in_flight.items.append(self._take_on(item, encoder, predicted.queue_s + predicted.encode_s))
 
-    def _queue_prompt(self, flight: Sent, num_tokens: int, num_cached_blocks: int, now: float) -> None:
-        request, pool = flight.request, self.prefills
-        slot, num_cached = pool.slots[flight.computes_at], num_cached_blocks * request.block_size
-        num_early = num_early_tokens(request, flight.prediction, num_tokens, num_cached)
-        begins = pool.told(flight.work, now, num_early)
+    def _queue_prompt(
+        self, in_flight: InFlightRequest, num_tokens: int, num_cached_blocks: int, now: float
+    ) -> None:
+        request, pool = in_flight.request, self.prefills
+        slot, num_cached = pool.slots[in_flight.computes_at], num_cached_blocks * request.block_size
+        num_early = num_early_tokens(request, in_flight.prediction, num_tokens, num_cached)
+        begins = pool.told(in_flight.work, now, num_early)
         self.pending.add(
             request.request_id,
             slot,
@@ -206,51 +212,51 @@ class ClusterView:
             num_early,
             is_text=not request.media,
             told_at=np.nextafter(now, -np.inf) if begins else now,  # before the step that begins with it
-            ready_at=now + max((item.arrival_s for item in flight.prediction.items), default=0.0),
-            num_coming=sum(item.arrival_s > 0 for item in flight.prediction.items),
-            first_block=flight.expected[0] if flight.expected else None,
+            ready_at=now + max((item.arrival_s for item in in_flight.prediction.items), default=0.0),
+            num_coming=sum(item.arrival_s > 0 for item in in_flight.prediction.items),
+            first_block=in_flight.expected[0] if in_flight.expected else None,
         )
-        self.prefixes.expect(slot, flight.expected)
+        self.prefixes.expect(slot, in_flight.expected)
         context = num_cached + max(0.0, num_tokens - pool.step_units[slot]) / 2
         self.context_tokens += FORGETTING * (context - self.context_tokens)
 
     def item_moved(self, request_id: str, item_idx: int, encoder: str) -> None:
         """Another encoder is asked for it."""
-        flight = self._flights.get(request_id)
-        if flight is not None and encoder in self.encoders.slots:
-            self._let_go(flight.items[item_idx])
-            item, predicted = flight.request.media[item_idx], flight.prediction.items[item_idx]
+        in_flight = self._in_flight.get(request_id)
+        if in_flight is not None and encoder in self.encoders.slots:
+            self._let_go(in_flight.items[item_idx])
+            item, predicted = in_flight.request.media[item_idx], in_flight.prediction.items[item_idx]
             encoded_s = predicted.queue_s + predicted.encode_s or UNMEASURED_S * item.num_rows
-            flight.items[item_idx] = self._take_on(item, encoder, encoded_s)
+            in_flight.items[item_idx] = self._take_on(item, encoder, encoded_s)
 
     def item_done(self, request_id: str, item_idx: int, came_at: float | None = None) -> None:
         """Its encoder has no more to do for it. `came_at`: when its embeddings were there; None: they come with another request's."""
-        flight = self._flights.get(request_id)
-        if flight is None:
+        in_flight = self._in_flight.get(request_id)
+        if in_flight is None:
             return
-        self._let_go(flight.items[item_idx])
-        if flight.prediction.items[item_idx].arrival_s > 0:
+        self._let_go(in_flight.items[item_idx])
+        if in_flight.prediction.items[item_idx].arrival_s > 0:
             self.pending.item_done(request_id, came_at)
 
     def prefilled(self, request_id: str) -> None:
         """Its first token is there."""
-        flight = self._flights.get(request_id)
-        if flight is not None:
-            self._end_prefill(flight)
-            self.decodes.told(flight.decode, self._now)
+        in_flight = self._in_flight.get(request_id)
+        if in_flight is not None:
+            self._end_prefill(in_flight)
+            self.decodes.told(in_flight.decode, self._now)
 
     def ended(self, request_id: str) -> None:
         """Nothing is left of it anywhere, however it ended."""
-        flight = self._flights.pop(request_id, None)
-        if flight is None:
+        in_flight = self._in_flight.pop(request_id, None)
+        if in_flight is None:
             return
-        self._end_prefill(flight)
-        for item in flight.items:
+        self._end_prefill(in_flight)
+        for item in in_flight.items:
             self._let_go(item)
-        self.decodes.discharge(flight.decode)
-        if flight.placement.prefill is not None and self.prefills.has(flight.work):
-            self.prefixes.unexpect(flight.work.slot, flight.expected)
-        self.holding_s += FORGETTING * (self._now - flight.started_at - self.holding_s)
+        self.decodes.discharge(in_flight.decode)
+        if in_flight.placement.prefill is not None and self.prefills.has(in_flight.work):
+            self.prefixes.unexpect(in_flight.work.slot, in_flight.expected)
+        self.holding_s += FORGETTING * (self._now - in_flight.started_at - self.holding_s)
 
     def observed(
         self,
@@ -260,38 +266,38 @@ class ClusterView:
         prefill: PrefillTiming | None = None,
     ) -> None:
         """What became of a prediction: seconds from the decision to the first token, and of each item that was encoded."""
-        flight = self._flights.get(request_id)
-        if flight is None:
+        in_flight = self._in_flight.get(request_id)
+        if in_flight is None:
             return
-        predicted = flight.prediction
+        predicted = in_flight.prediction
         self._calibration.observe_ttft(
-            kind_of(flight.request, flight.placement.prefill, predicted.media_s),
+            kind_of(in_flight.request, in_flight.placement.prefill, predicted.media_s),
             ttft_s,
             predicted.ttft_s,
-            flight.residual,
+            in_flight.residual,
             (predicted.low_s, predicted.high_s),
         )
         if prefill is not None:
-            self._observe_prefill(flight, ttft_s, prefill)
+            self._observe_prefill(in_flight, ttft_s, prefill)
         for item, timing, factor, told in zip(
-            flight.items, media or (), flight.encode_factors, predicted.items, strict=False
+            in_flight.items, media or (), in_flight.encode_factors, predicted.items, strict=False
         ):
             if timing is None or item.encoder not in self.encoders.slots:
                 continue
             actual_s = timing.preparing_s + timing.encoding_s
-            others = [other for other in flight.items if other.encoder == item.encoder]
+            others = [other for other in in_flight.items if other.encoder == item.encoder]
             if len(others) == 1 and timing.queued_s + told.queue_s <= ALONE_RATIO * actual_s:
                 hardware = self.encoders.hardware_of(item.encoder)
                 self._calibration.observe_phase(Role.ENCODE, hardware, actual_s, told.encode_s / factor)
 
-    def _observe_prefill(self, flight: Sent, ttft_s: float, timing: PrefillTiming) -> None:
+    def _observe_prefill(self, in_flight: InFlightRequest, ttft_s: float, timing: PrefillTiming) -> None:
         waited_s = timing.blocks_s + timing.media_s + timing.queued_s
         self._calibration.observe_overhead(ttft_s - waited_s - timing.computing_s)
-        role = self._roles.get(flight.computes_at)
-        if role is None or flight.request.media or waited_s > ALONE_RATIO * timing.computing_s:
+        role = self._roles.get(in_flight.computes_at)
+        if role is None or in_flight.request.media or waited_s > ALONE_RATIO * timing.computing_s:
             return
-        uncorrected_s = flight.prediction.prefill_s / (flight.residual * flight.prefill_factor)
-        hardware = self._pool(role).hardware_of(flight.computes_at)
+        uncorrected_s = in_flight.prediction.prefill_s / (in_flight.residual * in_flight.prefill_factor)
+        hardware = self._pool(role).hardware_of(in_flight.computes_at)
         self._calibration.observe_phase(role, hardware, timing.computing_s, uncorrected_s)
 
     # --- what policies read
@@ -299,7 +305,7 @@ class ClusterView:
     @property
     def is_idle(self) -> bool:
         """Nothing of the door's own counts as on its way."""
-        return not self._flights
+        return not self._in_flight
 
     @property
     def calibration(self) -> CalibrationStatistics:
@@ -322,12 +328,12 @@ class ClusterView:
         ticket = Ticket(request.request_id, arrived_at, 0, not request.media, request.priority)
         return virtual_deadline(ticket, self.scheduling) + num_tokens / self.scheduling.tokens_per_s
 
-    def factors(self, pool: Pool) -> Floats:
+    def factors(self, pool: WorkerPool) -> Floats:
         """[slots]"""
         factors = [self._calibration.factor(pool.role, hardware) for hardware in pool.hardware]
         return np.array(factors)[pool.classes]
 
-    def factor(self, pool: Pool, replica_id: str) -> float:
+    def factor(self, pool: WorkerPool, replica_id: str) -> float:
         return self._calibration.factor(pool.role, pool.hardware_of(replica_id))
 
     def residual(self, kind: Kind) -> float:
@@ -343,10 +349,10 @@ class ClusterView:
 
     # --- within
 
-    def _pool(self, role: Role) -> Pool:
+    def _pool(self, role: Role) -> WorkerPool:
         return {Role.ENCODE: self.encoders, Role.PREFILL: self.prefills, Role.DECODE: self.decodes}[role]
 
-    def _pools_of(self, replica_id: str) -> tuple[Pool, ...]:
+    def _pools_of(self, replica_id: str) -> tuple[WorkerPool, ...]:
         role = self._roles.get(replica_id)
         if role is None:
             return ()
@@ -376,17 +382,17 @@ class ClusterView:
         depth = self.prefixes.depth(request.block_hashes, slot)
         return min(depth, (request.num_prompt_tokens - 1) // request.block_size)
 
-    def _take_on(self, item: ItemView, encoder: str, encoded_s: float) -> SentItem:
+    def _take_on(self, item: ItemView, encoder: str, encoded_s: float) -> InFlightItem:
         slot = self.encoders.slots[encoder]
         if encoded_s <= 0 or self.media.holders(item.media_hash) >> slot & 1:
-            return SentItem(item, encoder, None)
+            return InFlightItem(item, encoder, None)
         charge = self.encoders.charge(encoder, item.num_rows)
         self.encoders.told(charge, self._now)
         self.media.expect(slot, (item.media_hash,))
         self._arriving[slot, item.media_hash] = self._now + encoded_s
-        return SentItem(item, encoder, charge)
+        return InFlightItem(item, encoder, charge)
 
-    def _let_go(self, item: SentItem) -> None:
+    def _let_go(self, item: InFlightItem) -> None:
         charge, item.charge = item.charge, None
         if charge is None or not self.encoders.has(charge):
             return
@@ -394,7 +400,7 @@ class ClusterView:
         self.media.unexpect(charge.slot, (item.view.media_hash,))
         self._arriving.pop((charge.slot, item.view.media_hash), None)
 
-    def _end_prefill(self, flight: Sent) -> None:
-        pool = self.prefills if flight.placement.prefill else self.local_prefills
-        pool.discharge(flight.work)
-        self.pending.remove(flight.request.request_id)
+    def _end_prefill(self, in_flight: InFlightRequest) -> None:
+        pool = self.prefills if in_flight.placement.prefill else self.local_prefills
+        pool.discharge(in_flight.work)
+        self.pending.remove(in_flight.request.request_id)

@@ -23,9 +23,9 @@ from collections.abc import Collection
 
 import numpy as np
 
-from router.policy.at_encoders import EncodersOutlook
+from router.policy.at_encoders import EncodeEstimate
 from router.policy.cluster import ClusterView
-from router.policy.predict import TIE_RATIO, Outlook
+from router.policy.estimate import TIE_RATIO, Estimate
 from router.policy.search import Found, Search
 from router.policy.views import Decision, ItemView, Placement, RequestView
 
@@ -38,11 +38,11 @@ class JointPolicy:
         self._tie_ratio = tie_ratio
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
-        outlook = Outlook(request, cluster, now, self._tie_ratio)
-        search = Search(outlook)
+        estimate = Estimate(request, cluster, now, self._tie_ratio)
+        search = Search(estimate)
         best = search.best()
         placement = _placement(best, cluster)
-        return Decision(placement, outlook.prediction(placement), _alternatives(search, best, outlook))
+        return Decision(placement, estimate.prediction(placement), _alternatives(search, best, estimate))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
         return place_item(item, cluster, now, excluded)
@@ -50,7 +50,7 @@ class JointPolicy:
 
 def place_item(item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
     """Where one item would be ready first. Raises UnavailableError when there is no encoder but those excluded."""
-    encoders = EncodersOutlook([item], cluster, now, excluded)
+    encoders = EncodeEstimate([item], cluster, now, excluded)
     encoders.break_ties(cluster.encoders, TIE_RATIO * float(encoders.finish_s.min()))
     return encoders.replica_ids[encoders.default()[0]]
 
@@ -65,7 +65,7 @@ def _placement(found: Found, cluster: ClusterView) -> Placement:
     )
 
 
-def _alternatives(search: Search, best: Found, outlook: Outlook) -> tuple[tuple[Placement, float], ...]:
+def _alternatives(search: Search, best: Found, estimate: Estimate) -> tuple[tuple[Placement, float], ...]:
     """The next prefill workers by their bound, with the same encoders and decode worker."""
     others = search.least_s.copy()
     alternatives = []
@@ -77,6 +77,6 @@ def _alternatives(search: Search, best: Found, outlook: Outlook) -> tuple[tuple[
             break
         others[prefill] = np.inf
         found = Found(np.inf, best.encoders, prefill, best.decode, best.codec)
-        ttft_s = outlook.ttft_s(prefill, best.encoders)
-        alternatives.append((_placement(found, outlook.cluster), ttft_s))
+        ttft_s = estimate.ttft_s(prefill, best.encoders)
+        alternatives.append((_placement(found, estimate.cluster), ttft_s))
     return tuple(alternatives)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cluster.types.curves import Link
-from router.policy.pool import Floats, Pool
+from router.policy.pool import Floats, WorkerPool
 
 UNMEASURED = Link(1e-3, 1e10)  # where nobody has sent anything yet: fast, so KV goes raw until more is known
 
@@ -24,7 +24,7 @@ class Speeds(NamedTuple):
 class Links:
     """A link that was never used counts as its writer's to any other, else as the mean of all writers'."""
 
-    def __init__(self, writers: Pool, readers: Pool):
+    def __init__(self, writers: WorkerPool, readers: WorkerPool):
         self._writers = writers
         self._readers = readers
         self._of_writer: dict[str, dict[str, Link]] = {}

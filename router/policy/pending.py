@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.policy.pool import Floats, Pool
+from router.policy.pool import Floats, WorkerPool
 
 
-class Running(NamedTuple):
+class RunningTokens(NamedTuple):
     """[slots] each, in tokens of this door's prompts that are not known to be computed."""
 
     total: Floats  # running or not
@@ -97,7 +97,7 @@ class PendingPrompts:
         for request_id in [i for i in self._ids if self._slots[self._rows[i]] == slot]:
             self.remove(request_id)
 
-    def computing(self, pool: Pool, first_blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def computing(self, pool: WorkerPool, first_blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[slots]: whether the running step holds a prompt whose first block is this one, which is to be computed."""
         slots, own = self._slots[: len(self)], self._first_blocks[: len(self)]
         began_at = pool.began_at[slots]
@@ -107,20 +107,20 @@ class PendingPrompts:
         found[slots[has_begun & (own != 0) & (own == first_blocks[slots])]] = True
         return found
 
-    def running(self, pool: Pool, now: float, keys: Floats) -> Running:
+    def running(self, pool: WorkerPool, now: float, keys: Floats) -> RunningTokens:
         """`keys`: [slots], virtual deadlines of a new prompt; equals go first."""
         slots = self._slots[: len(self)]
         began_at = pool.began_at[slots]
         running = self._left(pool, began_at, now) * (self._told_at[: len(self)] < began_at)
         is_before = self._keys[: len(self)] <= keys[slots]
-        return Running(
+        return RunningTokens(
             self._by_slot(self._left(pool, np.inf, now), pool),
             self._by_slot(running, pool),
             self._by_slot(running * is_before, pool),
         )
 
     def ahead(
-        self, pool: Pool, now: float, keys: Floats, soon: Floats, token_s: Floats, not_before: Floats
+        self, pool: WorkerPool, now: float, keys: Floats, soon: Floats, token_s: Floats, not_before: Floats
     ) -> Ahead:
         """Of a prompt with these virtual deadlines. [slots] each: the instant when it has its own embeddings, and how long a token
         takes. Its turn comes when those are computed that go before it and can run as soon as it can, and `not_before`."""
@@ -135,14 +135,14 @@ class PendingPrompts:
             self._by_slot(at_turn * ~is_before, pool),
         )
 
-    def _left(self, pool: Pool, at: Floats | float, now: float) -> Floats:
+    def _left(self, pool: WorkerPool, at: Floats | float, now: float) -> Floats:
         """[rows]: tokens that are not known to be computed and can run at that instant. Early ones run in the first step after they
         were sent."""
         early, tokens = self._early[: len(self)], self._tokens[: len(self)]
         unknown = early * (self._told_at[: len(self)] >= pool.previous_at[self._slots[: len(self)]])
         return np.where(self._is_ready(at, now), tokens - early + unknown, unknown)
 
-    def _by_slot(self, tokens: Floats, pool: Pool) -> Floats:
+    def _by_slot(self, tokens: Floats, pool: WorkerPool) -> Floats:
         return np.bincount(self._slots[: len(self)], tokens, len(pool)).astype(np.float64, copy=False)
 
     def _is_ready(self, at: Floats | float, now: float | Floats) -> NDArray[np.bool_]:

@@ -49,7 +49,7 @@ class Charge:
     is_counted: bool = True
 
 
-class Pool:
+class WorkerPool:
     """[slots] arrays; slots that are listed may be chosen.
 
     reported_units, sent_units    work by the last report, and sent since; together what is queued
@@ -287,7 +287,7 @@ class Pool:
 
 
 def running_step(
-    pool: Pool, num_units: Floats, fixed_s: Floats, per_unit_s: Floats, now: float
+    pool: WorkerPool, num_units: Floats, fixed_s: Floats, per_unit_s: Floats, now: float
 ) -> tuple[Floats, Floats]:
     """Units in the step that runs, of so many that may be in it, and the seconds until it ends. One of which nothing was heard for
     twice its time does not run: the worker had nothing to do when it last spoke."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from router.policy.at_decodes import Following
+from router.policy.at_decodes import KvTransferEstimate
+from router.policy.estimate import Estimate
 from router.policy.pool import Floats
-from router.policy.predict import Outlook
 
 MAX_EXACT_ITEMS = 4
 # What a decision may look at: then the best that was found stands. `bench.router decide` measures what that loses.
@@ -31,15 +31,15 @@ class Found:
 class Search:
     """One request. `least_s`: [prefills], what any placement there costs at least; infinite where there can be none."""
 
-    def __init__(self, outlook: Outlook, max_prefills: int = MAX_PREFILLS, max_steps: int = MAX_STEPS):
-        self._outlook = outlook
+    def __init__(self, estimate: Estimate, max_prefills: int = MAX_PREFILLS, max_steps: int = MAX_STEPS):
+        self._estimate = estimate
         self._max_prefills, self._max_steps = max_prefills, max_steps
         self.num_visited = 0
         self.num_steps = 0
-        encoders, prefills, decodes = outlook.encoders, outlook.prefills, outlook.decodes
+        encoders, prefills, decodes = estimate.encoders, estimate.prefills, estimate.decodes
         self._least_costs = np.where(encoders.is_able, encoders.cost_s, np.inf).min(1, initial=np.inf)
         self._score_s = decodes.score_s
-        ttft_s = prefills.least_ttft_s(outlook.earliest_s)
+        ttft_s = prefills.least_ttft_s(estimate.earliest_s)
         least_s = decodes.least_end_s(ttft_s, prefills) + float(self._score_s.min()) + prefills.cost_s
         if len(self._least_costs):
             least_s = least_s + (prefills.is_needed * self._least_costs[:, None]).sum(0)
@@ -51,12 +51,12 @@ class Search:
         while True:
             prefill = int(bounds_s.argmin())
             if best is not None and (
-                bounds_s[prefill] >= best.cost_s - self._outlook.tie_s
+                bounds_s[prefill] >= best.cost_s - self._estimate.tie_s
                 or self.num_visited >= self._max_prefills
             ):
                 return best
             there = _AtPrefill(
-                self._outlook, prefill, self._score_s, self._least_costs, self._max_steps - self.num_steps
+                self._estimate, prefill, self._score_s, self._least_costs, self._max_steps - self.num_steps
             )
             found = there.best()
             self.num_visited += 1
@@ -66,10 +66,10 @@ class Search:
                 best = found
 
     def _best_local_prefill(self) -> Found | None:
-        outlook = self._outlook
-        if outlook.local_prefills is None:
+        estimate = self._estimate
+        if estimate.local_prefills is None:
             return None
-        score_s = outlook.local_prefills.score_s(outlook.decodes)
+        score_s = estimate.local_prefills.score_s(estimate.decodes)
         decode = int(score_s.argmin())
         if score_s[decode] == np.inf:
             return None
@@ -89,18 +89,22 @@ class _Assignment:
 class _AtPrefill:
     """One prefill worker. `_rows`: [items, encoders], the time to first token if only that item had to be waited for."""
 
-    def __init__(self, outlook: Outlook, prefill: int, score_s: Floats, least_costs: Floats, max_steps: int):
+    def __init__(
+        self, estimate: Estimate, prefill: int, score_s: Floats, least_costs: Floats, max_steps: int
+    ):
         self.num_steps = 0
         self._max_steps = max_steps
-        self._outlook = outlook
+        self._estimate = estimate
         self._prefill = prefill
         self._score_s = score_s
-        self._needed = [int(idx) for idx in np.flatnonzero(outlook.prefills.is_needed[:, prefill])]
+        self._needed = [int(idx) for idx in np.flatnonzero(estimate.prefills.is_needed[:, prefill])]
         self._least_costs = least_costs
-        self._text_s = float(outlook.prefills.text_s[prefill])
-        self._followings: list[Following] = outlook.decodes.followings(prefill, outlook.prefills)
+        self._text_s = float(estimate.prefills.text_s[prefill])
+        self._kv_transfers: list[KvTransferEstimate] = estimate.decodes.kv_transfers(
+            prefill, estimate.prefills
+        )
         if self._needed:
-            encoders, prefills = outlook.encoders, outlook.prefills
+            encoders, prefills = estimate.encoders, estimate.prefills
             self._transfers = encoders.transfers(prefill)
             arrivals = encoders.finish_s + self._transfers
             self._rows = prefills.awaiting_s(arrivals, prefills.tail_s[:, prefill, None], prefill)
@@ -115,8 +119,8 @@ class _AtPrefill:
         if is_least or not 1 <= len(self._needed) <= MAX_EXACT_ITEMS:
             return best
         self._floor_s = self._best_decode(least_ttft_s)[0]
-        own_s = float(self._outlook.prefills.cost_s[self._prefill])
-        self._slope_s = own_s + min(float((f.after_s + self._score_s).min()) for f in self._followings)
+        own_s = float(self._estimate.prefills.cost_s[self._prefill])
+        self._slope_s = own_s + min(float((f.after_s + self._score_s).min()) for f in self._kv_transfers)
         candidates = [self._candidates(idx, least_ttft_s, least_cost_s, best.cost_s) for idx in self._needed]
         return self._search(_Assignment(self._text_s), candidates, least_ttft_s, best)
 
@@ -170,7 +174,7 @@ class _AtPrefill:
         before_s = assignment.used_s.get(encoder, 0.0)
         used_s = {
             **assignment.used_s,
-            encoder: before_s + float(self._outlook.encoders.encode_s[idx, encoder]),
+            encoder: before_s + float(self._estimate.encoders.encode_s[idx, encoder]),
         }
         return _Assignment(
             max(assignment.ttft_s, self._row(idx, encoder, before_s)),
@@ -183,9 +187,9 @@ class _AtPrefill:
         """`_rows` of one encoder whose device is kept by other items of the request before."""
         if device_s <= 0:
             return float(self._rows[idx, encoder])
-        prefills = self._outlook.prefills
+        prefills = self._estimate.prefills
         arrival_s = (
-            self._outlook.encoders.finish_after(idx, encoder, device_s) + self._transfers[idx, encoder]
+            self._estimate.encoders.finish_after(idx, encoder, device_s) + self._transfers[idx, encoder]
         )
         return float(prefills.awaiting_s(arrival_s, prefills.tail_s[idx, self._prefill], self._prefill))
 
@@ -194,10 +198,10 @@ class _AtPrefill:
         return np.maximum(self._floor_s, ttft_s + self._slope_s)
 
     def _found(self, assignment: _Assignment) -> Found:
-        outlook = self._outlook
+        estimate = self._estimate
         ttft_s = assignment.ttft_s
         cost_s, decode, codec = self._best_decode(ttft_s)
-        encoders = outlook.encoders.default()
+        encoders = estimate.encoders.default()
         for idx, encoder in zip(self._needed, assignment.encoders, strict=True):
             encoders[idx] = encoder
         cost_s += assignment.cost_s
@@ -205,9 +209,9 @@ class _AtPrefill:
 
     def _best_decode(self, ttft_s: float) -> tuple[float, int, str]:
         """Cost without encoders, decode worker and codec."""
-        ends_s = [following.end_s(ttft_s) + self._score_s for following in self._followings]
+        ends_s = [kv_transfer.end_s(ttft_s) + self._score_s for kv_transfer in self._kv_transfers]
         decodes = [int(end_s.argmin()) for end_s in ends_s]
         costs_s = [float(end_s[decode]) for end_s, decode in zip(ends_s, decodes, strict=True)]
         least = costs_s.index(min(costs_s))
-        cost_s = costs_s[least] + float(self._outlook.prefills.cost_s[self._prefill])
-        return cost_s, decodes[least], self._followings[least].codec
+        cost_s = costs_s[least] + float(self._estimate.prefills.cost_s[self._prefill])
+        return cost_s, decodes[least], self._kv_transfers[least].codec

@@ -15,8 +15,8 @@ from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.types.request import Guidance, Prompt
 from router.calls import ChatCall, GuidanceRules, MediaNote
-from router.prompts.media import Content, Look, MediaPlanner
-from router.prompts.media_budget import Reason
+from router.prompts.media import Content, MeasuredItem, MediaPlanner
+from router.prompts.media_budget import ReductionReason
 
 MIN_ANSWER_TOKENS = 256  # that media leave room for, where the client does not say how many it wants
 
@@ -90,7 +90,7 @@ class PromptBuilder:
         prompt, items = self._expanded(messages, looks, tenant, earlier)
         room = self._media_room(call, prompt, looks)
         if looks and sum(look.num_tokens for look in looks) > room:
-            looks, reduced = self._media.reduce(looks, room, rules, Reason.BUDGET)
+            looks, reduced = self._media.reduce(looks, room, rules, ReductionReason.BUDGET)
             notes = [note for note in notes if note.item not in {new.item for new in reduced}] + reduced
             prompt, items = self._expanded(messages, looks, tenant, earlier)
         self._media.check_rows(looks, self._caps.max_picture_rows, self._caps.max_rows)
@@ -110,7 +110,11 @@ class PromptBuilder:
         return self._prepared(Prompt(tuple(token_ids)), (), guidance, cache_salt)
 
     def _expanded(
-        self, messages: Sequence[ChatMessage], looks: Sequence[Look], tenant: str, earlier: Collection[int]
+        self,
+        messages: Sequence[ChatMessage],
+        looks: Sequence[MeasuredItem],
+        tenant: str,
+        earlier: Collection[int],
     ) -> tuple[Prompt, tuple[MediaItem, ...]]:
         """The prompt, and what stands in each of its media; `earlier`: items that an earlier turn showed."""
         items = [self._media.items(look, tenant) for look in looks]
@@ -127,7 +131,7 @@ class PromptBuilder:
             for name in (placed.media_hash for placed in prompt.media)
         )
 
-    def _media_room(self, call: ChatCall, prompt: Prompt, looks: Sequence[Look]) -> int:
+    def _media_room(self, call: ChatCall, prompt: Prompt, looks: Sequence[MeasuredItem]) -> int:
         """Embedding rows that all items together may have."""
         least = 1 if call.media_rules.is_exact else min(MIN_ANSWER_TOKENS, self._max_model_len // 4)
         num_text_tokens = len(prompt.token_ids) - sum(look.num_tokens for look in looks)

@@ -18,7 +18,7 @@ MIN_PIXELS_SHARE = 1 / 16  # of the area that the model sees: a quarter of each 
 NUM_HALVINGS = 10  # of the interval in which a share is looked for
 
 
-class Reason(StrEnum):
+class ReductionReason(StrEnum):
     """Why an item was reduced."""
 
     BUDGET = "budget"  # of the request, the model's context or the operator
@@ -26,36 +26,41 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True)
-class Cut:
+class Reduction:
     """What is left of an item; None: all of it."""
 
     max_frames: int | None = None
     max_pixels: int | None = None
 
 
-Measure = Callable[[int, Cut], int]  # embedding rows of an item after a cut; never more after a deeper one
+Measure = Callable[
+    [int, Reduction], int
+]  # embedding rows of an item after a reduction; never more after a deeper one
 
 
-def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list[Cut] | None:
-    """One cut per item, so that all together have at most `max_tokens` embedding rows. None if no cuts do that. `probes`: of the
+def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list[Reduction] | None:
+    """One reduction per item, so that all together have at most `max_tokens` embedding rows. None if no reductions do that. `probes`: of the
     sizes in which the model sees the items."""
 
-    def total(cuts: Sequence[Cut]) -> int:
-        return sum(measure(idx, cut) for idx, cut in enumerate(cuts))
+    def total(reductions: Sequence[Reduction]) -> int:
+        return sum(measure(idx, reduction) for idx, reduction in enumerate(reductions))
 
-    whole = [Cut() for _ in probes]
+    whole = [Reduction() for _ in probes]
     if total(whole) <= max_tokens:
         return whole
 
-    def with_frames(share: float) -> list[Cut]:
-        return [Cut(max_frames=_frames(probe, share)) for probe in probes]
+    def with_frames(share: float) -> list[Reduction]:
+        return [Reduction(max_frames=_frames(probe, share)) for probe in probes]
 
     fewest = with_frames(0.0)
     if total(fewest) <= max_tokens:
         return with_frames(_largest(lambda share: total(with_frames(share)) <= max_tokens, 0.0))
 
-    def with_pixels(share: float) -> list[Cut]:
-        return [Cut(cut.max_frames, _pixels(probe, share)) for cut, probe in zip(fewest, probes, strict=True)]
+    def with_pixels(share: float) -> list[Reduction]:
+        return [
+            Reduction(reduction.max_frames, _pixels(probe, share))
+            for reduction, probe in zip(fewest, probes, strict=True)
+        ]
 
     if total(with_pixels(MIN_PIXELS_SHARE)) > max_tokens:
         return None

@@ -11,7 +11,7 @@ from router.policy.views import ItemView, Placement, Prediction, RequestView
 
 
 @dataclass(eq=False, slots=True)
-class SentItem:
+class InFlightItem:
     """One media item on its way."""
 
     view: ItemView
@@ -20,7 +20,7 @@ class SentItem:
 
 
 @dataclass(eq=False, slots=True)
-class Sent:
+class InFlightRequest:
     """A request of this door."""
 
     request: RequestView
@@ -32,7 +32,7 @@ class Sent:
     encode_factors: tuple[float, ...]
     work: Charge  # at prefill, or where the prompt is computed
     decode: Charge
-    items: list[SentItem]
+    items: list[InFlightItem]
     expected: Sequence[bytes]  # blocks
 
     @property
@@ -55,7 +55,7 @@ def num_early_tokens(
 def kind_of(request: RequestView, prefill: str | None, media_s: float) -> Kind:
     """Of a prediction for a placement."""
     if prefill is None:
-        return Kind.STAY
+        return Kind.LOCAL_PREFILL
     if not request.media:
         return Kind.TEXT
     return Kind.AWAITED if media_s > 0 else Kind.COMPUTED
