@@ -1,6 +1,7 @@
-"""Admission, awaited: who may go at once goes at once, the others hold a future until `AdmissionQueue` lets them in or refuses them.
+"""Admission on the event loop: a request that fits is admitted at once; another one gets a future, which ends when
+`AdmissionQueue` admits or refuses it.
 
-Lives on the door's event loop. Its only timer ends the wait of those who are let in by nobody.
+Runs on the door's event loop. Its only timer is for the next request whose waiting time ends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from router.admission.queue import AdmissionQueue, AdmissionTicket, Admitted, Ca
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 1.0  # after an error in here
+RETRY_S = 1.0  # after an error in admission
 
 
 class Entrance:
@@ -37,7 +38,8 @@ class Entrance:
         return self._queue.class_name(priority)
 
     def enter(self, ticket: AdmissionTicket) -> asyncio.Future[None] | None:
-        """None: it is in. Else a future that ends with its admission, or raises OverloadedError. Raises OverloadedError."""
+        """None: the request is admitted. Else a future that ends at its admission or raises OverloadedError. Raises
+        OverloadedError if the request is refused at once."""
         answer = self._queue.offer(ticket, self._clock.now())
         if isinstance(answer, Refusal):
             raise answer.to_error()
@@ -48,23 +50,23 @@ class Entrance:
         return future
 
     def report(self, capacity: Capacity, reported: Reported) -> None:
-        """What the cluster has, and has to do, now."""
+        """The cluster's present capacity and load."""
         self._queue.resize(capacity)
         self._queue.report(reported)
         self._settle()
 
     def encoded(self, request_id: str) -> None:
-        """All its media is encoded, or need not be."""
+        """All media of the request is encoded, or needs no encoder."""
         self._queue.encoded(request_id)
         self._settle()
 
     def done(self, request_id: str) -> None:
-        """Its first token is out."""
+        """The request's first token is out."""
         self._queue.done(request_id)
         self._settle()
 
     def leave(self, request_id: str) -> None:
-        """It has ended, let in or not. Unknown ones are ignored."""
+        """The request has ended, admitted or not. Unknown requests are ignored."""
         future = self._waiting.pop(request_id, None)
         if future is not None:
             future.cancel()
@@ -74,7 +76,8 @@ class Entrance:
             self._settle()
 
     def _settle(self) -> None:
-        """Every waiting request is told what has become of it. Raises nothing: an error in here is no fault of the caller's request."""
+        """Ends the futures of requests that are admitted or refused now. Raises nothing, because the caller's request did
+        not cause an error in here."""
         if not self._waiting:
             return self._set_timer(None)
         now = self._clock.now()
@@ -93,7 +96,7 @@ class Entrance:
         self._set_timer(deadline)
 
     def _reconcile(self) -> None:
-        """After an error: a request that has been let in goes, one that the queue does not know any more fails."""
+        """After an error: a waiting request starts if the queue has admitted it, and fails if the queue has lost it."""
         for request_id, future in list(self._waiting.items()):
             if self._queue.is_waiting(request_id):
                 continue
