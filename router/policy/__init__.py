@@ -1,10 +1,12 @@
-"""Where a request goes, and why: pure, driven alike by the door and by the simulator.
+"""Placement: which workers serve a request, and the prediction behind it. Pure; the door and the simulator drive the
+same objects.
 
     views        a request, a placement, a prediction
-    cluster      what is known of the workers; made of `pool`, `links`, `index`, `pending`, `calibration`
+    cluster      what is known of the workers; made of `pool`, `links`, `index`, `encoder_media`, `pending`, `in_flight`,
+                 `calibration`, `feedback`
     estimate     what a placement of one request takes and costs; made of `at_encoders`, `at_prefills`, `at_decodes`
     joint        the placement of least cost, found by `search`
-    baselines    policies to compare it with
+    baselines    policies for comparison
     registry     policies by name or import path
 
 No torch, asyncio, Ray or clock: `now` is an argument.
