@@ -1,11 +1,12 @@
-"""Simpler policies, to compare with: each chooses stage by stage, and fills in the same prediction.
+"""Simpler policies for comparison: each chooses pool by pool, and fills in the same prediction. They send KV in the first
+codec of the cluster's list.
 
-round_robin   the next worker of each pool
-least_loaded  the fewest queued units in each pool
-per_stage     decode by load, then encoders, then prefill by cached prefix and load (the score of llm-d's scheduler: prefix 2,
-              queue 1, each from 0 to 1), each alone
-linear        prefill by tokens to compute plus tokens queued, decode by sequences (the cost of NVIDIA Dynamo's KV router:
-              weight × new prefill blocks + active blocks)
+RoundRobinPolicy   the next worker of each pool
+LeastLoadedPolicy  the fewest queued units in each pool
+PerStagePolicy     decode by load, then encoders, then prefill by cached prefix and load (the score of llm-d's scheduler:
+                   prefix 2, queue 1, each from 0 to 1), each alone
+LinearPolicy       prefill by tokens to compute plus tokens queued, decode by blocks (the cost of NVIDIA Dynamo's KV router:
+                   weight × new prefill blocks + active blocks)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PREFIX_WEIGHT, QUEUE_WEIGHT = 2.0, 1.0
 
 
 class StagedPolicy(ABC):
-    """Decode, then encoders, then prefill; each the able worker of the smallest score."""
+    """Decode, then encoders, then prefill; in each pool the able worker with the smallest score."""
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
         estimate = Estimate(request, cluster, now)
@@ -45,7 +46,7 @@ class StagedPolicy(ABC):
         return place_item(item, cluster, now, excluded)
 
     def _encoders(self, estimate: Estimate) -> list[int]:
-        """One item after another; what an encoder has goes there."""
+        """One item after another. An item that an encoder has goes to that encoder."""
         pool, chosen = estimate.cluster.encoders, []
         added = np.zeros(len(pool))
         for idx, item in enumerate(estimate.encoders.items):
@@ -102,7 +103,7 @@ class LinearPolicy(StagedPolicy):
 
 
 class RoundRobinPolicy(StagedPolicy):
-    """Whoever was chosen longest ago; caches do not count, neither of prompts nor of media."""
+    """The worker that was chosen longest ago. Caches do not count, neither of prompts nor of media."""
 
     def __init__(self) -> None:
         self._num_chosen = 0
@@ -146,6 +147,6 @@ def _queued(pool: WorkerPool) -> Floats:
 
 
 def _content_spread(estimate: Estimate) -> Floats:
-    """Below one unit: it decides between equals."""
+    """Less than one unit, so it only decides between equals."""
     hashes = estimate.request.block_hashes
     return rendezvous(estimate.cluster.prefills.salts, hashes[0] if hashes else b"")

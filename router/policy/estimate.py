@@ -1,11 +1,11 @@
-"""What a placement of one request would take, and what it costs: the one prediction that all policies share.
+"""How long a placement of one request would take, and what it costs. All policies share this estimate.
 
-The cost of a placement is
+The cost of a placement, in seconds, is
 
-    time to first token + KV that is not hidden + decode's first step + what the request does to others
+    time to first token + KV transfer that is not hidden + decode's first step + delay of others
 
-in seconds, plus a little that only decides between equals. "What it does to others" is its own work at each worker, for every request
-that waits there: who is placed into a long queue lengthens it for all who come while it lasts.
+plus a small term that only decides between equals. "Delay of others" is the request's own work at each worker, for every
+request that waits there: a request in a long queue delays all requests that arrive while the queue lasts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from router.policy.in_flight import kind_of
 from router.policy.pool import rendezvous
 from router.policy.views import ItemPrediction, Placement, Prediction, RequestView
 
-TIE_RATIO = 0.01  # of the shortest time to first token: differences below it decide nothing
+TIE_RATIO = 0.01  # of the shortest time to first token; smaller differences count as ties
 
 
 class Estimate:
-    """One request, the cluster and one instant. Slots are indices into the pools' arrays."""
+    """Every placement of one request, at one instant. Slots are indices into the pools' arrays."""
 
     def __init__(self, request: RequestView, cluster: ClusterView, now: float, tie_ratio: float = TIE_RATIO):
-        """Raises UnavailableError, naming the empty pool; RequestError if nobody can hold the request."""
+        """Raises UnavailableError, which names the empty pool, and RequestError if no worker can hold the request."""
         self.request = request
         self.cluster = cluster
         self.encoders = EncodeEstimate(request.media, cluster, now)
@@ -45,7 +45,7 @@ class Estimate:
             self._break_ties()
 
     def cost_s(self, placement: Placement) -> float:
-        """Infinite for a placement that cannot be. Raises KeyError for one on workers that are not there."""
+        """Infinite for an impossible placement. Raises KeyError for a placement on workers that are not there."""
         decode = self._decode(placement)
         score_s = float(self.decodes.score_s[decode])
         if placement.prefill is None:
@@ -102,7 +102,7 @@ class Estimate:
         return self.prefills.ttft_s(arrivals, prefill)
 
     def _predict_local_prefill(self, decode: int) -> Prediction:
-        assert self.local_prefills is not None, "a request that may not stay"
+        assert self.local_prefills is not None, "the request allows no local prefill"
         queue_s, prefill_s = (
             float(self.local_prefills.queue_s[decode]),
             float(self.local_prefills.prefill_s[decode]),
@@ -124,7 +124,7 @@ class Estimate:
         return next(f for f in kv_transfers if f.codec == placement.codec)
 
     def _break_ties(self) -> None:
-        """Near-equal prefill workers: who has more of the prompt, or is about to; then by rendezvous."""
+        """Among near-equal prefill workers prefer the one that has more of the prompt, or is about to; then use rendezvous."""
         content = self.request.block_hashes[0] if self.request.block_hashes else b""
         salts = self.cluster.prefills.salts
         expected = self.cluster.prefixes.expecting(content, len(salts))

@@ -1,4 +1,4 @@
-"""The search for the placement of least cost; `joint` says why it finds it."""
+"""The search for the placement of least cost. `joint` explains why it finds the optimum."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from router.policy.estimate import Estimate
 from router.policy.pool import Floats
 
 MAX_EXACT_ITEMS = 4
-# What a decision may look at: then the best that was found stands. `bench.router decide` measures what that loses.
+# Limits of one decision; then the best placement found so far is chosen. `bench.router decide` measures the loss.
 MAX_PREFILLS = 4
-MAX_STEPS = 50  # an item to an encoder each
+MAX_STEPS = 50  # assignments of an item to an encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Found:
 
 
 class Search:
-    """One request. `least_s`: [prefills], what any placement there costs at least; infinite where there can be none."""
+    """For one request. `least_s`: [prefills], lower bound of the cost of any placement there; infinite if there is none."""
 
     def __init__(self, estimate: Estimate, max_prefills: int = MAX_PREFILLS, max_steps: int = MAX_STEPS):
         self._estimate = estimate
@@ -78,7 +78,7 @@ class Search:
 
 @dataclass
 class _Assignment:
-    """Items in order of need, the first of them with an encoder each."""
+    """Encoders for the first few items, in the order in which prefill needs the items."""
 
     ttft_s: float
     cost_s: float = 0.0
@@ -87,7 +87,7 @@ class _Assignment:
 
 
 class _AtPrefill:
-    """One prefill worker. `_rows`: [items, encoders], the time to first token if only that item had to be waited for."""
+    """The search at one prefill worker. `_rows`: [items, encoders], the time to first token if only that item delayed it."""
 
     def __init__(
         self, estimate: Estimate, prefill: int, score_s: Floats, least_costs: Floats, max_steps: int
@@ -125,7 +125,7 @@ class _AtPrefill:
         return self._search(_Assignment(self._text_s), candidates, least_ttft_s, best)
 
     def _nearest(self) -> _Assignment:
-        """Each item in order of need where it adds least."""
+        """Each item, in order of need, at the encoder where it adds least."""
         assignment = _Assignment(self._text_s)
         for idx in self._needed:
             added_s = np.maximum(assignment.ttft_s, self._rows[idx]) + self._costs[idx]
@@ -136,7 +136,7 @@ class _AtPrefill:
         return assignment
 
     def _candidates(self, idx: int, least_ttft_s: float, least_cost_s: float, most_s: float) -> list[int]:
-        """The encoders of an item that can be part of something better than `most_s`, and that fewer than n others beat."""
+        """The encoders of an item that may lead to a cost below `most_s`, and that fewer than n others beat."""
         row, cost = self._rows[idx], self._costs[idx]
         others_s = least_cost_s - float(self._least_costs[idx])
         bound_s = self._least_end_s(np.maximum(least_ttft_s, row)) + cost + others_s
@@ -153,7 +153,7 @@ class _AtPrefill:
     def _search(
         self, assignment: _Assignment, candidates: list[list[int]], least_ttft_s: float, best: Found
     ) -> Found:
-        """Depth first, the item that is needed first at the top."""
+        """Depth first; the item that is needed first is at the top."""
         depth = len(assignment.encoders)
         if depth == len(self._needed):
             found = self._found(assignment)
@@ -184,7 +184,7 @@ class _AtPrefill:
         )
 
     def _row(self, idx: int, encoder: int, device_s: float) -> float:
-        """`_rows` of one encoder whose device is kept by other items of the request before."""
+        """`_rows` of one encoder whose device first computes other items of the request for `device_s`."""
         if device_s <= 0:
             return float(self._rows[idx, encoder])
         prefills = self._estimate.prefills
@@ -194,7 +194,7 @@ class _AtPrefill:
         return float(prefills.awaiting_s(arrival_s, prefills.tail_s[idx, self._prefill], self._prefill))
 
     def _least_end_s(self, ttft_s: Floats) -> Floats:
-        """At least what a placement costs beside its encoders, by time to first token, which is never before the least one."""
+        """Lower bound of a placement's cost without encoders, by time to first token."""
         return np.maximum(self._floor_s, ttft_s + self._slope_s)
 
     def _found(self, assignment: _Assignment) -> Found:
