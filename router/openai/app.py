@@ -1,7 +1,8 @@
-"""Routes, errors and disconnects. The edge of the process: the only broad `except`s stand here and in `edge`, and they answer.
+"""Routes, errors and disconnects. This is the edge of the process: broad `except`s are only here and in `edge`, and they
+answer the client.
 
-Every error has OpenAI's form; Serve's front adds `x-request-id`. A client that leaves cancels its call, streamed or
-not, also while the door is still choosing workers.
+Every error has OpenAI's form; Serve's proxy adds `x-request-id`. A client that disconnects cancels its call, streamed or
+not, also while the door is still choosing workers. Runs on the door's event loop.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from router.openai.edge import Edge, HttpMetrics, lease_of, tenant_of
 from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
 from router.openai.protocol import DoorProtocol
 from router.openai.schema import ChatRequest, CompletionRequest, parse
-from router.openai.serving import Account, ClientGoneError, stream, until_disconnect, whole
+from router.openai.serving import ClientGoneError, TimelineReport, stream, until_disconnect, whole
 from router.openai.translate import chat_call, completion_call
 
 log = logging.getLogger(__name__)
-BIG_BODY_BYTES = 64 * 2**10  # parsed in a thread from this size on, so that other streams go on
-CLIENT_GONE_STATUS = 499  # nobody reads it; nginx's number, for the access log
-LEDGER = "x-epdg-ledger"  # in a request: asked for; in the answer: the times until the first token
+BIG_BODY_BYTES = 64 * 2**10  # from this size on a body is parsed in a thread, so that other streams continue
+CLIENT_GONE_STATUS = 499  # for the access log, as nginx does; the client is gone
+# Header. In a request it asks for the timeline; in the answer it has the durations until the first token
+LEDGER = "x-epdg-ledger"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -133,29 +135,33 @@ class _Routes:
         return await asyncio.get_running_loop().run_in_executor(self._parsing, translate, body)
 
     async def _answer(
-        self, request: Request, call: Any, start: Callable[[Any], Awaitable[Any]], answer: render.Format
+        self,
+        request: Request,
+        call: Any,
+        start: Callable[[Any], Awaitable[Any]],
+        answer: render.ResponseFormat,
     ) -> Response:
         num_choices = len(call.sampling)
         headers: dict[str, str] = {}
-        account = None
+        report = None
         if LEDGER in request.headers:
-            account = Account(headers, LEDGER, shows_workers=self._door.limits.shows_workers)
+            report = TimelineReport(headers, LEDGER, shows_workers=self._door.limits.shows_workers)
         if call.stream:
-            events = stream(lambda: start(call), answer, num_choices, call.include_usage, account)
+            events = stream(lambda: start(call), answer, num_choices, call.include_usage, report)
             return EventStream(events, headers)
         try:
-            body = await until_disconnect(request, whole(lambda: start(call), answer, num_choices, account))
+            body = await until_disconnect(request, whole(lambda: start(call), answer, num_choices, report))
             return _json(body, headers=headers)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE_STATUS)
 
 
 class EventStream(Response):
-    """Sends events as they come. The status line waits for the first event, so an error before it is still a plain
-    HTTP error; a later one is an event, after which the stream ends without `[DONE]`."""
+    """Sends events as they come. The status line waits for the first event, so an error before it is a plain HTTP error. A
+    later error is an event, after which the stream ends without `[DONE]`."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], more_headers: Mapping[str, str]):
-        """`more_headers` may grow until the first event is there."""
+        """`more_headers` may grow until the first event."""
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
@@ -173,7 +179,7 @@ class EventStream(Response):
         async def write(message: Message) -> None:
             try:
                 await send(message)
-            except OSError:  # the server's way of saying that the connection is gone
+            except OSError:  # the server raises it when the connection is gone
                 raise ClientGoneError from None
 
         def body(data: bytes, more: bool) -> Message:
@@ -210,14 +216,13 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if known.status in (429, 503):
         headers["retry-after"] = str(max(1, round(known.retry_after_s or 1)))
     if isinstance(known, BodyTimeoutError):
-        headers["connection"] = (
-            "close"  # others' rest is read and dropped: a close before it comes would lose the answer
-        )
+        # Other bodies are read to their end and dropped: closing before that would lose the answer
+        headers["connection"] = "close"
     return _json(render.error_body(known), known.status, headers)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)  # what it is registered for
+    assert isinstance(error, HTTPException)  # the class it is registered for
     kind = WrongMethodError if error.status_code == 405 else NoSuchRouteError
     known = kind(f"{request.method} {request.url.path[:200]}: {error.detail}")
     return _json(render.error_body(known), error.status_code, dict(error.headers or {}))

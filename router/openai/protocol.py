@@ -1,8 +1,8 @@
-"""What the API asks of the door. The fake in `tests/unit/openai/fake_door.py` implements it too.
+"""What the API needs of the door. The fake in `tests/unit/openai/fake_door.py` implements it, too.
 
 One call, in order: `chat` or `complete` → for every generation: iterate to its finish reason → `usage` → `aclose`.
-`aclose` is always called, also after the end, after an error and when the client is gone; it may be repeated.
-While `chat` or `complete` is still waiting, a client that leaves cancels the awaiting task.
+`aclose` is always called, also after the end, after an error and when the client is gone; it may be repeated. If the
+client disconnects while `chat` or `complete` is waiting, the awaiting task is cancelled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.openai.limits import Limits
 
 
 class TimelineProtocol(Protocol):
-    """Where the time of a prompt went; see `router.telemetry.timeline`."""
+    """How long each stage of a prompt took; see `router.telemetry.timeline`."""
 
     def fields(self) -> dict[str, Any]:
         """For the body of an answer."""
@@ -35,20 +35,20 @@ class Generation(Protocol):
 
     @property
     def usage(self) -> Usage:
-        """Up to date at every moment; final after the last delta."""
+        """Always up to date; final after the last delta."""
         ...
 
     @property
     def ledger(self) -> TimelineProtocol:
-        """The same for all choices of a prompt; its time to first token is final with the first delta."""
+        """The timeline, the same for all choices of a prompt. Its time to first token is final with the first delta."""
         ...
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """May raise a ClusterError at any point; then nothing more comes."""
+        """May raise a ClusterError at any point; then the iteration has ended."""
         ...
 
     async def aclose(self) -> None:
-        """Cancel it in every pool if it still runs."""
+        """Cancels the choice in every pool if it still runs."""
         ...
 
 
@@ -56,7 +56,7 @@ class DoorProtocol(Protocol):
     model_id: str
     created: int  # unix seconds
     defaults: GenerationDefaults  # for fields that a request leaves out
-    limits: Limits  # for all others
+    limits: Limits  # for all other fields
 
     async def chat(self, call: ChatCall) -> list[Generation]:
         """One generation per choice. Raises ClusterError."""

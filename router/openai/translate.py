@@ -1,4 +1,4 @@
-"""A request body to a frozen call: what the door has to do, with every default filled in. Pure but for the seed."""
+"""From a request body to a frozen call, with every default filled in. Pure except for the random seed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from cluster.types.request import SamplingParams
 from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules
 from router.openai import schema
 from router.openai.limits import Limits
-from router.openai.schema import MAX_PARTS, MAX_PRIORITY, MAX_URL_CHARS, ChatRequest, CompletionRequest
+from router.openai.schema import (
+    MAX_PARTS,
+    MAX_PRIORITY,
+    MAX_URL_CHARS,
+    ChatRequest,
+    CompletionRequest,
+    EndpointRequest,
+)
 
 SEED_MASK = 2**64 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring choices get seeds far apart
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
-ANY = Limits(min_priority=-MAX_PRIORITY)  # where no model is asked
+ANY = Limits(min_priority=-MAX_PRIORITY)  # for calls that no model will serve
 
 
 def chat_call(
@@ -32,7 +39,7 @@ def chat_call(
     trace_parent: str = "",
     limits: Limits = ANY,
 ) -> ChatCall:
-    """`tenant`: of the client, as its credentials say."""
+    """`tenant`: the client, by its credentials."""
     _check(request, model_id, limits)
     max_tokens = request.max_completion_tokens or request.max_tokens
     if request.max_tokens not in (None, max_tokens):
@@ -67,7 +74,7 @@ def completion_call(
     trace_parent: str = "",
     limits: Limits = ANY,
 ) -> CompletionCall:
-    """`tenant`: of the client, as its credentials say."""
+    """`tenant`: the client, by its credentials."""
     _check(request, model_id, limits)
     return CompletionCall(
         prompts=_prompts(request.prompt, limits),
@@ -83,8 +90,8 @@ def completion_call(
     )
 
 
-def _check(request: ChatRequest | CompletionRequest, model_id: str, limits: Limits) -> None:
-    """What depends on the model and on what its operator allows."""
+def _check(request: EndpointRequest, model_id: str, limits: Limits) -> None:
+    """Checks the fields whose limits depend on the model and on its operator."""
     if request.model != model_id:
         raise ModelNotFoundError(f"the model {request.model[:200]!r} does not exist", param="model")
     if request.stream_options is not None and not request.stream:
@@ -132,15 +139,15 @@ def _check_messages(messages: Sequence[schema.InputMessage], limits: Limits) -> 
     _check_text(num_chars, "messages", limits)
 
 
-def _salt(request: ChatRequest | CompletionRequest, tenant: str, limits: Limits) -> str:
-    """Whose cached KV and embeddings the request finds: its tenant's, and of these the ones under the client's own salt. Clients
+def _salt(request: EndpointRequest, tenant: str, limits: Limits) -> str:
+    """Only KV and embeddings with an equal salt are reused: those of the same tenant, under the client's own salt. Clients
     without credentials are one tenant."""
     owner = "" if limits.shares_caches else tenant
     return f"{owner}/{request.cache_salt or ''}" if owner or request.cache_salt else ""
 
 
 def _media_options(request: ChatRequest) -> dict[Modality, MediaOptions]:
-    """How items of each modality are to be looked at."""
+    """The media options of each modality."""
     asked = request.mm_processor_kwargs or schema.ProcessorOptions()
     video = (request.media_io_kwargs or schema.MediaLoading()).video or schema.VideoLoading()
     if asked.fps is not None and video.fps not in (None, asked.fps):
@@ -206,15 +213,15 @@ def _source(
 
 
 def _sampling(
-    request: ChatRequest | CompletionRequest, defaults: GenerationDefaults, limits: Limits
+    request: EndpointRequest, defaults: GenerationDefaults, limits: Limits
 ) -> tuple[SamplingParams, ...]:
-    """One value per choice. Choice 0 draws with the client's seed itself, the others with seeds derived from it."""
+    """One value per choice. Choice 0 draws with the client's seed, the others with seeds derived from it."""
     temperature = defaults.temperature if request.temperature is None else request.temperature
     top_p = defaults.top_p if request.top_p is None else request.top_p
     if top_p == 0:  # OpenAI accepts it; the smallest set of tokens is the most probable one
         temperature, top_p = 0.0, 1.0
     top_k = defaults.top_k if request.top_k is None else request.top_k
-    top_k = top_k if 0 < top_k < limits.vocab_size else 0  # of all tokens
+    top_k = top_k if 0 < top_k < limits.vocab_size else 0  # 0: of all tokens
     min_p = defaults.min_p if request.min_p is None else request.min_p
     seed = secrets.randbits(64) if request.seed is None and temperature > 0 else (request.seed or 0)
     return tuple(
@@ -223,9 +230,7 @@ def _sampling(
     )
 
 
-def _stop(
-    request: ChatRequest | CompletionRequest, max_tokens: int | None, defaults: GenerationDefaults
-) -> StopRules:
+def _stop(request: EndpointRequest, max_tokens: int | None, defaults: GenerationDefaults) -> StopRules:
     eos = () if request.ignore_eos else defaults.eos_token_ids
     token_ids = dict.fromkeys((*eos, *(request.stop_token_ids or ())))
     stop = request.stop or ()
@@ -237,7 +242,7 @@ def _stop(
 
 
 def _guidance(
-    request: ChatRequest | CompletionRequest,
+    request: EndpointRequest,
     negative: Callable[[str], tuple[ChatMessage, ...] | str],
 ) -> GuidanceRules | None:
     if request.guidance_scale is None or request.guidance_scale == 1:
@@ -249,7 +254,7 @@ def _guidance(
 
 
 def _negative(messages: Sequence[ChatMessage], text: str) -> tuple[ChatMessage, ...]:
-    """The same conversation without media, its last user message replaced."""
+    """The same conversation without media and with its last user message replaced."""
     bare = [ChatMessage(message.role, _text_of(message)) for message in messages]
     last = max((i for i, message in enumerate(bare) if message.role == "user"), default=len(bare) - 1)
     bare[last] = ChatMessage(bare[last].role, text)
@@ -262,7 +267,7 @@ def _text_of(message: ChatMessage) -> str:
     return "".join(part.text for part in message.content if isinstance(part, TextPart))
 
 
-def _wants_usage(request: ChatRequest | CompletionRequest) -> bool:
+def _wants_usage(request: EndpointRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
 
 

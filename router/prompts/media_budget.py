@@ -1,8 +1,11 @@
-"""How much of each media item is looked at when all together cost more tokens than there is room for. Pure.
+"""How much each media item is reduced if all items together need more tokens than there is room for. Pure.
 
-The policy: first frames, then resolution. All clips lose the same share of their frames, down to `MIN_FRAMES`; if that is
-not enough, all images and frames lose the same share of their pixels, down to `MIN_PIXELS_SHARE`. As little as possible is taken. What
-then still does not fit does not fit.
+First frames, then resolution:
+
+* All clips lose the same share of their frames, down to `MIN_FRAMES`.
+* If that is not enough, all images and frames lose the same share of their pixels, down to `MIN_PIXELS_SHARE`.
+
+The shares are as small as possible. Items that do not fit even then are not reduced further.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from cluster.types.media import MediaProbe, Modality
 
 MIN_FRAMES = 4
 MIN_PIXELS_SHARE = 1 / 16  # of the area that the model sees: a quarter of each side
-NUM_HALVINGS = 10  # of the interval in which a share is looked for
+NUM_HALVINGS = 10  # steps of the binary search for a share
 
 
 class ReductionReason(StrEnum):
@@ -27,20 +30,19 @@ class ReductionReason(StrEnum):
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is left of an item; None: all of it."""
+    """What remains of an item; None: everything."""
 
     max_frames: int | None = None
     max_pixels: int | None = None
 
 
-Measure = Callable[
-    [int, Reduction], int
-]  # embedding rows of an item after a reduction; never more after a deeper one
+# Embedding rows of an item after a reduction; a stronger reduction never gives more
+Measure = Callable[[int, Reduction], int]
 
 
 def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list[Reduction] | None:
-    """One reduction per item, so that all together have at most `max_tokens` embedding rows. None if no reductions do that. `probes`: of the
-    sizes in which the model sees the items."""
+    """One reduction per item, so that all items together have at most `max_tokens` embedding rows. None if that is
+    impossible. `probes`: in the sizes that the model sees."""
 
     def total(reductions: Sequence[Reduction]) -> int:
         return sum(measure(idx, reduction) for idx, reduction in enumerate(reductions))
@@ -68,8 +70,8 @@ def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list
 
 
 def load_share(num_queued_rows: int, max_queued_rows: int) -> float:
-    """Which share of its tokens media keeps while so many embedding rows wait at the least loaded encoder: less the longer
-    the queue, a quarter at least."""
+    """The share of its tokens that new media keeps while so many embedding rows wait at the least loaded encoder. It falls
+    with the length of the queue, to a quarter at least."""
     if max_queued_rows == 0 or num_queued_rows <= max_queued_rows:
         return 1.0
     return max(0.25, max_queued_rows / num_queued_rows)
@@ -88,7 +90,7 @@ def _pixels(probe: MediaProbe, share: float) -> int | None:
 
 
 def _largest(fits: Callable[[float], bool], low: float) -> float:
-    """The largest share in [low, 1] that fits, as far as some halvings find it; `low` does."""
+    """The largest share in [low, 1] that fits, to the precision of `NUM_HALVINGS`. `low` fits."""
     high = 1.0
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2

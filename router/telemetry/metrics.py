@@ -1,8 +1,8 @@
-"""What a door measures, in Prometheus' text form. One registry per door, no globals.
+"""A door's metrics in Prometheus' text format. One registry per door, no globals. Runs on the door's event loop.
 
-Request metrics carry vLLM's stems, so that existing boards work. Per-token work is avoided: inter-token latency is observed
-once per event (one decode step of one request), counters once per request. Worker gauges are read from the members' last
-load reports when somebody scrapes.
+Request metrics use the names of vLLM's, so that existing dashboards work. There is no work per token: inter-token latency
+is observed once per event (one decode step of one request), counters once per request. Worker gauges are read from the
+members' last load reports when Prometheus scrapes.
 """
 
 from __future__ import annotations
@@ -20,26 +20,8 @@ from router.members import Peer
 from router.telemetry.timeline import RequestTimeline
 
 _TTFT_BUCKETS_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 
 
@@ -82,7 +64,7 @@ class DoorMetrics:
         ).labels(name)
         self._finished = Counter(
             "epdg_requests",
-            "Choices that ended, by reason: stop, length, cancelled, or an error's name",
+            "Choices that ended, by reason: stop, length, cancelled, or the name of an error",
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
@@ -92,19 +74,19 @@ class DoorMetrics:
     def finished(self, reason: str) -> None:
         self._finished.labels(self._model_id, reason).inc()
 
-    def ledger(self, ledger: RequestTimeline) -> None:
+    def ledger(self, timeline: RequestTimeline) -> None:
         """The first token of a request is out."""
-        for stage, seconds in ledger.stages().items():
+        for stage, seconds in timeline.stages().items():
             self._stage_s.labels(self._model_id, stage).observe(seconds)
-        if ledger.predicted_ttft_s is not None:
-            self.predicted_ttft_s.observe(ledger.predicted_ttft_s)
+        if timeline.predicted_ttft_s is not None:
+            self.predicted_ttft_s.observe(timeline.predicted_ttft_s)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
 
 class _Gauges(Collector):
-    """Worker state as last reported on the side channel."""
+    """Worker state from the last load reports."""
 
     _FIELDS: ClassVar = {
         "num_running": ("epdg_worker_running", "Requests (encoder: media items) being worked on"),

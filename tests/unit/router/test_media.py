@@ -104,7 +104,7 @@ def look_at(plans: MediaPlanner, *items, rules: MediaRules = AS_NEEDED, **option
     """items: (modality, bytes or error). Options are those of images and videos."""
     of = {kind: MediaOptions() if kind is AUDIO else MediaOptions(**options) for kind in Modality}
     sources = [MediaSource(kind, "", options=of[kind]) for kind, _ in items]
-    return plans.look(sources, contents_of(sources, [content for _, content in items], rules), rules)
+    return plans.measure(sources, contents_of(sources, [content for _, content in items], rules), rules)
 
 
 def looks_at(plans: MediaPlanner, *items, **options) -> list[MeasuredItem]:
