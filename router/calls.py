@@ -1,7 +1,8 @@
-"""What a client asks for and what it gets back, apart from HTTP: the types that the API, the door and the prompt builder share.
+"""What a client asks for and what it gets back, apart from HTTP: the types that the API, the door and the
+prompt builder share.
 
-Pure frozen values. The API makes a call from a request body (`router.openai.translate`), valid by construction and
-with every default filled in. The door answers with deltas, usage and notes.
+Pure frozen values. The API makes a call from a request body (`router.openai.translate`), valid by
+construction and with every default filled in. The door answers with deltas, usage and notes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class StopRules(msgspec.Struct, frozen=True):
 
 
 class GuidanceRules(msgspec.Struct, frozen=True):
-    """Classifier-free guidance. Without a negative prompt the companion starts from the prompt's last token alone."""
+    """Classifier-free guidance. Without a negative prompt the companion starts from the prompt's last token
+    alone."""
 
     scale: float
     negative: tuple[ChatMessage, ...] | str | None
@@ -81,7 +83,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class MediaNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A change to one media item that the client did not ask for. The client finds it in `media` of the answer."""
+    """A change to one media item that the client did not ask for. The client finds it in `media` of the
+    answer."""
 
     item: int  # index among the request's items
     modality: str

@@ -1,8 +1,8 @@
 """What admitted requests still hold, and whether another request fits beside them. Pure.
 
-A request holds encoder work until its media is encoded, prefill work until its first token, and KV blocks until it
-ends. Workers get as much work as keeps them busy: `max_outstanding_s` of predicted work each, or two requests. KV
-blocks are given as long as there are any.
+A request holds encoder work until its media is encoded, prefill work until its first token, and KV blocks
+until it ends. Workers get as much work as keeps them busy: `max_outstanding_s` of predicted work each, or two
+requests. KV blocks are given as long as there are any.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class AdmittedWork:
         return self._prefill.num_requests == 0
 
     def report(self, reported: Reported) -> None:
-        """The larger of two numbers counts: this door's part of what workers report, and what this door has sent."""
+        """The larger of two numbers counts: this door's part of what workers report, and what this door has
+        sent."""
         doors = self._num_doors
         parts = (reported.encode_s / doors, reported.prefill_s / doors, ceil(reported.num_blocks / doors))
         self._reported = Reported(*parts)
@@ -88,7 +89,8 @@ class AdmittedWork:
         return ticket.encode_s == 0 or self._encode.is_below(longest_s, encoders, self._reported.encode_s)
 
     def has_blocks(self, ticket: AdmissionTicket) -> bool:
-        """A request that is larger than all memory is admitted alone; the cluster decides whether it can be served."""
+        """A request that is larger than all memory is admitted alone; the cluster decides whether it can be
+        served."""
         used = max(self._num_blocks, self._reported.num_blocks)
         return self._num_blocks == 0 or used + ticket.num_blocks <= self._blocks_limit
 

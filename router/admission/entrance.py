@@ -1,5 +1,5 @@
-"""Admission on the event loop: a request that fits is admitted at once; another one gets a future, which ends when
-`AdmissionQueue` admits or refuses it.
+"""Admission on the event loop: a request that fits is admitted at once; another one gets a future, which ends
+when `AdmissionQueue` admits or refuses it.
 
 Runs on the door's event loop. Its only timer is for the next request whose waiting time ends.
 """
@@ -38,8 +38,8 @@ class Entrance:
         return self._queue.class_name(priority)
 
     def enter(self, ticket: AdmissionTicket) -> asyncio.Future[None] | None:
-        """None: the request is admitted. Else a future that ends at its admission or raises OverloadedError. Raises
-        OverloadedError if the request is refused at once."""
+        """None: the request is admitted. Else a future that ends at its admission or raises OverloadedError.
+        Raises OverloadedError if the request is refused at once."""
         answer = self._queue.offer(ticket, self._clock.now())
         if isinstance(answer, Refusal):
             raise answer.to_error()
@@ -76,8 +76,8 @@ class Entrance:
             self._settle()
 
     def _settle(self) -> None:
-        """Ends the futures of requests that are admitted or refused now. Raises nothing, because the caller's request did
-        not cause an error in here."""
+        """Ends the futures of requests that are admitted or refused now. Raises nothing, because the caller's
+        request did not cause an error in here."""
         if not self._waiting:
             return self._set_timer(None)
         now = self._clock.now()
@@ -96,7 +96,8 @@ class Entrance:
         self._set_timer(deadline)
 
     def _reconcile(self) -> None:
-        """After an error: a waiting request starts if the queue has admitted it, and fails if the queue has lost it."""
+        """After an error: a waiting request starts if the queue has admitted it, and fails if the queue has
+        lost it."""
         for request_id, future in list(self._waiting.items()):
             if self._queue.is_waiting(request_id):
                 continue

@@ -1,18 +1,20 @@
 """The requests that wait at a door, and the order in which they start. Pure.
 
-There are three levels. Between classes, and between the tenants of a class: start-time fair queueing (Goyal, Vin and
-Cheng, "Start-time Fair Queueing", SIGCOMM 1996). Within a tenant: earliest deadline first.
+There are three levels. Between classes, and between the tenants of a class: start-time fair queueing (Goyal,
+Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996). Within a tenant: earliest deadline first.
 
-    a flow begins to wait        start tag S = max(V, F)      V: the level's virtual time, F: the flow's last finish tag
+    a flow begins to wait        its start tag is S = max(V, F)
     the next flow                is the one with the smallest S
     one of its requests starts   V = max(V, S);  S = F = S + work_s / weight
 
-A flow gets no credit for the time in which it did not wait. A flow that is passed over (`text_only`) keeps its tag.
-While two flows wait, their shares differ from the ratio of their weights by at most one request of each (theorem 1
-there), however many requests either has.
+V is the level's virtual time, F the flow's last finish tag.
 
-Every level keeps text and media apart, so that text can be asked for alone. Sorted lists: a call costs O(log n) and a
-short memory move.
+A flow gets no credit for the time in which it did not wait. A flow that is passed over (`text_only`) keeps
+its tag. While two flows wait, their shares differ from the ratio of their weights by at most one request of
+each (theorem 1 there), however many requests either has.
+
+Every level keeps text and media apart, so that text can be asked for alone. Sorted lists: a call costs O(log
+n) and a short memory move.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class AdmissionTicket:
     work_s       predicted seconds of encoders and prefill workers together
     encode_s     predicted seconds of encoders alone
     num_blocks   KV blocks it is expected to hold at decode; not the most it might hold
-    ttft_s       predicted seconds from admission to its first token; to meet targets, the upper end of the interval
+    ttft_s       predicted seconds from admission to its first token; to meet targets, the upper end of the
+                 interval
     arrived_at   when the client asked
     """
 
@@ -126,7 +129,7 @@ class ClassQueue:
         self._order: tuple[list[_Rank], list[_Rank]] = ([], [])  # flows with media, with text
         self._lengths = _Lengths()
         self._num_waiting = 0
-        # Of tenants with nothing in line, as long as the tag is beyond the virtual time; the heap has the same tags
+        # Of tenants with nothing in line, while the tag is beyond the virtual time; the heap has the same tags
         self._finish_tags: dict[str, float] = {}
         self._finished: list[tuple[float, str]] = []
 
@@ -171,13 +174,14 @@ class ClassQueue:
         return min((lines[kind][0] for kind in kinds if lines[kind]), key=_urgency)
 
     def least_urgent(self) -> Waiting:
-        """The least urgent request of the tenant with most tickets in line. Raises StopIteration if none waits."""
+        """The least urgent request of the tenant with most tickets in line. Raises StopIteration if none
+        waits."""
         lines = self._flows[self._lengths.longest()].lines
         return max((line[-1] for line in lines if line), key=_urgency)
 
     def cost_ahead_s(self, tenant: str, is_text: bool, cost_s: float) -> float:
-        """Cost of the requests of this kind that start before a new ticket: all of its own tenant's, and of every other
-        tenant's as much as the own tenant gets in that time, but no more than there is."""
+        """Cost of the requests of this kind that start before a new ticket: all of its own tenant's, and of
+        every other tenant's as much as the own tenant gets in that time, but no more than there is."""
         flow = self._flows.get(tenant)
         own_s = flow.cost_s[is_text] if flow else 0.0
         is_new = flow is None or not flow.lines[is_text]
@@ -267,9 +271,9 @@ class FairQueue:
         return self._deadlines[0] if self._deadlines else None
 
     def displaced_by(self, ticket: AdmissionTicket) -> AdmissionTicket | None:
-        """The ticket whose place a new ticket, which waits already, may take: the least urgent one of the tenant with most
-        tickets, in the lowest class that has two tickets. In the new ticket's own class that tenant must have more
-        tickets than its own. None: there is no such ticket."""
+        """The ticket whose place a new ticket, which waits already, may take: the least urgent one of the
+        tenant with most tickets, in the lowest class that has two tickets. In the new ticket's own class that
+        tenant must have more tickets than its own. None: there is no such ticket."""
         for name, queue in reversed(self._classes.items()):
             if len(queue) > 1:
                 victim = queue.least_urgent().ticket

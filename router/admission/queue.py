@@ -1,22 +1,23 @@
-"""Admission control at the door: which requests start, which wait here, which are refused. Pure and event driven; `now`
-is an argument.
+"""Admission control at the door: which requests start, which wait here, which are refused. Pure and event
+driven; `now` is an argument.
 
-Requests wait at the door because their order can still be changed here. `admitted` says whether a request fits into
-the cluster, `fair_queue` orders the requests that wait. A request that is predicted to wait too long, or to miss the
-target of its class, is refused at once, with the time after which there will be room.
+Requests wait at the door because their order can still be changed here. `admitted` says whether a request
+fits into the cluster, `fair_queue` orders the requests that wait. A request that is predicted to wait too
+long, or to miss the target of its class, is refused at once, with the time after which there will be room.
 
-A request's life: offer → waiting → admitted → (encoded) → done → left. It may leave in every state. It is refused
+A request's life: offer → waiting → admitted → (encoded) → done → left. It may leave in every state.
+It is refused
 
 * by `offer`, or
 * while it waits (`expired`), if its time is over or a full queue gave its place to another request.
 
     predicted wait = cluster time of the requests ahead of it / speed
     cluster time   = max(encode_s / encoders, prefill_s / prefill workers)
-    speed          = cluster time of the requests that lately started from this queue, per second in which requests
-                     waited in it; begins at 1
+    speed          = cluster time of the requests that lately started from this queue, per second in which
+                   requests waited in it; begins at 1
 
-A queue is one class's requests with media, or those without. Its speed contains everything that slows the class down:
-other classes, other doors, decode's memory, predictions that are too low.
+A queue is one class's requests with media, or those without. Its speed contains everything that slows the
+class down: other classes, other doors, decode's memory, predictions that are too low.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from router.admission.fair_queue import AdmissionTicket, FairQueue, Waiting
 
 SPEED_WINDOW_S = 10.0  # time constant of the exponential average of speeds
 SHORTEST_S = 1e-3  # avoids a division by zero
-# The part of its longest wait that a request may be planned to wait, because more urgent requests will come. With a
-# larger part more requests wait in vain; with a smaller one the queue is too short to bridge a lull.
+# The part of its longest wait that a request may be planned to wait, because more urgent requests will come.
+# With a larger part more requests wait in vain; with a smaller one the queue is too short to bridge a lull.
 PLANNED_SHARE = 0.8
 MAX_PROMISE_S = 60.0  # how far Retry-After looks beyond the present queue
 
@@ -67,8 +68,8 @@ class _QueueRate:
 
 class AdmissionQueue:
     def __init__(self, args: AdmissionArgs, text_share: float, capacity: Capacity):
-        """`text_share`: the share of prefill work and of blocks that is kept for requests without media while they can
-        use it."""
+        """`text_share`: the share of prefill work and of blocks that is kept for requests without media while
+        they can use it."""
         self._args = args
         self._admitted = AdmittedWork(args.max_outstanding_s, args.num_doors, text_share, capacity)
         self._classes = {each.name: each for each in args.classes}
@@ -142,7 +143,8 @@ class AdmissionQueue:
         return started
 
     def encoded(self, request_id: str) -> None:
-        """All media of the request is encoded. Unknown requests are ignored, here and below; calls may repeat."""
+        """All media of the request is encoded. Unknown requests are ignored, here and below; calls may
+        repeat."""
         self._admitted.encoded(request_id)
 
     def done(self, request_id: str) -> None:
@@ -156,7 +158,8 @@ class AdmissionQueue:
         self._admitted.remove(request_id)
 
     def expired(self, now: float) -> list[tuple[AdmissionTicket, Refusal]]:
-        """Requests that waited and are refused after all; each is returned once. Its client may be gone by then."""
+        """Requests that waited and are refused after all; each is returned once. Its client may be gone by
+        then."""
         self._expire(now)
         refused, self._refused = self._refused, []
         return refused
@@ -169,8 +172,8 @@ class AdmissionQueue:
         return None if first is None else first.latest_at
 
     def _next(self) -> Waiting | None:
-        """The next request, if it fits. No request overtakes another one, except that text may pass media that does not
-        fit. Text then uses
+        """The next request, if it fits. No request overtakes another one, except that text may pass media
+        that does not fit. Text then uses
 
         * what media cannot use, or
         * blocks, as long as text holds less than its share of them.
@@ -210,8 +213,9 @@ class AdmissionQueue:
     def _refusal(
         self, ticket: AdmissionTicket, reason: RefusalReason, excess_s: float, now: float
     ) -> Refusal:
-        """After `excess_s` the queue is short enough for one request. Requests that are refused one after the other get
-        later and later times, so that each finds room when those before it have come back and started."""
+        """After `excess_s` the queue is short enough for one request. Requests that are refused one after the
+        other get later and later times, so that each finds room when those before it have come back and
+        started."""
         rate = self._rate(ticket)
         longest_s = max(excess_s, MAX_PROMISE_S)
         in_s = min(max(excess_s, rate.promised_until - now), longest_s)
@@ -219,8 +223,8 @@ class AdmissionQueue:
         return Refusal(max(1, ceil(in_s)), reason)
 
     def _latest_at(self, ticket: AdmissionTicket, now: float) -> float:
-        """Until when the request may wait. A target that it would miss even on an idle cluster does not count, because
-        otherwise the request could never be served."""
+        """Until when the request may wait. A target that it would miss even on an idle cluster does not
+        count, because otherwise the request could never be served."""
         limits = self._classes[ticket.class_name]
         is_within_reach = now + ticket.work_s < ticket.arrived_at + limits.target_ttft_s
         latest_at = now + limits.max_wait_s

@@ -1,8 +1,8 @@
-"""Routes, errors and disconnects. This is the edge of the process: broad `except`s are only here and in `edge`, and they
-answer the client.
+"""Routes, errors and disconnects. This is the edge of the process: broad `except`s are only here and in
+`edge`, and they answer the client.
 
-Every error has OpenAI's form; Serve's proxy adds `x-request-id`. A client that disconnects cancels its call, streamed or
-not, also while the door is still choosing workers. Runs on the door's event loop.
+Every error has OpenAI's form; Serve's proxy adds `x-request-id`. A client that disconnects cancels its call,
+streamed or not, also while the door is still choosing workers. Runs on the door's event loop.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class _Routes:
 
 
 class EventStream(Response):
-    """Sends events as they come. The status line waits for the first event, so an error before it is a plain HTTP error. A
-    later error is an event, after which the stream ends without `[DONE]`."""
+    """Sends events as they come. The status line waits for the first event, so an error before it is a plain
+    HTTP error. A later error is an event, after which the stream ends without `[DONE]`."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], more_headers: Mapping[str, str]):
         """`more_headers` may grow until the first event."""

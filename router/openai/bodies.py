@@ -1,9 +1,9 @@
 """Reads request bodies within limits: size, duration, number of values, and bytes of all bodies at once.
 
-A body is checked chunk by chunk while it arrives: its size, and the number of values that it can have. So a body is
-refused before it is complete in memory and before it is parsed, and costs little more than the copying of its bytes. The
-bytes of a request are charged to its tenant until its answer has been sent, because the request holds its media that
-long. Runs on the door's event loop.
+A body is checked chunk by chunk while it arrives: its size, and the number of values that it can have. So a
+body is refused before it is complete in memory and before it is parsed, and costs little more than the
+copying of its bytes. The bytes of a request are charged to its tenant until its answer has been sent, because
+the request holds its media that long. Runs on the door's event loop.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class BodyTimeoutError(RequestError):
 
 
 class BodyBudget:
-    """Bytes of all bodies at this door. A tenant may hold as many bytes as are still free (Choudhury and Hahne, "Dynamic queue
-    length thresholds", 1998). So one tenant alone gets at most half, and there is always room for another tenant."""
+    """Bytes of all bodies at this door. A tenant may hold as many bytes as are still free (Choudhury and
+    Hahne, "Dynamic queue length thresholds", 1998). So one tenant alone gets at most half, and there is
+    always room for another tenant."""
 
     def __init__(self, max_bytes: int):
         self._free = max_bytes
@@ -137,7 +138,8 @@ def check_size(num_bytes: int, limits: Limits) -> None:
 
 
 async def read_body(request: Request, limits: Limits, lease: BodyLease, timeout_s: float) -> bytes:
-    """The whole body. Raises RequestError if it is too large or too slow, OverloadedError if there is no room for it."""
+    """The whole body. Raises RequestError if it is too large or too slow, OverloadedError if there is no room
+    for it."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal():
         check_size(int(declared[:20]), limits)

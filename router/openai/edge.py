@@ -1,6 +1,6 @@
-"""ASGI middleware around every request. It answers errors that no handler answered, ends requests of clients that do not
-read, holds the lease for a body's bytes, and measures the lag of the event loop. Bodies pass unchanged. Runs on the
-door's event loop.
+"""ASGI middleware around every request. It answers errors that no handler answered, ends requests of clients
+that do not read, holds the lease for a body's bytes, and measures the lag of the event loop. Bodies pass
+unchanged. Runs on the door's event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class HttpMetrics:
         )
         self.loop_busy_s = Histogram(
             "epdg_door_event_loop_busy_seconds",
-            "The part of such a delay in which this process computed; the rest it waited for a core, or for a system call",
+            "The part of such a delay in which this process computed; in the rest it waited for a core or a system "
+            "call",
             buckets=_LAG_BUCKETS_S,
             registry=self._registry,
         )
@@ -82,7 +83,8 @@ class _LoopWatch:
 
 
 class _Sending:
-    """The sends of one response. If the client does not read, a send blocks; after `timeout_s` the request ends."""
+    """The sends of one response. If the client does not read, a send blocks; after `timeout_s` the request
+    ends."""
 
     def __init__(self, send: Send, deadline: asyncio.Timeout, timeout_s: float):
         self.has_started = False

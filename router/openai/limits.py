@@ -1,8 +1,9 @@
-"""Limits of one request to this model and this door. A request beyond them is refused before any work is done for it.
+"""Limits of one request to this model and this door. A request beyond them is refused before any work is done
+for it.
 
-A valid call has only values that workers can handle: token ids are in the vocabulary, counts fit the context, numbers fit
-64 bits. Texts are bounded in characters, because tokenising is the first work that a long text costs. Bodies are bounded
-by their structure, because parsing is the first work that a large body costs.
+A valid call has only values that workers can handle: token ids are in the vocabulary, counts fit the context,
+numbers fit 64 bits. Texts are bounded in characters, because tokenising is the first work that a long text
+costs. Bodies are bounded by their structure, because parsing is the first work that a large body costs.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def max_marks(self) -> int:
-        """Commas and opening brackets in a body, which bound the number of its values. A prompt as token ids has one comma
-        per token."""
+        """Commas and opening brackets in a body, which bound the number of its values. A prompt as token ids
+        has one comma per token."""
         return max(MIN_MARKS, 2 * self.max_model_len)
 
     @property
     def max_escapes(self) -> int:
-        """Backslashes in a body, beside those that some clients write into base64. Text as `\\uXXXX` has one per character."""
+        """Backslashes in a body, beside those that some clients write into base64. Text as `\\uXXXX` has one
+        per character."""
         return max(MIN_MARKS, 8 * self.max_model_len)
 
 

@@ -1,8 +1,8 @@
 """What the API needs of the door. The fake in `tests/unit/openai/fake_door.py` implements it, too.
 
-One call, in order: `chat` or `complete` → for every generation: iterate to its finish reason → `usage` → `aclose`.
-`aclose` is always called, also after the end, after an error and when the client is gone; it may be repeated. If the
-client disconnects while `chat` or `complete` is waiting, the awaiting task is cancelled.
+One call, in order: `chat` or `complete` → for every generation: iterate to its finish reason → `usage` →
+`aclose`. `aclose` is always called, also after the end, after an error and when the client is gone; it may be
+repeated. If the client disconnects while `chat` or `complete` is waiting, the awaiting task is cancelled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Generation(Protocol):
 
     @property
     def ledger(self) -> TimelineProtocol:
-        """The timeline, the same for all choices of a prompt. Its time to first token is final with the first delta."""
+        """The timeline, the same for all choices of a prompt. Its time to first token is final with the first
+        delta."""
         ...
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:

@@ -4,7 +4,8 @@ There are three kinds of fields:
 
 * Implemented ones are typed here.
 * `HARMLESS` ones are accepted and have no effect on the answer.
-* `NEUTRAL` ones would change the answer but are not implemented, so only values that change nothing are accepted.
+* `NEUTRAL` ones would change the answer but are not implemented, so only values that change nothing are
+  accepted.
 
 Any other field is refused, with the nearest known name in the message.
 """
@@ -270,7 +271,8 @@ Request = TypeVar("Request", bound=EndpointRequest)
 
 
 def parse(model: type[Request], body: bytes) -> Request:
-    """A valid request. Raises RequestError or UnsupportedError; messages name fields, never repeat their values."""
+    """A valid request. Raises RequestError or UnsupportedError; messages name fields, never repeat their
+    values."""
     try:
         fields = pydantic.TypeAdapter(dict[str, Any]).validate_json(body)
     except pydantic.ValidationError as error:
@@ -300,7 +302,8 @@ def _is_same(value: Any, neutral: Any) -> bool:
 
 
 def _refusal(error: pydantic.ValidationError) -> RequestError:
-    """The error with the deepest location in the body: of a union's branches, the one that matched furthest."""
+    """The error with the deepest location in the body: of a union's branches, the one that matched
+    furthest."""
     details = max(error.errors(include_url=False, include_input=False), key=lambda item: len(item["loc"]))
     path = _path(details["loc"])
     if "tool" in path or details["type"] == "none_required":

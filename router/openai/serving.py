@@ -1,5 +1,5 @@
-"""Runs one call against the door: collects it into a body or merges its choices into a stream, and always closes every
-generation. Plain coroutines on the door's event loop; `app` owns HTTP."""
+"""Runs one call against the door: collects it into a body or merges its choices into a stream, and always
+closes every generation. Plain coroutines on the door's event loop; `app` owns HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class TimelineReport:
     """Reports the timelines of a request whose client asked for them."""
 
     def __init__(self, headers: MutableMapping[str, str], name: str, *, shows_workers: bool):
-        """`headers`: of the answer; `name` is set before anything is sent. `shows_workers`: whether workers are named."""
+        """`headers`: of the answer; `name` is set before anything is sent. `shows_workers`: whether workers
+        are named."""
         self._headers = headers
         self._name = name
         self._hidden = () if shows_workers else _OF_WORKERS
@@ -47,7 +48,8 @@ class TimelineReport:
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
-    """Run `work`. If the client disconnects first, cancel it and raise ClientGoneError. The body must have been read."""
+    """Run `work`. If the client disconnects first, cancel it and raise ClientGoneError. The body must have
+    been read."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(request))
     try:
@@ -97,8 +99,8 @@ async def stream(
     include_usage: bool,
     report: TimelineReport | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events. The caller answers errors that are raised before the first event, and sends later ones as events.
-    With a `report`, the timelines are an event after the choices."""
+    """Server-sent events. The caller answers errors that are raised before the first event, and sends later
+    ones as events. With a `report`, the timelines are an event after the choices."""
     generations = await start()
     started: set[int] = set()
     has_told = False
@@ -151,7 +153,8 @@ async def _collect(generation: Generation) -> tuple[str, str]:
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """Deltas of all choices as they come, each choice up to its finish reason. The first error ends all choices."""
+    """Deltas of all choices as they come, each choice up to its finish reason. The first error ends all
+    choices."""
     if len(generations) == 1:  # the usual case; it needs no queue and no task
         async for delta in generations[0]:
             yield 0, delta

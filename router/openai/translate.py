@@ -119,7 +119,8 @@ def _check_ids(token_ids: Sequence[int], param: str, limits: Limits) -> None:
 def _check_text(num_chars: int, param: str, limits: Limits) -> None:
     if num_chars > limits.max_text_chars:
         raise ContextLengthError(
-            f"{param}: {num_chars} characters do not fit this model's context of {limits.max_model_len} tokens",
+            f"{param}: {num_chars} characters do not fit this model's context of {limits.max_model_len} "
+            "tokens",
             param=param,
         )
 
@@ -140,8 +141,8 @@ def _check_messages(messages: Sequence[schema.InputMessage], limits: Limits) -> 
 
 
 def _salt(request: EndpointRequest, tenant: str, limits: Limits) -> str:
-    """Only KV and embeddings with an equal salt are reused: those of the same tenant, under the client's own salt. Clients
-    without credentials are one tenant."""
+    """Only KV and embeddings with an equal salt are reused: those of the same tenant, under the client's own
+    salt. Clients without credentials are one tenant."""
     owner = "" if limits.shares_caches else tenant
     return f"{owner}/{request.cache_salt or ''}" if owner or request.cache_salt else ""
 

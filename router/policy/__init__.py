@@ -1,10 +1,11 @@
-"""Placement: which workers serve a request, and the prediction behind it. Pure; the door and the simulator drive the
-same objects.
+"""Placement: which workers serve a request, and the prediction behind it. Pure; the door and the simulator
+drive the same objects.
 
     views        a request, a placement, a prediction
-    cluster      what is known of the workers; made of `pool`, `links`, `index`, `encoder_media`, `pending`, `in_flight`,
-                 `calibration`, `feedback`
-    estimate     what a placement of one request takes and costs; made of `at_encoders`, `at_prefills`, `at_decodes`
+    cluster      what is known of the workers; made of `pool`, `links`, `index`, `encoder_media`, `pending`,
+                 `in_flight`, `calibration`, `feedback`
+    estimate     what a placement of one request takes and costs; made of `at_encoders`, `at_prefills`,
+                 `at_decodes`
     joint        the placement of least cost, found by `search`
     baselines    policies for comparison
     registry     policies by name or import path

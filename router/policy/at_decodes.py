@@ -1,14 +1,16 @@
-"""The decode workers' part of an estimate: from the first token to the end of decode's first step; and local prefill, where
-the decode worker computes the prompt itself.
+"""The decode workers' part of an estimate: from the first token to the end of decode's first step; and local
+prefill, where the decode worker computes the prompt itself.
 
-Once decode has granted the blocks, KV travels layer by layer while prefill computes. The transfer ends at the latest of
+Once decode has granted the blocks, KV travels layer by layer while prefill computes. The transfer ends at the
+latest of
 
     first token + the last step's last layer
     first token + all new KV - prefill's own time            (prefill makes KV faster than the link takes it)
     decode's wait for blocks + all KV of the prompt          (cached blocks travel, too)
 
-So it ends at max(first token + after_s, before_s) for each decode worker, which is never earlier if the first token comes
-later. With a codec, KV is coded layer by layer as it is sent, and decoded when all of it has arrived.
+So it ends at max(first token + after_s, before_s) for each decode worker, which is never earlier if the first
+token comes later. With a codec, KV is coded layer by layer as it is sent, and decoded when all of it has
+arrived.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ LOCAL_PREFILL_STEP_S = 0.05  # local prefill between two decode steps
 
 @dataclass(frozen=True, slots=True)
 class KvTransferEstimate:
-    """[decodes]: the transfer of a prompt's KV from one prefill worker, in one codec; see the module for the terms."""
+    """[decodes]: the transfer of a prompt's KV from one prefill worker, in one codec; see the module for the
+    terms."""
 
     codec: str
     after_s: Floats
@@ -43,7 +46,8 @@ class DecodeEstimate:
 
     blocks_s    until there are blocks for the prompt
     step_s      one step with the request in it
-    first_s     from the KV's arrival to the end of the first step, with half of a running step before it on average
+    first_s     from the KV's arrival to the end of the first step, with half of a running step before it on
+                average
     cost_s      delay of others: how much longer that step is, for every sequence in it
     """
 
@@ -69,15 +73,16 @@ class DecodeEstimate:
         self.blocks_s = missing / np.maximum(1.0, used) * cluster.holding_s
 
     def break_ties(self, tie_s: float) -> None:
-        """Among equal workers prefer the one with fewer sequences. Decode caches nothing, so the request id is hashed, not the
-        content."""
+        """Among equal workers prefer the one with fewer sequences. Decode caches nothing, so the request id
+        is hashed, not the content."""
         spread = rendezvous(self._cluster.decodes.salts, self._request.request_id.encode())
         load = self.num_sequences / max(1.0, float(self.num_sequences.max()))
         self.cost_s = self.cost_s + tie_s * (0.9 * load + 0.1 * spread)
 
     @property
     def score_s(self) -> Floats:
-        """The cost that a decode worker adds, wherever the prompt is computed. Infinite if it cannot hold the request."""
+        """The cost that a decode worker adds, wherever the prompt is computed. Infinite if it cannot hold the
+        request."""
         return np.where(self.is_able, self.first_s + self.cost_s, np.inf)
 
     def kv_transfers(self, prefill: int, prefills: PrefillEstimate) -> list[KvTransferEstimate]:
@@ -126,12 +131,13 @@ class DecodeEstimate:
 
 
 class LocalPrefillEstimate:
-    """[decodes] arrays, in seconds: local prefill, in chunks between decode steps. Infinite where a worker cannot do it.
+    """[decodes] arrays, in seconds: local prefill, in chunks between decode steps. Infinite where a worker
+    cannot do it.
 
     queue_s      wait for blocks, half a step, and the local prefills that wait there
     prefill_s    the prompt, with the decode steps between its chunks; its last chunk gives the first token
-    cost_s       delay of others: the prompt's time, for every sequence that runs there, and once more for a later request
-                 with the same prompt, which will find it cached nowhere
+    cost_s       delay of others: the prompt's time, for every sequence that runs there, and once more for a
+                 later request with the same prompt, which will find it cached nowhere
     """
 
     def __init__(self, request: RequestView, cluster: ClusterView, decodes: DecodeEstimate):

@@ -1,7 +1,7 @@
 """The encoders' part of an estimate: when each item of a request would be ready at each encoder.
 
-An encoder computes its queue in calls of at most `step_units` rows; meanwhile CPU threads prepare the item. Items of one
-request on one encoder are encoded one after the other.
+An encoder computes its queue in calls of at most `step_units` rows; meanwhile CPU threads prepare the item.
+Items of one request on one encoder are encoded one after the other.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class EncodeEstimate:
         """Make an item cost more at encoders that would be the second to encode it:
 
         * if some encoder has the item or has taken it on, at all others;
-        * otherwise at all but the one that rendezvous prefers, so that doors with slightly different knowledge that ask
-          at the same moment ask the same encoder.
+        * otherwise at all but the one that rendezvous prefers, so that doors with slightly different
+          knowledge that ask at the same moment ask the same encoder.
         """
         for idx, item in enumerate(self.items):
             is_new = self.is_able[idx] & ~self.is_held[idx]
@@ -155,8 +155,8 @@ def _curves(
 
 
 def _queue(pool: WorkerPool, fixed_s: Floats, per_row_s: Floats, now: float) -> tuple[Floats, Floats]:
-    """[items, encoders]: until the device has computed its queue, all of it assumed to be of the item's kind; and the number of
-    waiting items."""
+    """[items, encoders]: until the device has computed its queue, all of it assumed to be of the item's kind;
+    and the number of waiting items."""
     total = pool.reported_units + pool.sent_units
     running, left_s = running_step(pool, np.minimum(pool.first_units, total), fixed_s, per_row_s, now)
     rest = total - running

@@ -1,9 +1,9 @@
 """The prefill workers' part of an estimate: when the first token would leave each of them.
 
-A worker computes its queue in packed steps of at most `step_units` tokens, by virtual deadline. A new prompt waits for
-the running step, then for prompts with earlier deadlines. Its first token comes at the end of the step that holds its
-last token, so other tokens packed into that step count, too. In a prompt with media the tokens before an item are
-computed while the item is encoded. So the first token comes at
+A worker computes its queue in packed steps of at most `step_units` tokens, by virtual deadline. A new prompt
+waits for the running step, then for prompts with earlier deadlines. Its first token comes at the end of the
+step that holds its last token, so other tokens packed into that step count, too. In a prompt with media the
+tokens before an item are computed while the item is encoded. So the first token comes at
 
     max(text_s, max over items (arrival of the item + seconds of the tokens from its first one on))
 
@@ -48,7 +48,8 @@ class PrefillEstimate:
     """
 
     def __init__(self, request: RequestView, cluster: ClusterView, now: float, earliest_s: Floats):
-        """`earliest_s`: [items], earliest arrival. Raises UnavailableError and RequestError if no worker can take the request."""
+        """`earliest_s`: [items], earliest arrival. Raises UnavailableError and RequestError if no worker can
+        take the request."""
         pool = cluster.prefills
         self.is_able = able_to_hold(pool, request.num_prefill_blocks, request.block_size)
         self.step_units = pool.step_units
@@ -68,8 +69,8 @@ class PrefillEstimate:
         self._correct(request, cluster)
 
     def awaiting_s(self, arrivals: Floats, tails_s: Floats, prefill: int) -> Floats:
-        """Until the first token at that worker if only these embeddings delay it; any shape. If the worker is busy with other
-        prompts when they arrive, a step is running."""
+        """Until the first token at that worker if only these embeddings delay it; any shape. If the worker is
+        busy with other prompts when they arrive, a step is running."""
         at_boundary_s = np.minimum(arrivals + self._half_step_s[prefill], self._busy_s[prefill])
         return self._awaited * (np.maximum(arrivals, at_boundary_s) + tails_s)
 
@@ -119,8 +120,8 @@ class PrefillEstimate:
         return sum(1 << slot for slot in np.flatnonzero(computing).tolist())
 
     def _queue(self, request: RequestView, cluster: ClusterView, now: float, media_s: Floats) -> _Queue:
-        """The total comes from reports and from what was sent since. This door knows its own prompts; it assumes that all
-        others are text with earlier deadlines."""
+        """The total comes from reports and from what was sent since. This door knows its own prompts; it
+        assumes that all others are text with earlier deadlines."""
         pool = cluster.prefills
         total = pool.reported_units + pool.sent_units
         keys, token_s = cluster.keys(request, now, self.num_uncached), self._queued_token_s
@@ -160,8 +161,8 @@ class PrefillEstimate:
         return num_steps * self._fixed_s + num_tokens * self._queued_token_s
 
     def _tokens_s(self, num_tokens: Floats, first: Floats) -> Floats:
-        """Seconds of so many tokens of a prompt from its `first` on, without the fixed cost of steps. A token's context is the
-        tokens of earlier steps."""
+        """Seconds of so many tokens of a prompt from its `first` on, without the fixed cost of steps. A
+        token's context is the tokens of earlier steps."""
         context = first + np.maximum(0.0, num_tokens - self.step_units) / 2
         return num_tokens * (self._per_token_s + self._per_pair_s * context)
 
@@ -177,13 +178,15 @@ class PrefillEstimate:
 
 
 def able_to_hold(pool: WorkerPool, num_blocks: int, block_size: int) -> NDArray[np.bool_]:
-    """[slots]. Raises UnavailableError if no worker is listed, RequestError if the request is too large for all of them."""
+    """[slots]. Raises UnavailableError if no worker is listed, RequestError if the request is too large for
+    all of them."""
     if not pool.is_listed.any():
         raise UnavailableError(f"no {pool.role} worker is ready", retry_after_s=1.0)
     is_able = pool.is_listed & (pool.num_blocks >= num_blocks)
     if not is_able.any():
         largest = int(pool.num_blocks[pool.is_listed].max()) * block_size
         raise RequestError(
-            f"the request needs {num_blocks * block_size} tokens of KV cache; a {pool.role} worker holds {largest}"
+            f"the request needs {num_blocks * block_size} tokens of KV cache; "
+            f"a {pool.role} worker holds {largest}"
         )
     return pool.prefer_awake(is_able)

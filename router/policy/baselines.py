@@ -1,12 +1,12 @@
-"""Simpler policies for comparison: each chooses pool by pool, and fills in the same prediction. They send KV in the first
-codec of the cluster's list.
+"""Simpler policies for comparison: each chooses pool by pool, and fills in the same prediction. They send KV
+in the first codec of the cluster's list.
 
 RoundRobinPolicy   the next worker of each pool
 LeastLoadedPolicy  the fewest queued units in each pool
-PerStagePolicy     decode by load, then encoders, then prefill by cached prefix and load (the score of llm-d's scheduler:
-                   prefix 2, queue 1, each from 0 to 1), each alone
-LinearPolicy       prefill by tokens to compute plus tokens queued, decode by blocks (the cost of NVIDIA Dynamo's KV router:
-                   weight × new prefill blocks + active blocks)
+PerStagePolicy     decode by load, then encoders, then prefill by cached prefix and load (the score of llm-d's
+                   scheduler: prefix 2, queue 1, each from 0 to 1), each alone
+LinearPolicy       prefill by tokens to compute plus tokens queued, decode by blocks (the cost of NVIDIA
+                   Dynamo's KV router: weight × new prefill blocks + active blocks)
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Corrections of predictions, and intervals around them, both learnt from actual durations.
 
-There is a factor per (role, hardware), and one per kind of prediction for the whole time to first token. A factor is the
-median of actual / uncorrected over a window. It is not the mean, because later requests that overtake can only lengthen
-a wait, and a few unforeseeable bursts would raise the mean for all requests.
+There is a factor per (role, hardware), and one per kind of prediction for the whole time to first token. A
+factor is the median of actual / uncorrected over a window. It is not the mean, because later requests that
+overtake can only lengthen a wait, and a few unforeseeable bursts would raise the mean for all requests.
 
-The interval is that of adaptive conformal inference (Gibbs and Candès, "Adaptive Conformal Inference Under Distribution
-Shift", NeurIPS 2021): quantiles of log(actual / predicted) over a window. Their level rises after every hit and falls
-after every miss. So the wanted share is covered in the long run, however the cluster's behaviour changes.
+The interval is that of adaptive conformal inference (Gibbs and Candès, "Adaptive Conformal Inference Under
+Distribution Shift", NeurIPS 2021): quantiles of log(actual / predicted) over a window. Their level rises
+after every hit and falls after every miss. So the wanted share is covered in the long run, however the
+cluster's behaviour changes.
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ class Accuracy:
 class Calibration:
     """All that a door has learnt about its predictions.
 
-    overhead_s      the part of a time to first token that no worker accounts for: messages to the worker and back, and
-                    the door itself; the median
+    overhead_s      the part of a time to first token that no worker accounts for: messages to the worker and
+                    back, and the door itself; the median
     round_trip_s    the shortest recent overhead: the messages alone
     """
 
@@ -184,8 +185,8 @@ class Calibration:
         correction: float,
         bounds: tuple[float, float],
     ) -> None:
-        """`correction`: the residual that `predicted_s` contains; `bounds`: its interval. Observations without a duration
-        are ignored."""
+        """`correction`: the residual that `predicted_s` contains; `bounds`: its interval. Observations
+        without a duration are ignored."""
         if actual_s <= 0 or predicted_s <= 0:
             return
         is_inside = bounds[0] <= actual_s <= bounds[1]

@@ -1,5 +1,5 @@
-"""All that one door, or the simulator, knows of the cluster: the workers, their load and speed, what they hold, and what
-this door has sent them. All policies read this one object.
+"""All that one door, or the simulator, knows of the cluster: the workers, their load and speed, what they
+hold, and what this door has sent them. All policies read this one object.
 
 It is driven from outside and has no clock:
 
@@ -53,9 +53,8 @@ class ClusterView:
         self.codecs = dict.fromkeys(codecs, 1.0)  # codec → bytes that travel, as a ratio to raw KV
         self.encoders, self.prefills = WorkerPool(Role.ENCODE), WorkerPool(Role.PREFILL)
         self.decodes = WorkerPool(Role.DECODE)
-        self.local_prefills = WorkerPool(
-            Role.DECODE
-        )  # the decode workers again, with the prompts queued there
+        # The decode workers again, with the prompts queued there
+        self.local_prefills = WorkerPool(Role.DECODE)
         self.feature_links = Links(self.encoders, self.prefills)
         self.kv_links = Links(self.prefills, self.decodes)
         self._encoder_media = EncoderMedia(self.encoders)
@@ -137,8 +136,8 @@ class ClusterView:
     # --- the door's own requests
 
     def started(self, request: RequestView, placement: Placement, prediction: Prediction, now: float) -> None:
-        """The request's work counts as queued at once. Raises KeyError for a placement on workers that are not there;
-        then nothing is counted."""
+        """The request's work counts as queued at once. Raises KeyError for a placement on workers that are
+        not there; then nothing is counted."""
         self._check(placement)
         self._now = max(self._now, now)
         pool = self.prefills if placement.prefill else self.local_prefills
@@ -203,7 +202,8 @@ class ClusterView:
             in_flight.items[item_idx] = self._encoder_media.assign(item, encoder, encoded_s, self._now)
 
     def item_done(self, request_id: str, item_idx: int, came_at: float | None = None) -> None:
-        """The item's encoder is done with it. `came_at`: when its embeddings arrived; None: another request brings them."""
+        """The item's encoder is done with it. `came_at`: when its embeddings arrived; None: another request
+        brings them."""
         in_flight = self._in_flight.get(request_id)
         if in_flight is None:
             return
@@ -238,7 +238,8 @@ class ClusterView:
         media: Sequence[EncodeTiming | None] | None = None,
         prefill: PrefillTiming | None = None,
     ) -> None:
-        """The actual durations: seconds from the decision to the first token, and of each item that was encoded."""
+        """The actual durations: seconds from the decision to the first token, and of each item that was
+        encoded."""
         in_flight = self._in_flight.get(request_id)
         if in_flight is not None:
             learn(self._calibration, in_flight, ttft_s, media or (), prefill, self._hardware_of)
@@ -263,7 +264,8 @@ class ClusterView:
         return self._encoder_media.arriving_s(slot, media_hash, now)
 
     def num_queued_rows(self, modality: Modality | None = None) -> float:
-        """Embedding rows queued at the least loaded encoder that takes the modality; zero if there is none."""
+        """Embedding rows queued at the least loaded encoder that takes the modality; zero if there is
+        none."""
         pool = self.encoders
         able = pool.is_listed if modality is None else pool.able(modality)
         return float((pool.reported_units + pool.sent_units)[able].min(initial=np.inf)) if able.any() else 0.0

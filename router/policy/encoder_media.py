@@ -1,4 +1,5 @@
-"""Which encoder has which media item or has taken it on, and when an item that is being encoded will be ready."""
+"""Which encoder has which media item or has taken it on, and when an item that is being encoded will be
+ready."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ class EncoderMedia:
         return max(0.0, self._arriving.get((slot, media_hash), 0.0) - now)
 
     def assign(self, item: ItemView, encoder: str, encoded_s: float, now: float) -> InFlightItem:
-        """This door asks the encoder for the item; `encoded_s`: until it is encoded. The item is charged unless the
-        encoder has it already."""
+        """This door asks the encoder for the item; `encoded_s`: until it is encoded. The item is charged
+        unless the encoder has it already."""
         slot = self._encoders.slots[encoder]
         if encoded_s <= 0 or self.index.holders(item.media_hash) >> slot & 1:
             return InFlightItem(item, encoder, None)

@@ -4,8 +4,9 @@ The cost of a placement, in seconds, is
 
     time to first token + KV transfer that is not hidden + decode's first step + delay of others
 
-plus a small term that only decides between equals. "Delay of others" is the request's own work at each worker, for every
-request that waits there: a request in a long queue delays all requests that arrive while the queue lasts.
+plus a small term that only decides between equals. "Delay of others" is the request's own work at each
+worker, for every request that waits there: a request in a long queue delays all requests that arrive while
+the queue lasts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Estimate:
     """Every placement of one request, at one instant. Slots are indices into the pools' arrays."""
 
     def __init__(self, request: RequestView, cluster: ClusterView, now: float, tie_ratio: float = TIE_RATIO):
-        """Raises UnavailableError, which names the empty pool, and RequestError if no worker can hold the request."""
+        """Raises UnavailableError, which names the empty pool, and RequestError if no worker can hold the
+        request."""
         self.request = request
         self.cluster = cluster
         self.encoders = EncodeEstimate(request.media, cluster, now)
@@ -45,7 +47,8 @@ class Estimate:
             self._break_ties()
 
     def cost_s(self, placement: Placement) -> float:
-        """Infinite for an impossible placement. Raises KeyError for a placement on workers that are not there."""
+        """Infinite for an impossible placement. Raises KeyError for a placement on workers that are not
+        there."""
         decode = self._decode(placement)
         score_s = float(self.decodes.score_s[decode])
         if placement.prefill is None:
@@ -124,7 +127,8 @@ class Estimate:
         return next(f for f in kv_transfers if f.codec == placement.codec)
 
     def _break_ties(self) -> None:
-        """Among near-equal prefill workers prefer the one that has more of the prompt, or is about to; then use rendezvous."""
+        """Among near-equal prefill workers prefer the one that has more of the prompt, or is about to; then
+        use rendezvous."""
         content = self.request.block_hashes[0] if self.request.block_hashes else b""
         salts = self.cluster.prefills.salts
         expected = self.cluster.prefixes.expecting(content, len(salts))

@@ -1,7 +1,8 @@
-"""What a first token teaches: the actual durations of one request against its prediction, given to the calibration.
+"""What a first token teaches: the actual durations of one request against its prediction, given to the
+calibration.
 
-A worker's own duration shows its speed only if the work was alone there: if it waited no longer than `ALONE_RATIO` of
-its own duration.
+A worker's own duration shows its speed only if the work was alone there: if it waited no longer than
+`ALONE_RATIO` of its own duration.
 """
 
 from __future__ import annotations

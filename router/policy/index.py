@@ -1,8 +1,8 @@
 """An index of which worker holds what: blocks of prompts at prefill workers, media items at encoders.
 
-A key's holders are the bits of one integer, one bit per slot of the pool. So one walk along a prompt gives the matching
-depths of all workers, however many there are. A key that a worker has reported is known. A key that this door has sent
-to a worker is expected there as long as its request lives, and counts as much.
+A key's holders are the bits of one integer, one bit per slot of the pool. So one walk along a prompt gives
+the matching depths of all workers, however many there are. A key that a worker has reported is known. A key
+that this door has sent to a worker is expected there as long as its request lives, and counts as much.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class HolderIndex(Generic[K]):
         return len(keys)
 
     def depths(self, keys: Sequence[K], num_slots: int, trusted: int = 0) -> NDArray[np.float64]:
-        """[num_slots]: `depth` of each slot. For the slots whose bits are set in `trusted`, expected keys count, too."""
+        """[num_slots]: `depth` of each slot. For the slots whose bits are set in `trusted`, expected keys
+        count, too."""
         depths = np.zeros(num_slots)
         mask = self._holders(keys[0], trusted) if keys else 0
         depth = 1

@@ -2,25 +2,27 @@
 
 The search finds the optimum without trying every combination:
 
-* **Prefill workers** are visited in order of a lower bound of the cost of any placement there (each item at its earliest,
-  the best link, the best decode worker). The bounds are computed for all workers at once. The search ends when the bound
-  reaches the best cost found.
+* **Prefill workers** are visited in order of a lower bound of the cost of any placement there (each item at
+  its earliest, the best link, the best decode worker). The bounds are computed for all workers at once. The
+  search ends when the bound reaches the best cost found.
 * **Decode workers** are scored all at once, for a prefill worker and a time to first token.
-* **Encoders**: first each item, in order of need, goes to the encoder where it adds least. This assignment is final if it
-  meets the lower bound, or if there are more than `search.MAX_EXACT_ITEMS` items. Otherwise the assignments are searched
-  depth first, with the bound on the rest.
-* One decision has a limited effort (`search.MAX_PREFILLS`, `MAX_STEPS`). Beyond it the best placement found is chosen.
+* **Encoders**: first each item, in order of need, goes to the encoder where it adds least. This assignment is
+  final if it meets the lower bound, or if there are more than `search.MAX_EXACT_ITEMS` items. Otherwise the
+  assignments are searched depth first, with the bound on the rest.
+* One decision has a limited effort (`search.MAX_PREFILLS`, `MAX_STEPS`). Beyond it the best placement found
+  is chosen.
 
-With n items that need encoding, an item's encoder is searched only if fewer than n others equal or beat it in both finish
-time and cost. This keeps an optimum. Let item i be at an encoder e that is left out. The n - 1 other items occupy at most
-n - 1 encoders, so one of the n that beat e carries no other item of the request. Move i there:
+With n items that need encoding, an item's encoder is searched only if fewer than n others equal or beat it in
+both finish time and cost. This keeps an optimum. Let item i be at an encoder e that is left out. The n - 1
+other items occupy at most n - 1 encoders, so one of the n that beat e carries no other item of the request.
+Move i there:
 
 * i is alone there and finishes no later than on e, where it may even have waited;
 * it costs no more;
 * the other items on e finish no later without it.
 
-The time to first token never falls when an item arrives later, so the cost has not grown. Repeating the move ends,
-because every move goes to an encoder that is searched.
+The time to first token never falls when an item arrives later, so the cost has not grown. Repeating the move
+ends, because every move goes to an encoder that is searched.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ NUM_ALTERNATIVES = 2
 
 class JointPolicy:
     def __init__(self, tie_ratio: float = TIE_RATIO):
-        """`tie_ratio`: of the shortest time to first token; caches and hashing decide between smaller differences."""
+        """`tie_ratio`: of the shortest time to first token; caches and hashing decide between smaller
+        differences."""
         self._tie_ratio = tie_ratio
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
@@ -55,7 +58,8 @@ class JointPolicy:
 
 
 def place_item(item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
-    """The encoder at which one item would be ready first. Raises UnavailableError if all encoders are excluded."""
+    """The encoder at which one item would be ready first. Raises UnavailableError if all encoders are
+    excluded."""
     encoders = EncodeEstimate([item], cluster, now, excluded)
     encoders.break_ties(cluster.encoders, TIE_RATIO * float(encoders.finish_s.min()))
     return encoders.replica_ids[encoders.default()[0]]

@@ -1,5 +1,5 @@
-"""This door's prompts that prefill has not finished, as arrays over rows. One pass over them tells what is ahead of a new
-prompt."""
+"""This door's prompts that prefill has not finished, as arrays over rows. One pass over them tells what is
+ahead of a new prompt."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Ahead(NamedTuple):
 
 
 class PendingPrompts:
-    """Rows [0, len) are in use, in no order. A prompt's tokens are those that were to be computed when it was sent. Its early
-    tokens are before the first item whose embeddings had not arrived then."""
+    """Rows [0, len) are in use, in no order. A prompt's tokens are those that were to be computed when it was
+    sent. Its early tokens are before the first item whose embeddings had not arrived then."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []  # by row
@@ -72,8 +72,8 @@ class PendingPrompts:
         self._num_coming[row], self._first_blocks[row] = num_coming, block_key(first_block)
 
     def item_done(self, request_id: str, came_at: float | None) -> None:
-        """The encoder is done with one of the request's items. `came_at`: when its embeddings arrived; None: another request
-        brings them. Unknown requests are ignored."""
+        """The encoder is done with one of the request's items. `came_at`: when its embeddings arrived; None:
+        another request brings them. Unknown requests are ignored."""
         row = self._rows.get(request_id)
         if row is not None:
             self._num_coming[row] -= 1
@@ -99,7 +99,8 @@ class PendingPrompts:
             self.remove(request_id)
 
     def computing(self, pool: WorkerPool, first_blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[slots]: whether the running step computes a prompt whose first block to compute is `first_blocks[slot]`."""
+        """[slots]: whether the running step computes a prompt whose first block to compute is
+        `first_blocks[slot]`."""
         slots, own = self._slots[: len(self)], self._first_blocks[: len(self)]
         began_at = pool.began_at[slots]
         has_begun = self._told_at[: len(self)] < began_at
@@ -109,7 +110,8 @@ class PendingPrompts:
         return found
 
     def running(self, pool: WorkerPool, now: float, keys: Floats) -> RunningTokens:
-        """`keys`: [slots], virtual deadlines of a new prompt. Pending prompts with an equal deadline are ahead of it."""
+        """`keys`: [slots], virtual deadlines of a new prompt. Pending prompts with an equal deadline are
+        ahead of it."""
         slots = self._slots[: len(self)]
         began_at = pool.began_at[slots]
         running = self._left(pool, began_at, now) * (self._told_at[: len(self)] < began_at)
@@ -123,9 +125,9 @@ class PendingPrompts:
     def ahead(
         self, pool: WorkerPool, now: float, keys: Floats, soon: Floats, token_s: Floats, not_before: Floats
     ) -> Ahead:
-        """Of a new prompt with virtual deadlines `keys`. All arguments are [slots]; `soon`: when its own embeddings have arrived;
-        `token_s`: seconds per token. Its turn comes when the prompts ahead of it that can run by `soon` are computed, and
-        not before `not_before`."""
+        """Of a new prompt with virtual deadlines `keys`. All arguments are [slots]; `soon`: when its own
+        embeddings have arrived; `token_s`: seconds per token. Its turn comes when the prompts ahead of it
+        that can run by `soon` are computed, and not before `not_before`."""
         slots, is_text = self._slots[: len(self)], self._is_text[: len(self)]
         is_before = self._keys[: len(self)] <= keys[slots]
         able = self._left(pool, soon[slots], now)
@@ -138,8 +140,8 @@ class PendingPrompts:
         )
 
     def _left(self, pool: WorkerPool, at: Floats | float, now: float) -> Floats:
-        """[rows]: tokens that are not known to be computed and can run at that instant. Early tokens run in the first step after
-        the prompt was sent."""
+        """[rows]: tokens that are not known to be computed and can run at that instant. Early tokens run in
+        the first step after the prompt was sent."""
         early, tokens = self._early[: len(self)], self._tokens[: len(self)]
         unknown = early * (self._told_at[: len(self)] >= pool.previous_at[self._slots[: len(self)]])
         return np.where(self._is_ready(at, now), tokens - early + unknown, unknown)
@@ -148,8 +150,8 @@ class PendingPrompts:
         return np.bincount(self._slots[: len(self)], tokens, len(pool)).astype(np.float64, copy=False)
 
     def _is_ready(self, at: Floats | float, now: float | Floats) -> NDArray[np.bool_]:
-        """[rows]: whether all embeddings have arrived by that instant. If they have not arrived now, they do not count for any
-        earlier instant, whatever was predicted."""
+        """[rows]: whether all embeddings have arrived by that instant. If they have not arrived now, they do
+        not count for any earlier instant, whatever was predicted."""
         return (self._ready_at[: len(self)] <= at) & ((self._num_coming[: len(self)] <= 0) | (at > now))
 
     def _columns(self) -> dict[str, NDArray]:

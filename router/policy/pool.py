@@ -1,11 +1,11 @@
 """All workers of one role, as arrays over slots: what they are, their reported load, and their speed.
 
-A worker keeps its slot while it lives; afterwards another worker may get the slot. Frequent events (a load report, a
-request sent) write a few scalars. Rare events (a worker joins, its curves change) mark derived arrays as stale, and the
-next read computes them again.
+A worker keeps its slot while it lives; afterwards another worker may get the slot. Frequent events (a load
+report, a request sent) write a few scalars. Rare events (a worker joins, its curves change) mark derived
+arrays as stale, and the next read computes them again.
 
-A worker that has not measured itself counts as the mean of the workers of equal hardware that have, else as the mean of
-all that have, else as `UNMEASURED_S` per unit.
+A worker that has not measured itself counts as the mean of the workers of equal hardware that have, else as
+the mean of all that have, else as `UNMEASURED_S` per unit.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class CurveArrays(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Charge:
-    """Work sent to a worker that the worker's reports do not contain yet. A charge belongs to one incarnation of the slot: if
-    the worker leaves, its charges are void, even if another one joins under the same id or in the same slot."""
+    """Work sent to a worker that the worker's reports do not contain yet. A charge belongs to one incarnation
+    of the slot: if the worker leaves, its charges are void, even if another one joins under the same id or in
+    the same slot."""
 
     slot: int
     incarnation: int
@@ -66,9 +67,8 @@ class WorkerPool:
         self.replica_ids: list[str] = []  # by slot; "" where there is no worker
         self.hardware: list[str] = []  # names of the classes, by index
         self.is_listed = np.zeros(0, bool)
-        self.is_silent = np.zeros(
-            0, bool
-        )  # no progress for a while: chosen only if all others are silent, too
+        # No progress for a while: chosen only if all others are silent, too
+        self.is_silent = np.zeros(0, bool)
         self.incarnations = np.zeros(0, np.int64)  # 0 where there is no worker
         self.classes = np.zeros(0, np.intp)  # index of the hardware class
         self.salts = np.zeros(0, np.uint64)
@@ -227,8 +227,8 @@ class WorkerPool:
         return (self.reported_requests + self.sent_requests) * np.minimum(1.0, rest / total)
 
     def reported(self, replica_id: str, load: LoadReport, now: float, round_trip_s: float) -> None:
-        """A report does not contain work that was sent less than a round trip ago. If it contains less than the last report
-        and the work sent since, a step has ended and the next one has begun."""
+        """A report does not contain work that was sent less than a round trip ago. If it contains less than
+        the last report and the work sent since, a step has ended and the next one has begun."""
         slot = self.slots[replica_id]
         expected = self.reported_units[slot]
         unseen = self._unseen[replica_id]
@@ -255,8 +255,8 @@ class WorkerPool:
         return bool(self.incarnations[charge.slot] == charge.incarnation)
 
     def told(self, charge: Charge, now: float, num_ready: float | None = None) -> bool:
-        """The work has been sent, so later reports contain it. Returns whether the worker has no other work and begins at once,
-        with `num_ready` of the units."""
+        """The work has been sent, so later reports contain it. Returns whether the worker has no other work
+        and begins at once, with `num_ready` of the units."""
         slot = charge.slot
         if not charge.is_counted or not self.has(charge):
             return False
@@ -292,8 +292,8 @@ class WorkerPool:
 def running_step(
     pool: WorkerPool, num_units: Floats, fixed_s: Floats, per_unit_s: Floats, now: float
 ) -> tuple[Floats, Floats]:
-    """Units in the running step, of `num_units` that may be in it, and the seconds until it ends. A step that began more than
-    twice its duration ago does not run: the worker was idle at its last report."""
+    """Units in the running step, of `num_units` that may be in it, and the seconds until it ends. A step that
+    began more than twice its duration ago does not run: the worker was idle at its last report."""
     running = np.minimum(num_units, pool.step_units)
     step_s = fixed_s + running * per_unit_s
     age_s = now - pool.began_at
@@ -306,8 +306,9 @@ def content_hash(content: bytes) -> np.uint64:
 
 
 def rendezvous(salts: NDArray[np.uint64], content: bytes) -> Floats:
-    """[slots], 0 to 1. If every door chooses the smallest value for a content, all doors choose the same worker, and a worker
-    that joins or leaves moves only its own contents (Thaler and Ravishankar 1998). The mixing is that of splitmix64."""
+    """[slots], 0 to 1. If every door chooses the smallest value for a content, all doors choose the same
+    worker, and a worker that joins or leaves moves only its own contents (Thaler and Ravishankar 1998). The
+    mixing is that of splitmix64."""
     mixed = salts ^ content_hash(content)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -12,7 +12,7 @@ from router.policy.estimate import Estimate
 from router.policy.pool import Floats
 
 MAX_EXACT_ITEMS = 4
-# Limits of one decision; then the best placement found so far is chosen. `bench.router decide` measures the loss.
+# Limits of one decision; then the best placement found is chosen. `bench.router decide` measures the loss.
 MAX_PREFILLS = 4
 MAX_STEPS = 50  # assignments of an item to an encoder
 
@@ -29,7 +29,8 @@ class Found:
 
 
 class Search:
-    """For one request. `least_s`: [prefills], lower bound of the cost of any placement there; infinite if there is none."""
+    """For one request. `least_s`: [prefills], lower bound of the cost of any placement there; infinite if
+    there is none."""
 
     def __init__(self, estimate: Estimate, max_prefills: int = MAX_PREFILLS, max_steps: int = MAX_STEPS):
         self._estimate = estimate
@@ -87,7 +88,8 @@ class _Assignment:
 
 
 class _AtPrefill:
-    """The search at one prefill worker. `_rows`: [items, encoders], the time to first token if only that item delayed it."""
+    """The search at one prefill worker. `_rows`: [items, encoders], the time to first token if only that item
+    delayed it."""
 
     def __init__(
         self, estimate: Estimate, prefill: int, score_s: Floats, least_costs: Floats, max_steps: int
@@ -136,7 +138,8 @@ class _AtPrefill:
         return assignment
 
     def _candidates(self, idx: int, least_ttft_s: float, least_cost_s: float, most_s: float) -> list[int]:
-        """The encoders of an item that may lead to a cost below `most_s`, and that fewer than n others beat."""
+        """The encoders of an item that may lead to a cost below `most_s`, and that fewer than n others
+        beat."""
         row, cost = self._rows[idx], self._costs[idx]
         others_s = least_cost_s - float(self._least_costs[idx])
         bound_s = self._least_end_s(np.maximum(least_ttft_s, row)) + cost + others_s

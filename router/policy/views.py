@@ -95,6 +95,5 @@ class Prediction:
 class Decision:
     placement: Placement
     prediction: Prediction
-    alternatives: tuple[
-        tuple[Placement, float], ...
-    ] = ()  # a few of the next best, with their predicted ttft_s
+    # A few of the next best, with their predicted ttft_s
+    alternatives: tuple[tuple[Placement, float], ...] = ()

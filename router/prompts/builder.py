@@ -1,5 +1,5 @@
-"""Builds prompts from a call: lays out media, tokenises text, expands placeholders. Blocks, so it runs off the event loop.
-Opens no file."""
+"""Builds prompts from a call: lays out media, tokenises text, expands placeholders. Blocks, so it runs off
+the event loop. Opens no file."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class PromptBuilder:
     def chat(
         self, call: ChatCall, contents: Sequence[Content | MediaError], share: float = 1.0
     ) -> PreparedPrompt:
-        """`contents`: of each of the call's items, in order. `share`: the share of its tokens that new media keeps, because
-        encoders are overloaded.
+        """`contents`: of each of the call's items, in order. `share`: the share of its tokens that new media
+        keeps, because encoders are overloaded.
 
         Raises RequestError and its subclasses. Blocks: lays out, tokenises."""
         rules = call.media_rules
@@ -166,7 +166,8 @@ class PromptBuilder:
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_model_len:
             raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens; this model's context is {self._max_model_len}, including the answer",
+                f"the prompt has {num_tokens} tokens; this model's context is {self._max_model_len}, "
+                "including the answer",
                 param="messages",
             )
 
@@ -189,7 +190,8 @@ def without_items(messages: Sequence[ChatMessage], left_out: Collection[int]) ->
 
 
 def items_of_earlier_turns(messages: Sequence[ChatMessage]) -> set[int]:
-    """Media items before an answer of the assistant. The conversation goes on, so later requests will contain them again."""
+    """Media items before an answer of the assistant. The conversation goes on, so later requests will contain
+    them again."""
     found: set[int] = set()
     num_items = 0
     for message in messages:

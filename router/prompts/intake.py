@@ -1,10 +1,12 @@
 """Reads a request's media, counts its bytes and opens it, before the prompt is planned.
 
-    take_in   read all items at once and keep equal contents once → surveyor processes open them, one after the other
+    take_in   read all items at once and keep equal contents once → surveyor processes open them, one after
+              the other
     release   when the request has ended, successfully or not: its bytes are no longer counted
 
-Limits per request: bytes and seconds of decoding. Limits per tenant and per door: bytes of all requests in work. Requests
-share the surveyors item by item. A cancelled request stops reading and decoding at once. Runs on the door's event loop.
+Limits per request: bytes and seconds of decoding. Limits per tenant and per door: bytes of all requests in
+work. Requests share the surveyors item by item. A cancelled request stops reading and decoding at once. Runs
+on the door's event loop.
 """
 
 from __future__ import annotations
@@ -128,8 +130,8 @@ class MediaIntake:
         return self._bytes.total
 
     async def take_in(self, call: ChatCall) -> RequestMedia:
-        """Raises ClusterError; then nothing is held. With `omits_bad`, an item that cannot be used is an error among the
-        contents."""
+        """Raises ClusterError; then nothing is held. With `omits_bad`, an item that cannot be used is an
+        error among the contents."""
         media = RequestMedia(self._bytes, call.tenant, read_at=self._clock.now())
         try:
             if self._settings is None:

@@ -1,12 +1,15 @@
-"""Plans the media of one request: the size of each item, its reduction if needed, and the items for the encoders.
+"""Plans the media of one request: the size of each item, its reduction if needed, and the items for the
+encoders.
 
-    measure  lay out every item as the client asked; a surveyor process has opened it before (`router.prompts.intake`). An
-             item that cannot be used is refused by name, or left out if the client prefers an answer without it
+    measure  lay out every item as the client asked; a surveyor process has opened it before
+             (`router.prompts.intake`). An item that cannot be used is refused by name, or left out if the
+             client prefers an answer without it
     reduce   if all items together need more tokens than there is room for, or if encoders are overloaded:
              `router.prompts.media_budget`
     items    the items for the encoders; a clip with its sound track is two items
 
-Opens no file. Takes milliseconds of arithmetic and of the model's processor, on the door's threads for text. Thread-safe.
+Opens no file. Takes milliseconds of arithmetic and of the model's processor, on the door's threads for text.
+Thread-safe.
 """
 
 from __future__ import annotations
@@ -78,7 +81,8 @@ class MediaPlanner:
     def measure(
         self, sources: Sequence[MediaSource], contents: Sequence[Content | MediaError], rules: MediaRules
     ) -> tuple[list[MeasuredItem], list[MediaNote]]:
-        """Raises MediaError and UnsupportedError. With `omits_bad`, an item that cannot be used becomes a note instead."""
+        """Raises MediaError and UnsupportedError. With `omits_bad`, an item that cannot be used becomes a
+        note instead."""
         measured: list[MeasuredItem] = []
         notes: list[MediaNote] = []
         for item_idx, (source, content) in enumerate(zip(sources, contents, strict=True)):
@@ -95,7 +99,8 @@ class MediaPlanner:
     def reduce(
         self, measured: Sequence[MeasuredItem], max_tokens: int, rules: MediaRules, reason: ReductionReason
     ) -> tuple[list[MeasuredItem], list[MediaNote]]:
-        """The same items in at most `max_tokens`. Raises ContextLengthError if that is impossible or not allowed."""
+        """The same items in at most `max_tokens`. Raises ContextLengthError if that is impossible or not
+        allowed."""
         total = sum(item.num_tokens for item in measured)
         sizes = [self._encoded_size(item) for item in measured]
         reductions = None
@@ -125,8 +130,8 @@ class MediaPlanner:
     def relieve(
         self, measured: Sequence[MeasuredItem], share: float, tenant: str
     ) -> tuple[list[MeasuredItem], list[MediaNote]]:
-        """Reduces the items that encoders must compute to `share` of their tokens, apart from sound, if that is possible.
-        Items that encoders already hold stay as they are."""
+        """Reduces the items that encoders must compute to `share` of their tokens, apart from sound, if that
+        is possible. Items that encoders already hold stay as they are."""
         new = [item for item in measured if not all(map(self._is_held, self._names(item, tenant)))]
         num_heard = sum(item.num_sound_tokens for item in new)
         wanted = math.ceil((sum(item.num_tokens for item in new) - num_heard) * share)
@@ -153,15 +158,17 @@ class MediaPlanner:
         ]
 
     def check_rows(self, measured: Sequence[MeasuredItem], max_picture_rows: int, max_rows: int) -> None:
-        """Checks the rows that encoders would compute, before pooling. `max_picture_rows`: rows that attend to each other, of
-        an image or of a clip's frames that are encoded together. Raises MediaError and RequestError."""
+        """Checks the rows that encoders would compute, before pooling. `max_picture_rows`: rows that attend
+        to each other, of an image or of a clip's frames that are encoded together. Raises MediaError and
+        RequestError."""
         for item in measured:
             grid = item.encoded.grid_thw
             num_rows = item.encoded.num_tokens // (1 if grid is None else max(1, grid[0]))
             if item.modality is not Modality.AUDIO and num_rows > max_picture_rows:
                 name = item_name(item.modality, item.item_idx)
                 raise MediaError(
-                    f"{name}: an encoder would compute {num_rows} rows for one picture; at most {max_picture_rows} are accepted",
+                    f"{name}: an encoder would compute {num_rows} rows for one picture; "
+                    f"at most {max_picture_rows} are accepted",
                     param="messages",
                 )
         total = sum(item.num_encoded_rows for item in measured)
@@ -190,7 +197,8 @@ class MediaPlanner:
         return MeasuredItem(item_idx, modality, content, options, known, sound, layout, encoded)
 
     def _encoded_size(self, item: MeasuredItem) -> MediaProbe:
-        """The item in the size that the model sees, from which reductions start. The file's size usually differs."""
+        """The item in the size that the model sees, from which reductions start. The file's size usually
+        differs."""
         if item.encoded.grid_thw is None:
             return item.probe
         _, height, width = item.encoded.grid_thw
@@ -198,7 +206,8 @@ class MediaPlanner:
         return msgspec.structs.replace(item.probe, width=width * side, height=height * side)
 
     def _keep_frame_size(self, size: MediaProbe, reduction: Reduction) -> Reduction:
-        """If a model bounds the pixels of whole clips, the remaining frames must not grow when other frames are removed."""
+        """If a model bounds the pixels of whole clips, the remaining frames must not grow when other frames
+        are removed."""
         if reduction.max_frames is None or not self.processor(size.modality).bounds_whole_clips:
             return reduction
         return replace(reduction, max_pixels=reduction.max_pixels or size.width * size.height)

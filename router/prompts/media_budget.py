@@ -3,7 +3,8 @@
 First frames, then resolution:
 
 * All clips lose the same share of their frames, down to `MIN_FRAMES`.
-* If that is not enough, all images and frames lose the same share of their pixels, down to `MIN_PIXELS_SHARE`.
+* If that is not enough, all images and frames lose the same share of their pixels, down to
+  `MIN_PIXELS_SHARE`.
 
 The shares are as small as possible. Items that do not fit even then are not reduced further.
 """
@@ -41,8 +42,8 @@ Measure = Callable[[int, Reduction], int]
 
 
 def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list[Reduction] | None:
-    """One reduction per item, so that all items together have at most `max_tokens` embedding rows. None if that is
-    impossible. `probes`: in the sizes that the model sees."""
+    """One reduction per item, so that all items together have at most `max_tokens` embedding rows. None if
+    that is impossible. `probes`: in the sizes that the model sees."""
 
     def total(reductions: Sequence[Reduction]) -> int:
         return sum(measure(idx, reduction) for idx, reduction in enumerate(reductions))
@@ -70,8 +71,8 @@ def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list
 
 
 def load_share(num_queued_rows: int, max_queued_rows: int) -> float:
-    """The share of its tokens that new media keeps while so many embedding rows wait at the least loaded encoder. It falls
-    with the length of the queue, to a quarter at least."""
+    """The share of its tokens that new media keeps while so many embedding rows wait at the least loaded
+    encoder. It falls with the length of the queue, to a quarter at least."""
     if max_queued_rows == 0 or num_queued_rows <= max_queued_rows:
         return 1.0
     return max(0.25, max_queued_rows / num_queued_rows)

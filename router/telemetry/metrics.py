@@ -1,8 +1,9 @@
-"""A door's metrics in Prometheus' text format. One registry per door, no globals. Runs on the door's event loop.
+"""A door's metrics in Prometheus' text format. One registry per door, no globals. Runs on the door's event
+loop.
 
-Request metrics use the names of vLLM's, so that existing dashboards work. There is no work per token: inter-token latency
-is observed once per event (one decode step of one request), counters once per request. Worker gauges are read from the
-members' last load reports when Prometheus scrapes.
+Request metrics use the names of vLLM's, so that existing dashboards work. There is no work per token:
+inter-token latency is observed once per event (one decode step of one request), counters once per request.
+Worker gauges are read from the members' last load reports when Prometheus scrapes.
 """
 
 from __future__ import annotations
@@ -137,9 +138,9 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         dispatcher = self._dispatcher
-        yield GaugeMetricFamily("epdg_door_flights", "Requests on their way", value=dispatcher.num_flights)
+        yield GaugeMetricFamily("epdg_door_flights", "Requests in flight", value=dispatcher.num_flights)
         yield GaugeMetricFamily(
-            "epdg_door_waiting", "Requests that wait at the door to be let in", value=dispatcher.num_waiting
+            "epdg_door_waiting", "Requests that wait at the door for admission", value=dispatcher.num_waiting
         )
         yield from self._predictions()
         peers = list(self._peers())
@@ -179,22 +180,22 @@ class _Gauges(Collector):
         dispatcher = self._dispatcher
         silent = GaugeMetricFamily(
             "epdg_door_silent_workers",
-            "Workers that do not move: avoided while there are others",
+            "Workers without progress: avoided while there are others",
             labels=("pool",),
         )
         for role in Role:
             silent.add_metric([role.value], sum(p.is_silent for p in peers if p.member.role is role))
         yield silent
         for name, text, value in (
-            ("epdg_door_silences", "Times that a worker stopped moving", dispatcher.num_silences),
+            ("epdg_door_silences", "Times that a worker stopped making progress", dispatcher.num_silences),
             (
                 "epdg_door_quarantined",
-                "Media items and prompts that are not tried again for now: workers were lost with them",
+                "Media items and prompts that are not retried for now, because workers were lost with them",
                 dispatcher.quarantine.num_barred,
             ),
             (
                 "epdg_door_crashed_requests",
-                "Requests that an error of the door itself ended",
+                "Requests that ended by an error of the door itself",
                 dispatcher.num_crashed,
             ),
         ):
@@ -205,7 +206,8 @@ class _Gauges(Collector):
         if known.num_observed:
             yield GaugeMetricFamily(
                 "epdg_ttft_prediction_error_ratio",
-                "Mean absolute error of predicted times to first token, as a ratio to the actual ones; recent requests",
+                "Mean absolute error of predicted times to first token, as a ratio to the actual ones; recent "
+                "requests",
                 value=known.mape,
             )
             yield GaugeMetricFamily(
@@ -215,7 +217,7 @@ class _Gauges(Collector):
             )
         factor = GaugeMetricFamily(
             "epdg_prediction_factor",
-            "By which predicted durations of a phase are multiplied, as learnt",
+            "Learnt factor by which predicted durations of a phase are multiplied",
             labels=("pool", "hardware"),
         )
         for (role, hardware), value in known.factors.items():
@@ -225,7 +227,7 @@ class _Gauges(Collector):
     def _encoders(self, peers: list[Peer]) -> Iterable[Metric]:
         items = CounterMetricFamily(
             "epdg_encoder_items",
-            "Media items that were encoded, that were there already when they were asked for, or that could not be encoded",
+            "Media items that were encoded, that the encoder had already, or that could not be encoded",
             labels=("replica", "result"),
         )
         rows = CounterMetricFamily("epdg_encoder_rows", "Embedding rows made", labels=("replica",))

@@ -1,15 +1,18 @@
-"""How long each stage of one request took until its first two tokens, and what was predicted when it was placed.
+"""How long each stage of one request took until its first two tokens, and what was predicted when it was
+placed.
 
-The door takes the instants of its own actions. A worker reports what happens inside it as durations (`PrefillTiming`,
-`EncodeTiming`), so clocks of different machines are never compared. The stages follow each other along the request's
-critical path, so they sum to the time to first token. Overlapping work is in the items' own timings.
+The door takes the instants of its own actions. A worker reports what happens inside it as durations
+(`PrefillTiming`, `EncodeTiming`), so clocks of different machines are never compared. The stages follow each
+other along the request's critical path, so they sum to the time to first token. Overlapping work is in the
+items' own timings.
 
-    fetch → probe → admission → route → prefill_blocks → encode_queue → encode → embedding_transfer → prefill_queue
-    → prefill → delivery, until the first token
+    fetch → probe → admission → route → prefill_blocks → encode_queue → encode → embedding_transfer →
+    prefill_queue → prefill → delivery, until the first token
     kv_transfer → first_step, until decode's first token
 
-`encode_queue`, `encode` and `embedding_transfer` are the time in which prefill only waited for embeddings, split by the
-timing of the item that arrived last. `delivery` is the rest: messages between door and worker, event loops, lost attempts.
+`encode_queue`, `encode` and `embedding_transfer` are the time in which prefill only waited for embeddings,
+split by the timing of the item that arrived last. `delivery` is the rest: messages between door and worker,
+event loops, lost attempts.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from router.policy import Decision, Placement
 
 
 class RequestTimeline:
-    """Of one request. Instants are seconds of the door's clock; each `…_at` is set when its event has happened."""
+    """Of one request. Instants are seconds of the door's clock; each `…_at` is set when its event has
+    happened."""
 
     def __init__(self, arrived_at: float, trace_parent: str = ""):
         """`trace_parent`: the client's span (W3C Trace Context), if it sent one."""
@@ -41,8 +45,8 @@ class RequestTimeline:
         self.admitted_at = self.launched_at = prepared_at
 
     def launched(self, admitted_at: float, launched_at: float, decision: Decision) -> None:
-        """The request was sent to workers. If there are several attempts, the first one's instants and the last one's
-        decision count."""
+        """The request was sent to workers. If there are several attempts, the first one's instants and the
+        last one's decision count."""
         if self.decision is None:
             self.admitted_at, self.launched_at = admitted_at, launched_at
         self.decision = decision
@@ -52,8 +56,8 @@ class RequestTimeline:
         self._items[item_idx] = timing, cached
 
     def token(self, at: float, timing: PrefillTiming | None, step_s: float) -> bool:
-        """Tokens of one choice are ready for the client. Returns whether they are the first ones, with which `stages` is
-        complete."""
+        """Tokens of one choice are ready for the client. Returns whether they are the first ones, with which
+        `stages` is complete."""
         if self.first_token_at is None:
             self.first_token_at = at
             self.prefill = timing or PrefillTiming()
@@ -116,7 +120,8 @@ class RequestTimeline:
         return fields
 
     def header(self) -> str:
-        """The stages until the first token in the syntax of a Server-Timing header (W3C): durations in milliseconds."""
+        """The stages until the first token in the syntax of a Server-Timing header (W3C): durations in
+        milliseconds."""
         parts = [f"ttft;dur={_ms(self.ttft_s or 0.0)}"]
         if self.decision is not None:
             parts.append(f"predicted;dur={_ms(self.predicted_ttft_s or 0.0)}")
@@ -146,8 +151,8 @@ class RequestTimeline:
 
 
 def _split_wait(media_s: float, last: EncodeTiming | None) -> tuple[float, float, float]:
-    """(queue, encode, transfer) of the wait for embeddings: it ended with the last item's transfer, before that the item was
-    encoded, and before that it was queued."""
+    """(queue, encode, transfer) of the wait for embeddings: it ended with the last item's transfer, before
+    that the item was encoded, and before that it was queued."""
     if last is None:
         return media_s, 0.0, 0.0
     transfer_s = min(media_s, last.target_s + last.sending_s)

@@ -1,12 +1,12 @@
 """The timeline of a request as OpenTelemetry spans, sent to a collector by OTLP over HTTP.
 
-There is one span for the request, from its arrival at the door to its last token. Its parent is the client's span if the
-client sent a `traceparent`. Its children are the timeline's stages that took time, end to end. Attributes follow
-OpenTelemetry's conventions for generative AI where there is one. OpenTelemetry's own environment variables (OTEL_…) set
-sampling, headers and similar options.
+There is one span for the request, from its arrival at the door to its last token. Its parent is the client's
+span if the client sent a `traceparent`. Its children are the timeline's stages that took time, end to end.
+Attributes follow OpenTelemetry's conventions for generative AI where there is one. OpenTelemetry's own
+environment variables (OTEL_…) set sampling, headers and similar options.
 
-Spans are made on the event loop when a request has ended, and sent from a thread. Spans that the collector does not
-accept in time are dropped.
+Spans are made on the event loop when a request has ended, and sent from a thread. Spans that the collector
+does not accept in time are dropped.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Tracing:
         self._tracer = self._provider.get_tracer("epdg")
 
     def ended(self, timeline: RequestTimeline, outcome: str, usage: Usage) -> None:
-        """A request has ended. `outcome`: a finish reason or the name of an error. With several choices, `outcome` and
-        `usage` are the first one's."""
+        """A request has ended. `outcome`: a finish reason or the name of an error. With several choices,
+        `outcome` and `usage` are the first one's."""
         now, wall_s = self._clock.now(), time.time()
 
         def at(instant: float) -> int:
