@@ -26,8 +26,7 @@ class StopRules(msgspec.Struct, frozen=True):
 
 
 class GuidanceRules(msgspec.Struct, frozen=True):
-    """Classifier-free guidance. Without a negative prompt the companion starts from the prompt's last token
-    alone."""
+    """Classifier-free guidance. Without a negative prompt the companion is the prompt's last token."""
 
     scale: float
     negative: tuple[ChatMessage, ...] | str | None
@@ -83,8 +82,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class MediaNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A change to one media item that the client did not ask for. The client finds it in `media` of the
-    answer."""
+    """A change to one media item that the client did not ask for, in `media` of the answer."""
 
     item: int  # index among the request's items
     modality: str

@@ -70,8 +70,7 @@ class AdmittedWork:
         return self._prefill.num_requests == 0
 
     def report(self, reported: Reported) -> None:
-        """The larger of two numbers counts: this door's part of what workers report, and what this door has
-        sent."""
+        """Of this door's part of the workers' reports and what this door has sent, the larger counts."""
         doors = self._num_doors
         parts = (reported.encode_s / doors, reported.prefill_s / doors, ceil(reported.num_blocks / doors))
         self._reported = Reported(*parts)
@@ -89,8 +88,7 @@ class AdmittedWork:
         return ticket.encode_s == 0 or self._encode.is_below(longest_s, encoders, self._reported.encode_s)
 
     def has_blocks(self, ticket: AdmissionTicket) -> bool:
-        """A request that is larger than all memory is admitted alone; the cluster decides whether it can be
-        served."""
+        """A request that is larger than all memory is admitted alone; the cluster decides about it."""
         used = max(self._num_blocks, self._reported.num_blocks)
         return self._num_blocks == 0 or used + ticket.num_blocks <= self._blocks_limit
 

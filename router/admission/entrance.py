@@ -96,8 +96,7 @@ class Entrance:
         self._set_timer(deadline)
 
     def _reconcile(self) -> None:
-        """After an error: a waiting request starts if the queue has admitted it, and fails if the queue has
-        lost it."""
+        """After an error: a waiting request starts if the queue has admitted it, and fails if it is lost."""
         for request_id, future in list(self._waiting.items()):
             if self._queue.is_waiting(request_id):
                 continue

@@ -174,8 +174,7 @@ class ClassQueue:
         return min((lines[kind][0] for kind in kinds if lines[kind]), key=_urgency)
 
     def least_urgent(self) -> Waiting:
-        """The least urgent request of the tenant with most tickets in line. Raises StopIteration if none
-        waits."""
+        """The least urgent request of the tenant with most tickets. Raises StopIteration if none waits."""
         lines = self._flows[self._lengths.longest()].lines
         return max((line[-1] for line in lines if line), key=_urgency)
 

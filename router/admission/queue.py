@@ -143,8 +143,7 @@ class AdmissionQueue:
         return started
 
     def encoded(self, request_id: str) -> None:
-        """All media of the request is encoded. Unknown requests are ignored, here and below; calls may
-        repeat."""
+        """All its media is encoded. Unknown requests are ignored, here and below; calls may repeat."""
         self._admitted.encoded(request_id)
 
     def done(self, request_id: str) -> None:
@@ -158,8 +157,7 @@ class AdmissionQueue:
         self._admitted.remove(request_id)
 
     def expired(self, now: float) -> list[tuple[AdmissionTicket, Refusal]]:
-        """Requests that waited and are refused after all; each is returned once. Its client may be gone by
-        then."""
+        """Requests that waited and are refused after all, each once. The client may be gone by then."""
         self._expire(now)
         refused, self._refused = self._refused, []
         return refused

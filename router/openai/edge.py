@@ -83,8 +83,7 @@ class _LoopWatch:
 
 
 class _Sending:
-    """The sends of one response. If the client does not read, a send blocks; after `timeout_s` the request
-    ends."""
+    """The sends of one response. If the client does not read for `timeout_s`, the request ends."""
 
     def __init__(self, send: Send, deadline: asyncio.Timeout, timeout_s: float):
         self.has_started = False

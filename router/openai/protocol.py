@@ -40,8 +40,7 @@ class Generation(Protocol):
 
     @property
     def ledger(self) -> TimelineProtocol:
-        """The timeline, the same for all choices of a prompt. Its time to first token is final with the first
-        delta."""
+        """Shared by all choices of a prompt. Its time to first token is final with the first delta."""
         ...
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:

@@ -271,8 +271,7 @@ Request = TypeVar("Request", bound=EndpointRequest)
 
 
 def parse(model: type[Request], body: bytes) -> Request:
-    """A valid request. Raises RequestError or UnsupportedError; messages name fields, never repeat their
-    values."""
+    """A valid request. Raises RequestError or UnsupportedError; messages name fields, but not their values."""
     try:
         fields = pydantic.TypeAdapter(dict[str, Any]).validate_json(body)
     except pydantic.ValidationError as error:
@@ -302,8 +301,7 @@ def _is_same(value: Any, neutral: Any) -> bool:
 
 
 def _refusal(error: pydantic.ValidationError) -> RequestError:
-    """The error with the deepest location in the body: of a union's branches, the one that matched
-    furthest."""
+    """The error with the deepest location: of a union's branches, the one that matched furthest."""
     details = max(error.errors(include_url=False, include_input=False), key=lambda item: len(item["loc"]))
     path = _path(details["loc"])
     if "tool" in path or details["type"] == "none_required":

@@ -29,8 +29,7 @@ class TimelineReport:
     """Reports the timelines of a request whose client asked for them."""
 
     def __init__(self, headers: MutableMapping[str, str], name: str, *, shows_workers: bool):
-        """`headers`: of the answer; `name` is set before anything is sent. `shows_workers`: whether workers
-        are named."""
+        """`headers`: of the answer; `name` is set before the first byte. `shows_workers`: names workers."""
         self._headers = headers
         self._name = name
         self._hidden = () if shows_workers else _OF_WORKERS
@@ -48,8 +47,7 @@ class TimelineReport:
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
-    """Run `work`. If the client disconnects first, cancel it and raise ClientGoneError. The body must have
-    been read."""
+    """Run `work`. If the client disconnects first, cancel it and raise ClientGoneError. Read the body before."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(request))
     try:
@@ -153,8 +151,7 @@ async def _collect(generation: Generation) -> tuple[str, str]:
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """Deltas of all choices as they come, each choice up to its finish reason. The first error ends all
-    choices."""
+    """Deltas of all choices as they come, each up to its finish reason. The first error ends all choices."""
     if len(generations) == 1:  # the usual case; it needs no queue and no task
         async for delta in generations[0]:
             yield 0, delta

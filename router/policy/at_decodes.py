@@ -30,8 +30,7 @@ LOCAL_PREFILL_STEP_S = 0.05  # local prefill between two decode steps
 
 @dataclass(frozen=True, slots=True)
 class KvTransferEstimate:
-    """[decodes]: the transfer of a prompt's KV from one prefill worker, in one codec; see the module for the
-    terms."""
+    """[decodes]: the transfer of a prompt's KV from one prefill worker, in one codec; terms as above."""
 
     codec: str
     after_s: Floats
@@ -81,8 +80,7 @@ class DecodeEstimate:
 
     @property
     def score_s(self) -> Floats:
-        """The cost that a decode worker adds, wherever the prompt is computed. Infinite if it cannot hold the
-        request."""
+        """The cost that a decode worker adds, wherever the prompt is computed. Infinite if it is unable."""
         return np.where(self.is_able, self.first_s + self.cost_s, np.inf)
 
     def kv_transfers(self, prefill: int, prefills: PrefillEstimate) -> list[KvTransferEstimate]:

@@ -202,8 +202,7 @@ class ClusterView:
             in_flight.items[item_idx] = self._encoder_media.assign(item, encoder, encoded_s, self._now)
 
     def item_done(self, request_id: str, item_idx: int, came_at: float | None = None) -> None:
-        """The item's encoder is done with it. `came_at`: when its embeddings arrived; None: another request
-        brings them."""
+        """The encoder is done with the item. `came_at`: arrival of its embeddings; None: another request's."""
         in_flight = self._in_flight.get(request_id)
         if in_flight is None:
             return
@@ -238,8 +237,7 @@ class ClusterView:
         media: Sequence[EncodeTiming | None] | None = None,
         prefill: PrefillTiming | None = None,
     ) -> None:
-        """The actual durations: seconds from the decision to the first token, and of each item that was
-        encoded."""
+        """The actual durations: from the decision to the first token, and of each item that was encoded."""
         in_flight = self._in_flight.get(request_id)
         if in_flight is not None:
             learn(self._calibration, in_flight, ttft_s, media or (), prefill, self._hardware_of)
@@ -264,8 +262,7 @@ class ClusterView:
         return self._encoder_media.arriving_s(slot, media_hash, now)
 
     def num_queued_rows(self, modality: Modality | None = None) -> float:
-        """Embedding rows queued at the least loaded encoder that takes the modality; zero if there is
-        none."""
+        """Embedding rows queued at the least loaded encoder for the modality; zero if there is none."""
         pool = self.encoders
         able = pool.is_listed if modality is None else pool.able(modality)
         return float((pool.reported_units + pool.sent_units)[able].min(initial=np.inf)) if able.any() else 0.0

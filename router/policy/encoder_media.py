@@ -1,5 +1,4 @@
-"""Which encoder has which media item or has taken it on, and when an item that is being encoded will be
-ready."""
+"""Which encoder has a media item or has taken it on, and when the items in work will be ready."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ class Estimate:
     """Every placement of one request, at one instant. Slots are indices into the pools' arrays."""
 
     def __init__(self, request: RequestView, cluster: ClusterView, now: float, tie_ratio: float = TIE_RATIO):
-        """Raises UnavailableError, which names the empty pool, and RequestError if no worker can hold the
-        request."""
+        """Raises UnavailableError, which names the empty pool, and RequestError if no worker is large enough."""
         self.request = request
         self.cluster = cluster
         self.encoders = EncodeEstimate(request.media, cluster, now)
@@ -47,8 +46,7 @@ class Estimate:
             self._break_ties()
 
     def cost_s(self, placement: Placement) -> float:
-        """Infinite for an impossible placement. Raises KeyError for a placement on workers that are not
-        there."""
+        """Infinite for an impossible placement. Raises KeyError for workers that are not there."""
         decode = self._decode(placement)
         score_s = float(self.decodes.score_s[decode])
         if placement.prefill is None:

@@ -88,8 +88,7 @@ class HolderIndex(Generic[K]):
         return len(keys)
 
     def depths(self, keys: Sequence[K], num_slots: int, trusted: int = 0) -> NDArray[np.float64]:
-        """[num_slots]: `depth` of each slot. For the slots whose bits are set in `trusted`, expected keys
-        count, too."""
+        """[num_slots]: `depth` of each slot. At slots whose bits are set in `trusted`, expected keys count, too."""
         depths = np.zeros(num_slots)
         mask = self._holders(keys[0], trusted) if keys else 0
         depth = 1

@@ -42,8 +42,7 @@ NUM_ALTERNATIVES = 2
 
 class JointPolicy:
     def __init__(self, tie_ratio: float = TIE_RATIO):
-        """`tie_ratio`: of the shortest time to first token; caches and hashing decide between smaller
-        differences."""
+        """`tie_ratio`: of the shortest time to first token; caches and hashing decide smaller differences."""
         self._tie_ratio = tie_ratio
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
@@ -58,8 +57,7 @@ class JointPolicy:
 
 
 def place_item(item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
-    """The encoder at which one item would be ready first. Raises UnavailableError if all encoders are
-    excluded."""
+    """The encoder where an item would be ready first. Raises UnavailableError if all are excluded."""
     encoders = EncodeEstimate([item], cluster, now, excluded)
     encoders.break_ties(cluster.encoders, TIE_RATIO * float(encoders.finish_s.min()))
     return encoders.replica_ids[encoders.default()[0]]

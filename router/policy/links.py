@@ -22,8 +22,7 @@ class Speeds(NamedTuple):
 
 
 class Links:
-    """A link that was never used counts as its writer's link to any other worker, else as the mean of all
-    writers'."""
+    """A link that was never used counts as its writer's link to any reader, else as the mean of all writers'."""
 
     def __init__(self, writers: WorkerPool, readers: WorkerPool):
         self._writers = writers

@@ -88,8 +88,7 @@ class _Assignment:
 
 
 class _AtPrefill:
-    """The search at one prefill worker. `_rows`: [items, encoders], the time to first token if only that item
-    delayed it."""
+    """The search at one prefill worker. `_rows`: [items, encoders], time to first token if only that item waits."""
 
     def __init__(
         self, estimate: Estimate, prefill: int, score_s: Floats, least_costs: Floats, max_steps: int
@@ -138,8 +137,7 @@ class _AtPrefill:
         return assignment
 
     def _candidates(self, idx: int, least_ttft_s: float, least_cost_s: float, most_s: float) -> list[int]:
-        """The encoders of an item that may lead to a cost below `most_s`, and that fewer than n others
-        beat."""
+        """The encoders of an item that may lead to a cost below `most_s` and that fewer than n others beat."""
         row, cost = self._rows[idx], self._costs[idx]
         others_s = least_cost_s - float(self._least_costs[idx])
         bound_s = self._least_end_s(np.maximum(least_ttft_s, row)) + cost + others_s

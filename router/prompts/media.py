@@ -81,8 +81,7 @@ class MediaPlanner:
     def measure(
         self, sources: Sequence[MediaSource], contents: Sequence[Content | MediaError], rules: MediaRules
     ) -> tuple[list[MeasuredItem], list[MediaNote]]:
-        """Raises MediaError and UnsupportedError. With `omits_bad`, an item that cannot be used becomes a
-        note instead."""
+        """Raises MediaError and UnsupportedError. With `omits_bad`, an unusable item becomes a note instead."""
         measured: list[MeasuredItem] = []
         notes: list[MediaNote] = []
         for item_idx, (source, content) in enumerate(zip(sources, contents, strict=True)):
@@ -99,8 +98,7 @@ class MediaPlanner:
     def reduce(
         self, measured: Sequence[MeasuredItem], max_tokens: int, rules: MediaRules, reason: ReductionReason
     ) -> tuple[list[MeasuredItem], list[MediaNote]]:
-        """The same items in at most `max_tokens`. Raises ContextLengthError if that is impossible or not
-        allowed."""
+        """The same items in at most `max_tokens`. Raises ContextLengthError if impossible or not allowed."""
         total = sum(item.num_tokens for item in measured)
         sizes = [self._encoded_size(item) for item in measured]
         reductions = None
@@ -197,8 +195,7 @@ class MediaPlanner:
         return MeasuredItem(item_idx, modality, content, options, known, sound, layout, encoded)
 
     def _encoded_size(self, item: MeasuredItem) -> MediaProbe:
-        """The item in the size that the model sees, from which reductions start. The file's size usually
-        differs."""
+        """The item in the size that the model sees, where reductions start. The file's size usually differs."""
         if item.encoded.grid_thw is None:
             return item.probe
         _, height, width = item.encoded.grid_thw
@@ -206,8 +203,7 @@ class MediaPlanner:
         return msgspec.structs.replace(item.probe, width=width * side, height=height * side)
 
     def _keep_frame_size(self, size: MediaProbe, reduction: Reduction) -> Reduction:
-        """If a model bounds the pixels of whole clips, the remaining frames must not grow when other frames
-        are removed."""
+        """If a model bounds the pixels of whole clips, frames must not grow when other frames are removed."""
         if reduction.max_frames is None or not self.processor(size.modality).bounds_whole_clips:
             return reduction
         return replace(reduction, max_pixels=reduction.max_pixels or size.width * size.height)

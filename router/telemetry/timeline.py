@@ -24,8 +24,7 @@ from router.policy import Decision, Placement
 
 
 class RequestTimeline:
-    """Of one request. Instants are seconds of the door's clock; each `…_at` is set when its event has
-    happened."""
+    """Of one request. Instants are seconds of the door's clock; each `…_at` is set at its event."""
 
     def __init__(self, arrived_at: float, trace_parent: str = ""):
         """`trace_parent`: the client's span (W3C Trace Context), if it sent one."""
@@ -120,8 +119,7 @@ class RequestTimeline:
         return fields
 
     def header(self) -> str:
-        """The stages until the first token in the syntax of a Server-Timing header (W3C): durations in
-        milliseconds."""
+        """The stages until the first token as a Server-Timing header (W3C): durations in milliseconds."""
         parts = [f"ttft;dur={_ms(self.ttft_s or 0.0)}"]
         if self.decision is not None:
             parts.append(f"predicted;dur={_ms(self.predicted_ttft_s or 0.0)}")
