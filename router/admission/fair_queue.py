@@ -129,7 +129,8 @@ class ClassQueue:
         self._order: tuple[list[_Rank], list[_Rank]] = ([], [])  # flows with media, with text
         self._lengths = _Lengths()
         self._num_waiting = 0
-        # Of tenants with nothing in line, while the tag is beyond the virtual time; the heap has the same tags
+        # Of tenants with nothing in line, as long as the tag is beyond the virtual time. The heap has the
+        # same tags.
         self._finish_tags: dict[str, float] = {}
         self._finished: list[tuple[float, str]] = []
 

@@ -216,7 +216,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if known.status in (429, 503):
         headers["retry-after"] = str(max(1, round(known.retry_after_s or 1)))
     if isinstance(known, BodyTimeoutError):
-        # Other bodies are read to their end and dropped: closing before that would lose the answer
+        # After other errors the server reads the rest of the body and drops it, because closing earlier would
+        # lose the answer
         headers["connection"] = "close"
     return _json(render.error_body(known), known.status, headers)
 

@@ -138,7 +138,7 @@ def check_size(num_bytes: int, limits: Limits) -> None:
 
 
 async def read_body(request: Request, limits: Limits, lease: BodyLease, timeout_s: float) -> bytes:
-    """The whole body. Raises RequestError if it is too large or too slow, OverloadedError if there is no room."""
+    """The whole body. Raises RequestError if it is too large or slow, OverloadedError if there is no room."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal():
         check_size(int(declared[:20]), limits)

@@ -33,8 +33,7 @@ class HttpMetrics:
         )
         self.loop_busy_s = Histogram(
             "epdg_door_event_loop_busy_seconds",
-            "The part of such a delay in which this process computed; in the rest it waited for a core or a system "
-            "call",
+            "The part of such a delay in which this process computed instead of waiting for a core or a call",
             buckets=_LAG_BUCKETS_S,
             registry=self._registry,
         )

@@ -271,7 +271,7 @@ Request = TypeVar("Request", bound=EndpointRequest)
 
 
 def parse(model: type[Request], body: bytes) -> Request:
-    """A valid request. Raises RequestError or UnsupportedError; messages name fields, but not their values."""
+    """A valid request. Raises RequestError or UnsupportedError; messages name fields, not values."""
     try:
         fields = pydantic.TypeAdapter(dict[str, Any]).validate_json(body)
     except pydantic.ValidationError as error:

@@ -47,7 +47,8 @@ class TimelineReport:
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
-    """Run `work`. If the client disconnects first, cancel it and raise ClientGoneError. Read the body before."""
+    """Run `work`. If the client disconnects first, cancel it and raise ClientGoneError. Read the body
+    first."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(request))
     try:

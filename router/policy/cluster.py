@@ -202,7 +202,8 @@ class ClusterView:
             in_flight.items[item_idx] = self._encoder_media.assign(item, encoder, encoded_s, self._now)
 
     def item_done(self, request_id: str, item_idx: int, came_at: float | None = None) -> None:
-        """The encoder is done with the item. `came_at`: arrival of its embeddings; None: another request's."""
+        """The encoder is done with the item. `came_at`: arrival of its embeddings; None: others bring
+        them."""
         in_flight = self._in_flight.get(request_id)
         if in_flight is None:
             return

@@ -31,7 +31,7 @@ class Estimate:
     """Every placement of one request, at one instant. Slots are indices into the pools' arrays."""
 
     def __init__(self, request: RequestView, cluster: ClusterView, now: float, tie_ratio: float = TIE_RATIO):
-        """Raises UnavailableError, which names the empty pool, and RequestError if no worker is large enough."""
+        """Raises UnavailableError with the empty pool, and RequestError if no worker is large enough."""
         self.request = request
         self.cluster = cluster
         self.encoders = EncodeEstimate(request.media, cluster, now)

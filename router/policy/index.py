@@ -88,7 +88,8 @@ class HolderIndex(Generic[K]):
         return len(keys)
 
     def depths(self, keys: Sequence[K], num_slots: int, trusted: int = 0) -> NDArray[np.float64]:
-        """[num_slots]: `depth` of each slot. At slots whose bits are set in `trusted`, expected keys count, too."""
+        """[num_slots]: `depth` of each slot. At slots with their bit in `trusted`, expected keys count,
+        too."""
         depths = np.zeros(num_slots)
         mask = self._holders(keys[0], trusted) if keys else 0
         depth = 1

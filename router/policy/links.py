@@ -22,7 +22,7 @@ class Speeds(NamedTuple):
 
 
 class Links:
-    """A link that was never used counts as its writer's link to any reader, else as the mean of all writers'."""
+    """A link that was never used counts as its writer's link to any reader, else as the mean."""
 
     def __init__(self, writers: WorkerPool, readers: WorkerPool):
         self._writers = writers

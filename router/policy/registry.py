@@ -20,7 +20,7 @@ from router.policy.views import Decision, ItemView, RequestView
 
 class Policy(Protocol):
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
-        """Raises UnavailableError, which names the empty pool, and RequestError if no worker is large enough."""
+        """Raises UnavailableError with the empty pool, and RequestError if no worker is large enough."""
         ...
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:

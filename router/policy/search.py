@@ -88,7 +88,7 @@ class _Assignment:
 
 
 class _AtPrefill:
-    """The search at one prefill worker. `_rows`: [items, encoders], time to first token if only that item waits."""
+    """The search at one prefill worker. `_rows`: [items, encoders], time to first token if only it waits."""
 
     def __init__(
         self, estimate: Estimate, prefill: int, score_s: Floats, least_costs: Floats, max_steps: int
@@ -137,7 +137,8 @@ class _AtPrefill:
         return assignment
 
     def _candidates(self, idx: int, least_ttft_s: float, least_cost_s: float, most_s: float) -> list[int]:
-        """The encoders of an item that may lead to a cost below `most_s` and that fewer than n others beat."""
+        """The encoders of an item that may lead to a cost below `most_s`, those that fewer than n others
+        beat."""
         row, cost = self._rows[idx], self._costs[idx]
         others_s = least_cost_s - float(self._least_costs[idx])
         bound_s = self._least_end_s(np.maximum(least_ttft_s, row)) + cost + others_s
@@ -209,7 +210,7 @@ class _AtPrefill:
         return Found(cost_s, tuple(encoders), self._prefill, decode, codec)
 
     def _best_decode(self, ttft_s: float) -> tuple[float, int, str]:
-        """Cost without encoders, decode worker and codec."""
+        """(cost without encoders, decode worker, codec)."""
         ends_s = [kv_transfer.end_s(ttft_s) + self._score_s for kv_transfer in self._kv_transfers]
         decodes = [int(end_s.argmin()) for end_s in ends_s]
         costs_s = [float(end_s[decode]) for end_s, decode in zip(ends_s, decodes, strict=True)]

@@ -190,7 +190,7 @@ def without_items(messages: Sequence[ChatMessage], left_out: Collection[int]) ->
 
 
 def items_of_earlier_turns(messages: Sequence[ChatMessage]) -> set[int]:
-    """Media items before an answer of the assistant. Later requests of the conversation contain them again."""
+    """Media items before an answer of the assistant. Later requests of the conversation repeat them."""
     found: set[int] = set()
     num_items = 0
     for message in messages:

@@ -81,7 +81,7 @@ class MediaPlanner:
     def measure(
         self, sources: Sequence[MediaSource], contents: Sequence[Content | MediaError], rules: MediaRules
     ) -> tuple[list[MeasuredItem], list[MediaNote]]:
-        """Raises MediaError and UnsupportedError. With `omits_bad`, an unusable item becomes a note instead."""
+        """Raises MediaError and UnsupportedError. With `omits_bad`, an unusable item becomes a note."""
         measured: list[MeasuredItem] = []
         notes: list[MediaNote] = []
         for item_idx, (source, content) in enumerate(zip(sources, contents, strict=True)):
@@ -195,7 +195,8 @@ class MediaPlanner:
         return MeasuredItem(item_idx, modality, content, options, known, sound, layout, encoded)
 
     def _encoded_size(self, item: MeasuredItem) -> MediaProbe:
-        """The item in the size that the model sees, where reductions start. The file's size usually differs."""
+        """The item in the size that the model sees, where reductions start. The file's size usually
+        differs."""
         if item.encoded.grid_thw is None:
             return item.probe
         _, height, width = item.encoded.grid_thw

@@ -206,8 +206,7 @@ class _Gauges(Collector):
         if known.num_observed:
             yield GaugeMetricFamily(
                 "epdg_ttft_prediction_error_ratio",
-                "Mean absolute error of predicted times to first token, as a ratio to the actual ones; recent "
-                "requests",
+                "Mean absolute error of recent predicted times to first token, as a ratio to the actual ones",
                 value=known.mape,
             )
             yield GaugeMetricFamily(
