@@ -11,8 +11,8 @@ from cluster.text.detokenizer import Detokenizer
 from cluster.text.stop import StopStrings
 from cluster.types.messages import FinishReason, TokenEvent
 from router.calls import MediaNote, TextDelta, Usage
-from router.flow.streams import TokenStream
 from router.prompts.builder import PreparedPrompt
+from router.streams import TokenStream
 from router.telemetry.metrics import DoorMetrics
 from router.telemetry.timeline import RequestTimeline
 

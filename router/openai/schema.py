@@ -92,7 +92,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class TextContentPart(_Strict):
+class TextPart(_Strict):
     type: Literal["text"]
     text: str
 
@@ -132,7 +132,7 @@ class InputAudioPart(_Strict):
 
 
 ContentPart = Annotated[
-    TextContentPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart, Field(discriminator="type")
+    TextPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart, Field(discriminator="type")
 ]
 
 

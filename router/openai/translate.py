@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.errors import ContextLengthError, ModelNotFoundError, RequestError
 from cluster.media.sources import MediaSource
-from cluster.text.chat import ChatMessage, MediaPart, TextPart
+from cluster.text.chat import ChatMedia, ChatMessage, ChatText
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 from cluster.types.request import SamplingParams
@@ -132,9 +132,7 @@ def _check_messages(messages: Sequence[schema.InputMessage], limits: Limits) -> 
             num_chars += len(message.content)
         else:
             num_parts += len(message.content)
-            num_chars += sum(
-                len(part.text) for part in message.content if isinstance(part, schema.TextContentPart)
-            )
+            num_chars += sum(len(part.text) for part in message.content if isinstance(part, schema.TextPart))
     if num_parts > MAX_PARTS:
         raise RequestError(f"messages: at most {MAX_PARTS} content parts are accepted", param="messages")
     _check_text(num_chars, "messages", limits)
@@ -182,14 +180,14 @@ def _message(
     role = "system" if message.role == "developer" else message.role
     if isinstance(message.content, str):
         return ChatMessage(role, message.content)
-    parts: list[TextPart | MediaPart] = []
+    parts: list[ChatText | ChatMedia] = []
     for part_idx, part in enumerate(message.content):
-        if isinstance(part, schema.TextContentPart):
-            parts.append(TextPart(part.text))
+        if isinstance(part, schema.TextPart):
+            parts.append(ChatText(part.text))
             continue
         source = _source(part, f"messages[{idx}].content[{part_idx}]", options)
         media.append(source)
-        parts.append(MediaPart(source.modality))
+        parts.append(ChatMedia(source.modality))
     return ChatMessage(role, tuple(parts))
 
 
@@ -265,7 +263,7 @@ def _negative(messages: Sequence[ChatMessage], text: str) -> tuple[ChatMessage, 
 def _text_of(message: ChatMessage) -> str:
     if isinstance(message.content, str):
         return message.content
-    return "".join(part.text for part in message.content if isinstance(part, TextPart))
+    return "".join(part.text for part in message.content if isinstance(part, ChatText))
 
 
 def _wants_usage(request: EndpointRequest) -> bool:

@@ -1,5 +1,5 @@
-"""The int8 wire codec on a GPU: the same bytes as `kv_transfer.codecs.codecs` makes, without moving rows to the host. Importing this needs
-triton. Tried in Triton's interpreter and compiled for sm_80 and sm_90, never run on a GPU.
+"""The int8 wire codec on a GPU. It makes the same bytes as `kv_transfer.codecs.codecs` without moving rows to the host. Importing it
+needs triton. Tried in Triton's interpreter and compiled for sm_80 and sm_90, never run on a GPU.
 
 A group is GROUP_TOKENS tokens in GROUP_TOKENS / BLOCK_SIZE blocks [num_blocks, BLOCK_SIZE, HEADS, WIDTH], contiguous; `blocks`
 [groups, GROUP_TOKENS / BLOCK_SIZE] and `wire_blocks` [groups] are int64.
@@ -19,21 +19,21 @@ MAX_SCALE = tl.constexpr(65504.0)  # float16's largest number
 ROUNDING = tl.constexpr(
     12582912.0
 )  # 1.5 * 2**23: adding and subtracting it rounds a small float32 half to even
-TILE_CHANNELS = 64  # of a program that codes K
-TILE_TOKENS = 16  # of a program that codes V
+TILE_CHANNELS = 64  # per program that codes K
+TILE_TOKENS = 16  # per program that codes V
 
 
 @triton.jit
 def _row_offsets(blocks, group, tokens, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Elements before each token's row."""
+    """Number of elements before each token's row."""
     block = tl.load(blocks + group * (GROUP_TOKENS // BLOCK_SIZE) + tokens // BLOCK_SIZE)
     return (block * BLOCK_SIZE + tokens % BLOCK_SIZE) * ROW
 
 
 @triton.jit
 def _scales_of(largest):
-    """Stored scales, and what to multiply by to get codes; a group with a NaN or infinity gets NaN and 0. largest: int32, the
-    bits of max|x|, a NaN above infinity."""
+    """Stored scales, and the factors that give codes. A group with a NaN or infinity gets scale NaN and factor 0. largest: int32, the
+    bits of max|x|; a NaN counts as larger than infinity."""
     is_finite = largest < 0x7F800000
     numbers = tl.where(is_finite, largest, 0).to(tl.float32, bitcast=True)
     scales = tl.minimum(tl.div_rn(numbers, tl.full(numbers.shape, 127.0, tl.float32)), MAX_SCALE)
@@ -98,7 +98,7 @@ def code_values(
     """A scale per token, head and run of RUN_CHANNELS channels. Grid (groups, GROUP_TOKENS / TILE, HEADS * RUNS)."""
     group = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    index = tl.program_id(2)  # of the scale in its token
+    index = tl.program_id(2)  # index of the scale in its token
     head, run = index // RUNS, index % RUNS
     in_head = run * RUN_CHANNELS + tl.arange(0, RUN_CHANNELS)
     mask = (tokens >= 0)[:, None] & (in_head < WIDTH)[None, :]
