@@ -70,6 +70,6 @@ async def test_the_ranks_of_a_killed_worker_end_and_it_is_replaced(parallel):
     assert has_ended, "a rank lives on without its worker"
     async with asyncio.timeout(300), httpx.AsyncClient(base_url=parallel.url, timeout=HANG_S) as client:
         while killed in (now := pids_of(parallel, "Decode")) or len(now) < 2:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
         await until_running(client, "decode", 2)
     assert ask(parallel.url).status_code == 200
