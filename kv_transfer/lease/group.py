@@ -118,7 +118,7 @@ class _GroupLease:
 
 
 class GroupTransferEngine:
-    """`BlockTransfer` over all ranks. Its owner passes the events of every rank to `on_event`."""
+    """`TransferEngine` over all ranks. Its owner passes the events of every rank to `on_event`."""
 
     def __init__(
         self,
