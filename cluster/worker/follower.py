@@ -1,7 +1,8 @@
-"""A process of rank 1 or higher: its share of the model repeats rank 0's calls, its mover rank 0's transfers.
+"""A process of rank 1 or higher: its share of the model repeats the calls of rank 0, its transfer engine the
+transfers of rank 0.
 
-`python -m cluster.worker.follower CALLS MOVES`, two inherited pipes; started by cluster/worker/ranks.py. Has no sockets of its own,
-no queue and no will: it ends when its pipes do.
+`python -m cluster.worker.follower CALLS TRANSFERS`, two inherited pipes; started by cluster/worker/ranks.py.
+It has no sockets and no queue of its own, and decides nothing. It ends when its pipes end.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from kv_transfer.lease.transfer_engine import TransferEngine
 logger = logging.getLogger(__name__)
 
 
-def main(calls_fd: int, moves_fd: int) -> None:
-    calls, moves = Connection(calls_fd), Connection(moves_fd)
-    spec: RankSpec = moves.recv()
+def main(calls_fd: int, transfers_fd: int) -> None:
+    calls, transfers = Connection(calls_fd), Connection(transfers_fd)
+    spec: RankSpec = transfers.recv()
     progress = Progress()
-    rank_follower = RankFollower(moves, progress.has)
+    rank_follower = RankFollower(transfers, progress.has)
     threading.Thread(target=_follow_transfers, args=(rank_follower,), name="transfers", daemon=True).start()
     torch.set_num_threads(spec.num_threads)
     args = spec.args
@@ -62,9 +63,9 @@ def main(calls_fd: int, moves_fd: int) -> None:
 def _follow_transfers(rank_follower: RankFollower) -> None:
     try:
         rank_follower.run()
-    except Exception:  # the process's edge: the log says what, rank 0 says who
+    except Exception:  # the process's edge: the log has the error, and rank 0 reports the lost rank
         logger.exception("a transfer order could not be followed")
-    os._exit(1)  # rank 0 is gone, or will be; the main thread may be inside a collective that never ends
+    os._exit(1)  # rank 0 is gone or will be; the main thread may be inside a collective that never ends
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ RUN_CHANNELS = tl.constexpr(quantisation.RUN_CHANNELS)
 MAX_SCALE = tl.constexpr(quantisation.MAX_SCALE)
 # 1.5 * 2**23: adding and subtracting it rounds a small float32, half to even.
 ROUNDING = tl.constexpr(12582912.0)
-TILE_CHANNELS = 64  # of a program that codes K
-TILE_TOKENS = 16  # of a program that codes V
+TILE_CHANNELS = 64  # per program that codes K
+TILE_TOKENS = 16  # per program that codes V
 
 
 @triton.jit

@@ -33,7 +33,6 @@ from cluster.types.messages import (
     StartEncode,
     StartPrefill,
 )  # fmt: skip
-from cluster.types.request import GenerateRequest
 from cluster.worker.blame import bookkeeping
 from cluster.worker.cpu_slots import no_cpu_slots
 from cluster.worker.outbox import Outbox
@@ -268,18 +267,6 @@ class Rig:
     def _say(worker: Worker, door: int, message: AnyMessage) -> None:
         if door == worker.door:
             worker.said.append(message)
-
-    def launch(
-        self, request: GenerateRequest, items: Sequence[MediaItem] = (), prefills_locally: bool = False
-    ) -> list[tuple[str, AnyMessage]]:
-        """What the door sends first: (worker, message). `stays`: decode computes the prompt."""
-        if prefills_locally:
-            return [("decode", StartDecode(request, TIMEOUT_S, prefills=True))]
-        encode = [StartEncode(request.request_id, i, item, TIMEOUT_S) for i, item in enumerate(items)]
-        return [
-            ("prefill", StartPrefill(request, TIMEOUT_S)),
-            *(("encoder", m) for m in encode),
-        ]
 
     def turn(self, rounds: int = 1) -> None:
         """Everybody does whatever can be done, `rounds` times."""

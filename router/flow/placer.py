@@ -1,4 +1,4 @@
-"""Between a door's requests and the policy's view of them: what a request looks like from there, what was decided, what came of it."""
+"""Between the requests of a door and the routing policy: what the policy sees of a request, what it decided, what came of it. Pure."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, BlocksChanged, CacheChanged, Measured, PrefillTiming
 from cluster.types.request import GenerateRequest
 from router.admission.queue import AdmissionTicket, Capacity, Reported
-from router.flow.flight import Flight
-from router.flow.streams import Launch
-from router.policy import ClusterView, Decision, ItemView, Policy, RequestView, Worker
+from router.flow.state import Attempt, ClientRequest
+from router.policy import ClusterView, Decision, ItemView, Policy, Prediction, RequestView, Worker
 
-ANSWER_TOKENS = 128.0  # that an answer is thought to have, before the first has ended
+ANSWER_TOKENS = 128.0  # expected of an answer before the first has ended
 FORGETTING = 0.05  # weight of a new observation
 
 
-class Placing:
-    """Lives on the door's event loop."""
-
+class Placer:
     def __init__(self, policy: Policy, cluster: ClusterView, block_size: int):
         self.cluster = cluster
         self.block_size = block_size
@@ -40,12 +37,11 @@ class Placing:
                 member.role,
                 member.num_blocks,
                 member.hardware,
-                member.device,
                 member.modalities,
             )
         )
 
-    def news(self, replica_id: str, message: AnyMessage) -> None:
+    def on_message(self, replica_id: str, message: AnyMessage) -> None:
         """What a worker says of itself."""
         if isinstance(message, CacheChanged):
             self.cluster.media_changed(replica_id, message.added, message.evicted)
@@ -54,21 +50,25 @@ class Placing:
         elif isinstance(message, Measured):
             self.cluster.measured(replica_id, message.curves)
 
-    def ticket(self, launch: Launch, class_name: Callable[[int], str], now: float) -> AdmissionTicket:
-        """What admission must know of a request; `class_name`: of a priority. Raises ClusterError if nobody could serve it."""
-        view = launch.view = self.view(launch.request, launch.items, launch.hashes)
-        launch.decision = decision = self._policy.decide(view, self.cluster, now)
-        prediction, request = decision.prediction, launch.request
+    def decide(self, view: RequestView, now: float) -> Decision:
+        """Where the request goes. Charges nothing. Raises ClusterError if no worker can serve it."""
+        return self._policy.decide(view, self.cluster, now)
+
+    def ticket(
+        self, client: ClientRequest, prediction: Prediction, class_name: Callable[[int], str]
+    ) -> AdmissionTicket:
+        """What admission must know of a request; `class_name`: of a priority."""
+        request = client.request
         encode_s = sum(item.encode_s for item in prediction.items)
         return AdmissionTicket(
             request_id=request.request_id,
-            tenant=launch.tenant,
+            tenant=client.tenant,
             class_name=class_name(request.priority),
-            is_text=not launch.items,
+            is_text=not client.items,
             work_s=prediction.prefill_s + encode_s,
             num_blocks=self._expected_blocks(request),
             ttft_s=prediction.high_s,
-            arrived_at=launch.ledger.arrived_at,
+            arrived_at=client.timeline.arrived_at,
             encode_s=encode_s,
         )
 
@@ -94,39 +94,34 @@ class Placing:
             num_blocks=int(cluster.decodes.reported_blocks.sum()),
         )
 
-    def place(self, launch: Launch, now: float) -> tuple[Decision, frozenset[str]]:
-        """Where it goes, and which of its items have been shown before, and so will be again. Charges nothing. Raises ClusterError."""
-        launch.view = launch.view or self.view(launch.request, launch.items, launch.hashes)
-        returning = frozenset(
-            item.media_hash
-            for item in launch.items
-            if item.is_returning or self.cluster.has_media(item.media_hash)
+    def returning(self, items: Sequence[MediaItem]) -> frozenset[str]:
+        """Hashes of the items that have been shown before, and so are expected again."""
+        return frozenset(
+            item.media_hash for item in items if item.is_returning or self.cluster.has_media(item.media_hash)
         )
-        return launch.decision or self._policy.decide(launch.view, self.cluster, now), returning
 
-    def charge(self, launch: Launch, decision: Decision, now: float) -> None:
-        """It goes there now: its work counts until it has landed."""
-        assert launch.view is not None
-        self.cluster.started(launch.view, decision.placement, decision.prediction, now)
+    def charge(self, view: RequestView, decision: Decision, now: float) -> None:
+        """The request goes there now: its work counts until it has landed."""
+        self.cluster.started(view, decision.placement, decision.prediction, now)
 
-    def next_encoder(self, flight: Flight, item_idx: int, last: str, now: float) -> str:
-        """Who encodes an item after `last` has not. Raises UnavailableError when there is nobody."""
-        item = _item_view(flight.request, flight.items, item_idx, self._row_bytes)
+    def next_encoder(self, attempt: Attempt, item_idx: int, last: str, now: float) -> str:
+        """The encoder for an item that `last` has not encoded. Raises UnavailableError if there is no other."""
+        item = _item_view(attempt.request, attempt.items, item_idx, self._row_bytes)
         return self._policy.place_item(item, self.cluster, now, (last,))
 
-    def first_token(self, flight: Flight, timing: PrefillTiming | None, now: float) -> None:
-        """Of the flight. What is left of a preempted answer says nothing of predictions: its ledger is that of the first launch."""
-        request_id, ledger = flight.request.request_id, flight.ledger
+    def first_token(self, attempt: Attempt, timing: PrefillTiming | None, now: float) -> None:
+        """Of the attempt. A later attempt does not test predictions: the timeline is that of the first."""
+        request_id, client = attempt.request_id, attempt.client
         self.cluster.prefilled(request_id)
-        if ledger.first_token_at is None:
-            encoded = ledger.timings(len(flight.items))
-            self.cluster.observed(request_id, now - ledger.launched_at, encoded, timing)
+        if not client.has_first_token:
+            encoded = client.timeline.timings(len(attempt.items))
+            self.cluster.observed(request_id, now - attempt.started_at, encoded, timing)
 
-    def landed(self, flight: Flight) -> None:
-        """However it ended."""
-        self.cluster.ended(flight.request.request_id)
-        if flight.num_tokens:
-            mean = flight.num_tokens / len(flight.request.sampling)
+    def landed(self, attempt: Attempt) -> None:
+        """However the attempt ended."""
+        self.cluster.ended(attempt.request_id)
+        if attempt.num_tokens:
+            mean = attempt.num_tokens / len(attempt.choices)
             self._answer_tokens += FORGETTING * (mean - self._answer_tokens)
 
     def _expected_blocks(self, request: GenerateRequest) -> int:
