@@ -1,4 +1,4 @@
-"""What every agent must do when its peer is another process: one that works, dies, comes back, or cannot share memory."""
+"""What every agent must do if its peer is another process that works, dies, comes back, or cannot share memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.contract.agents import (
 
 @contextlib.contextmanager
 def process_of(target, *arguments):
-    """(pipe, process) of a child; killed at the end if it has not gone by itself."""
+    """(pipe, process) of a child, which is killed at the end if it still runs."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
@@ -60,7 +60,7 @@ def await_event(events):
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 def test_a_killed_owner_fails_what_is_in_flight_and_its_namesake_takes_over(kind):
-    """By its connection's end, long before its lease does."""
+    """The end of the connection fails it, long before the lease would expire."""
     events, memory = [], BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS)
     for segment in memory.segments:
         segment.normal_()
@@ -94,7 +94,7 @@ def test_a_killed_owner_fails_what_is_in_flight_and_its_namesake_takes_over(kind
         time.sleep(0.1)
         assert not events
         os.kill(process.pid, signal.SIGKILL)
-        with contextlib.suppress(TransferError):  # the copy between processes does not need the peer awake
+        with contextlib.suppress(TransferError):  # the copy between processes does not need the peer to run
             outgoing.write([1], [0])
         event = await_event(events)
         assert isinstance(event, SendFailed) and isinstance(event.error, PeerLostError)

@@ -18,7 +18,7 @@ SOURCES = Path(__file__).parent
 
 
 class Layer(ctypes.Structure):
-    """Mirrors `Layer` of kernels.h. Holds pointers only: its owner keeps the tensors."""
+    """Mirrors `Layer` of kernels.h. Holds pointers only: its owner keeps the tensors alive."""
 
     _fields_ = (
         ("packed", c_void_p),

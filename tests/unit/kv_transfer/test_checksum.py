@@ -1,4 +1,4 @@
-"""The checksum: native and numpy agree, cuts do not matter, every flipped bit and every exchange shows."""
+"""The checksum: native code and numpy agree, cuts make no difference, every flipped bit and every exchange is found."""
 
 from __future__ import annotations
 
