@@ -1,9 +1,10 @@
-"""The int8 codec on a GPU: the same bytes as `quantisation` makes, without moving rows to the host. Importing it needs triton.
+"""The int8 codec on a GPU: the same bytes as `quantisation` makes, without moving rows to the host. Importing
+it needs triton.
 
 Tried in Triton's interpreter and compiled for sm_80 and sm_90; never run on a GPU.
 
-A group is GROUP_TOKENS tokens in GROUP_TOKENS / BLOCK_SIZE blocks [num_blocks, BLOCK_SIZE, HEADS, WIDTH], contiguous. `blocks`
-[groups, GROUP_TOKENS / BLOCK_SIZE] and `wire_blocks` [groups] are int64.
+A group is GROUP_TOKENS tokens in GROUP_TOKENS / BLOCK_SIZE blocks [num_blocks, BLOCK_SIZE, HEADS, WIDTH],
+contiguous. `blocks` [groups, GROUP_TOKENS / BLOCK_SIZE] and `wire_blocks` [groups] are int64.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def code_values(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     ENCODES: tl.constexpr,
 ):  # fmt: skip
-    """A scale per token, head and run of RUN_CHANNELS channels. Grid (groups, GROUP_TOKENS / TILE, HEADS * RUNS)."""
+    """A scale per token, head and run of RUN_CHANNELS channels. Grid (groups, GROUP_TOKENS / TILE, HEADS *
+    RUNS)."""
     group = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
     index = tl.program_id(2)  # of the scale in its token
@@ -127,7 +129,8 @@ def code_groups(
 ) -> None:  # fmt: skip
     """Encodes or decodes groups of one segment, in one launch on the current stream. Does not wait.
 
-    rows [N, block_size, H, D]; blocks [G, n] and wire_blocks [G] int64; codes and scales: segments of the wire.
+    rows [N, block_size, H, D]; blocks [G, n] and wire_blocks [G] int64; codes and scales: segments of the
+    wire.
     """
     _, block_size, heads, width = rows.shape
     if is_key:

@@ -59,7 +59,8 @@ def make_agent(kind: str, name: str, network: InProcessNetwork | None = None) ->
 
 
 def serve_leases(pipe: Connection, kind: str, name: str) -> None:
-    """A process that owns a large memory: grants on request, answers with the lease's event and the bytes of the blocks."""
+    """A process that owns a large memory: grants on request, answers with the lease's event and the bytes of
+    the blocks."""
     events: list[object] = []
     memory = BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS)
     transfer_engine = TransferEngine(
@@ -106,7 +107,8 @@ def write_without_cma(pipe: Connection) -> None:
 
 
 def listen(pipe: Connection, kind: Transport, net_devices: tuple[str, ...] | None) -> None:
-    """A process with an agent that peers may write to: sends its listening addresses, and whether each is loopback."""
+    """A process with an agent that peers may write to: sends its listening addresses, and whether each is
+    loopback."""
     agent = make_cluster_agent(
         kind, unique_name("owner"), **({} if net_devices is None else {"net_devices": net_devices})
     )

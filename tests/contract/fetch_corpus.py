@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# All known ways to write an address of this machine or of a private network. Each is tried with https:// and http://, with
-# and without the listener's port.
+# All known ways to write an address of this machine or of a private network. Each is tried with https:// and
+# http://, with and without the listener's port.
 HOSTS = [
     # spelled out
     "127.0.0.1", "127.0.0.2", "127.255.255.254", "0.0.0.0", "10.0.0.1", "172.16.0.1", "172.31.255.255", "192.168.0.1",

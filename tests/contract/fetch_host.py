@@ -34,7 +34,8 @@ def redirect(location: str, status: str = "302 Found", **headers: str) -> Handle
 
 
 class MediaHost:
-    """`handlers[path]` answers a GET of that path; other paths get 404. `async with` listens, and closes everything at the end."""
+    """`handlers[path]` answers a GET of that path; other paths get 404. `async with` listens, and closes
+    everything at the end."""
 
     def __init__(self, handlers: dict[str, Handler] | None = None, *, address: str = "127.0.0.1"):
         self.handlers = handlers or {}

@@ -1,4 +1,5 @@
-"""What every agent must do if its peer is another process that works, dies, comes back, or cannot share memory."""
+"""What every agent must do if its peer is another process that works, dies, comes back, or cannot share
+memory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """A decoder layer that runs in one native call (`layer.cpp`).
 
-The call does norms, fused q/k/v, rotary embedding, writing of K and V, paged attention, projection, gated MLP and both residuals. Its
-kernels and roundings are those of `modules` and `attention_cpu`.
+The call does norms, fused q/k/v, rotary embedding, writing of K and V, paged attention, projection, gated MLP
+and both residuals. Its kernels and roundings are those of `modules` and `attention_cpu`.
 
-Runs on its caller's thread and on as many OpenMP threads as torch would use there. `layer_search` decides which layers it replaces.
+Runs on its caller's thread and on as many OpenMP threads as torch would use there. `layer_search` decides
+which layers it replaces.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class NativeDecoderLayer(nn.Module):
         x = hidden_states.contiguous()
         if x.dtype is not self._dtype or x.shape != (1, len(batch.slots), self._hidden):
             raise InternalError(
-                f"a native layer needs {len(batch.slots)} rows of {self._hidden} {self._dtype}, not {x.shape}, {x.dtype}"
+                f"a native layer needs [1, {len(batch.slots)}, {self._hidden}] {self._dtype}, not {x.shape} {x.dtype}"
             )
         cache = layer_cache(batch.kv, self._layer_idx)
         y = torch.empty_like(x)

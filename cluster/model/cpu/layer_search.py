@@ -1,8 +1,9 @@
 """Finds the decoder layers of a text model that one native call can run, and replaces them.
 
-A layer is recognised by the names and types of its children. One run of the layer itself, over a small packed step of random input
-and random contexts, records the settings of its attention. The replacement runs the same step. It takes the layer's place only if it
-adds the same to the input. A layer that differs, or is not recognised, stays.
+A layer is recognised by the names and types of its children. One run of the layer itself, over a small packed
+step of random input and random contexts, records the settings of its attention. The replacement runs the same
+step. It takes the layer's place only if it adds the same to the input. A layer that differs, or is not
+recognised, stays.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from cluster.model.kv_format import LayerCache, layer_cache
 
 logger = logging.getLogger(__name__)
 
-# Largest relative error (2-norm) of what a replacement adds to its input: at least three times the error seen on random weights.
+# Largest relative error (2-norm) of what a replacement adds to its input: at least three times the error seen
+# on random weights.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 _INT8_TOLERANCE = 1e-1
 _TRIAL_SIZES = ((20, 1), (3, 6), (0, 9))  # per sequence: tokens in the cache, new tokens
@@ -46,10 +48,12 @@ def optimise_layers(
     text_model: nn.Module, layout: MemoryLayout, backend: AttentionBackend, positions: Tensor,
     weight_dtype: WeightDtype = "auto", kernels: Kernels | None = None,
 ) -> int:  # fmt: skip
-    """Replaces decoder layers of `text_model` in place; returns how many. If this machine has no kernels, does nothing.
+    """Replaces decoder layers of `text_model` in place; returns how many. If this machine has no kernels,
+    does nothing.
 
-    The model's attention is `paged_attention`; `layout` is that of its KV. positions: position ids of any `NUM_TRIAL_TOKENS` tokens, in
-    the model's form. Call it before `modules.optimise`. Blocks: some seconds for a gigabyte of weights.
+    The model's attention is `paged_attention`; `layout` is that of its KV. positions: position ids of any
+    `NUM_TRIAL_TOKENS` tokens, in the model's form. Call it before `modules.optimise`. Blocks: some seconds
+    for a gigabyte of weights.
     """
     kernels = kernels or load()
     if kernels is None or not isinstance(backend, CpuAttention):
@@ -100,7 +104,8 @@ class _ArgumentsKnown(Exception):
 
 
 class _Trial:
-    """A packed step of random input over random contexts, the same for all layers. layer: the first of them."""
+    """A packed step of random input over random contexts, the same for all layers. layer: the first of
+    them."""
 
     def __init__(
         self, text_model: nn.Module, layer: nn.Module, layout: MemoryLayout, backend: CpuAttention, positions: Tensor
@@ -160,7 +165,8 @@ class _Trial:
         )
 
     def run(self, layer: nn.Module) -> tuple[object, list[Heads | None]]:
-        """What the layer adds to its input, if it returns one tensor; and the settings of its calls of attention, None: not supported."""
+        """What the layer adds to its input, if it returns one tensor; and the settings of its calls of
+        attention, None: not supported."""
         recorder = _AttentionRecorder(self._backend)
         out = layer(
             self._x, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
@@ -223,7 +229,8 @@ def _is_decoder_layer(module: nn.Module) -> bool:
 
 
 def _fits(layer: nn.Module, heads: Heads) -> bool:
-    """Whether all parts have the sizes that the kernels need. Rows have an even length, because bfloat16 is read in pairs."""
+    """Whether all parts have the sizes that the kernels need. Rows have an even length, because bfloat16 is
+    read in pairs."""
     attention = cast(nn.Module, layer.self_attn)
     query, key, value = (cast(nn.Linear, getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
     head_norms = [getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)]

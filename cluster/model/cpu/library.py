@@ -1,4 +1,5 @@
-"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp` and `packing.cpp`.
+"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp` and
+`packing.cpp`.
 
 Loaded once, on first use, from any thread. A call releases the interpreter's lock while it runs.
 """

@@ -1,8 +1,10 @@
-"""Modules that run the native kernels in place of a model's own modules, and `optimise`, which puts them there.
+"""Modules that run the native kernels in place of a model's own modules, and `optimise`, which puts them
+there.
 
-Weights are packed once and kept in that form only. A replacement is compared with its module on random input before it takes its
-place. A module that differs, or is not recognised, stays. float32 and bfloat16 are lossless: the same products, summed in another
-order. INT8 weights are an option and not lossless. The result of a row does not depend on the other rows of the batch.
+Weights are packed once and kept in that form only. A replacement is compared with its module on random input
+before it takes its place. A module that differs, or is not recognised, stays. float32 and bfloat16 are
+lossless: the same products, summed in another order. INT8 weights are an option and not lossless. The result
+of a row does not depend on the other rows of the batch.
 
 A module runs on its caller's thread and on as many OpenMP threads as torch would use there.
 """
@@ -30,7 +32,8 @@ _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _STEP_BYTES = 4  # of an output's weights lie side by side: the weights of 1, 2 or 4 inputs
 _ALIGNMENT = 64
 _ARENA_BYTES = 64 << 20
-# Largest relative error (2-norm) of a replacement: at least twice the error seen on Gaussian weights and inputs.
+# Largest relative error (2-norm) of a replacement: at least twice the error seen on Gaussian weights and
+# inputs.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 # One rounding to bfloat16 more or less would give 1e-3.
 _NORM_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-4}
@@ -39,7 +42,8 @@ _PROBE_ROWS = 7
 
 
 class PackedWeights:
-    """One matrix [outputs, inputs], or two (gate, up), packed for the kernels, with the bias. Immutable: calls may overlap."""
+    """One matrix [outputs, inputs], or two (gate, up), packed for the kernels, with the bias. Immutable:
+    calls may overlap."""
 
     def __init__(
         self, kernels: Kernels, weight: Tensor, *, up: Tensor | None = None, bias: Tensor | None = None,
@@ -94,7 +98,8 @@ class PackedLinear(nn.Module):
 
 
 class PackedGatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one pass. Intermediate values are rounded to the dtype, as torch does."""
+    """down(silu(gate(x)) * up(x)), gate and up in one pass. Intermediate values are rounded to the dtype, as
+    torch does."""
 
     def __init__(self, mlp: nn.Module, kernels: Kernels, *, int8: bool = False):
         super().__init__()
@@ -109,7 +114,8 @@ class PackedGatedMlp(nn.Module):
 
 
 class NativeRmsNorm(nn.Module):
-    """weight * (x / rms(x)). As in most families the quotient is computed in float32 and rounded to the dtype before the product."""
+    """weight * (x / rms(x)). As in most families the quotient is computed in float32 and rounded to the dtype
+    before the product."""
 
     def __init__(self, norm: nn.Module, kernels: Kernels):
         super().__init__()
@@ -142,11 +148,12 @@ class NativeRmsNorm(nn.Module):
 def optimise(
     text_model: nn.Module, head: nn.Module, weight_dtype: WeightDtype = "auto", kernels: Kernels | None = None
 ) -> nn.Module | None:
-    """Replaces linears, gated MLPs and norms anywhere in `text_model`, in place. Returns the new output head; None: keep the old one.
+    """Replaces linears, gated MLPs and norms anywhere in `text_model`, in place. Returns the new output head;
+    None: keep the old one.
 
-    A head that shares its weight with the embedding gets a packed copy of its own. If this machine has no kernels, does nothing
-    (`kernels`: default those of `load`). Call it before the first forward, in evaluation mode. Blocks: some seconds for a gigabyte of
-    weights.
+    A head that shares its weight with the embedding gets a packed copy of its own. If this machine has no
+    kernels, does nothing (`kernels`: default those of `load`). Call it before the first forward, in
+    evaluation mode. Blocks: some seconds for a gigabyte of weights.
     """
     kernels = kernels or load()
     if kernels is None:
@@ -220,7 +227,8 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """By name and parts. The comparison finds out whether it adds 1 to its weight or rounds at another place."""
+    """By name and parts. The comparison finds out whether it adds 1 to its weight or rounds at another
+    place."""
     weight = getattr(module, "weight", None)
     is_named_so = (
         type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and weight.ndim == 1
@@ -254,8 +262,9 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 class _Arena:
-    """Memory on huge pages for weights that every step reads: with 4 KiB pages a small batch is 5 to 12 % slower (measured on two
-    cores, interleaved). Pieces are not reused: the memory lives as long as the tensors in it."""
+    """Memory on huge pages for weights that every step reads: with 4 KiB pages a small batch is 5 to 12 %
+    slower (measured on two cores, interleaved). Pieces are not reused: the memory lives as long as the
+    tensors in it."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,5 @@
-"""The codecs: bounds on the error, the limits of float16, equal bytes from native code and torch, addresses, layers."""
+"""The codecs: bounds on the error, the limits of float16, equal bytes from native code and torch, addresses,
+layers."""
 
 from __future__ import annotations
 

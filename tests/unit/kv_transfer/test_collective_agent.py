@@ -1,4 +1,5 @@
-"""The collective agent against hostile, silent and lost peers, and the arithmetic of its registered memory."""
+"""The collective agent against hostile, silent and lost peers, and the arithmetic of its registered
+memory."""
 
 from __future__ import annotations
 

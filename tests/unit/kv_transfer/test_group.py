@@ -1,4 +1,5 @@
-"""Leases of workers of two ranks each: over the in-process agent and pipes that deliver at once, on a virtual clock."""
+"""Leases of workers of two ranks each: over the in-process agent and pipes that deliver at once, on a virtual
+clock."""
 
 from __future__ import annotations
 

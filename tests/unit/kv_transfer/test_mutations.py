@@ -1,4 +1,5 @@
-"""One rule of the protocol is broken on purpose at a time: another rule notices, and no wrong bytes become an answer."""
+"""One rule of the protocol is broken on purpose at a time: another rule notices, and no wrong bytes become an
+answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The Triton codec makes the same bytes as torch in Triton's interpreter (TRITON_INTERPRET=1), and compiles for GPUs that are not here."""
+"""The Triton codec makes the same bytes as torch in Triton's interpreter (TRITON_INTERPRET=1), and compiles
+for GPUs that are not here."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_a_done_notice_for_wire_blocks_that_were_granted_again_completes_nothing
     pair.owner._receiver.revoke("lease", "end")
 
 
-# ----------------------------------------------------------------------------------------------------------- every fault
+# ------------------------------------------------------------------------------------------------ every fault
 
 
 @pytest.mark.parametrize("post_polls", [0, 2])
