@@ -1,6 +1,7 @@
 """The lease protocol: the owner of memory grants a writer some blocks, the writer fills them and says so,
 once.
 
+transfer           what a service sees: `BlockTransfer`, `OutgoingLease`
 transfer_engine    the transfer thread: agent, sender, receiver
 events             the ends of leases, delivered to the owner of a transfer engine
 

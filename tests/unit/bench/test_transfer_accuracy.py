@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.transfer.accuracy import Comparison, Halves, measure
+from bench.transfer.accuracy import Comparison, ModelHalves, measure
 from bench.transfer.report import accuracy_table
 from deploy.demo_model.training.build import load
 from deploy.demo_model.training.evaluate import answer, draw_samples
@@ -22,8 +22,8 @@ NO_WORDS = WordBank([])
 
 
 @pytest.fixture(scope="module")
-def halves() -> Halves:
-    return Halves(DEMO)
+def halves() -> ModelHalves:
+    return ModelHalves(DEMO)
 
 
 def records(halves, carriers, prompts="long", num_samples=2):
