@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
-from cluster.config.checkpoint import read_config
+from cluster.config.checkpoint import placeholder_ids, read_config
 from cluster.config.settings import ClusterArgs
 from cluster.errors import UnavailableError
 from cluster.kvcache.blocks import BlockPool
 from cluster.model.language import LanguageModel
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.text.tokenizer import placeholder_ids
 from cluster.types.members import Role
 from cluster.types.messages import AnyMessage, Cancel, GrantPassed, ReturnGrant, StartDecode
 from cluster.worker.language import LanguageSizes

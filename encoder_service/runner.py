@@ -67,7 +67,7 @@ class EncoderRunner:
     def preprocess(self, modality: Modality, array: np.ndarray, options: MediaOptions) -> Prepared:
         """`array`: what `cluster.media.decode` made of a file. Thread-safe; blocks. Raises MediaError."""
         tensors = self._processor.prepare(modality, array, options, item_idx=None)
-        cut = self._model.cut(modality)
+        cut = self._model.splitter(modality)
         num_units = 1 if cut is None else cut.num_units(tensors)
         return Prepared(self._model.upload(tensors), num_units)
 
@@ -81,7 +81,7 @@ class EncoderRunner:
         return [self._finish(modality, *each) for each in zip(pieces, items, outputs, strict=True)]
 
     def _tensors(self, modality: Modality, piece: Piece) -> Mapping[str, torch.Tensor]:
-        cut = self._model.cut(modality)
+        cut = self._model.splitter(modality)
         if cut is None or piece.is_whole:
             return piece.prepared.tensors
         return cut.piece(piece.prepared.tensors, piece.start, piece.end)
@@ -89,7 +89,7 @@ class EncoderRunner:
     def _finish(
         self, modality: Modality, piece: Piece, item: Mapping[str, torch.Tensor], rows: torch.Tensor
     ) -> torch.Tensor:
-        cut = self._model.cut(modality)
+        cut = self._model.splitter(modality)
         if cut is not None and not piece.is_last:
             rows = rows[: len(rows) - cut.num_end_rows]
         return pooled(rows, item, piece.options)

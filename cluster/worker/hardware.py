@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
-
 import torch
 
 
@@ -15,12 +12,3 @@ def hardware_of(device: torch.device, num_ranks: int = 1) -> str:
     else:
         name = f"cpu, {torch.get_num_threads()} threads"
     return name if num_ranks == 1 else f"{num_ranks} x {name}"
-
-
-def device_of(device: torch.device) -> str:
-    """Equal for workers that share a device: the host and its GPU, or the host and the cores that this
-    process may run on."""
-    if device.type == "cuda":
-        return f"{platform.node()} GPU {torch.cuda.get_device_properties(device).uuid}"
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
-    return f"{platform.node()} cores {cores}"

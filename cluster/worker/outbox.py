@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from cluster.types.messages import LoadReport, Message, TokenEvent, Tokens
+from cluster.types.messages import ChannelMessage, LoadReport, TokenEvent, Tokens
 
 DoorId = int  # one connection of one door; unique in this process, never reused
-Deliver = Callable[[list[tuple[DoorId, Message]]], None]
+Deliver = Callable[[list[tuple[DoorId, ChannelMessage]]], None]
 
 
 class Outbox:
@@ -24,13 +24,13 @@ class Outbox:
 
     def __init__(self, deliver: Deliver):
         self._deliver = deliver
-        self._messages: list[tuple[DoorId, Message]] = []
+        self._messages: list[tuple[DoorId, ChannelMessage]] = []
         self._events: dict[DoorId, list[TokenEvent]] = defaultdict(list)
         self._doors: set[DoorId] = set()
         self._last_load: LoadReport | None = None
-        self._greetings: list[Callable[[], Message]] = []
+        self._greetings: list[Callable[[], ChannelMessage]] = []
 
-    def greet_with(self, greeting: Callable[[], Message]) -> None:
+    def greet_with(self, greeting: Callable[[], ChannelMessage]) -> None:
         """One more message for each door that connects. `greeting()` is called at that moment."""
         self._greetings.append(greeting)
 
@@ -42,10 +42,10 @@ class Outbox:
     def remove_door(self, door: DoorId) -> None:
         self._doors.discard(door)
 
-    def send(self, door: DoorId, message: Message) -> None:
+    def send(self, door: DoorId, message: ChannelMessage) -> None:
         self._messages.append((door, message))
 
-    def broadcast(self, message: Message) -> None:
+    def broadcast(self, message: ChannelMessage) -> None:
         """To every door that is connected now."""
         self._messages += [(door, message) for door in self._doors]
 

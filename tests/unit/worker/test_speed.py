@@ -7,7 +7,7 @@ import pytest
 from cluster.scheduling.fit import StepFit
 from cluster.types.curves import Link
 from cluster.types.media import Modality
-from cluster.types.messages import LoadReport, Measured, Message
+from cluster.types.messages import ChannelMessage, LoadReport, Measured
 from cluster.worker.outbox import Outbox
 from cluster.worker.speed import PAUSE_S, SpeedReporter
 from tests.fakes.clock import ManualClock
@@ -19,7 +19,7 @@ class Worker:
         self.links: dict[str, Link] = {}
         self.prefill = StepFit(512, 512)
         self.encode = {modality: StepFit(512, 1) for modality in Modality}
-        self.told: list[tuple[int, Message]] = []
+        self.told: list[tuple[int, ChannelMessage]] = []
         self.outbox = Outbox(self.told.extend)
         self.speed = SpeedReporter(
             self.outbox,
