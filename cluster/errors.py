@@ -12,8 +12,8 @@
     ├── NotWantedError          work that was stopped because nothing waits for it; never leaves its process
     └── ConfigError             the operator must change the configuration; raised at start only
 
-An error crosses a process as `ErrorInfo`; only `to_info` and `from_info` know the mapping. Any exception that is not a
-ClusterError is a bug: the process logs it and answers with an internal error (500).
+An error crosses a process as `ErrorInfo`; only `to_info` and `from_info` know the mapping. Any exception that
+is not a ClusterError is a bug: the process logs it and answers with an internal error (500).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import msgspec
 
 
 class BookkeepingError(ValueError):
-    """What is held differs from what is recorded as held. No request caused it: the engine that finds it ends, and its worker is
-    replaced."""
+    """What is held differs from what is recorded as held. No request caused it: the engine that finds it
+    ends, and its worker is replaced."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -110,7 +110,8 @@ _BY_NAME: dict[str, type[ClusterError]] = {
 
 
 def to_info(error: BaseException) -> ErrorInfo:
-    """The wire form. The text of an unexpected exception stays in this process's log, because it may contain internals."""
+    """The wire form. The text of an unexpected exception stays in this process's log, because it may contain
+    internals."""
     if isinstance(error, ClusterError):
         kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME)
         return ErrorInfo(kind, error.message, error.param, error.retry_after_s)

@@ -36,15 +36,15 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def tell_local_rank(rank: int) -> None:
-    """Tells transformers, whose tensor parallelism reads it there, the rank, and tells Gloo that all ranks are on this host.
-    Changes this process's environment."""
+    """Tells transformers, whose tensor parallelism reads it there, the rank, and tells Gloo that all ranks
+    are on this host. Changes this process's environment."""
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def tell_net_devices(devices: Sequence[str]) -> None:
-    """Tells UCX its network devices; otherwise it listens on every interface of the host. UCX reads them when an agent is made.
-    Changes this process's environment."""
+    """Tells UCX its network devices; otherwise it listens on every interface of the host. UCX reads them when
+    an agent is made. Changes this process's environment."""
     os.environ["UCX_NET_DEVICES"] = ",".join(devices)
 
 

@@ -1,8 +1,8 @@
 """The settings of one cluster: `ClusterArgs`, the `args` of the application in deploy/cluster.yaml.
 
-The values are frozen and made without I/O. An unknown name is refused, and the error names the nearest known one. `resolve` fills
-in what depends on the machine: the model's absolute path (after a download, if a hub id names it) and thread counts. Everything
-behind the composition root sees resolved values only.
+The values are frozen and made without I/O. An unknown name is refused, and the error names the nearest known
+one. `resolve` fills in what depends on the machine: the model's absolute path (after a download, if a hub id
+names it) and thread counts. Everything behind the composition root sees resolved values only.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ class _PoolArgs(_Args):
 class EncodeArgs(_PoolArgs):
     max_batch_items: int = Field(8, ge=1)  # media items in one encoder step
     cache_bytes: int = Field(256 * MIB, ge=0)  # embeddings kept for media seen before
-    # preprocessed media that wait for the encoder; room for a long video (Qwen2.5-VL: 19 KiB a row, 16,384 rows) and some images
+    # preprocessed media that wait for the encoder; room for a long video (Qwen2.5-VL: 19 KiB a row, 16,384
+    # rows) and some images
     max_prepared_bytes: int = Field(512 * MIB, ge=1)
-    # embedding rows that wait for the encoder; beyond this number new items are refused (429). A GPU that makes 10,000 rows a second
-    # needs about `first_token_timeout_s` for so many: later items would only miss that deadline
+    # embedding rows that wait for the encoder; beyond this number new items are refused (429). A GPU that
+    # makes 10,000 rows a second needs about `first_token_timeout_s` for so many: later items would only miss
+    # that deadline
     max_queued_rows: int = Field(1 << 20, ge=1)
 
 
@@ -91,7 +93,8 @@ class TransferArgs(_Args):
     """How KV travels from prefill to decode."""
 
     # raw: exactly as computed
-    # int8, int4: half or a quarter of the bytes, a little less exact; int4 only if a probe of the model allows it
+    # int8, int4: half or a quarter of the bytes, a little less exact; int4 only if a probe of the model
+    # allows it
     # auto: int8 if that is predicted to arrive sooner, else raw
     codec: Literal["raw", "int8", "int4", "auto"] = "raw"
     wire_tokens: int = Field(
@@ -99,8 +102,9 @@ class TransferArgs(_Args):
     )  # tokens that may travel coded at once, per worker; others travel raw
     # auto: decode computes the end of a prompt itself if its KV would arrive later over a slow link
     recompute: Literal["never", "auto"] = "never"
-    # network devices of a private network between the hosts, by UCX's names ("eth1", "mlx5_0:1"). NIXL listens there, and everything
-    # that reaches it may write into the workers' memory. Needed with side_channel: tcp; on one host NIXL uses loopback only
+    # network devices of a private network between the hosts, by UCX's names ("eth1", "mlx5_0:1"). NIXL
+    # listens there, and everything that reaches it may write into the workers' memory. Needed with
+    # side_channel: tcp; on one host NIXL uses loopback only
     net_devices: tuple[str, ...] = ()
 
     @property
@@ -130,11 +134,12 @@ class MediaArgs(_Args):
     max_held_bytes: int = Field(2048 * MIB, ge=1)
     # of all items of a request; 0: as many as the model's context has room for
     max_tokens: int = Field(0, ge=0)
-    # rows that encoders compute, before pooling: for one image (its rows attend to each other), and for all items of a request
+    # rows that encoders compute, before pooling: for one image (its rows attend to each other), and for all
+    # items of a request
     max_picture_rows: int = Field(16_384, ge=1)
     max_rows: int = Field(65_536, ge=1)
-    # When the shortest encoder queue has this many embedding rows, new media is reduced: the longer the queue the more, down to a
-    # quarter of its tokens. The answer tells the client. 0: never
+    # When the shortest encoder queue has this many embedding rows, new media is reduced: the longer the queue
+    # the more, down to a quarter of its tokens. The answer tells the client. 0: never
     reduce_from_queued_rows: int = Field(0, ge=0)
 
 
@@ -158,11 +163,13 @@ class AdmissionArgs(_Args):
         AdmissionClassArgs(name="interactive", max_priority=0, weight=8.0),
         AdmissionClassArgs(name="batch", max_wait_s=300.0),
     )
-    # predicted work in the cluster per worker of a pool; further requests wait at the door. Two of prefill's steps: less would leave
-    # workers idle, more would make urgent requests wait behind work that cannot be recalled
+    # predicted work in the cluster per worker of a pool; further requests wait at the door. Two of prefill's
+    # steps: less would leave workers idle, more would make urgent requests wait behind work that cannot be
+    # recalled
     max_outstanding_s: float = Field(1.0, gt=0)
     max_queued: int = Field(1024, ge=1)  # requests that wait at this door, which holds their media
-    # doors that share the cluster evenly, each admitting its part; 1: a door takes all that load reports say is free
+    # doors that share the cluster evenly, each admitting its part; 1: a door takes all that load reports say
+    # is free
     num_doors: int = Field(1, ge=1)
 
     @model_validator(mode="after")
@@ -182,7 +189,8 @@ class AdmissionArgs(_Args):
 class DoorArgs(_Args):
     request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
     first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token, once a request has been let in
-    # which workers serve a request. joint: all are chosen together, for the earliest first token; the others are for comparison
+    # which workers serve a request. joint: all are chosen together, for the earliest first token; the others
+    # are for comparison
     policy: Literal["joint", "least_loaded", "round_robin", "per_stage", "linear"] = "joint"
     # of an OpenTelemetry collector, such as http://localhost:4318/v1/traces; empty: no traces
     otlp_traces_endpoint: str = ""
@@ -215,7 +223,8 @@ class ClusterArgs(_Args):
     # collective: Gloo, NCCL; in_process: tests
     transport: Literal["nixl", "collective", "in_process"] = "nixl"
     side_channel: Literal["unix", "tcp"] = "unix"  # tcp: pools on several hosts
-    # a worker is replaced if its engine or transfer thread has work and has not moved for so long; any single layer takes less
+    # a worker is replaced if its engine or transfer thread has work and has not moved for so long; any single
+    # layer takes less
     hang_timeout_s: float = Field(60.0, gt=0)
     # address of this replica for other hosts; with side_channel: tcp the replica sets it
     host: str = "127.0.0.1"

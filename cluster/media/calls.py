@@ -1,4 +1,5 @@
-"""The calls to a transformers processor for one item: inputs of the encoder and the text that stands for the item.
+"""The calls to a transformers processor for one item: inputs of the encoder and the text that stands for the
+item.
 
 The processor is the real one, which gets pixels and waveforms, or its `shapes_only` copy, which gets blanks.
 """
@@ -34,7 +35,8 @@ class Processed:
 
 
 class ProcessorCalls:
-    """Thread safe. All calls raise MediaError or UnsupportedError if the client can fix it, and whatever the processor raises."""
+    """Thread safe. All calls raise MediaError or UnsupportedError if the client can fix it, and whatever the
+    processor raises."""
 
     def __init__(self, processor: Any, family: ModelFamily, call_kwargs: Mapping[str, Any]):
         """call_kwargs: call-time arguments from the model folder."""
@@ -129,7 +131,8 @@ class ProcessorCalls:
         return True
 
     def _pooled(self, grids: torch.Tensor, part: Any, options: MediaOptions) -> torch.Tensor:
-        """[1, 3] patches before merging → the grid with which the processor writes as many tokens as there are pooled rows."""
+        """[1, 3] patches before merging → the grid with which the processor writes as many tokens as there
+        are pooled rows."""
         import torch
 
         time, height, width = grids[0].tolist()
@@ -147,10 +150,10 @@ def _has_vision_options(options: MediaOptions) -> bool:
 def _area(part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: int = 1) -> dict[str, Any]:
     """Call arguments for `min_pixels` and `max_pixels`. share: number of images that are bounded together.
 
-    * If one of the model's own bounds contradicts the client's, the client's wins. However, nothing is enlarged beyond the model's
-      own upper bound.
-    * Only processors that bound the number of pixels take these arguments. If a model has fixed sizes, shrinking its input first
-      would lose detail and save nothing."""
+    * If one of the model's own bounds contradicts the client's, the client's wins. However, nothing is
+      enlarged beyond the model's own upper bound.
+    * Only processors that bound the number of pixels take these arguments. If a model has fixed sizes,
+      shrinking its input first would lose detail and save nothing."""
     if options.min_pixels is None and options.max_pixels is None:
         return {}
     size = kwargs.get("size") or part.size

@@ -1,7 +1,9 @@
-"""Two kinds of files with moving pictures behind one protocol: containers (FFmpeg) and animated images (Pillow).
+"""Two kinds of files with moving pictures behind one protocol: containers (FFmpeg) and animated images
+(Pillow).
 
-A `Clip` says without decoding when its frames are shown (`timeline`), and decodes them in order (`pictures`). Pillow reads WebP and
-AVIF, because this FFmpeg reads no animated WebP and only the cover of an AVIF sequence. FFmpeg reads GIF and APNG.
+A `Clip` says without decoding when its frames are shown (`timeline`), and decodes them in order (`pictures`).
+Pillow reads WebP and AVIF, because this FFmpeg reads no animated WebP and only the cover of an AVIF sequence.
+FFmpeg reads GIF and APNG.
 """
 
 from __future__ import annotations
@@ -141,7 +143,8 @@ class ContainerClip:
                     yield ContainerPicture(frame)
 
     def _check_size(self, width: int, height: int) -> None:
-        """FFmpeg has the limit as well: for a size far beyond it FFmpeg reports no size and decodes no frame."""
+        """FFmpeg has the limit as well: for a size far beyond it FFmpeg reports no size and decodes no
+        frame."""
         max_pixels = self._budget.limits.max_pixels
         if not 0 < width * height <= max_pixels:
             raise MediaError(f"frames of more than {max_pixels} pixels, or of unknown size, are not accepted")

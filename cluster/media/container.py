@@ -1,7 +1,8 @@
 """Opens video and audio containers.
 
-Magic bytes select the demuxer from a fixed list, and FFmpeg is forced to use it. Otherwise FFmpeg would also try playlists and other
-formats that make it open further files or addresses. Only decoders of common codecs may run, not the hundreds of others in FFmpeg.
+Magic bytes select the demuxer from a fixed list, and FFmpeg is forced to use it. Otherwise FFmpeg would also
+try playlists and other formats that make it open further files or addresses. Only decoders of common codecs
+may run, not the hundreds of others in FFmpeg.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def open_container(data: bytes, budget: DecodeBudget) -> Iterator[InputContainer
 
 
 def first_stream(container: InputContainer, kind: Literal["video", "audio"], budget: DecodeBudget) -> Any:
-    """The stream to decode, with its decoder limited to the budget. (PyAV has different types for video and audio streams.)"""
+    """The stream to decode, with its decoder limited to the budget. (PyAV has different types for video and
+    audio streams.)"""
     streams = [stream for stream in container.streams if stream.type == kind]
     if kind == "video":  # the cover of a song is not a video
         streams = [s for s in streams if not s.disposition & av.stream.Disposition.attached_pic]

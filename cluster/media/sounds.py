@@ -1,7 +1,7 @@
 """A sound, or the sound track of a video: one mono waveform at the model's rate.
 
-No header gives the exact number of samples after resampling. The door therefore decodes as well, without keeping the samples
-(`count_samples`).
+No header gives the exact number of samples after resampling. The door therefore decodes as well, without
+keeping the samples (`count_samples`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def count_samples(data: bytes, settings: MediaSettings, budget: DecodeBudget) ->
 
 
 def decode_audio(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> np.ndarray:
-    """[num_samples] float32: the first audio stream, mixed to mono and resampled by FFmpeg. Raises MediaError."""
+    """[num_samples] float32: the first audio stream, mixed to mono and resampled by FFmpeg. Raises
+    MediaError."""
     return np.concatenate(list(_pieces(data, settings, budget)))
 
 

@@ -1,8 +1,9 @@
-"""Attention over block memory with the kernels of `cpu/attention.cpp`: paged decode and prefill chunks, plain and int8
-caches, windows, soft caps, sinks and bidirectional spans. Cases that `can_run` refuses use the fallback.
+"""Attention over block memory with the kernels of `cpu/attention.cpp`: paged decode and prefill chunks, plain
+and int8 caches, windows, soft caps, sinks and bidirectional spans. Cases that `can_run` refuses use the
+fallback.
 
-Values that the layers of a step share (visible ranges, pointers) are made once per step and window and kept in `PagedBatch.memo`.
-Letters as in `attention`.
+Values that the layers of a step share (visible ranges, pointers) are made once per step and window and kept
+in `PagedBatch.memo`. Letters as in `attention`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class _WriteCall(ctypes.Structure):
 
 @dataclass(frozen=True)
 class StepView:
-    """A step's arguments and the tensors that they point into. address: of the arguments; valid while this object lives."""
+    """A step's arguments and the tensors that they point into. address: of the arguments; valid while this
+    object lives."""
 
     step: _AttentionStep
     tensors: tuple[Tensor, ...]
@@ -162,8 +164,8 @@ def step_view(batch: PagedBatch, window: int | None) -> StepView:
 
 
 def visible_ranges(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor]:
-    """Each new token sees the key positions [begin, end) of its sequence; both [T] int32. A bidirectional span moves the end, but
-    never behind the chunk."""
+    """Each new token sees the key positions [begin, end) of its sequence; both [T] int32. A bidirectional
+    span moves the end, but never behind the chunk."""
     if batch.is_decode:
         ends = batch.context_lens_tensor.int()
         positions = ends - 1

@@ -2,13 +2,15 @@
 
 `route` decides:
 
-* flash-attn 2 reads only pages of a multiple of 256 rows. flash-attn 3 (module `flash_attn_interface`, Hopper) reads any.
-* Smaller blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention`, and prefilled from rows that are gathered into
-  one tensor.
+* flash-attn 2 reads only pages of a multiple of 256 rows. flash-attn 3 (module `flash_attn_interface`,
+  Hopper) reads any.
+* Smaller blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention`, and prefilled from rows
+  that are gathered into one tensor.
 * Bidirectional spans use the fallback. In prefill, sinks and different widths of K and V use it as well.
 
 Either library may be missing. Untried on a GPU: calls follow the signatures of flash-attn 2.8.3 and of its
-hopper/flash_attn_interface.py. Routing and arguments are tested on the CPU with stand-ins for these functions.
+hopper/flash_attn_interface.py. Routing and arguments are tested on the CPU with stand-ins for these
+functions.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ def route(
 
 
 class FlashAttention:
-    """The attention backend on CUDA, for float16 and bfloat16. `num_processors`: the device's multiprocessors."""
+    """The attention backend on CUDA, for float16 and bfloat16. `num_processors`: the device's
+    multiprocessors."""
 
     def __init__(
         self,
@@ -158,7 +161,8 @@ class FlashAttention:
         self._num_processors = num_processors
 
     def can_capture(self, block_size: int, cache: LayerCache) -> bool:
-        """Whether a decode step over such a cache launches only kernels whose shapes do not depend on the contexts."""
+        """Whether a decode step over such a cache launches only kernels whose shapes do not depend on the
+        contexts."""
         pages = self._page_multiple is not None and block_size % self._page_multiple == 0
         kernel = self._has_kernels and decode_attention.can_decode(cache)
         return kernel or (pages and isinstance(cache.key, PlainRows))

@@ -1,7 +1,7 @@
 """Names of sockets: "unix:/path" inside a host, "tcp:host:port" between hosts.
 
-A Unix socket lies in a directory that only its owner may enter, so the file system authenticates the peer. A TCP socket needs the
-cluster secret (see `handshake`).
+A Unix socket lies in a directory that only its owner may enter, so the file system authenticates the peer. A
+TCP socket needs the cluster secret (see `handshake`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ MAX_UNIX_PATH_BYTES = 107  # sun_path of struct sockaddr_un without its terminat
 
 
 def new_address(kind: Literal["unix", "tcp"], *, name: str, directory: Path, host: str) -> str:
-    """The address on which the replica `name` will listen. When the server starts, it replaces the TCP port 0 by a free one."""
+    """The address on which the replica `name` will listen. When the server starts, it replaces the TCP port 0
+    by a free one."""
     return f"unix:{directory / name}.sock" if kind == "unix" else f"tcp:{host}:0"
 
 
 def parse_unix(address: str) -> Path | None:
-    """The socket's path, or None for a TCP address. Raises ConfigError for an address or path that a socket cannot have."""
+    """The socket's path, or None for a TCP address. Raises ConfigError for an address or path that a socket
+    cannot have."""
     kind, _, rest = address.partition(":")
     if kind == "tcp":
         return None
@@ -44,8 +46,8 @@ def parse_tcp(address: str) -> tuple[str, int]:
 
 
 def make_private(directory: Path) -> None:
-    """Creates the directory, or checks that the existing one belongs to this user alone. Other users may know its name and could have
-    put a link there, so a link is refused as well."""
+    """Creates the directory, or checks that the existing one belongs to this user alone. Other users may know
+    its name and could have put a link there, so a link is refused as well."""
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700, parents=True)
     status = directory.lstat()

@@ -1,4 +1,5 @@
-"""The command `epdg`: `epdg serve [CONFIG]` runs a cluster on this machine until Ctrl-C. Every failure is one line on stderr."""
+"""The command `epdg`: `epdg serve [CONFIG]` runs a cluster on this machine until Ctrl-C. Every failure is one
+line on stderr."""
 
 from __future__ import annotations
 

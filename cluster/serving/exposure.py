@@ -1,9 +1,10 @@
 """Which hosts may reach the sockets of Ray and Serve.
 
 * Ray's processes listen on their node's address if that is 127.0.0.1, else on every interface.
-* Serve's gRPC server of a replica unpickles what it receives, and listens on every interface. `bind_to_node_address` restricts it to
-  the node's address.
-* Sockets on other addresses than loopback must be protected by Ray's token authentication. `require_authentication` checks it.
+* Serve's gRPC server of a replica unpickles what it receives, and listens on every interface.
+  `bind_to_node_address` restricts it to the node's address.
+* Sockets on other addresses than loopback must be protected by Ray's token authentication.
+  `require_authentication` checks it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from cluster.errors import ConfigError
 
 
 def bind_to_node_address() -> None:
-    """Makes Serve's gRPC server of this replica listen on this node's address, where the doors dial it. Call it while Serve builds
-    the replica, because Serve starts the server afterwards."""
+    """Makes Serve's gRPC server of this replica listen on this node's address, where the doors dial it. Call
+    it while Serve builds the replica, because Serve starts the server afterwards."""
     from ray.serve._private import replica as serve_replica  # no public setting exists
 
     add_port, host = serve_replica.add_port_to_grpc_server, ray.util.get_node_ip_address()

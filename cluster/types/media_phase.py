@@ -1,4 +1,5 @@
-"""The life of one media item's embeddings, at both workers that hold them. One table allows every change of phase.
+"""The life of one media item's embeddings, at both workers that hold them. One table allows every change of
+phase.
 
 At an encoder:
 

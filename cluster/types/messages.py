@@ -31,11 +31,11 @@ At any time:
     any → all doors  Stalled: the threads of the worker that have work and do not move
     door → any  Ping, if a worker that has a request of this door has been silent for a while; it answers with Pong at once
 
-A request gets memory at P first, and asks for memory at D only when it has memory at P. Therefore no two requests wait for each
-other, whatever order each worker keeps.
+A request gets memory at P first, and asks for memory at D only when it has memory at P. Therefore no two
+requests wait for each other, whatever order each worker keeps.
 
-A worker that sees end-of-file on a door's connection cancels all requests of that door.
-Every message is a frozen struct; its tag is its class name. `Hello` carries `PROTOCOL_VERSION`, and both sides check it.
+A worker that sees end-of-file on a door's connection cancels all requests of that door. Every message is a
+frozen struct; its tag is its class name. `Hello` carries `PROTOCOL_VERSION`, and both sides check it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class StartDecode(ChannelMessage, frozen=True):
 
     request: GenerateRequest
     timeout_s: float  # until the first step; without its KV by then the request fails
-    # local prefill: decode computes the prompt (text without a negative prompt) and draws the first token; no KV comes
+    # local prefill: decode computes the prompt (text without a negative prompt) and draws the first token; no
+    # KV comes
     prefills: bool = False
     codec: str = "raw"  # the codec in which KV shall travel where possible; raw: exactly as computed
 
@@ -100,7 +101,8 @@ class PrefillAdmitted(ChannelMessage, frozen=True):
 
 
 class FeatureGranted(ChannelMessage, frozen=True):
-    """Destination of the embeddings of `prompt.media[item_idx]`. Sent as soon as prefill has room for them."""
+    """Destination of the embeddings of `prompt.media[item_idx]`. Sent as soon as prefill has room for
+    them."""
 
     request_id: str
     item_idx: int
@@ -108,8 +110,8 @@ class FeatureGranted(ChannelMessage, frozen=True):
 
 
 class FeatureShared(ChannelMessage, frozen=True):
-    """Another request in work gets, or got, the embeddings of `prompt.media[item_idx]`: nothing needs to be sent for this one. If
-    the embeddings fail to come, `FeatureGranted` follows."""
+    """Another request in work gets, or got, the embeddings of `prompt.media[item_idx]`: nothing needs to be
+    sent for this one. If the embeddings fail to come, `FeatureGranted` follows."""
 
     request_id: str
     item_idx: int
@@ -131,13 +133,15 @@ class StartEncode(ChannelMessage, frozen=True):
     timeout_s: float
     priority: int = 0  # the request's; lower goes sooner
     waited_s: float = 0.0  # time since the client asked, when the door sent this
-    # rows, before pooling, of the request's items that precede this one in the prompt: prefill needs those sooner
+    # rows, before pooling, of the request's items that precede this one in the prompt: prefill needs those
+    # sooner
     num_rows_before: int = 0
     keep: bool = True  # another use is expected; False: these embeddings are evicted before others
 
 
 class EncodeTarget(ChannelMessage, frozen=True):
-    """Prefill's grant for one item, passed on to the encoder. May come before or after the end of encoding."""
+    """Prefill's grant for one item, passed on to the encoder. May come before or after the end of
+    encoding."""
 
     request_id: str
     item_idx: int
@@ -145,7 +149,8 @@ class EncodeTarget(ChannelMessage, frozen=True):
 
 
 class EncoderLost(ChannelMessage, frozen=True):
-    """To prefill: the encoder that had this grant for one item is lost. Prefill answers with another grant."""
+    """To prefill: the encoder that had this grant for one item is lost. Prefill answers with another
+    grant."""
 
     request_id: str
     item_idx: int
@@ -153,21 +158,23 @@ class EncoderLost(ChannelMessage, frozen=True):
 
 
 class GrantPassed(ChannelMessage, frozen=True):
-    """To the owner of a grant: the processes that received it. When all of them have ended, nothing can write any more."""
+    """To the owner of a grant: the processes that received it. When all of them have ended, nothing can write
+    any more."""
 
     lease_id: str
     processes: tuple[ProcessId, ...]
 
 
 class ReturnGrant(ChannelMessage, frozen=True):
-    """To the owner of a grant that reached the door after the request had ended. The owner may reuse the blocks at once: only the
-    door passes grants on, so no writer ever had this one."""
+    """To the owner of a grant that reached the door after the request had ended. The owner may reuse the
+    blocks at once: only the door passes grants on, so no writer ever had this one."""
 
     lease_id: str
 
 
 class EncodeTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of one item at its encoder, from the arrival of StartEncode to the end of the transfer, in order of time."""
+    """Seconds of one item at its encoder, from the arrival of StartEncode to the end of the transfer, in
+    order of time."""
 
     preparing_s: float = 0.0  # waiting for a thread, decoding, preprocessing
     queued_s: float = 0.0  # ready, while the device did other work
@@ -177,7 +184,8 @@ class EncodeTiming(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of one request at its prefill worker. Their sum is the time from the arrival of StartPrefill to the first token."""
+    """Seconds of one request at its prefill worker. Their sum is the time from the arrival of StartPrefill to
+    the first token."""
 
     blocks_s: float = 0.0  # waiting for KV blocks
     media_s: float = 0.0  # nothing could be computed until more embeddings came
@@ -193,17 +201,18 @@ class Encoded(ChannelMessage, frozen=True):
 
 
 class CacheChanged(ChannelMessage, frozen=True):
-    """Encoder → every door, once per step with changes. `added`: items, by media hash, that it has started or finished since the
-    last such message. `evicted`: items that it no longer has. When a door connects, the first message lists everything. No hash
-    is in both."""
+    """Encoder → every door, once per step with changes. `added`: items, by media hash, that it has started or
+    finished since the last such message. `evicted`: items that it no longer has. When a door connects, the
+    first message lists everything. No hash is in both."""
 
     added: tuple[str, ...]
     evicted: tuple[str, ...]
 
 
 class BlocksChanged(ChannelMessage, frozen=True):
-    """Prefill → every door, once per step with changes: full blocks of prompts, by block hash, that its prefix cache has gained and
-    lost. When a door connects, the first message lists everything. No hash is in both."""
+    """Prefill → every door, once per step with changes: full blocks of prompts, by block hash, that its
+    prefix cache has gained and lost. When a door connects, the first message lists everything. No hash is in
+    both."""
 
     added: tuple[bytes, ...]
     evicted: tuple[bytes, ...]
@@ -216,7 +225,8 @@ class Measured(ChannelMessage, frozen=True):
 
 
 class Stalled(ChannelMessage, frozen=True):
-    """Worker → every door: names of its threads that have work and have not moved for a while. Empty: all move again."""
+    """Worker → every door: names of its threads that have work and have not moved for a while. Empty: all
+    move again."""
 
     threads: tuple[str, ...]
 
@@ -230,9 +240,9 @@ class Pong(ChannelMessage, frozen=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one choice. Exactly one event with a finish reason ends a choice. If prefill has a part in the request, its
-    event carries the first token, and a finish reason only if that token already ends the choice. The finish reason "cancelled"
-    holds for the whole request."""
+    """New tokens of one choice. Exactly one event with a finish reason ends a choice. If prefill has a part
+    in the request, its event carries the first token, and a finish reason only if that token already ends the
+    choice. The finish reason "cancelled" holds for the whole request."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -287,7 +297,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(ChannelMessage, frozen=True):
-    """One frame per step for all requests of one door. `load` is set if it includes everything that had arrived by then."""
+    """One frame per step for all requests of one door. `load` is set if it includes everything that had
+    arrived by then."""
 
     events: tuple[TokenEvent, ...]
     load: LoadReport | None = None

@@ -1,8 +1,8 @@
 """Which IP addresses belong to the public internet. Pure.
 
-The lists are our own, because the standard library's `is_global` differs between Python releases. They follow IANA's special-purpose
-registries. Tunnels of IPv4 inside IPv6 are refused, except NAT64's well-known prefix: behind DNS64 all hosts that have only IPv4 are
-reached through it.
+The lists are our own, because the standard library's `is_global` differs between Python releases. They follow
+IANA's special-purpose registries. Tunnels of IPv4 inside IPv6 are refused, except NAT64's well-known prefix:
+behind DNS64 all hosts that have only IPv4 are reached through it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 def is_global(address: str | IPv4Address | IPv6Address) -> bool:
-    """Whether the address means the same host everywhere on the internet. False for a text that is not an address."""
+    """Whether the address means the same host everywhere on the internet. False for a text that is not an
+    address."""
     try:
         address = ip_address(address)
     except ValueError:

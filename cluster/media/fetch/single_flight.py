@@ -1,7 +1,8 @@
 """Does equal work only once if several callers want it at the same time.
 
-Life of a flight: the first caller starts it, others join, and all get its result or its error. A cancelled caller does not affect the
-others; when the last caller is cancelled, the work is cancelled. Belongs to one event loop.
+Life of a flight: the first caller starts it, others join, and all get its result or its error. A cancelled
+caller does not affect the others; when the last caller is cancelled, the work is cancelled. Belongs to one
+event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class SingleFlight(Generic[Key, Value]):
         self._is_closed = False
 
     async def join(self, key: Key, start: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
-        """The result of `start()`, or of the running work for this key. Raises its error, or UnavailableError once closed."""
+        """The result of `start()`, or of the running work for this key. Raises its error, or UnavailableError
+        once closed."""
         if self._is_closed:
             raise UnavailableError("the server is shutting down")
         flight = self._flights.get(key) or self._start(key, start)

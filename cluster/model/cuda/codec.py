@@ -1,8 +1,9 @@
-"""The int8 wire codec on a GPU. It makes the same bytes as `kv_transfer.codecs.codecs` without moving rows to the host. Importing it
-needs triton. Tried in Triton's interpreter and compiled for sm_80 and sm_90, never run on a GPU.
+"""The int8 wire codec on a GPU. It makes the same bytes as `kv_transfer.codecs.codecs` without moving rows to
+the host. Importing it needs triton. Tried in Triton's interpreter and compiled for sm_80 and sm_90, never run
+on a GPU.
 
-A group is GROUP_TOKENS tokens in GROUP_TOKENS / BLOCK_SIZE blocks [num_blocks, BLOCK_SIZE, HEADS, WIDTH], contiguous; `blocks`
-[groups, GROUP_TOKENS / BLOCK_SIZE] and `wire_blocks` [groups] are int64.
+A group is GROUP_TOKENS tokens in GROUP_TOKENS / BLOCK_SIZE blocks [num_blocks, BLOCK_SIZE, HEADS, WIDTH],
+contiguous; `blocks` [groups, GROUP_TOKENS / BLOCK_SIZE] and `wire_blocks` [groups] are int64.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def _row_offsets(blocks, group, tokens, ROW: tl.constexpr, BLOCK_SIZE: tl.conste
 
 @triton.jit
 def _scales_of(largest):
-    """Stored scales, and the factors that give codes. A group with a NaN or infinity gets scale NaN and factor 0. largest: int32, the
-    bits of max|x|; a NaN counts as larger than infinity."""
+    """Stored scales, and the factors that give codes. A group with a NaN or infinity gets scale NaN and
+    factor 0. largest: int32, the bits of max|x|; a NaN counts as larger than infinity."""
     is_finite = largest < 0x7F800000
     numbers = tl.where(is_finite, largest, 0).to(tl.float32, bitcast=True)
     scales = tl.minimum(tl.div_rn(numbers, tl.full(numbers.shape, 127.0, tl.float32)), MAX_SCALE)
@@ -95,7 +96,8 @@ def code_values(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     ENCODES: tl.constexpr,
 ):  # fmt: skip
-    """A scale per token, head and run of RUN_CHANNELS channels. Grid (groups, GROUP_TOKENS / TILE, HEADS * RUNS)."""
+    """A scale per token, head and run of RUN_CHANNELS channels. Grid (groups, GROUP_TOKENS / TILE, HEADS *
+    RUNS)."""
     group = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
     index = tl.program_id(2)  # index of the scale in its token
@@ -123,8 +125,8 @@ def code_values(
 def code_groups(
     rows: Tensor, blocks: Tensor, codes: Tensor, scales: Tensor, wire_blocks: Tensor, is_key: bool, encodes: bool
 ) -> None:  # fmt: skip
-    """Encodes or decodes groups of one segment. rows [N, block_size, H, D]; blocks [G, n] and wire_blocks [G] int64; codes and
-    scales: the wire's segments. One launch, enqueued on the current stream."""
+    """Encodes or decodes groups of one segment. rows [N, block_size, H, D]; blocks [G, n] and wire_blocks [G]
+    int64; codes and scales: the wire's segments. One launch, enqueued on the current stream."""
     _, block_size, heads, width = rows.shape
     if is_key:
         channels = heads * width
