@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -28,12 +28,14 @@ from cluster.text.stop import StopStrings
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.members import Member, Role
 from cluster.types.request import GenerateRequest, StopParams
-from router.admission.entrance import Entrance
+from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
-from router.flow.dispatch import CallDecode, Dispatcher
-from router.flow.placing import Placing
+from router.dispatcher import DecodeCaller, Dispatcher
+from router.flow.placer import Placer
+from router.flow.request_flow import RequestFlow, Timeouts
+from router.flow.state import WorkerState
 from router.generation import Choice
-from router.members import MemberTable, Peer
+from router.members import Peer
 from router.openai.limits import Limits
 from router.openai.translate import ChatCall, CompletionCall, StopRules
 from router.policy import POLICIES, ClusterView
@@ -52,7 +54,7 @@ NUM_TEXT_THREADS = 2  # for templates, layouts and tokenising, beside the event 
 
 
 class Door:
-    def __init__(self, args: ClusterArgs, call_decode: CallDecode):
+    def __init__(self, args: ClusterArgs, call_decode: DecodeCaller):
         """Loads tokenizer and processor; blocks. Raises ConfigError."""
         self.model_id = args.model_id
         self.created = int(time.time())
@@ -86,19 +88,17 @@ class Door:
             ByteLimits(rules.max_request_bytes, rules.max_held_bytes),
             self._clock,
         )
-        self._dispatcher = Dispatcher(
-            Placing(POLICIES[args.door.policy](), self._cluster, args.block_size),
-            Entrance(
-                AdmissionQueue(args.door.admission, args.scheduling.text_share, Capacity(0, 0, 0)),
-                self._clock,
+        self._flow = RequestFlow(
+            Placer(POLICIES[args.door.policy](), self._cluster, args.block_size),
+            AdmissionController(
+                AdmissionQueue(args.door.admission, args.scheduling.text_share, Capacity(0, 0, 0))
             ),
-            call_decode,
-            args.door,
-            self._clock,
+            Timeouts(args.door.first_token_timeout_s, args.door.request_timeout_s),
         )
-        self._members = MemberTable("door", self._dispatcher, read_environment().cluster_secret)
-        self._dispatcher.members = self._members
-        self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._dispatcher)
+        secret = read_environment().cluster_secret
+        self._dispatcher = Dispatcher(self._flow, call_decode, secret, self._clock)
+        self._members = self._dispatcher.members
+        self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._flow)
         self._tracing = _tracing(args, self._clock)
         self._text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="door-text")
 
@@ -114,9 +114,9 @@ class Door:
         self._text_threads.shutdown(wait=False, cancel_futures=True)
 
     @property
-    def num_flights(self) -> int:
-        """Choices on their way."""
-        return self._dispatcher.num_flights
+    def num_running(self) -> int:
+        """Requests that workers compute."""
+        return self._flow.num_running
 
     @property
     def is_idle(self) -> bool:
@@ -127,6 +127,11 @@ class Door:
     def peers(self) -> list[Peer]:
         """Every worker this door is connected to."""
         return self._members.all_peers()
+
+    @property
+    def workers(self) -> Collection[WorkerState]:
+        """The same, as the request flow sees them."""
+        return self._flow.workers
 
     def is_ready(self) -> bool:
         needed = (

@@ -1,12 +1,11 @@
-"""Who is in the cluster, and this door's connection to each.
+"""The workers of the cluster and this door's connection to each.
 
-Serve pushes the list of replicas; each is dialled until it answers, and again when its connection is lost. A worker is a candidate while its connection stands and
-Serve lists it. End-of-file takes it out at once, long before Serve's health check would. A worker that Serve no longer
-lists but that still answers is draining: it gets nothing new and keeps its connection until its last request here is done.
+Serve pushes the list of replicas. Each is dialled until it answers, and again when its connection is lost. A worker is a candidate while
+its connection stands and Serve lists it. End-of-file takes a worker out at once, long before Serve's health check would. A worker that
+answers and that Serve no longer lists is draining: it gets nothing new, and the listener closes its connection when its last request is
+done (`close`).
 
-A worker is in the table before the listener hears of it: what the listener does with it then finds it here.
-
-Lives on the door's event loop.
+A worker is in the table before the listener hears of it. Lives on the door's event loop.
 """
 
 from __future__ import annotations
@@ -40,25 +39,11 @@ class PeerListener(Protocol):
 class Peer:
     """One worker that this door is connected to."""
 
-    def __init__(self, member: Member):
+    def __init__(self, member: Member, connection: Connection, is_listed: bool):
         self.member = member
-        self.load = LoadReport()
-        self.num_flights = 0
-        self.is_listed = True
-        self.has_joined = False  # the listener knows it
-        self.is_silent = False  # it has work and does not move: see `router.flow.watch`
-        self._connection: Connection | None = None
-
-    def attach(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def send(self, message: AnyMessage) -> None:
-        assert self._connection is not None
-        self._connection.send(message)
-
-    async def aclose(self) -> None:
-        if self._connection is not None:
-            await self._connection.aclose()
+        self.connection = connection
+        self.is_listed = is_listed
+        self.load = LoadReport()  # the last
 
 
 class MemberTable:
@@ -76,8 +61,11 @@ class MemberTable:
     def all_peers(self) -> list[Peer]:
         return list(self._peers.values())
 
-    def peer(self, replica_id: str) -> Peer:
-        return self._peers[replica_id]
+    def send(self, replica_id: str, message: AnyMessage) -> None:
+        """Ignored if the worker is gone: the listener has been told. Raises what the connection raises."""
+        peer = self._peers.get(replica_id)
+        if peer is not None:
+            peer.connection.send(message)
 
     def update(self, role: Role, members: list[Member]) -> None:
         """Serve's current list for one pool."""
@@ -86,15 +74,14 @@ class MemberTable:
             if peer.member.role is role:
                 peer.is_listed = peer.member.replica_id in self._listed[role]
                 self._listener.on_listed(peer)
-                self.close_if_drained(peer)
         for member in members:
             self._start_dialling(member)
 
-    def close_if_drained(self, peer: Peer) -> None:
-        replica_id = peer.member.replica_id
-        if not peer.is_listed and peer.num_flights == 0 and self._peers.get(replica_id) is peer:
-            del self._peers[replica_id]
-            asyncio.ensure_future(peer.aclose())
+    def close(self, replica_id: str) -> None:
+        """The worker has drained."""
+        peer = self._peers.pop(replica_id, None)
+        if peer is not None:
+            asyncio.ensure_future(peer.connection.aclose())
             self._listener.on_lost(peer)
 
     async def aclose(self) -> None:
@@ -102,7 +89,7 @@ class MemberTable:
             task.cancel()
         peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
-            await peer.aclose()
+            await peer.connection.aclose()
 
     def _start_dialling(self, member: Member) -> None:
         if member.replica_id not in self._peers and member.replica_id not in self._dialling:
@@ -126,30 +113,29 @@ class MemberTable:
             self._dialling.pop(member.replica_id, None)
 
     async def _connect(self, member: Member) -> None:
-        peer = Peer(member)
+        peer: Peer | None = None
 
-        def join(connection: Connection) -> None:
-            if peer.has_joined:
-                return
-            peer.attach(connection)
-            peer.is_listed = member.replica_id in self._listed[member.role]
-            self._peers[member.replica_id] = peer
-            peer.has_joined = True
-            try:
-                self._listener.on_joined(peer)
-                self._listener.on_listed(peer)
-            except Exception:
-                connection.abort()  # it is dialled again
-                raise
+        def join(connection: Connection) -> Peer:
+            nonlocal peer
+            if peer is None:
+                peer = Peer(member, connection, member.replica_id in self._listed[member.role])
+                self._peers[member.replica_id] = peer
+                try:
+                    self._listener.on_joined(peer)
+                    self._listener.on_listed(peer)
+                except Exception:
+                    connection.abort()  # it is dialled again
+                    raise
+            return peer
 
         def on_message(connection: Connection, message: AnyMessage) -> None:
-            join(connection)  # its greeting may be here before `connect` returns
+            peer = join(connection)  # the greeting may be here before `connect` returns
             if isinstance(message, Tokens):
                 peer.load = message.load or peer.load
             self._listener.on_message(peer, message)
 
         def on_close(_: Connection) -> None:
-            if self._peers.get(member.replica_id) is peer:
+            if peer is not None and self._peers.get(member.replica_id) is peer:
                 del self._peers[member.replica_id]
                 logger.warning("lost %s worker %s", member.role, member.replica_id)
                 self._listener.on_lost(peer)
@@ -162,4 +148,3 @@ class MemberTable:
         if not connection.is_open:  # if it had joined, `on_close` has told the listener
             raise UnavailableError("the connection was lost at once")
         join(connection)
-        self.close_if_drained(peer)

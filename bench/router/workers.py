@@ -166,7 +166,7 @@ class Cluster:
     def held(self) -> list[str]:
         """What is not as it is in an idle cluster."""
         flights = [
-            f"{name}: {door.num_flights} flights" for name, door in self.doors.items() if door.num_flights
+            f"{name}: {door.num_running} requests" for name, door in self.doors.items() if door.num_running
         ]
         peers = [(name, peer) for name, door in self.doors.items() for peer in door.peers]
         return flights + [

@@ -1,4 +1,4 @@
-"""What a worker computes on, as `Member` says it."""
+"""What a worker computes on, for `Member`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def hardware_of(device: torch.device, num_ranks: int = 1) -> str:
-    """Equal for devices that are equally fast: a GPU's model, or so many threads of a CPU."""
+    """Equal for devices that are equally fast: the model of a GPU, or the number of threads of a CPU."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:

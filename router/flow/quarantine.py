@@ -1,15 +1,19 @@
-"""What a worker had in work when it was lost, and may have ended it.
+"""Work that a worker had when it was lost, and that may have ended the worker.
 
-Nothing tells a crash from the death of a host, and a worker that dies has many items and requests in work. So the first loss makes a
-suspect of each: an item is tried once more, one suspect at a time on an encoder (`router.flow.encoding`); a request ends with an error that its
-client may answer by trying again. What is lost with a second worker is barred: it is refused (4xx) for `BARRED_S`, here and now and when
-it comes again. Requests cannot wait for each other as items do, and many of them are lost with a decode worker. One is barred after the
-second loss if both came at the same point of its answer, as they do if it is the cause, and else after the third.
+A crash cannot be told from the death of a host, and a lost worker had many items and requests in work. So the first loss makes each of
+them a suspect:
 
-A worker that comes back under its own id was not dead, only its connection: then nothing is held against what it had in work.
+* An item is tried once more, one suspect at a time on an encoder (`router.flow.media`).
+* A request ends with an error; its client may try again.
 
-A poison item costs two workers, a request two or three, of each door that it is sent to: doors do not tell each other. Bounded: what was
-suspected first is forgotten first. Lives on the door's event loop.
+Work that is lost with a second worker is barred: it is refused (4xx) for `BARRED_S`, also when it is sent again. Requests cannot wait for
+each other as items do, and many are lost with one decode worker. A request is barred after the second loss if both losses came at
+the same point of its answer, as they do if the request is the cause, else after the third.
+
+A worker that comes back under its own id was not dead, only its connection: the suspicions of that loss are dropped.
+
+A poison item costs two workers, a poison request two or three, of each door that it is sent to: doors do not tell each other. The table is
+bounded: the oldest suspicion is forgotten first. Pure: `now` is passed in.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.clock import Clock
 from cluster.errors import QuarantinedError
 from cluster.media.settings import item_name
 from cluster.types.media import MediaItem
@@ -26,14 +29,13 @@ from cluster.types.request import GenerateRequest
 
 BARRED_S = 600.0  # since the last loss; also how long a suspicion lasts
 MAX_SUSPECTS = 4096
-NEAR_TOKENS = (
-    8  # answers that end with so few tokens between them ended at the same point: a frame or two may be lost
-)
+# Answers that end with so few tokens between them ended at the same point: a frame or two may be lost.
+NEAR_TOKENS = 8
 
 
 @dataclass(eq=False, slots=True)
 class _Suspicion:
-    lost_with: dict[str, int] = field(default_factory=dict)  # replica id → tokens of the answer until then
+    lost_with: dict[str, int] = field(default_factory=dict)  # replica id: tokens of the answer until then
     until: float = 0.0
 
     @property
@@ -45,8 +47,7 @@ class _Suspicion:
 class Quarantine:
     """Of media items, by media hash, and of requests, by `content_of`."""
 
-    def __init__(self, clock: Clock):
-        self._clock = clock
+    def __init__(self) -> None:
         self._suspicions: OrderedDict[Hashable, _Suspicion] = OrderedDict()
         self.num_barred = 0  # since the start
 
@@ -54,12 +55,12 @@ class Quarantine:
         """Suspects."""
         return len(self._suspicions)
 
-    def lost(self, key: Hashable, replica_id: str, num_tokens: int = 0) -> None:
-        """A worker was lost that had it in work, `num_tokens` into the answer. May be repeated."""
-        suspicion = self._find(key) or _Suspicion()
+    def lost(self, key: Hashable, replica_id: str, now: float, num_tokens: int = 0) -> None:
+        """A worker was lost with this in work, `num_tokens` into the answer. May be repeated."""
+        suspicion = self._find(key, now) or _Suspicion()
         was_barred = suspicion.is_barred
         suspicion.lost_with.setdefault(replica_id, num_tokens)
-        suspicion.until = self._clock.now() + BARRED_S
+        suspicion.until = now + BARRED_S
         self.num_barred += suspicion.is_barred and not was_barred
         self._suspicions[key] = suspicion
         self._suspicions.move_to_end(key)
@@ -67,26 +68,26 @@ class Quarantine:
             self._suspicions.popitem(last=False)
 
     def came_back(self, replica_id: str) -> None:
-        """The worker lives: only its connection was lost."""
+        """The worker lives: only its connection had been lost."""
         for key, suspicion in list(self._suspicions.items()):
             suspicion.lost_with.pop(replica_id, None)
             if not suspicion.lost_with:
                 del self._suspicions[key]
 
     def survived(self, key: Hashable) -> None:
-        """A worker is done with it, and lives."""
+        """A worker has completed this work and lives."""
         self._suspicions.pop(key, None)
 
-    def is_suspect(self, key: Hashable) -> bool:
-        return self._find(key) is not None
+    def is_suspect(self, key: Hashable, now: float) -> bool:
+        return self._find(key, now) is not None
 
-    def is_barred(self, key: Hashable) -> bool:
-        suspicion = self._find(key)
+    def is_barred(self, key: Hashable, now: float) -> bool:
+        suspicion = self._find(key, now)
         return suspicion is not None and suspicion.is_barred
 
-    def _find(self, key: Hashable) -> _Suspicion | None:
+    def _find(self, key: Hashable, now: float) -> _Suspicion | None:
         suspicion = self._suspicions.get(key)
-        if suspicion is not None and suspicion.until <= self._clock.now():
+        if suspicion is not None and suspicion.until <= now:
             del self._suspicions[key]
             return None
         return suspicion

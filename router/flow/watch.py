@@ -1,28 +1,26 @@
-"""Which workers move, as this door sees it.
+"""Which workers make progress, as this door sees it.
 
-A worker is silent while it says so of its engine or its mover (`Stalled`), or while it does not answer: its event loop is blocked, or its process
-is stopped. Workers are asked (`Ping`) only while this door has a request with them and nothing has come for a while: an idle cluster says
-nothing, and a busy worker's frames of tokens are answer enough. So a worker that stops while it has no work is found with its first request.
+A worker is silent while it reports so of its own threads (`Stalled`), or while it does not answer: its event loop is blocked, or its process
+is stopped. A worker is asked (`Ping`) only while this door has a request there and has heard nothing for a while: an idle cluster
+exchanges nothing, and the token frames of a busy worker are answer enough. So a worker that stops while it has no work is found with its
+first request.
 
     quiet for QUIET_S                 asked
     no answer for ANSWER_S            silent: placements avoid it while there is another
     silent for MOVE_S                 its media items go to other encoders
-    a message from it                 it moves again, if it has not said otherwise
+    a message from it                 not silent any more, unless it has reported so itself
 
-From a stop to avoidance: QUIET_S + ANSWER_S and two looks, 1.75 s at most. Prompts and answers stay where they are: they go on when the
-worker does, or end when it hangs up, is replaced, or their time is over. Lives on the door's event loop.
+From the stop of a worker to its avoidance: QUIET_S + ANSWER_S and two looks, 1.75 s at most. Prompts and answers stay at the worker: they go
+on when it does, or end when it hangs up, is replaced, or their time is over. Pure: `now` is passed in.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.clock import Clock
-from cluster.types.messages import Ping
-from router.members import Peer
+from router.flow.state import WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +28,13 @@ LOOK_EVERY_S = 0.25
 QUIET_S = 0.5
 ANSWER_S = 0.75
 MOVE_S = 10.0
-LATE_S = 0.5  # a look that comes later than this found the door itself held up: nothing is said of workers
+LATE_S = (
+    0.5  # a look that is later than this found the door itself held up: it concludes nothing about workers
+)
 
 
 @dataclass(eq=False, slots=True)
-class _Seen:
+class _Progress:
     """Of one worker."""
 
     heard_at: float
@@ -45,91 +45,96 @@ class _Seen:
     has_moved_items: bool = False
 
 
-class PeerWatch:
+class WorkerWatch:
     def __init__(
-        self, clock: Clock, on_changed: Callable[[Peer], None], on_long_silent: Callable[[Peer], None]
+        self,
+        ping: Callable[[WorkerState], None],
+        on_changed: Callable[[WorkerState], None],
+        on_long_silent: Callable[[WorkerState, float], None],
     ):
-        """`on_changed`: `Peer.is_silent` has. `on_long_silent`: once for each silence."""
-        self._clock = clock
+        """`on_changed`: `WorkerState.is_silent` has changed. `on_long_silent`: once for each silence; with the time."""
+        self._ping = ping
         self._on_changed = on_changed
         self._on_long_silent = on_long_silent
-        self._peers: dict[Peer, _Seen] = {}
+        self._workers: dict[WorkerState, _Progress] = {}
         self._looked_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self.next_look_at: float | None = None  # None: this door has no request anywhere
         self.num_silences = 0  # since the start
 
-    def add(self, peer: Peer) -> None:
-        self._peers[peer] = _Seen(self._clock.now())
+    def add(self, worker: WorkerState, now: float) -> None:
+        self._workers[worker] = _Progress(now)
 
-    def remove(self, peer: Peer) -> None:
-        self._peers.pop(peer, None)
+    def remove(self, worker: WorkerState) -> None:
+        self._workers.pop(worker, None)
 
-    def heard(self, peer: Peer) -> None:
-        """Whatever it has said."""
-        seen = self._peers.get(peer)
-        if seen is None:
+    def heard(self, worker: WorkerState, now: float) -> None:
+        """A message of any kind has come."""
+        progress = self._workers.get(worker)
+        if progress is None:
             return
-        seen.heard_at = self._clock.now()
-        if seen.asked_at is not None:
-            seen.asked_at, seen.is_unanswered = None, False
-            self._update(peer, seen)
+        progress.heard_at = now
+        if progress.asked_at is not None:
+            progress.asked_at, progress.is_unanswered = None, False
+            self._update(worker, progress, now)
 
-    def told(self, peer: Peer, is_stalled: bool) -> None:
-        """What it says of its own threads."""
-        seen = self._peers.get(peer)
-        if seen is not None:
-            seen.is_stalled = is_stalled
-            self._update(peer, seen)
+    def told(self, worker: WorkerState, is_stalled: bool, now: float) -> None:
+        """What the worker reports of its own threads."""
+        progress = self._workers.get(worker)
+        if progress is not None:
+            progress.is_stalled = is_stalled
+            self._update(worker, progress, now)
 
-    def begin(self) -> None:
+    def begin(self, now: float) -> None:
         """There is a request. Looks go on until there is none."""
-        if self._timer is None:
-            self._looked_at = self._clock.now()
-            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_on)
+        if self.next_look_at is None:
+            self._looked_at = now
+            self.next_look_at = now + LOOK_EVERY_S
 
-    def look(self) -> bool:
-        """Once. False: no worker has a request of this door."""
-        now = self._clock.now()
+    def look_if_due(self, now: float) -> None:
+        if self.next_look_at is None or now < self.next_look_at:
+            return
+        self.next_look_at = now + LOOK_EVERY_S
+        try:
+            is_needed = self._look(now)
+        except Exception:
+            logger.exception("a look at the workers failed")
+            return
+        if not is_needed:
+            self.next_look_at = None
+
+    def _look(self, now: float) -> bool:
+        """False: no worker has a request of this door."""
         was_late = now - self._looked_at > LOOK_EVERY_S + LATE_S
         self._looked_at = now
         is_needed = False
-        for peer, seen in list(self._peers.items()):
-            if peer.num_flights == 0:
+        for worker, progress in list(self._workers.items()):
+            if worker.num_requests == 0:
                 continue
             is_needed = True
-            if seen.asked_at is None:
-                if now - seen.heard_at >= QUIET_S:
-                    seen.asked_at = now
-                    peer.send(Ping())
-            elif was_late:  # its answer may be here, unread
-                seen.asked_at = now
-            elif now - seen.asked_at >= ANSWER_S:
-                seen.is_unanswered = True
-                self._update(peer, seen)
-            if peer.is_silent and now - seen.silent_since >= MOVE_S and not seen.has_moved_items:
-                seen.has_moved_items = True
-                logger.warning("%s worker %s does not move", peer.member.role, peer.member.replica_id)
-                self._on_long_silent(peer)
+            if progress.asked_at is None:
+                if now - progress.heard_at >= QUIET_S:
+                    progress.asked_at = now
+                    self._ping(worker)
+            elif was_late:  # the answer may have come and not been read
+                progress.asked_at = now
+            elif now - progress.asked_at >= ANSWER_S:
+                progress.is_unanswered = True
+                self._update(worker, progress, now)
+            is_long = worker.is_silent and now - progress.silent_since >= MOVE_S
+            if is_long and not progress.has_moved_items:
+                progress.has_moved_items = True
+                logger.warning("%s worker %s makes no progress", worker.role, worker.replica_id)
+                self._on_long_silent(worker, now)
         return is_needed
 
-    def _look_on(self) -> None:
-        is_needed = True
-        try:
-            is_needed = self.look()
-        except Exception:
-            logger.exception("a look at the workers failed")
-        self._timer = None
-        if is_needed:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_on)
-
-    def _update(self, peer: Peer, seen: _Seen) -> None:
-        is_silent = seen.is_stalled or seen.is_unanswered
-        if is_silent == peer.is_silent:
+    def _update(self, worker: WorkerState, progress: _Progress, now: float) -> None:
+        is_silent = progress.is_stalled or progress.is_unanswered
+        if is_silent == worker.is_silent:
             return
-        peer.is_silent = is_silent
+        worker.is_silent = is_silent
         if is_silent:
             self.num_silences += 1
-            seen.silent_since, seen.has_moved_items = self._clock.now(), False
-        name = f"{peer.member.role} worker {peer.member.replica_id}"
-        logger.info("%s %s", name, "does not move" if is_silent else "moves again")
-        self._on_changed(peer)
+            progress.silent_since, progress.has_moved_items = now, False
+        name = f"{worker.role} worker {worker.replica_id}"
+        logger.info("%s %s", name, "makes no progress" if is_silent else "makes progress again")
+        self._on_changed(worker)

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cluster.types.members import Role
-from router.flow.dispatch import Dispatcher
+from router.flow.request_flow import RequestFlow
 from router.members import Peer
 from router.telemetry.timeline import RequestTimeline
 
@@ -44,7 +44,7 @@ _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2
 
 
 class DoorMetrics:
-    def __init__(self, model_id: str, peers: Callable[[], Iterable[Peer]], dispatcher: Dispatcher):
+    def __init__(self, model_id: str, peers: Callable[[], Iterable[Peer]], flow: RequestFlow):
         self._registry = CollectorRegistry()
         labels = {"labelnames": ("model_name",), "registry": self._registry}
         name = model_id
@@ -87,7 +87,7 @@ class DoorMetrics:
             registry=self._registry,
         )
         self._model_id = model_id
-        self._registry.register(_Gauges(peers, dispatcher))
+        self._registry.register(_Gauges(peers, flow))
 
     def finished(self, reason: str) -> None:
         self._finished.labels(self._model_id, reason).inc()
@@ -149,19 +149,19 @@ class _Gauges(Collector):
 
     _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}
 
-    def __init__(self, peers: Callable[[], Iterable[Peer]], dispatcher: Dispatcher):
+    def __init__(self, peers: Callable[[], Iterable[Peer]], flow: RequestFlow):
         self._peers = peers
-        self._dispatcher = dispatcher
+        self._flow = flow
 
     def collect(self) -> Iterable[Metric]:
-        dispatcher = self._dispatcher
-        yield GaugeMetricFamily("epdg_door_flights", "Requests on their way", value=dispatcher.num_flights)
+        flow = self._flow
+        yield GaugeMetricFamily("epdg_door_flights", "Requests on their way", value=flow.num_running)
         yield GaugeMetricFamily(
-            "epdg_door_waiting", "Requests that wait at the door to be let in", value=dispatcher.num_waiting
+            "epdg_door_waiting", "Requests that wait at the door to be let in", value=flow.num_waiting
         )
         yield from self._predictions()
         peers = list(self._peers())
-        yield from self._troubles(peers)
+        yield from self._troubles()
         for field, (name, text) in self._FIELDS.items():
             family = GaugeMetricFamily(name, text, labels=("pool", "replica"))
             for peer in peers:
@@ -193,33 +193,33 @@ class _Gauges(Collector):
                     error.add_metric([peer.member.replica_id, tensor], getattr(peer.load.sent, field))
         yield error
 
-    def _troubles(self, peers: list[Peer]) -> Iterable[Metric]:
-        dispatcher = self._dispatcher
+    def _troubles(self) -> Iterable[Metric]:
+        flow = self._flow
         silent = GaugeMetricFamily(
             "epdg_door_silent_workers",
             "Workers that do not move: avoided while there are others",
             labels=("pool",),
         )
         for role in Role:
-            silent.add_metric([role.value], sum(p.is_silent for p in peers if p.member.role is role))
+            silent.add_metric([role.value], sum(w.is_silent for w in flow.workers if w.role is role))
         yield silent
         for name, text, value in (
-            ("epdg_door_silences", "Times that a worker stopped moving", dispatcher.num_silences),
+            ("epdg_door_silences", "Times that a worker stopped moving", flow.num_silences),
             (
                 "epdg_door_quarantined",
                 "Media items and prompts that are not tried again for now: workers were lost with them",
-                dispatcher.quarantine.num_barred,
+                flow.quarantine.num_barred,
             ),
             (
                 "epdg_door_crashed_requests",
                 "Requests that an error of the door itself ended",
-                dispatcher.num_crashed,
+                flow.num_crashed,
             ),
         ):
             yield CounterMetricFamily(name, text, value=value)
 
     def _predictions(self) -> Iterable[Metric]:
-        known = self._dispatcher.calibration
+        known = self._flow.calibration
         if known.num_observed:
             yield GaugeMetricFamily(
                 "epdg_ttft_prediction_error_ratio",

@@ -41,6 +41,7 @@ class RequestTimeline:
         self.arrived_at = arrived_at
         self.trace_parent = trace_parent
         self.fetched_at = self.prepared_at = self.admitted_at = self.launched_at = arrived_at
+        self._is_launched = False
         self.first_token_at: float | None = None
         self.second_token_at: float | None = None
         self.decision: Decision | None = None
@@ -54,11 +55,17 @@ class RequestTimeline:
         self.fetched_at, self.prepared_at = fetched_at, prepared_at
         self.admitted_at = self.launched_at = prepared_at
 
-    def launched(self, admitted_at: float, launched_at: float, decision: Decision) -> None:
-        """Under way, by this decision. Of several attempts the first counts, and the last one's decision."""
+    def placed(self, admitted_at: float, decision: Decision) -> None:
+        """Of several attempts the first one's instants count, and the last one's decision."""
         if self.decision is None:
-            self.admitted_at, self.launched_at = admitted_at, launched_at
+            self.admitted_at = self.launched_at = admitted_at
         self.decision = decision
+
+    def launched(self, launched_at: float) -> None:
+        """The first messages are on their way to the workers. May be repeated: the first counts."""
+        if not self._is_launched:
+            self.launched_at = launched_at
+            self._is_launched = True
 
     def encoded(self, item_idx: int, timing: EncodeTiming, cached: bool) -> None:
         self._items.pop(item_idx, None)

@@ -6,23 +6,18 @@ import ast
 import functools
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_namespace_packages
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = (
-    "cluster",
-    "router",
-    "encoder_service",
-    "prefill_service",
-    "decode_service",
-    "kv_transfer",
-    "bench",
-)
+PRODUCT = ("cluster", "router", "encoder_service", "prefill_service", "decode_service", "kv_transfer")
+PACKAGES = (*PRODUCT, "deploy", "bench")
 SOURCES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
 TESTS = sorted((REPOSITORY / "tests").rglob("test_*.py"))
-ROOT = {*PACKAGES, "tests", "docs", "deploy", "requirements", ".ci", ".gitignore", "Makefile", "pyproject.toml",
+ROOT = {*PACKAGES, "tests", "docs", "requirements", ".ci", ".gitignore", "Makefile", "pyproject.toml",
         "README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md"}  # fmt: skip
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -79,11 +74,29 @@ def test_only_the_composition_and_its_adapters_import_ray():
     assert not strangers
 
 
+def test_the_product_imports_neither_bench_nor_tests():
+    """Nor does `deploy`. Training is left out of the wheel, so only training itself imports training."""
+    training = "deploy.demo_model.training"
+    for package in ("bench", "tests", training):
+        importers = {name for name in importers_of(package) if not name.startswith("bench/")}
+        if package == training:
+            importers = {name for name in importers if not name.startswith("deploy/demo_model/training/")}
+        assert not importers, package
+
+
+def test_the_wheel_holds_the_product_and_what_is_deployed():
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
+    shipped = find_namespace_packages(str(REPOSITORY), **settings["packages"]["find"])
+    assert {name.partition(".")[0] for name in shipped} == {*PRODUCT, "deploy"}
+    assert not [name for name in shipped if "training" in name]
+
+
 def test_only_one_file_reads_the_environment():
+    """Of the product: benchmarks and the demo model's training set variables of the processes that they start."""
     readers = {
         name_of(path)
         for path in SOURCES
-        if not name_of(path).startswith("bench/")
+        if name_of(path).startswith(PRODUCT)
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
         and isinstance(node.value, ast.Name) and node.value.id == "os"

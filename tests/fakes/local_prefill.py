@@ -33,5 +33,5 @@ class LocalPrefillPolicy(JointPolicy):
 def let_prefill_locally(door: Door, stays: Callable[[int], bool] = lambda _: True) -> LocalPrefillPolicy:
     """From now on this door's texts are placed so."""
     policy = LocalPrefillPolicy(stays)
-    door._dispatcher._placing._policy = policy
+    door._flow._placer._policy = policy
     return policy

@@ -48,17 +48,17 @@ class LocalCluster:
         except TimeoutError:
             pass
         for door in self.doors:
-            assert door.num_flights == 0, "a request is still on its way"
+            assert door.num_running == 0, "a request is still on its way"
+            assert all(worker.num_requests == 0 for worker in door.workers)
             for peer in door.peers:
                 assert peer.load.is_idle, f"{peer.member.replica_id} still holds something: {peer.load}"
-                assert peer.num_flights == 0
             assert door.is_idle, (
                 "work counts as sent that is not there, a request waits for admission, or media is held"
             )
 
     def _is_idle(self) -> bool:
         return all(
-            door.num_flights == 0 and door.is_idle and all(peer.load.is_idle for peer in door.peers)
+            door.num_running == 0 and door.is_idle and all(peer.load.is_idle for peer in door.peers)
             for door in self.doors
         )
 
@@ -67,8 +67,8 @@ def overcommit(cluster: LocalCluster) -> None:
     """Doors expect empty answers, so that decode is given more than it has memory for; and however slow workers seem to be, as many
     requests as there are."""
     for door in cluster.doors:
-        door._dispatcher._placing._answer_tokens = 0.0
-        queue = door._dispatcher._entrance._queue
+        door._flow._placer._answer_tokens = 0.0
+        queue = door._flow._admission._queue
         queue._args = queue._args.model_copy(update={"max_outstanding_s": PATIENCE_S})
 
 

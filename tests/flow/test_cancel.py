@@ -82,7 +82,7 @@ async def test_a_lost_worker_ends_its_requests_with_a_named_error():
         (choice,) = await cluster.door.chat(call_for(case, ignore_eos=True, max_tokens=2000))
         deltas = aiter(choice)
         await anext(deltas)
-        busy = next(peer for peer in cluster.door.peers if peer.num_flights and peer.member.role == "decode")
+        busy = next(w for w in cluster.door.workers if w.num_requests and w.role == "decode")
         service = next(s for s in cluster.decodes if s.replica_id == busy.member.replica_id)
         await service.stop()
         with pytest.raises(UnavailableError, match="decode worker was lost"):

@@ -42,7 +42,12 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(role):
             for door, some in zip(cluster.doors, (cases[:half], cases[half:]), strict=True)
         ]
         async with asyncio.timeout(60):
-            while not all(peer.num_flights for peer in leaving_peers()):
+            while not all(
+                w.num_requests
+                for door in cluster.doors
+                for w in door.workers
+                if w.replica_id == leaving.replica_id
+            ):
                 await asyncio.sleep(0.001)
         draining = asyncio.ensure_future(leaving.drain(60.0))
         for door in cluster.doors:

@@ -25,7 +25,7 @@ from cluster.text.defaults import GenerationDefaults
 from encoder_service.service import NUM_PREPARE_THREADS
 from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.agents.in_process import FaultScript
-from router.flow.flight import Flight
+from router.flow.state import Attempt
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
 from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
@@ -101,8 +101,8 @@ def right(pairs: list[Expected]) -> list[tuple[str, int]]:
     return [(answer.text, len(answer.token_ids)) for _, answer in pairs]
 
 
-def flights(cluster: LocalCluster) -> list[Flight]:
-    return list(cluster.door._dispatcher._flights.values())
+def attempts(cluster: LocalCluster) -> list[Attempt]:
+    return list(cluster.door._flow._attempts._attempts.values())
 
 
 def num_bytes(cluster: LocalCluster, num_blocks: int) -> int:
@@ -184,7 +184,7 @@ async def test_a_lost_encoder_that_was_to_bring_the_image_costs_nobody_anything(
         with held(cluster) as is_free:
             async with asked(cluster, expected) as tasks:
                 owner = max(cluster.encoders, key=lambda encoder: len(encoder._engine._deliveries))
-                assert len({flight.errands[0].encoder.member.replica_id for flight in flights(cluster)}) == 1
+                assert len({attempt.media[0].encoder for attempt in attempts(cluster)}) == 1
                 await owner.stop()
                 is_free.set()
         assert [task.result() for task in tasks] == right(expected)

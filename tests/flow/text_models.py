@@ -11,7 +11,7 @@ import transformers as hf
 
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from router.flow.streams import TokenStream
+from router.streams import TokenStream
 from router.telemetry.timeline import RequestTimeline
 from tests.flow.local_cluster import LocalCluster
 from tests.flow.test_law import MODEL

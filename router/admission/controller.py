@@ -1,0 +1,109 @@
+"""Admission control: a request is admitted at once, waits, or is refused. `AdmissionQueue` decides; this object keeps an error in it from
+costing more than one request.
+
+Pure: `now` is passed in, `settle` tells what has become of waiting requests, `deadline` when the next call of it is due.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from cluster.errors import ClusterError, InternalError
+from router.admission.queue import AdmissionQueue, AdmissionTicket, Admitted, Capacity, Refused, Reported
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0  # after an error in the queue
+
+Settled = tuple[str, ClusterError | None]  # a request that waits no longer; None: it is admitted
+
+
+class AdmissionController:
+    def __init__(self, queue: AdmissionQueue):
+        self._queue = queue
+        self._waiting: dict[str, None] = {}  # in order of arrival
+        self._is_changed = False  # since the last `settle`
+        self.deadline: float | None = None  # of the next waiting request
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and self._queue.is_idle
+
+    def class_name(self, priority: int) -> str:
+        return self._queue.class_name(priority)
+
+    def offer(self, ticket: AdmissionTicket, now: float) -> bool:
+        """True: admitted. False: it waits, until `settle` names it. Raises OverloadedError."""
+        self._is_changed = True
+        answer = self._queue.offer(ticket, now)
+        if isinstance(answer, Refused):
+            raise answer.to_error()
+        if isinstance(answer, Admitted):
+            return True
+        self._waiting[ticket.request_id] = None
+        return False
+
+    def report(self, capacity: Capacity, reported: Reported) -> None:
+        """What the cluster has, and has to do, now."""
+        self._is_changed = True
+        self._queue.resize(capacity)
+        self._queue.report(reported)
+
+    def encoded(self, request_id: str) -> None:
+        """All media of the request is encoded, or need not be."""
+        self._is_changed = True
+        self._queue.encoded(request_id)
+
+    def done(self, request_id: str) -> None:
+        """The first token of the request is out."""
+        self._is_changed = True
+        self._queue.done(request_id)
+
+    def leave(self, request_id: str) -> None:
+        """The request has ended, admitted or not. Unknown ones are ignored."""
+        self._is_changed = True
+        self._waiting.pop(request_id, None)
+        self._queue.leave(request_id)
+
+    def settle(self, now: float) -> list[Settled]:
+        """The requests that wait no longer. To be called after the calls above, and at `deadline`. Raises nothing: an error in the
+        queue is not the fault of one request."""
+        is_due = self.deadline is not None and self.deadline <= now
+        if not self._is_changed and not is_due:
+            return []
+        self._is_changed, self.deadline = False, None
+        if not self._waiting:
+            return []
+        settled: list[Settled] = []
+        try:
+            self._refuse(now, settled)
+            for ticket in self._queue.freed(now):
+                self._settle(ticket.request_id, None, settled)
+            self._refuse(now, settled)
+            self.deadline = self._queue.next_deadline()
+        except Exception:
+            logger.exception("an error in admission")
+            self._reconcile(settled)
+            self.deadline = now + RETRY_S
+        return settled
+
+    def _refuse(self, now: float, settled: list[Settled]) -> None:
+        for ticket, answer in self._queue.expired(now):
+            self._settle(ticket.request_id, answer.to_error(), settled)
+
+    def _settle(self, request_id: str, error: ClusterError | None, settled: list[Settled]) -> None:
+        if request_id in self._waiting:
+            del self._waiting[request_id]
+            settled.append((request_id, error))
+
+    def _reconcile(self, settled: list[Settled]) -> None:
+        """After an error: a request that the queue has admitted goes; one that the queue does not know any more fails."""
+        for request_id in list(self._waiting):
+            if self._queue.is_admitted(request_id):
+                self._settle(request_id, None, settled)
+            elif not self._queue.is_waiting(request_id):
+                self._settle(request_id, InternalError("admission failed; see the door's log"), settled)

@@ -1,0 +1,318 @@
+"""The attempts of a door: each goes to its workers, is told what they say, and lands.
+
+    start     prefill and the encoders are started at the same time, decode as soon as prefill has the memory. If decode is to compute
+              the prompt: decode alone
+    grants    decode's grant goes to prefill, prefill's grants go to the encoders (`router.flow.media`)
+    tokens    per choice: prefill's first token, then decode's
+    land      as soon as the last token of every choice has come, read or not, or the attempt has failed: its charges are freed, and
+              every worker that may still hold something is told to let go
+
+An error in here concerns one attempt: that attempt ends with an internal error, all others go on. Pure: `now` is passed in, outputs are
+appended to a list.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from cluster.errors import ClusterError, UnavailableError, from_info, to_known
+from cluster.types.members import Role
+from cluster.types.messages import (
+    AnyMessage,
+    Cancel,
+    DecodeGranted,
+    DecodeTarget,
+    Encoded,
+    Failed,
+    FeatureGranted,
+    FeatureShared,
+    GrantPassed,
+    Preempted,
+    PrefillAdmitted,
+    StartDecode,
+    StartPrefill,
+    TokenEvent,
+)
+from cluster.types.request import GenerateRequest
+from router.flow.media import MediaFlow
+from router.flow.outputs import CallDecode, Drained, Output, Placed, Send
+from router.flow.placer import Placer
+from router.flow.quarantine import Quarantine, barred_item, barred_request, content_of
+from router.flow.state import Attempt, ClientRequest, WorkerState
+from router.policy import Decision, RequestView
+
+logger = logging.getLogger(__name__)
+
+
+class AttemptOwner(Protocol):
+    """What attempts tell the request flow."""
+
+    def deliver(self, attempt: Attempt, choice_idx: int, event: TokenEvent | ClusterError) -> None:
+        """The next event of a choice, or the error that ends it."""
+        ...
+
+    def on_first_token(self, attempt: Attempt) -> None: ...
+
+    def on_all_encoded(self, attempt: Attempt) -> None: ...
+
+    def on_landed(self, attempt: Attempt) -> None: ...
+
+    def resume(self, attempt: Attempt, choice_idx: int, now: float) -> None:
+        """A preempted choice is to go on in another attempt."""
+        ...
+
+
+class Attempts:
+    def __init__(
+        self,
+        owner: AttemptOwner,
+        placer: Placer,
+        workers: dict[str, WorkerState],
+        outputs: list[Output],
+        first_token_timeout_s: float,
+    ):
+        """`workers`: those that are connected, by replica id; the owner changes it."""
+        self._owner = owner
+        self._placer = placer
+        self._cluster = placer.cluster
+        self._workers = workers
+        self._outputs = outputs
+        self._timeout_s = first_token_timeout_s
+        self.quarantine = Quarantine()
+        self._media = MediaFlow(self, self._cluster, first_token_timeout_s, self.quarantine)
+        self._attempts: dict[str, Attempt] = {}
+        self.num_crashed = 0  # requests that an error of this door has ended
+
+    def __len__(self) -> int:
+        """Attempts that have started and not landed."""
+        return len(self._attempts)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._attempts
+
+    def get(self, request_id: str) -> Attempt | None:
+        return self._attempts.get(request_id)
+
+    def start(
+        self,
+        client: ClientRequest,
+        request: GenerateRequest,
+        choice_idxs: Sequence[int],
+        view: RequestView,
+        decision: Decision,
+        now: float,
+    ) -> None:
+        """Raises KeyError if a worker of the decision is not connected, and has then started nothing."""
+        placement = decision.placement
+        attempt = Attempt(
+            client,
+            request,
+            choice_idxs,
+            [self._workers[replica_id] for replica_id in placement.encoders],
+            None if placement.prefill is None else self._workers[placement.prefill],
+            self._workers[placement.decode],
+            placement.codec,
+            self._placer.returning(client.items),
+            content_of(request, view.block_hashes, view.block_size),
+            now,
+        )
+        self._attempts[request.request_id] = attempt
+        for worker in attempt.workers:
+            worker.num_requests += 1
+        for idx, client_idx in enumerate(choice_idxs):
+            choice = client.choices[client_idx]
+            choice.attempt, choice.idx = attempt, idx
+        self.guard(attempt, self._send_first, attempt, view, decision, now)
+        self.advance(attempt, now)
+
+    def close(self, attempt: Attempt, choice_idx: int, now: float) -> None:
+        """The choice is not read any more."""
+        choice = attempt.choices[choice_idx]
+        choice.is_open = False
+        if not attempt.has_landed and not attempt.is_over and not choice.is_finished:
+            self.send(attempt.decode, Cancel(attempt.request_id, choice_idx), attempt)
+        self.advance(attempt, now)
+
+    def check_barred(self, client: ClientRequest, now: float) -> None:
+        """Raises QuarantinedError."""
+        if not self.quarantine:
+            return
+        for item_idx, item in enumerate(client.items):
+            if self.quarantine.is_barred(item.media_hash, now):
+                raise barred_item(item, item_idx)
+        if self.quarantine.is_barred(content_of(client.request, client.hashes, self._placer.block_size), now):
+            raise barred_request()
+
+    def on_tokens(self, attempt: Attempt, worker: WorkerState, event: TokenEvent, now: float) -> None:
+        self.guard(attempt, self._on_tokens, attempt, worker, event, now)
+        if event.finish_reason is not None or worker is attempt.prefill or attempt.has_failed:
+            self.advance(attempt, now)
+
+    def on_message(self, attempt: Attempt, worker: WorkerState, message: AnyMessage, now: float) -> None:
+        self.guard(attempt, self._on_message, attempt, worker, message, now)
+        self.advance(attempt, now)
+
+    def on_lost(self, worker: WorkerState, now: float) -> None:
+        """The worker is gone."""
+        for attempt in list(self._attempts.values()):
+            self.guard(attempt, self._on_lost, attempt, worker, now)
+            self.advance(attempt, now)
+
+    def on_silent(self, worker: WorkerState, now: float) -> None:
+        """The worker has made no progress for long."""
+        if worker.role is not Role.ENCODE:
+            return
+        for attempt in list(self._attempts.values()):
+            self.guard(attempt, self._media.on_silent, attempt, worker, now)
+            self.advance(attempt, now)
+
+    def end(self, attempt: Attempt, error: Exception, now: float) -> None:
+        """Fail the attempt; an error that is not a ClusterError is this door's own."""
+        self.fail(attempt, self.known(error))
+        self.advance(attempt, now)
+
+    # For the media side (`MediaOwner`)
+
+    def send(self, worker: WorkerState, message: AnyMessage, attempt: Attempt) -> None:
+        if not worker.is_lost:
+            self._outputs.append(Send(worker.replica_id, message, attempt.request_id))
+
+    def fail(self, attempt: Attempt, error: ClusterError) -> None:
+        """Every choice that has not ended gets the error. `advance` lands the attempt."""
+        attempt.has_failed = True
+        for choice_idx in range(len(attempt.choices)):
+            self._deliver(attempt, choice_idx, error)
+
+    def guard(self, attempt: Attempt, function: Callable[..., None], *args: Any) -> None:
+        """Call the function; an exception fails this attempt."""
+        try:
+            function(*args)
+        except Exception as error:
+            self.fail(attempt, self.known(error))
+
+    def next_encoder(self, attempt: Attempt, item_idx: int, last: WorkerState, now: float) -> WorkerState:
+        return self._workers[self._placer.next_encoder(attempt, item_idx, last.replica_id, now)]
+
+    def known(self, error: Exception) -> ClusterError:
+        """What the client is told. An error of this door itself is logged and counted."""
+        if not isinstance(error, ClusterError):
+            self.num_crashed += 1
+            logger.error("a request ended because of an error in this door", exc_info=error)
+        return to_known(error)
+
+    # Steps
+
+    def _send_first(self, attempt: Attempt, view: RequestView, decision: Decision, now: float) -> None:
+        attempt.client.timeline.placed(now, decision)
+        self._placer.charge(view, decision, now)
+        self._outputs.append(Placed(attempt.client.timeline))
+        if attempt.prefill is None:
+            return self._start_decode(attempt)
+        self.send(attempt.prefill, StartPrefill(attempt.request, self._timeout_s), attempt)
+        self._media.start(attempt, now)
+
+    def _start_decode(self, attempt: Attempt) -> None:
+        start = StartDecode(attempt.request, self._timeout_s, attempt.prefill is None, attempt.codec)
+        self.send(attempt.decode, start, attempt)
+        self._outputs.append(CallDecode(attempt.decode.replica_id, attempt.request_id))
+
+    def _on_tokens(self, attempt: Attempt, worker: WorkerState, event: TokenEvent, now: float) -> None:
+        is_first = attempt.num_tokens == 0
+        ready = attempt.on_tokens(worker, event)
+        if is_first and attempt.num_tokens:
+            self._placer.first_token(attempt, event.timing, now)
+            self._owner.on_first_token(attempt)
+        for each in ready:
+            self._deliver(attempt, event.choice_idx, each)
+
+    def _on_message(self, attempt: Attempt, worker: WorkerState, message: AnyMessage, now: float) -> None:
+        if isinstance(message, PrefillAdmitted):
+            self._start_decode(attempt)
+        elif isinstance(message, DecodeGranted):
+            self._on_decode_granted(attempt, message)
+        elif isinstance(message, FeatureGranted):
+            self._media.on_granted(attempt, message, now)
+        elif isinstance(message, FeatureShared):
+            self._media.on_shared(attempt, message.item_idx, now)
+            self._item_done(attempt, message.item_idx)
+        elif isinstance(message, Encoded):  # the encoder has told prefill by its own notification
+            self._media.on_encoded(attempt, message.item_idx, now)
+            attempt.client.timeline.encoded(message.item_idx, message.timing, message.cached)
+            self._cluster.item_done(message.request_id, message.item_idx, now)
+            self._item_done(attempt, message.item_idx)
+        elif isinstance(message, Preempted):
+            attempt.on_preempted()
+        elif isinstance(message, Failed) and worker.role is Role.ENCODE:
+            self._media.on_failed(attempt, worker, message, now)
+        elif isinstance(message, Failed) and attempt.needs(worker):
+            self.fail(attempt, from_info(message.error))
+
+    def _on_decode_granted(self, attempt: Attempt, granted: DecodeGranted) -> None:
+        if attempt.prefill is None:
+            return
+        self.send(attempt.prefill, DecodeTarget(attempt.request_id, granted.grant), attempt)
+        passed = GrantPassed(granted.grant.lease_id, attempt.prefill.member.processes)
+        self.send(attempt.decode, passed, attempt)
+
+    def _deliver(self, attempt: Attempt, choice_idx: int, event: TokenEvent | ClusterError) -> None:
+        if attempt.choices[choice_idx].is_open:
+            self._owner.deliver(attempt, choice_idx, event)
+
+    def _item_done(self, attempt: Attempt, item_idx: int) -> None:
+        attempt.unencoded.discard(item_idx)
+        if not attempt.unencoded:
+            self._owner.on_all_encoded(attempt)
+
+    def _on_lost(self, attempt: Attempt, worker: WorkerState, now: float) -> None:
+        """The worker may have a part in the attempt."""
+        if worker.role is Role.ENCODE:
+            self._media.on_lost(attempt, worker, now)
+        elif attempt.needs(worker):
+            self.quarantine.lost(attempt.content, worker.replica_id, now, attempt.num_tokens)
+            is_barred = self.quarantine.is_barred(attempt.content, now)
+            lost = UnavailableError(f"the {worker.role} worker was lost", retry_after_s=1.0)
+            self.fail(attempt, barred_request() if is_barred else lost)
+
+    def advance(self, attempt: Attempt, now: float) -> None:
+        """Land the attempt if it is over, and have its preempted choices go on."""
+        if attempt.has_landed:
+            return
+        resumable = [idx for idx, choice in enumerate(attempt.choices) if choice.is_resumable]
+        lands = attempt.is_over
+        if lands:
+            self._land(attempt, now)
+        for choice_idx in resumable:
+            attempt.choices[choice_idx].is_open = False
+            self._owner.resume(attempt, choice_idx, now)
+        if lands:
+            self._owner.on_landed(attempt)
+
+    def _land(self, attempt: Attempt, now: float) -> None:
+        """Every worker that may still hold something lets go. Where decode has ended the request, prefill has, too. Where prefill has
+        ended it, decode waits for this Cancel; an encoder may be left with an item that prefill found in its prefix cache."""
+        del self._attempts[attempt.request_id]
+        attempt.has_landed = True
+        if self.quarantine and not attempt.has_failed and attempt.is_read:
+            self.quarantine.survived(attempt.content)
+        logged(self._media.on_landed, attempt, now)
+        logged(self._placer.landed, attempt)
+        ended = [attempt.prefill, attempt.decode] if attempt.is_over_at_decode else []
+        for worker in attempt.workers:
+            worker.num_requests -= 1
+            if worker not in ended and not worker.is_lost:
+                self._outputs.append(Send(worker.replica_id, Cancel(attempt.request_id)))
+            self.check_drained(worker)
+
+    def check_drained(self, worker: WorkerState) -> None:
+        if not worker.is_listed and not worker.is_lost and worker.num_requests == 0:
+            self._outputs.append(Drained(worker.replica_id))
+
+
+def logged(function: Callable[..., None], *args: Any) -> None:
+    """Call the function; an exception concerns no request that goes on, and is logged."""
+    try:
+        function(*args)
+    except Exception:
+        logger.exception("an error in this door")

@@ -1,0 +1,356 @@
+"""What requests do, from their submission until every worker has let go of them: one state machine for all requests of a door.
+
+    submit    predict the time to first token; admission admits the request, has it wait, or refuses it
+    start     place it and start its workers (`router.flow.attempts`)
+    deliver   per choice: its tokens in order, or the error that ends it
+    resume    after a preemption each unfinished choice continues in an attempt of its own; the client notices a pause
+    close     a choice is not read any more: what still runs for it is cancelled
+
+Messages, events and the time come in; messages to workers, events for readers and the time of the next call go out (`take_outputs`,
+`next_timer`). Pure: no event loop, no socket, no clock. The door, the tests' relay and the simulator drive this same object; a driver
+carries the outputs out after every call.
+
+An error in here concerns one request: that request ends with an internal error, all others go on. Only `on_joined` raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from cluster.errors import ClusterError, UnavailableError
+from cluster.kvcache.hashing import block_hashes
+from cluster.types.members import Member
+from cluster.types.messages import (
+    AnyMessage,
+    DecodeGranted,
+    FeatureGranted,
+    LoadReport,
+    Ping,
+    ReturnGrant,
+    Stalled,
+    TokenEvent,
+    Tokens,
+)
+from router.admission.controller import AdmissionController
+from router.flow.attempts import Attempts, logged
+from router.flow.outputs import Deliver, Output, Send
+from router.flow.placer import Placer
+from router.flow.quarantine import Quarantine
+from router.flow.state import Attempt, ClientChoice, ClientRequest, WorkerState
+from router.flow.watch import WorkerWatch
+from router.policy import CalibrationStatistics, Decision, RequestView
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """From the start of a request, after admission. Seconds."""
+
+    first_token_s: float
+    request_s: float
+
+
+class RequestFlow:
+    def __init__(self, placer: Placer, admission: AdmissionController, timeouts: Timeouts):
+        self._placer = placer
+        self._cluster = placer.cluster
+        self._admission = admission
+        self._timeouts = timeouts
+        self._outputs: list[Output] = []
+        self._workers: dict[str, WorkerState] = {}
+        self._attempts = Attempts(self, placer, self._workers, self._outputs, timeouts.first_token_s)
+        self._watch = WorkerWatch(self._ping, self._on_silence, self._attempts.on_silent)
+        self._clients: dict[str, ClientRequest] = {}  # that wait or run
+        self._waiting: dict[str, RequestView] = {}  # of requests that wait for admission
+        self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are dropped late
+
+    # State
+
+    @property
+    def num_running(self) -> int:
+        """Attempts that have started and not landed."""
+        return len(self._attempts)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not been admitted yet."""
+        return self._admission.num_waiting
+
+    @property
+    def num_crashed(self) -> int:
+        """Requests that an error of this door has ended, since the start."""
+        return self._attempts.num_crashed
+
+    @property
+    def num_silences(self) -> int:
+        """Times that a worker stopped making progress, since the start."""
+        return self._watch.num_silences
+
+    @property
+    def quarantine(self) -> Quarantine:
+        return self._attempts.quarantine
+
+    @property
+    def calibration(self) -> CalibrationStatistics:
+        return self._cluster.calibration
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._clients and not self._attempts and self._admission.is_idle and self._cluster.is_idle
+
+    def is_running(self, request_id: str) -> bool:
+        """Of one attempt."""
+        return request_id in self._attempts
+
+    @property
+    def workers(self) -> Collection[WorkerState]:
+        """That are connected."""
+        return self._workers.values()
+
+    # What the driver has to do
+
+    def take_outputs(self) -> Sequence[Output]:
+        """In order, since the last call."""
+        outputs = self._outputs.copy()
+        self._outputs.clear()
+        return outputs
+
+    def next_timer(self) -> float | None:
+        """When `on_timer` is to be called; None: when something else has happened."""
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][1] not in self._clients:
+            heappop(deadlines)
+        first = deadlines[0][0] if deadlines else inf
+        for other in (self._admission.deadline, self._watch.next_look_at):
+            first = first if other is None else min(first, other)
+        return None if first == inf else first
+
+    def on_timer(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            client = self._clients.get(heappop(self._deadlines)[1])
+            if client is not None:
+                self._end_overdue(client, now)
+        self._watch.look_if_due(now)
+        self._settle(now)
+
+    def on_send_failed(self, request_id: str, error: Exception, now: float) -> None:
+        """A message of this attempt could not be sent."""
+        attempt = self._attempts.get(request_id)
+        if attempt is not None:
+            self._attempts.end(attempt, error, now)
+        self._settle(now)
+
+    def on_call_failed(self, request_id: str, error: BaseException, now: float) -> None:
+        """Ray Serve's call to the decode replica has ended with an error."""
+        refused = UnavailableError(f"the decode worker refused the request: {error}", retry_after_s=1.0)
+        self.on_send_failed(request_id, refused, now)
+
+    # The client's side
+
+    def submit(self, client: ClientRequest, now: float) -> None:
+        """Each choice gets its events, or an error, as `Deliver` outputs. A choice that is not read to its end must be closed."""
+        self._clients[client.request_id] = client
+        try:
+            self._attempts.check_barred(client, now)
+            self._report()
+            view = self._placer.view(client.request, client.items, client.hashes)
+            decision = self._placer.decide(view, now)
+            ticket = self._placer.ticket(client, decision.prediction, self._admission.class_name)
+            self._waiting[client.request_id] = view
+            if self._admission.offer(ticket, now):
+                self._begin(client, decision, now)
+        except Exception as error:
+            self._refuse(client, error)
+        self._settle(now)
+
+    def close(self, request_id: str, choice_idx: int, now: float) -> None:
+        """The choice is not read any more. Unknown ones are ignored."""
+        client = self._clients.get(request_id)
+        if client is None or not client.choices[choice_idx].is_open:
+            return
+        choice = client.choices[choice_idx]
+        choice.is_open = False
+        if choice.attempt is not None:
+            self._attempts.close(choice.attempt, choice.idx, now)
+        elif not any(other.is_open for other in client.choices):
+            self._forget(client)
+        self._settle(now)
+
+    # The workers' side
+
+    def on_joined(self, member: Member, now: float) -> None:
+        """A worker is connected. Raises what the cluster view raises; then the worker has not joined."""
+        self._placer.add(member)
+        worker = self._workers[member.replica_id] = WorkerState(member)
+        self._watch.add(worker, now)
+        self.quarantine.came_back(member.replica_id)
+        self._settle(now)
+
+    def on_listed(self, replica_id: str, is_listed: bool, now: float) -> None:
+        """Whether Serve names the worker. One that is not listed gets nothing new and keeps what it has."""
+        worker = self._workers.get(replica_id)
+        if worker is None:
+            return
+        worker.is_listed = is_listed
+        logged(self._cluster.set_listed, replica_id, is_listed)
+        self._attempts.check_drained(worker)
+        self._settle(now)
+
+    def on_message(self, replica_id: str, message: AnyMessage, now: float) -> None:
+        worker = self._workers.get(replica_id)
+        if worker is None:
+            return
+        self._watch.heard(worker, now)
+        if isinstance(message, Tokens):
+            if message.load is not None:
+                logged(self._on_load, worker, message.load, now)
+            for event in message.events:
+                attempt = self._attempts.get(event.request_id)
+                if attempt is not None:
+                    self._attempts.on_tokens(attempt, worker, event, now)
+        else:
+            attempt = self._attempts.get(getattr(message, "request_id", ""))
+            if attempt is not None:
+                self._attempts.on_message(attempt, worker, message, now)
+            else:
+                logged(self._on_worker_message, worker, message, now)
+        self._settle(now)
+
+    def on_lost(self, replica_id: str, now: float) -> None:
+        """The connection to the worker has ended."""
+        worker = self._workers.pop(replica_id, None)
+        if worker is None:
+            return
+        worker.is_lost = True
+        self._watch.remove(worker)
+        logged(self._cluster.remove, replica_id)
+        self._attempts.on_lost(worker, now)
+        self._settle(now)
+
+    def _on_load(self, worker: WorkerState, load: LoadReport, now: float) -> None:
+        self._cluster.reported(worker.replica_id, load, now)
+        if self._admission.num_waiting:
+            self._report()
+
+    def _report(self) -> None:
+        self._admission.report(self._placer.capacity(), self._placer.reported())
+
+    def _on_worker_message(self, worker: WorkerState, message: AnyMessage, now: float) -> None:
+        """About no attempt that runs here."""
+        if isinstance(message, Stalled):
+            self._watch.told(worker, bool(message.threads), now)
+        elif isinstance(
+            message, DecodeGranted | FeatureGranted
+        ):  # it has landed: no writer was given the grant
+            self._outputs.append(Send(worker.replica_id, ReturnGrant(message.grant.lease_id)))
+        else:
+            self._placer.on_message(worker.replica_id, message)
+
+    def _ping(self, worker: WorkerState) -> None:
+        self._outputs.append(Send(worker.replica_id, Ping()))
+
+    def _on_silence(self, worker: WorkerState) -> None:
+        """The worker makes no progress, or makes progress again."""
+        self._cluster.set_silent(worker.replica_id, worker.is_silent)
+
+    # Requests
+
+    def _begin(self, client: ClientRequest, decision: Decision | None, now: float) -> None:
+        """The request is admitted. `decision`: None if it has waited, for the cluster has changed. Raises ClusterError."""
+        view = self._waiting.pop(client.request_id)
+        self._attempts.check_barred(client, now)
+        client.started_at = now
+        decision = decision or self._placer.decide(view, now)
+        self._watch.begin(now)
+        self._attempts.start(client, client.request, range(len(client.choices)), view, decision, now)
+        client.num_attempts = 1
+        if client.request_id in self._clients:
+            self._set_deadline(client, min(self._timeouts.first_token_s, self._timeouts.request_s))
+        for choice in client.choices:
+            if not choice.is_open and choice.attempt is not None:
+                self._attempts.close(choice.attempt, choice.idx, now)
+
+    def _refuse(self, client: ClientRequest, error: Exception) -> None:
+        """Nothing runs for the request."""
+        known = self._attempts.known(error)
+        for choice_idx in range(len(client.choices)):
+            self._deliver(client, choice_idx, known)
+        self._forget(client)
+
+    def _settle(self, now: float) -> None:
+        """At the end of every call: admission may admit or refuse waiting requests."""
+        while settled := self._admission.settle(now):
+            for request_id, error in settled:
+                client = self._clients[request_id]
+                try:
+                    if error is not None:
+                        raise error
+                    self._begin(client, None, now)
+                except Exception as refused:
+                    self._refuse(client, refused)
+
+    def _forget(self, client: ClientRequest) -> None:
+        """The request has ended, or none of it is read any more."""
+        self._clients.pop(client.request_id, None)
+        self._waiting.pop(client.request_id, None)
+        logged(self._admission.leave, client.request_id)
+
+    def _set_deadline(self, client: ClientRequest, limit_s: float) -> None:
+        if limit_s < inf:
+            heappush(self._deadlines, (client.started_at + limit_s, client.request_id))
+
+    def _end_overdue(self, client: ClientRequest, now: float) -> None:
+        """A deadline of the request has come: of its first tokens, or of all of it."""
+        for choice_idx, choice in enumerate(client.choices):
+            has_time = choice.has_first_token and now < client.started_at + self._timeouts.request_s
+            if choice.is_open and not choice.is_over and not has_time:
+                error = UnavailableError("the request ran out of time")
+                self._deliver(client, choice_idx, error)
+                self.close(client.request_id, choice_idx, now)
+        if client.request_id in self._clients:
+            self._set_deadline(client, self._timeouts.request_s)
+
+    def _deliver(self, client: ClientRequest, choice_idx: int, event: TokenEvent | ClusterError) -> None:
+        choice: ClientChoice = client.choices[choice_idx]
+        if not choice.is_open or choice.is_over:
+            return
+        if isinstance(event, ClusterError):
+            choice.is_over = True
+        else:
+            choice.has_first_token = True
+            choice.is_over = event.finish_reason is not None
+        self._outputs.append(Deliver(client.request_id, choice_idx, event))
+
+    # For attempts (`AttemptOwner`)
+
+    def deliver(self, attempt: Attempt, choice_idx: int, event: TokenEvent | ClusterError) -> None:
+        self._deliver(attempt.client, attempt.choice_idxs[choice_idx], event)
+
+    def on_first_token(self, attempt: Attempt) -> None:
+        self._admission.done(attempt.request_id)
+
+    def on_all_encoded(self, attempt: Attempt) -> None:
+        self._admission.encoded(attempt.request_id)
+
+    def on_landed(self, attempt: Attempt) -> None:
+        client = attempt.client
+        if attempt.request is client.request:
+            logged(self._admission.leave, client.request_id)
+        if all(choice.attempt is None or choice.attempt.has_landed for choice in client.choices):
+            self._clients.pop(client.request_id, None)
+
+    def resume(self, attempt: Attempt, choice_idx: int, now: float) -> None:
+        client, choice = attempt.client, attempt.choices[choice_idx]
+        request_id = f"{client.request_id}.{client.num_attempts}"
+        client.num_attempts += 1
+        waited_s = now - client.started_at
+        try:
+            request = attempt.request.resumed(request_id, choice_idx, tuple(choice.token_ids), waited_s)
+            hashes = block_hashes(request.prompt, self._placer.block_size)
+            view = self._placer.view(request, client.items, hashes)
+            decision = self._placer.decide(view, now)
+            self._attempts.start(client, request, (attempt.choice_idxs[choice_idx],), view, decision, now)
+        except Exception as error:
+            self._deliver(client, attempt.choice_idxs[choice_idx], self._attempts.known(error))

@@ -1,0 +1,213 @@
+"""The state of requests at a door: what the client asked for, and each attempt to serve it.
+
+A `ClientRequest` lives from its submission until the last of its choices has ended or is not read any more. An `Attempt` is one placement of
+it: a prefill worker, a decode worker, an encoder per media item. A request has one attempt, unless decode preempts it: then each
+unfinished choice goes on in an attempt of its own, whose prompt contains the tokens generated so far.
+
+These objects change only what they hold; `router.flow.request_flow` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.types.media import MediaItem
+from cluster.types.members import Member, Role
+from cluster.types.messages import FinishReason, TokenEvent
+from cluster.types.request import GenerateRequest
+from cluster.types.transfer import Grant
+from router.telemetry.timeline import RequestTimeline
+
+
+@dataclass(eq=False)
+class WorkerState:
+    """One worker, as the flow sees it."""
+
+    member: Member
+    num_requests: int = 0  # attempts of this door that the worker may hold something for
+    is_listed: bool = True  # Serve still names it
+    is_silent: bool = False  # it has work and makes no progress: see `router.flow.watch`
+    is_lost: bool = False  # the connection has ended
+
+    @property
+    def replica_id(self) -> str:
+        return self.member.replica_id
+
+    @property
+    def role(self) -> Role:
+        return self.member.role
+
+
+@dataclass(eq=False)
+class MediaItemState:
+    """One media item of an attempt, until its embeddings are in prefill's memory."""
+
+    encoder: WorkerState  # the encoder that is asked for the item
+    lease_id: str = ""  # of the grant that this encoder has; empty: none yet
+    is_shared: bool = False  # prefill has the embeddings, or gets them, for another request
+    num_attempts: int = 1
+    is_held: bool = False  # nothing has been sent: another suspect is at this encoder
+    grant: Grant | None = None  # prefill's, while the item is held
+
+
+class ChoiceState:
+    """One choice of an attempt. Decode's first tokens may overtake prefill's: they wait for it."""
+
+    def __init__(self, has_first_token: bool) -> None:
+        """`has_first_token`: true if prefill sends none, because decode computes the prompt."""
+        self.has_first_token = has_first_token
+        self.is_finished = False  # the last token has come
+        self.is_preempted = False
+        self.is_open = True  # it is still read
+        self.token_ids: list[int] = []  # that the reader has been sent
+        self._early: list[TokenEvent] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will come for the reader from this attempt."""
+        return self.has_first_token and (self.is_finished or self.is_preempted)
+
+    @property
+    def is_resumable(self) -> bool:
+        return self.is_open and self.is_preempted and self.has_first_token
+
+    def arrived(self, event: TokenEvent, is_first: bool) -> Sequence[TokenEvent]:
+        """What the reader gets now, in order."""
+        self.is_finished |= event.finish_reason is not None
+        ready: Sequence[TokenEvent] = (event,)
+        if is_first:
+            self.has_first_token = True
+            ready, self._early = (event, *self._early), []
+        elif not self.has_first_token:
+            self._early.append(event)
+            return ()
+        for each in ready:
+            self.token_ids += each.token_ids
+        return ready
+
+
+@dataclass(eq=False)
+class ClientChoice:
+    """One choice of a client's request, over all attempts."""
+
+    attempt: Attempt | None = None  # that works for it now; None: the request waits for admission
+    idx: int = 0  # of the choice in that attempt
+    is_open: bool = True  # it is still read
+    has_first_token: bool = False
+    is_over: bool = False  # the reader has been sent the last token, or an error
+
+
+@dataclass(eq=False)
+class ClientRequest:
+    """What a client asked for. `hashes`: one per full block of the prompt."""
+
+    request: GenerateRequest
+    items: Sequence[MediaItem]
+    hashes: Sequence[bytes]
+    timeline: RequestTimeline
+    tenant: str = ""
+    started_at: float = 0.0  # of the first attempt
+    num_attempts: int = 0  # since the start
+    choices: list[ClientChoice] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.choices = [ClientChoice() for _ in self.request.sampling]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def has_first_token(self) -> bool:
+        return any(choice.has_first_token for choice in self.choices)
+
+
+class Attempt:
+    """One placement of a request, or of what is left of one choice after a preemption."""
+
+    def __init__(
+        self,
+        client: ClientRequest,
+        request: GenerateRequest,
+        choice_idxs: Sequence[int],
+        encoders: Sequence[WorkerState],
+        prefill: WorkerState | None,
+        decode: WorkerState,
+        codec: str,
+        returning: frozenset[str],
+        content: Hashable,
+        started_at: float,
+    ):
+        """`choice_idxs`: the client's choice for each choice of `request`. `prefill`: None if decode computes the prompt. `codec`: of the
+        KV on the wire. `returning`: hashes of items that were shown before, and so are expected again. `content`: see
+        `router.flow.quarantine`."""
+        self.client = client
+        self.request = request
+        self.items = client.items
+        self.choice_idxs = choice_idxs
+        self.media = [MediaItemState(encoder) for encoder in encoders]
+        self.prefill = prefill
+        self.decode = decode
+        self.codec = codec
+        self.returning = returning
+        self.content = content
+        self.started_at = started_at
+        self.choices = [ChoiceState(has_first_token=prefill is None) for _ in request.sampling]
+        self.unencoded = set(range(len(self.items)))  # items whose embeddings are not with prefill
+        self.num_tokens = 0  # that have come, of all choices
+        self.has_decode_spoken = False
+        self.is_over_at_decode = False  # decode holds nothing for it any more, and so prefill does not either
+        self.has_failed = False
+        self.has_landed = False  # every worker has been told to let go
+        language = [decode] if prefill is None else [decode, prefill]
+        self.workers = [*dict.fromkeys([*language, *encoders])]  # that may hold something for it
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def has_first_token(self) -> bool:
+        return all(choice.has_first_token for choice in self.choices)
+
+    @property
+    def is_read(self) -> bool:
+        return any(choice.is_open for choice in self.choices)
+
+    @property
+    def is_over(self) -> bool:
+        """It has failed, or all that readers wait for has come."""
+        return self.has_failed or all(choice.is_over for choice in self.choices if choice.is_open)
+
+    def needs(self, worker: WorkerState) -> bool:
+        """Whether the answer still depends on a language worker: on prefill until decode has the KV and the first tokens are here.
+        Encoders can be replaced: see `router.flow.media`."""
+        if worker is self.decode:
+            return not self.is_over_at_decode
+        return worker is self.prefill and not (self.has_decode_spoken and self.has_first_token)
+
+    def move_item(self, item_idx: int, encoder: WorkerState) -> None:
+        """From now on this encoder is asked for the item."""
+        self.media[item_idx].encoder = encoder
+        if encoder not in self.workers:
+            self.workers.append(encoder)
+            encoder.num_requests += 1
+
+    def on_tokens(self, worker: WorkerState, event: TokenEvent) -> Sequence[TokenEvent]:
+        """What the reader of the choice gets now. The events of one worker arrive in order; prefill's is the first token, if prefill
+        has a part in the request."""
+        if event.finish_reason is FinishReason.CANCELLED:
+            return ()
+        self.num_tokens += len(event.token_ids)
+        choice = self.choices[event.choice_idx]
+        ready = choice.arrived(event, is_first=worker is self.prefill and not choice.has_first_token)
+        if worker is self.decode:
+            self.has_decode_spoken = True
+            self.is_over_at_decode = all(choice.is_finished for choice in self.choices)
+        return ready
+
+    def on_preempted(self) -> None:
+        self.has_decode_spoken = self.is_over_at_decode = True
+        for choice in self.choices:
+            choice.is_preempted = not choice.is_finished
