@@ -4,7 +4,7 @@
     ├── RequestError            the client must change the request (4xx; never retried by this cluster)
     │   ├── MediaError          one media item cannot be used; the message names the item
     │   ├── ContextLengthError  prompt and answer do not fit the model
-    │   ├── QuarantinedError    422: workers were lost while they computed this content; it is refused for a while
+    │   ├── QuarantinedError    422: workers were lost over this content; it is refused for a while
     │   ├── UnsupportedError    a field that this server does not implement (no field is ignored silently)
     │   └── ModelNotFoundError  404
     ├── OverloadedError         429: the client may retry after `retry_after_s`
@@ -102,7 +102,8 @@ class ConfigError(ClusterError):
 _BY_NAME: dict[str, type[ClusterError]] = {
     cls.__name__: cls
     for cls in (
-        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, QuarantinedError, UnsupportedError,
+        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, QuarantinedError,
+        UnsupportedError,
         ModelNotFoundError,
         OverloadedError, UnavailableError, ConfigError,
     )

@@ -21,7 +21,8 @@ from cluster.types.media import Modality
 _MEDIA_PARTS = ("vision_config", "audio_config")
 _TEXT_CLASS_ENDINGS = ("ForCausalLM", "LMHeadModel")
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json",
 )  # fmt: skip
 _PICKLED = "pytorch_model*.bin"
 

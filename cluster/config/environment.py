@@ -4,7 +4,8 @@ EPDG_MODEL           model folder or hub id, unless the application's arguments 
 EPDG_SOCKET_DIR      folder of Unix sockets and locks (default /tmp/epdg-<uid>), private to this user
 EPDG_CLUSTER_SECRET  shared by all hosts of one cluster; needed when side channels run over TCP
 HF_HUB_OFFLINE       the Hugging Face hub's own variable: no model is downloaded
-RAY_AUTH_MODE        Ray's own variable: whether its token authentication is on. Ray passes it to all processes of a cluster
+RAY_AUTH_MODE        Ray's own variable: whether its token authentication is on. Ray passes it to all
+                     processes of a cluster
 """
 
 from __future__ import annotations

@@ -63,9 +63,8 @@ class SchedulingArgs(_Args):
     # a request goes before requests of the next higher class that arrived this much later
     aging_s: float = Field(5.0, ge=0)
     tokens_per_s: float = Field(2000.0, gt=0)  # prompt tokens that weigh as much as one second of waiting
-    text_share: float = Field(
-        0.3, ge=0, le=1
-    )  # share of prefill's steps and blocks for requests without media
+    # share of prefill's steps and blocks for requests without media
+    text_share: float = Field(0.3, ge=0, le=1)
 
 
 class SpeculationArgs(_Args):
@@ -97,9 +96,8 @@ class TransferArgs(_Args):
     # allows it
     # auto: int8 if that is predicted to arrive sooner, else raw
     codec: Literal["raw", "int8", "int4", "auto"] = "raw"
-    wire_tokens: int = Field(
-        16_384, ge=64
-    )  # tokens that may travel coded at once, per worker; others travel raw
+    # tokens that may travel coded at once, per worker; others travel raw
+    wire_tokens: int = Field(16_384, ge=64)
     # auto: decode computes the end of a prompt itself if its KV would arrive later over a slow link
     recompute: Literal["never", "auto"] = "never"
     # network devices of a private network between the hosts, by UCX's names ("eth1", "mlx5_0:1"). NIXL
@@ -199,9 +197,8 @@ class DoorArgs(_Args):
     # tenants share KV and embeddings, and can therefore find out what others have sent
     share_caches: bool = False
     show_workers: bool = False  # to clients that ask for a request's timeline
-    held_body_bytes: int = Field(
-        1 << 30, ge=1
-    )  # of all requests in work; beyond it requests are refused (429)
+    # of all requests in work; beyond it requests are refused (429)
+    held_body_bytes: int = Field(1 << 30, ge=1)
     media: MediaArgs = MediaArgs()
     admission: AdmissionArgs = AdmissionArgs()
 
@@ -239,7 +236,8 @@ class ClusterArgs(_Args):
     def _check_network(self) -> ClusterArgs:
         if self.side_channel == "tcp" and self.transport == "nixl" and not self.transfer.net_devices:
             raise ValueError(
-                'side_channel: tcp needs transfer.net_devices, the network devices that NIXL may use between hosts (as "eth1" '
+                "side_channel: tcp needs transfer.net_devices, the network devices that NIXL may use between "
+                'hosts (as "eth1" '
                 'or "mlx5_0:1"): of a private network, because NIXL does not authenticate what writes there'
             )
         return self

@@ -125,7 +125,8 @@ class ProcessorCalls:
             raise MediaError("temporal_pooling and spatial_pooling must be at least 1")
         if not self._family.can_pool:
             raise UnsupportedError(
-                f"temporal_pooling and spatial_pooling are not supported for {self._family.model_type} models",
+                f"temporal_pooling and spatial_pooling are not supported for {self._family.model_type} "
+                "models",
                 param="messages",
             )
         return True
@@ -162,7 +163,8 @@ def _area(part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: in
         raise UnsupportedError("min_pixels and max_pixels: this model uses fixed sizes", param="messages")
     if options.min_pixels is not None and options.min_pixels > own_max:
         raise MediaError(
-            f"min_pixels is {options.min_pixels}; nothing is enlarged beyond this model's own limit of {own_max}",
+            f"min_pixels is {options.min_pixels}; nothing is enlarged beyond this model's own limit of "
+            f"{own_max}",
             param="mm_processor_kwargs.min_pixels",
         )
     least = own_min if options.min_pixels is None else options.min_pixels * share

@@ -26,9 +26,10 @@ from cluster.media.images import image_format, open_image
 
 LUMA_SIDE = 64  # samples of each row and column in which cuts are looked for, approximately
 DEFAULT_FRAME_MS = 100  # duration of an animation's frame that says 0, as in browsers
+# pixel formats whose first plane is 8-bit luma
 _PLANAR_LUMA = frozenset(
     ("gray", "nv12", "yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p", "yuvj444p")
-)  # pixel formats whose first plane is 8-bit luma
+)
 
 
 class Timeline(msgspec.Struct, frozen=True):

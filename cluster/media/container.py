@@ -24,13 +24,17 @@ HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"
 # FFmpeg's limit also applies to a decoder's own buffers, which are larger than the frames of tiny videos.
 MIN_BUFFER_PIXELS = 2**20
 VIDEO_CODECS = frozenset((
-    "h264", "hevc", "vvc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg",
-    "h263", "flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "wmv3", "vc1", "theora", "prores", "dnxhd", "gif", "apng", "png",
+    "h264", "hevc", "vvc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4", "mpeg2video",
+    "mpeg1video", "mjpeg",
+    "h263", "flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "wmv3", "vc1", "theora", "prores", "dnxhd", "gif",
+    "apng", "png",
     "rawvideo", "vp6f", "vp6a",
 ))  # fmt: skip
 AUDIO_CODECS = frozenset((
-    "aac", "aac_latm", "mp1", "mp1float", "mp2", "mp2float", "mp3", "mp3float", "opus", "libopus", "vorbis", "flac", "alac",
-    "ac3", "eac3", "dca", "wmav1", "wmav2", "wmapro", "amrnb", "amrwb", "libopencore_amrnb", "libopencore_amrwb", "speex", "gsm", "gsm_ms",
+    "aac", "aac_latm", "mp1", "mp1float", "mp2", "mp2float", "mp3", "mp3float", "opus", "libopus", "vorbis",
+    "flac", "alac",
+    "ac3", "eac3", "dca", "wmav1", "wmav2", "wmapro", "amrnb", "amrwb", "libopencore_amrnb",
+    "libopencore_amrwb", "speex", "gsm", "gsm_ms",
     "adpcm_ima_wav", "adpcm_ms", "adpcm_ima_qt", "adpcm_swf", "g722", "g726",
     *(name for name in av.codecs_available if name.startswith("pcm_")),
 ))  # fmt: skip

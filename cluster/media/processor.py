@@ -213,7 +213,8 @@ class MediaProcessor:
         """Raises ConfigError if the processor cannot be asked about an item without content."""
         if not self.modalities:
             raise ConfigError(
-                f"model type {self._family.model_type!r} is not supported: its processor names no placeholder token"
+                f"model type {self._family.model_type!r} is not supported: its processor names no "
+                "placeholder token"
             )
         for modality in self.modalities:
             try:

@@ -41,7 +41,8 @@ def _check(own: VideoSampling, options: MediaOptions) -> None:
     ceiling = min(options.max_frames or own.max_frames, own.max_frames)
     if options.min_frames is not None and options.min_frames > ceiling:
         raise MediaError(
-            f"min_frames or num_frames is {options.min_frames}, more than the {ceiling} frames that may be taken"
+            f"min_frames or num_frames is {options.min_frames}, more than the {ceiling} frames that may be "
+            "taken"
         )
     if options.strategy is FrameStrategy.KEYFRAMES and not options.fps is options.min_frames is None:
         raise MediaError("the strategy 'keyframes' takes max_frames, but neither fps nor min_frames")
@@ -58,9 +59,9 @@ def uniform(num_frames: int, source_fps: float, sampling: VideoSampling) -> list
     return [idx * num_frames // wanted for idx in range(wanted)]
 
 
-def thinned(indices: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the indices, at equal distances, always with the first."""
-    count = min(len(indices), most)
+def thinned(indices: Sequence[int], max_count: int) -> list[int]:
+    """At most `max_count` of the indices, at equal distances, always with the first."""
+    count = min(len(indices), max_count)
     return [indices[idx * len(indices) // count] for idx in range(count)]
 
 

@@ -88,5 +88,5 @@ def _silent(extractor: Any) -> Any:
     def no_frames(waveforms: np.ndarray, *_: Any) -> np.ndarray:
         return np.zeros((len(waveforms), extractor.feature_size, 0), np.float32)
 
-    setattr(silent, "_torch_extract_fbank_features", no_frames)  # noqa: B010 - not declared on the class's type
+    setattr(silent, "_torch_extract_fbank_features", no_frames)  # noqa: B010 - not declared
     return silent

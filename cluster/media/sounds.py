@@ -16,9 +16,8 @@ from cluster.media.budget import DecodeBudget
 from cluster.media.container import first_stream, open_container
 from cluster.media.settings import MediaSettings
 
-SAMPLE_RATES = range(
-    2_000, 768_001
-)  # Hz; outside this range resampling makes huge outputs from small files, or is too slow
+# Hz; outside this range resampling makes huge outputs from small files, or is too slow
+SAMPLE_RATES = range(2_000, 768_001)
 
 # Otherwise FFmpeg makes two equal channels 3 dB louder; other libraries take the mean.
 MONO_IS_THE_MEAN = {"rematrix_maxval": "1.0"}

@@ -38,7 +38,8 @@ class _AttentionCall(ctypes.Structure):
         ("query", _pointer), ("key", _pointer), ("key_scales", _pointer), ("value", _pointer),
         ("value_scales", _pointer), ("sinks", _pointer), ("out", _pointer), ("query_token_stride", _int64),
         ("query_head_stride", _int64), ("query_heads", _int64), ("kv_heads", _int64), ("key_width", _int64),
-        ("value_width", _int64), ("is_bf16", _int64), ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
+        ("value_width", _int64), ("is_bf16", _int64), ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
     )  # fmt: skip
 
 
@@ -46,8 +47,10 @@ class _WriteCall(ctypes.Structure):
     """WriteCall."""
 
     _fields_ = (
-        ("rows", _pointer), ("slots", _pointer), ("target", _pointer), ("scales", _pointer), ("tokens", _int64),
-        ("heads", _int64), ("width", _int64), ("token_stride", _int64), ("head_stride", _int64), ("is_bf16", _int64),
+        ("rows", _pointer), ("slots", _pointer), ("target", _pointer), ("scales", _pointer),
+        ("tokens", _int64),
+        ("heads", _int64), ("width", _int64), ("token_stride", _int64), ("head_stride", _int64),
+        ("is_bf16", _int64),
         ("threads", _int64),
     )  # fmt: skip
 
@@ -98,8 +101,10 @@ class CpuAttention:
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
         call = _AttentionCall(
             query.data_ptr(), *row_pointers(cache.key), *row_pointers(cache.value),
-            None if sinks is None else sinks.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), heads,
-            kv_heads, key_width, value_width, query.dtype == torch.bfloat16, layer.scaling, layer.softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1),
+            heads,
+            kv_heads, key_width, value_width, query.dtype == torch.bfloat16, layer.scaling,
+            layer.softcap or 0.0,
         )  # fmt: skip
         self._attend(step_view(batch, layer.sliding_window).step, call)
         return out
@@ -143,7 +148,8 @@ def _write_call(batch: PagedBatch, store: RowStore, rows: Tensor) -> _WriteCall:
     target, scales = row_pointers(store)
     tokens, heads, width = rows.shape
     return _WriteCall(
-        rows.data_ptr(), batch.slots.data_ptr(), target, scales, tokens, heads, width, rows.stride(0), rows.stride(1),
+        rows.data_ptr(), batch.slots.data_ptr(), target, scales, tokens, heads, width, rows.stride(0),
+        rows.stride(1),
         rows.dtype == torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
 

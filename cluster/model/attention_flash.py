@@ -33,7 +33,7 @@ _MAX_FLASH_WIDTH = 256
 
 
 @dataclass(frozen=True)
-class Lengths:
+class StepLengths:
     """Sizes of one packed step, on the device and on the host."""
 
     query_starts: Tensor  # [B + 1] int32: exclusive prefix sums
@@ -50,13 +50,13 @@ class FlashLibrary(Protocol):
     page_multiple: int  # pages of block_size rows can be read when block_size is a multiple of this
 
     def paged(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         """key and value [num_blocks, block_size, Hk, D]."""
         ...
 
     def rows(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         """key and value [sum of contexts, Hk, D], sequence after sequence."""
         ...
@@ -72,7 +72,7 @@ class Flash2:
         self._with_kvcache = module.flash_attn_with_kvcache
 
     def paged(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         if lengths.max_query == 1:
             out = self._with_kvcache(
@@ -86,7 +86,7 @@ class Flash2:
         )  # fmt: skip
 
     def rows(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         return _rows(self._varlen, query, key, value, lengths, layer)
 
@@ -101,7 +101,7 @@ class Flash3:
         self._with_kvcache = module.flash_attn_with_kvcache
 
     def paged(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         return self._with_kvcache(
             query, key, value, cache_seqlens=lengths.contexts, page_table=lengths.tables,
@@ -109,7 +109,7 @@ class Flash3:
         )  # fmt: skip
 
     def rows(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         return _rows(self._varlen, query, key, value, lengths, layer)
 
@@ -244,15 +244,16 @@ def _common(layer: LayerAttention) -> dict[str, Any]:
 
 
 def _rows(
-    varlen: Any, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+    varlen: Any, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
 ) -> Tensor:
     return varlen(
-        query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query, lengths.max_context,
+        query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
+        lengths.max_context,
         **_common(layer),
     )  # fmt: skip
 
 
-def _lengths(batch: PagedBatch) -> Lengths:
+def _lengths(batch: PagedBatch) -> StepLengths:
     """The sizes of this step; made once."""
     memo_key = ("flash", "lengths")
     if memo_key not in batch.memo:
@@ -261,7 +262,7 @@ def _lengths(batch: PagedBatch) -> Lengths:
             query_starts = torch.arange(len(batch.query_lens) + 1, dtype=torch.int32, device=contexts.device)
         else:
             query_starts = _starts(torch.tensor(batch.query_lens)).to(contexts.device, non_blocking=True)
-        batch.memo[memo_key] = Lengths(
+        batch.memo[memo_key] = StepLengths(
             query_starts, _starts(contexts), contexts.int(), batch.block_tables.int(),
             max(batch.query_lens), max(batch.context_lens),
         )  # fmt: skip
@@ -273,7 +274,7 @@ def _starts(lengths: Tensor) -> Tensor:
     return F.pad(lengths.cumsum(0), (1, 0)).int()
 
 
-def _context_slots(batch: PagedBatch, lengths: Lengths) -> Tensor:
+def _context_slots(batch: PagedBatch, lengths: StepLengths) -> Tensor:
     """Flat slots [sum of contexts] int64 of every position of every sequence. Made once per step."""
     memo_key = ("flash", "slots")
     if memo_key not in batch.memo:

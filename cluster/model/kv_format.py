@@ -1,8 +1,8 @@
 """How the K and V of a layer lie in block memory, and how rows are written and read.
 
     auto: 2 segments per layer, K then V, in the model's dtype.
-    int8: 4 segments per layer: K codes (int8), K scales (float16), V codes, V scales. `GROUP_WIDTH` neighbouring channels of one
-          row and head share a scale; value = code * scale.
+    int8: 4 segments per layer: K codes (int8), K scales (float16), V codes, V scales. `GROUP_WIDTH`
+          neighbouring channels of one row and head share a scale; value = code * scale.
 
 A memory's layout says which format it has, so nothing else stores the choice. Runs on the engine's thread.
 Does not synchronise the device. Owns no memory.

@@ -141,7 +141,8 @@ def check_heads(text_config: PreTrainedConfig, num_ranks: int) -> None:
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
     if heads % num_ranks or kv_heads % num_ranks:
         raise ConfigError(
-            f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to {num_ranks} ranks",
+            f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to {num_ranks} "
+            "ranks",
             param="tensor_parallel_size",
         )
 

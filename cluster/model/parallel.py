@@ -55,7 +55,8 @@ def join_group(rank: int, size: int, meeting: Path, device_type: str) -> Paralle
     if device_type == "cuda":
         if torch.cuda.device_count() < size:
             raise ConfigError(
-                f"tensor_parallel_size {size} needs as many GPUs; this replica sees {torch.cuda.device_count()} "
+                f"tensor_parallel_size {size} needs as many GPUs; this replica sees "
+                f"{torch.cuda.device_count()} "
                 "(num_gpus in its ray_actor_options)",
                 param="tensor_parallel_size",
             )
@@ -74,7 +75,7 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-class Progress:
+class ForwardProgress:
     """How far a rank's forwards are. Rank 0 makes a mark (`now`), and the other ranks report when they have
     reached it (`has`). The thread that runs the model records progress; any thread may ask."""
 
@@ -120,7 +121,7 @@ class LeadingModel:
         self,
         model: StepModel,
         others: Sequence[Connection],
-        progress: Progress,
+        progress: ForwardProgress,
         dtype: torch.dtype,
         device: torch.device,
     ):
@@ -193,7 +194,7 @@ def follow(
     kv: BlockMemory,
     group: ParallelGroup,
     calls: Connection,
-    progress: Progress,
+    progress: ForwardProgress,
     dtype: torch.dtype,
     feature_width: int,
 ) -> None:

@@ -17,8 +17,9 @@ from cluster.errors import ConfigError
 _PROBE_NAME = "epdg_probe"
 # keywords that families pass along and that no attention function reads, or that ours reads
 _HARMLESS = frozenset(
-    ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "use_cache", "output_attentions",
-     "cache_position", "position_embeddings", "return_dict", "output_router_logits", "is_causal")
+    ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "use_cache",
+     "output_attentions", "cache_position", "position_embeddings", "return_dict", "output_router_logits",
+     "is_causal")
 )  # fmt: skip
 
 
@@ -121,7 +122,8 @@ def check_post_head(
     ).logits.float()
     if not torch.allclose(ours, reference, rtol=1e-2, atol=1e-3):
         raise ConfigError(
-            f"model type '{model.config.model_type}' is not supported: its logits differ from head(backbone) by a rule "
+            f"model type '{model.config.model_type}' is not supported: its logits differ from head(backbone) "
+            "by a rule "
             "that this cluster does not know"
         )
 

@@ -8,7 +8,7 @@ splittable pseudorandom number generators", 2014):
     row   = mix(mix(seed) + (position + 1) * GAMMA)
     bits  = mix(row + (token_id + 1) * GAMMA) >> 11                 53 bits
     u     = (bits + 0.5) / 2^53                                     in (0, 1): in double, at most 1 - 2^-53
-    token = argmax over kept token ids of logit / temperature - log(-log(u))      (Gumbel-max: exact softmax draw)
+    token = argmax over kept token ids of logit / temperature - log(-log(u))  (Gumbel-max: exact softmax draw)
 
 The filters have transformers' order: temperature, top-k, top-p, min-p.
 
@@ -90,7 +90,8 @@ def draw_native(
     count = len(rows)
     tokens = torch.empty(count, dtype=torch.int64)
     native.draw_tokens(
-        logits.data_ptr(), logits.stride(0), logits.shape[-1], (c_int64 * count)(*rows), (c_int64 * count)(*keys),
+        logits.data_ptr(), logits.stride(0), logits.shape[-1], (c_int64 * count)(*rows),
+        (c_int64 * count)(*keys),
         (c_float * count)(*temperatures), tokens.data_ptr(), count, torch.get_num_threads(),
     )  # fmt: skip
     return tokens

@@ -33,7 +33,8 @@ def parse_unix(address: str) -> Path | None:
         raise ConfigError(f'"{address}" is not an address; expected "unix:/path" or "tcp:host:port"')
     if len(os.fsencode(rest)) > MAX_UNIX_PATH_BYTES:
         raise ConfigError(
-            f"the socket path {rest} is longer than {MAX_UNIX_PATH_BYTES} bytes; set EPDG_SOCKET_DIR to a shorter one"
+            f"the socket path {rest} is longer than {MAX_UNIX_PATH_BYTES} bytes; set EPDG_SOCKET_DIR to a "
+            "shorter one"
         )
     return Path(rest)
 
@@ -54,5 +55,6 @@ def make_private(directory: Path) -> None:
     is_private = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
     if not (stat.S_ISDIR(status.st_mode) and is_private):
         raise ConfigError(
-            f"{directory} must be a directory of this user with mode 0700; set EPDG_SOCKET_DIR to another place"
+            f"{directory} must be a directory of this user with mode 0700; set EPDG_SOCKET_DIR to another "
+            "place"
         )

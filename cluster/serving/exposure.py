@@ -32,8 +32,10 @@ def require_authentication(host: str, environment: Environment) -> None:
     if ipaddress.ip_address(host).is_loopback or environment.is_ray_authenticated:
         return
     raise ConfigError(
-        f"Ray listens on {host} without authentication: any host that reaches it can run code on this machine. On one machine start it "
-        "with RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, which keeps it on loopback; on several give every host the same token "
+        f"Ray listens on {host} without authentication: any host that reaches it can run code on this "
+        "machine. On one machine start it "
+        "with RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, which keeps it on loopback; on several give every host "
+        "the same token "
         "(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH). See SECURITY.md",
         param="RAY_AUTH_MODE",
     )

@@ -72,9 +72,8 @@ class LocalCluster:
         self._config = config
         self.host, self.port = preflight.address_of(preflight.read_serve_file(config))
         self.url = f"http://{self.host}:{self.port}"
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="epdg-", dir="/tmp")
-        )  # short, because socket paths have at most 107 bytes
+        # a short path, because socket paths have at most 107 bytes
+        self.folder = Path(tempfile.mkdtemp(prefix="epdg-", dir="/tmp"))
         self._log = self.folder / "serve.log"
         self._say = say
         self._environment = environment
@@ -144,7 +143,7 @@ class LocalCluster:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_TIMEOUT_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self._end(number, patience_s=2.0)
+            self._end(number, timeout_s=2.0)
         if process is not None:
             process.wait()
         if has_failed:
@@ -187,8 +186,8 @@ class LocalCluster:
         except (urllib.error.URLError, OSError):
             return False
 
-    def _end(self, number: int, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
+    def _end(self, number: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         for pid in processes_of(self.folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -29,7 +29,8 @@ from cluster.serving.local_environment import POOL_SLOTS
 BUILDER = "cluster.app:build"
 DEPLOYMENTS = ("Encode", "Prefill", "Decode", "Door")
 _SERVE_SECTIONS = (  # Serve would ignore an unknown name
-    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
+    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config",
+    "tracing_config",
     "applications", "target_capacity",
 )  # fmt: skip
 _GIB = 1 << 30
@@ -170,8 +171,9 @@ def check_memory(args: ClusterArgs, config: Mapping[str, Any], weights: Weights,
         num_tokens = num_blocks * args.block_size
         if num_tokens * row_bytes + weight_bytes > available:
             raise ConfigError(
-                f"{name} needs {num_tokens * row_bytes / _GIB:,.1f} GiB of KV ({name}.kv_blocks {num_blocks:,} × {args.block_size} "
-                f"tokens × {row_bytes:,} bytes) and {weight_bytes / _GIB:,.1f} GiB of weights; {available / _GIB:,.1f} GiB are available",
+                f"{name} needs {num_tokens * row_bytes / _GIB:,.1f} GiB of KV ({name}.kv_blocks "
+                f"{num_blocks:,} × {args.block_size} tokens × {row_bytes:,} bytes) and "
+                f"{weight_bytes / _GIB:,.1f} GiB of weights; {available / _GIB:,.1f} GiB are available",
                 param=f"{name}.kv_blocks",
             )
 
@@ -197,7 +199,8 @@ def _check_deployments(
         for number in _replica_counts(deployment):
             if number > POOL_SLOTS:
                 raise ConfigError(
-                    f"{file}: {deployment['name']}: {number} replicas; this machine takes {POOL_SLOTS} of a pool"
+                    f"{file}: {deployment['name']}: {number} replicas; "
+                    f"this machine takes {POOL_SLOTS} of a pool"
                 )
     if has_encoder:
         return []

@@ -149,7 +149,8 @@ class TextProcessor:
         for modality in Modality:
             if found[modality] != expected[modality]:
                 raise RequestError(
-                    f"the prompt has {found[modality]} {modality} placeholders for {expected[modality]} {modality} items",
+                    f"the prompt has {found[modality]} {modality} placeholders for {expected[modality]} "
+                    f"{modality} items",
                     param="messages",
                 )
         waiting = {

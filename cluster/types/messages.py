@@ -2,13 +2,16 @@
 
 One request, in call order (D decode, P prefill, E encoder):
 
-    door → P  StartPrefill           P → door  FeatureGranted per item (at once, if there is room), or FeatureShared
-    door → E  StartEncode per item   P → door  PrefillAdmitted (P holds the prompts' blocks)
-    door → D  StartDecode            D → door  DecodeGranted (StartDecode with `prefills`: P has no part in the request)
+    door → P  StartPrefill
+    P → door  FeatureGranted per item (at once, if there is room), or FeatureShared
+    door → E  StartEncode per item
+    P → door  PrefillAdmitted (P holds the prompts' blocks)
+    door → D  StartDecode
+    D → door  DecodeGranted (not for a StartDecode with `prefills`: then P has no part in the request)
     door → P  DecodeTarget (D's grant, as soon as it has come)
     door → E  EncodeTarget per item (P's grant)
-    door → D, P  GrantPassed after each of these two, to the owner of the grant: these processes may write now
-    door → E  Cancel per shared item; if P sends a grant for it later after all, StartEncode and EncodeTarget follow
+    door → D, P  GrantPassed after each of these two, to the owner of the grant: these processes may write
+    door → E  Cancel per shared item; if P later sends a grant for it, StartEncode and EncodeTarget follow
     E → door  Encoded (the embeddings are in P's memory)
     P → door  Tokens (the first token)
     D → door  Tokens (one frame per decode step, for all requests of this door)
@@ -18,10 +21,10 @@ When something fails:
     E → door  Failed for an item: the door asks another encoder
     door → P  EncoderLost, if the lost encoder had P's grant: the door asks another encoder
     P → door  FeatureGranted once more, whenever a lease ends without embeddings
-    D → door  Preempted: it ends the request at that worker, and the door starts the rest of the request as a new one
+    D → door  Preempted: ends the request at that worker; the door starts the rest of it as a new request
     any → door  Failed; ends the request at that worker
-    door → any  Cancel; may come in every state, may repeat, needs no answer. The worker frees what it holds. If it held the
-                request, it answers with a `Tokens` entry of finish reason "cancelled"
+    door → any  Cancel; may come in every state, may repeat, needs no answer. The worker frees what it holds.
+                If it held the request, it answers with a `Tokens` entry of finish reason "cancelled"
 
 At any time:
 
@@ -29,13 +32,15 @@ At any time:
     P → all doors  BlocksChanged: the same for the blocks of its prefix cache
     any → all doors  Measured: how fast the worker is
     any → all doors  Stalled: the threads of the worker that have work and do not move
-    door → any  Ping, if a worker that has a request of this door has been silent for a while; it answers with Pong at once
+    door → any  Ping, if a worker that has a request of this door has been silent for a while; the worker
+                answers with Pong at once
 
 A request gets memory at P first, and asks for memory at D only when it has memory at P. Therefore no two
 requests wait for each other, whatever order each worker keeps.
 
-A worker that sees end-of-file on a door's connection cancels all requests of that door. Every message is a
-frozen struct; its tag is its class name. `Hello` carries `PROTOCOL_VERSION`, and both sides check it.
+A worker that sees end-of-file on a door's connection cancels all requests of that door.
+Every message is a frozen struct; its tag is its class name. `Hello` carries `PROTOCOL_VERSION`, which both
+sides check.
 """
 
 from __future__ import annotations
@@ -325,8 +330,8 @@ class Cancel(ChannelMessage, frozen=True):
 
 
 AnyMessage = (
-    Hello | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared | DecodeTarget
-    | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded | CacheChanged
+    Hello | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared
+    | DecodeTarget | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded | CacheChanged
     | BlocksChanged | Measured | Stalled | Ping | Pong | Tokens | Failed | Preempted | Cancel
 )  # fmt: skip
 

@@ -1,10 +1,9 @@
 """Code for GPUs only. A machine that serves from its CPU imports nothing that needs a GPU from here.
 
 * `kernels`: Triton kernels (paged decode over plain or INT8 blocks; write-and-quantise; gather). Only this
-  module and `codec` need triton.
+  module needs triton.
 * `decode_attention`: calls these kernels and decides how a decode is split. It imports `kernels` inside the
   functions that launch them, so it can be imported anywhere.
-* `codec`: the int8 wire codec as Triton kernels.
 * `graphs`: CUDA graphs of the decode step by batch size. `copies`: a step's inputs as one pinned matrix and
   one copy.
 * `uploads`: media tensors to the GPU on a stream of their own.

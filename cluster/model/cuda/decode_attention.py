@@ -36,7 +36,8 @@ def num_splits_for(num_rows: int, max_context: int, num_processors: int) -> int:
 
 
 def paged_decode(
-    query: Tensor, cache: LayerCache, block_tables: Tensor, context_lens: Tensor, layer: LayerAttention, num_splits: int
+    query: Tensor, cache: LayerCache, block_tables: Tensor, context_lens: Tensor, layer: LayerAttention,
+    num_splits: int
 ) -> Tensor:  # fmt: skip
     """query [B, Hq, D]: one new token per sequence, whose K and V are already in the cache. block_tables [B,
     max_blocks]: integers with contiguous rows. context_lens [B]: integers. Returns [B, Hq, Dv] in query's
@@ -62,7 +63,8 @@ def paged_decode(
     out = query.new_empty((num_seqs, num_heads, value_width))
     kernels.decode_reduce[(num_seqs * num_heads,)](
         partial_out, partial_stats, layer.sinks, out, num_splits,
-        HEADS=num_heads, V_WIDTH=value_width, V_PAD=_padded(value_width), SPLITS_PAD=_power_of_two(num_splits),
+        HEADS=num_heads, V_WIDTH=value_width, V_PAD=_padded(value_width),
+        SPLITS_PAD=_power_of_two(num_splits),
         HAS_SINKS=layer.sinks is not None,
     )  # fmt: skip
     return out

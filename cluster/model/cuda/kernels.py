@@ -16,9 +16,8 @@ from cluster.model.kv_format import GROUP_WIDTH
 
 SCALE_RUN = tl.constexpr(GROUP_WIDTH)  # channels that share one scale
 LOG2_E = tl.constexpr(1.4426950408889634)
-ROUNDING = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2**23: adding and subtracting it rounds a small float32 half to even
+# 1.5 * 2**23: adding and subtracting it rounds a small float32 half to even
+ROUNDING = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -99,7 +98,8 @@ def decode_split(
 @triton.jit
 def decode_reduce(
     partial_out, partial_stats, sinks, out, num_splits,
-    HEADS: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HEADS: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Combines the shares of one head of one sequence. Grid (sequences * HEADS,). out [B, HEADS, V_WIDTH];
     sinks [HEADS]: one more logit in the denominator. A row that sees no key becomes zero."""
@@ -128,7 +128,8 @@ def decode_reduce(
 @triton.jit
 def write_quantised(
     rows, slots, codes, scales,
-    row_stride, head_stride, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUNS_PAD: tl.constexpr,
+    row_stride, head_stride, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr,
+    RUNS_PAD: tl.constexpr,
 ):  # fmt: skip
     """Quantises one head of one new token into its slot. Grid (tokens, KV_HEADS). rows [T, KV_HEADS, WIDTH]
     with contiguous last dimension. A run of zeros gets scale 0 and codes 0."""
