@@ -177,7 +177,7 @@ class AdmissionArgs(_Args):
         given = [bound for bound in bounds if bound is not None]
         if last is not None or len(given) < len(bounds) or given != sorted(set(given)):
             raise ValueError(
-                "max_priority must increase from class to class, and the last class must have none"
+                "max_priority must grow from class to class, and the last class has none"
             )
         if len(set(names)) < len(names):
             raise ValueError("two classes have one name")
