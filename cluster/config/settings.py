@@ -176,9 +176,7 @@ class AdmissionArgs(_Args):
         *bounds, last = [each.max_priority for each in self.classes] or [0]
         given = [bound for bound in bounds if bound is not None]
         if last is not None or len(given) < len(bounds) or given != sorted(set(given)):
-            raise ValueError(
-                "max_priority must grow from class to class, and the last class has none"
-            )
+            raise ValueError("max_priority must grow from class to class, and the last class has none")
         if len(set(names)) < len(names):
             raise ValueError("two classes have one name")
         return self
