@@ -41,7 +41,6 @@ from cluster.types.messages import (
 )
 from cluster.worker.blame import Blame
 from cluster.worker.cpu_slots import CpuSlots
-from cluster.worker.kv_ports import KvTransfer
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.requests import RequestTable
 from cluster.worker.speed import SpeedReporter
@@ -57,7 +56,8 @@ from decode_service.tables import (
     share_prompt_blocks,
     try_grow,
 )
-from kv_transfer.lease.receiver import Aborted, Completed, LateWrite, LeaseEvent
+from kv_transfer.lease.events import Aborted, Completed, LateWrite, LeaseEvent
+from kv_transfer.lease.transfer import BlockTransfer
 
 _id_of = attrgetter("request_id")
 
@@ -67,7 +67,7 @@ class DecodeEngine:
         self,
         runner: DecodeRunner,
         blocks: BlockPool,
-        transfer_engine: KvTransfer,
+        transfer_engine: BlockTransfer,
         outbox: Outbox,
         clock: Clock,
         policy: SchedulingPolicy,

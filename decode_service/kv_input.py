@@ -11,12 +11,12 @@ import msgspec
 from cluster.ids import new_lease_id
 from cluster.kvcache.blocks import BlockPool
 from cluster.types.transfer import Grant
-from cluster.worker.kv_ports import KvTransfer
 from decode_service.state import DecodeRequest
+from kv_transfer.lease.transfer import BlockTransfer
 
 
 class KvInput:
-    def __init__(self, transfer_engine: KvTransfer, blocks: BlockPool, allows_recompute: bool):
+    def __init__(self, transfer_engine: BlockTransfer, blocks: BlockPool, allows_recompute: bool):
         """`allows_recompute`: prefill workers may leave the end of a prompt to this worker, and are told what
         a token costs here."""
         self._transfer_engine = transfer_engine

@@ -23,7 +23,7 @@ from encoder_service.cache import EmbeddingCache
 from encoder_service.holdings import Holdings
 from encoder_service.state import Delivery
 from kv_transfer.agents.agent import TransferError
-from kv_transfer.lease.sender import Finished, SendEvent
+from kv_transfer.lease.events import Finished, SendEvent
 from kv_transfer.lease.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ from encoder_service.holdings import Holdings
 from encoder_service.preparation import IsWanted, NotWantedError, Preparation, PreparationLimits
 from encoder_service.runner import EncoderRunner, Prepared
 from encoder_service.state import Delivery, EncodeItem, delivery_key
-from kv_transfer.lease.sender import SendEvent
+from kv_transfer.lease.events import SendEvent
 from kv_transfer.lease.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)

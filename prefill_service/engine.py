@@ -29,13 +29,12 @@ from cluster.types.messages import BlocksChanged, LoadReport, PrefillAdmitted, S
 from cluster.types.transfer import ReceivedGrant
 from cluster.worker.blame import Blame
 from cluster.worker.cpu_slots import CpuSlots
-from cluster.worker.kv_ports import KvTransfer
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.requests import RequestTable
 from cluster.worker.speed import SpeedReporter
 from kv_transfer.agents.agent import TransferError
-from kv_transfer.lease.receiver import Completed, LateWrite, LeaseEvent
-from kv_transfer.lease.sender import SendEvent
+from kv_transfer.lease.events import Completed, LateWrite, LeaseEvent, SendEvent
+from kv_transfer.lease.transfer import BlockTransfer
 from prefill_service.allotment import free_blocks, try_allocate_blocks
 from prefill_service.features import FeatureStore
 from prefill_service.first_tokens import first_events
@@ -56,7 +55,7 @@ class PrefillEngine:
         runner: PrefillRunner,
         blocks: BlockPool,
         features: FeatureStore,
-        transfer_engine: KvTransfer,
+        transfer_engine: BlockTransfer,
         outbox: Outbox,
         clock: Clock,
         policy: SchedulingPolicy,

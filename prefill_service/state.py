@@ -20,8 +20,8 @@ from torch import Tensor
 
 from cluster.model.language import PromptPositions
 from cluster.types.request import GenerateRequest, Prompt
-from cluster.worker.kv_ports import KvWriter
 from cluster.worker.outbox import DoorId
+from kv_transfer.lease.transfer import OutgoingLease
 from prefill_service.timing import Stopwatch
 
 
@@ -85,7 +85,7 @@ class PrefillRequest:
     sequences: list[PromptSequence] = field(default_factory=list)  # the prompt's, then the negative prompt's
     phase: PrefillPhase = PrefillPhase.WAITING
     first_tokens: tuple[int, ...] = ()  # per choice
-    outgoing: KvWriter | None = None  # once decode's grant is known
+    outgoing: OutgoingLease | None = None  # once decode's grant is known
     num_counted_tokens: int = 0  # tokens of this request in `PrefillLifecycle.num_missing_tokens`
 
     @property

@@ -26,9 +26,9 @@ from cluster.kvcache.memory import MemoryLayout
 from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import KvReady
 from cluster.types.transfer import Grant, ReceivedGrant
-from cluster.worker.kv_ports import KvTransfer, KvWriter
 from kv_transfer.agents.agent import TransferError
-from kv_transfer.lease.link import MIN_MEASURED_BYTES
+from kv_transfer.lease.link_meter import MIN_MEASURED_BYTES
+from kv_transfer.lease.transfer import BlockTransfer, OutgoingLease
 from prefill_service.state import PrefillPhase, PrefillRequest, PromptSequence
 
 # A write costs the transfer thread about as much as copying this many bytes: smaller layers are sent
@@ -44,7 +44,7 @@ class Targets:
     """Decode's grants, on their way from the event loop to their requests. `offer` may be called by any
     thread, everything else by the engine's thread."""
 
-    def __init__(self, transfer_engine: KvTransfer, budget: StepBudget, layout: MemoryLayout):
+    def __init__(self, transfer_engine: BlockTransfer, budget: StepBudget, layout: MemoryLayout):
         self._transfer_engine = transfer_engine
         self._budget = budget
         self._layout = layout
@@ -88,7 +88,7 @@ class Targets:
             with suppress(TransferError):  # the lease has expired; its event follows
                 send_computed(request, self._layout.segments[0].rows)
 
-    def _accept(self, request: PrefillRequest, outgoing: KvWriter, grant: Grant) -> None:
+    def _accept(self, request: PrefillRequest, outgoing: OutgoingLease, grant: Grant) -> None:
         request.outgoing = outgoing
         self.by_lease[grant.lease_id] = request
         plan_end(request, grant.token_s, self._budget, self._layout)
@@ -148,7 +148,7 @@ class _Push:
     """What the step sends of one sequence."""
 
     sequence: PromptSequence
-    outgoing: KvWriter
+    outgoing: OutgoingLease
     num_blocks_after: int
     local_ids: Sequence[int]
     grant_indices: Sequence[int]

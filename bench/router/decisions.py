@@ -9,9 +9,9 @@ from random import Random
 from statistics import fmean, median
 
 from bench.encoder.records import Record
-from bench.engine.measure import percentile
 from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B
 from cluster.simulator.layouts import Layout, workers
+from cluster.simulator.results import percentile
 from cluster.simulator.simulation import SCHEDULING
 from cluster.types.media import Modality
 from cluster.types.members import Role

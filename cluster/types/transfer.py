@@ -39,6 +39,15 @@ class SentTotals(msgspec.Struct, frozen=True, array_like=True):
     value_error: float = 0.0
 
 
+class ReceivedTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Words of writers that an owner of memory could not accept, since it started."""
+
+    num_ignored: int = 0  # about no open lease: duplicate, foreign, or late but without a write
+    num_late: int = 0  # of writers that wrote after their lease had been taken back
+    num_mismatched: int = 0  # that named other blocks or generations than their lease
+    num_corrupt: int = 0  # leases whose bytes were not those that were sent
+
+
 class CodedPart(msgspec.Struct, frozen=True):
     """Room in the owner's wire memory for groups of a grant's blocks. These groups travel coded."""
 

@@ -12,7 +12,7 @@ import torch
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel, SequenceChunk
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.wire_memory import Wire
 
 CODED_TOKENS, PREDICTED_TOKENS = 256, 64
 MIN_AGREEMENT = 0.98  # of the most probable tokens

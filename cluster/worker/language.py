@@ -19,8 +19,8 @@ from cluster.types.members import Role
 from cluster.worker.codec_probe import check_codec
 from cluster.worker.memory_plan import MemoryPlan, available_bytes, step_bytes
 from cluster.worker.setup import WorkerSetup
-from kv_transfer.codecs.codecs import GROUP_TOKENS, CodecName, is_available, wire_layout
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.quantisation import GROUP_TOKENS, CodecName, is_available, wire_layout
+from kv_transfer.codecs.wire_memory import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _make_wire(
         logger.info("%s: int4 on the wire: %s", setup.replica_id, check_codec(model, kv, wire))
     logger.info(
         "%s: %s on the wire, %.2f of the bytes; codes %.1f and decodes %.1f GB/s",
-        setup.replica_id, codec, wire.ratio, wire.speed.encode / 1e9, wire.speed.decode / 1e9,
+        setup.replica_id, codec, wire.ratio, 1e-9 / wire.encoding.s_per_byte, 1e-9 / wire.decoding.s_per_byte,
     )  # fmt: skip
     return wire
 

@@ -22,7 +22,6 @@ from cluster.types.members import ProcessId
 from cluster.types.messages import AnyMessage
 from cluster.worker.cpu_slots import no_cpu_slots, shared_cpu_slots
 from cluster.worker.hardware import hardware_of
-from cluster.worker.kv_ports import KvTransfer
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.pulse import Pulse, Watch
@@ -30,10 +29,12 @@ from cluster.worker.ranks import Ranks
 from cluster.worker.setup import WorkerSetup
 from cluster.worker.shell import WorkerShell
 from kv_transfer.agents.factory import Transport, make_agent
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.events import TransferEngineFailed, TransferEvent
 from kv_transfer.lease.group import GroupTransferEngine
 from kv_transfer.lease.processes import process_id
-from kv_transfer.lease.transfer_engine import TransferEngine, TransferEngineFailed, TransferEvent
+from kv_transfer.lease.transfer import BlockTransfer
+from kv_transfer.lease.transfer_engine import TransferEngine
 
 STOP_TIMEOUT_S = 5.0
 # How much longer than the writer the owner of a lease waits for the writer's word
@@ -109,7 +110,7 @@ class WorkerProcess:
         return () if None in known else tuple(process for process in known if process is not None)
 
     @property
-    def kv_transfer_engine(self) -> KvTransfer:
+    def kv_transfer_engine(self) -> BlockTransfer:
         """Transfers KV, of which all ranks hold a share."""
         return self._group or self.transfer_engine
 

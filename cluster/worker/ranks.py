@@ -37,8 +37,8 @@ from cluster.types.members import Role
 from cluster.worker.language import Language, LanguageSizes, load_language
 from cluster.worker.setup import WorkerSetup
 from kv_transfer.agents.agent import TransferError
+from kv_transfer.lease.events import TransferEvent
 from kv_transfer.lease.group import RankLink
-from kv_transfer.lease.transfer_engine import TransferEvent
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Ranks:
         language = load_language(args, setup, role, sizes, group)
         try:
             for link in self.links:
-                link.answer(START_TIMEOUT_S)
+                link.wait_ready(START_TIMEOUT_S)
         except TransferError as error:
             raise ConfigError(str(error), param="tensor_parallel_size") from error
         dtype = language.model.dtype

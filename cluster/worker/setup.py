@@ -12,7 +12,7 @@ from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.rpc import new_address
-from kv_transfer.agents.lane_check import check_lane
+from kv_transfer.agents.transport_probe import probe_transport
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def check_device_lane(args: ClusterArgs, setup: WorkerSetup) -> None:
     Raises ConfigError if it does not."""
     if setup.device.type != "cuda" or args.transport != "nixl":
         return
-    speed = check_lane(setup.device)
+    speed = probe_transport(setup.device)
     if speed < SLOW_LANE:
         logger.warning(
             "%s: NIXL moves this GPU's memory between processes at %.1f GB/s only, so not by CUDA IPC "

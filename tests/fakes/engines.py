@@ -44,8 +44,9 @@ from encoder_service.calls import EncoderLimits
 from encoder_service.engine import EncoderEngine
 from encoder_service.runner import Piece, Prepared
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.transfer_engine import TransferEngine, TransferEngineFailed
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.events import TransferEngineFailed
+from kv_transfer.lease.transfer_engine import TransferEngine
 from prefill_service import transfer as prefill_transfer
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore

@@ -17,7 +17,7 @@ from cluster.types.curves import Link
 from cluster.types.request import GenerateRequest, StopParams
 from decode_service.engine import DecodeEngine
 from decode_service.service import DecodeService
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.outgoing import Outgoing
 from kv_transfer.lease.sender import Sender
 from router.openai.app import build_api

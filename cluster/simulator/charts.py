@@ -1,4 +1,4 @@
-"""Bars with labels, as SVG, for the reports of the benchmarks. Pure."""
+"""Bars with labels, as SVG, for plans and for the reports of the benchmarks. Pure."""
 
 from __future__ import annotations
 

@@ -1,22 +1,17 @@
-"""How an engine sees the transfer of KV: the same interface for a worker of one process and for a worker of
-several ranks.
-
-`TransferEngine` and `Outgoing` implement these protocols for one process, `GroupTransferEngine` and
-`GroupOutgoing` for a group.
-"""
+"""What a service sees of transfer: the same whether its worker is one process or several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from cluster.types.curves import CodecSpeed, Link
 from cluster.types.members import ProcessId
-from cluster.types.transfer import Grant, ReceivedGrant, SentTotals
+from cluster.types.transfer import Grant, ReceivedGrant, ReceivedTotals, SentTotals
 
 
-class KvWriter(Protocol):
-    """One lease from the writer's side; see `Outgoing`."""
+class OutgoingLease(Protocol):
+    """One lease from the writer's side; `Outgoing` says more. Implemented by `Outgoing` and `GroupOutgoing`."""
 
     lease_id: str
 
@@ -39,20 +34,23 @@ class KvWriter(Protocol):
     def abort(self, reason: str) -> None: ...
 
 
-class KvTransfer(Protocol):
-    """Opens leases of other workers for writing, and grants leases on blocks of this worker; see
-    `TransferEngine`."""
+class BlockTransfer(Protocol):
+    """Grants and takes up leases; every call returns at once. Implemented by `TransferEngine` and `GroupTransferEngine`.
+
+    `grant`, `cancel`, `note_writer` and `revoke` are the owner's: see `Receiver`. `open` is the writer's: see `Sender`.
+    """
 
     @property
     def sent(self) -> SentTotals: ...
 
     @property
-    def links(self) -> Mapping[str, Link]: ...
+    def received(self) -> ReceivedTotals: ...
 
     @property
-    def codecs(self) -> Mapping[str, CodecSpeed]: ...
+    def links(self) -> dict[str, Link]: ...
 
-    def open(self, received: ReceivedGrant) -> KvWriter: ...
+    @property
+    def codecs(self) -> dict[str, CodecSpeed]: ...
 
     def grant(
         self,
@@ -68,3 +66,5 @@ class KvTransfer(Protocol):
     def note_writer(self, lease_id: str, processes: Sequence[ProcessId]) -> None: ...
 
     def revoke(self, lease_id: str, reason: str) -> None: ...
+
+    def open(self, received: ReceivedGrant) -> OutgoingLease: ...
