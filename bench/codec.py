@@ -28,10 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.cpu.library import load
 from cluster.model.kv_format import kv_segments
+from cluster.native.library import load
 from kv_transfer.codecs.checksum import checksum
-from kv_transfer.codecs.codecs import CODECS, Codec, CodecName, dequantise, quantise
+from kv_transfer.codecs.codec import Codec
+from kv_transfer.codecs.native import SOURCES
+from kv_transfer.codecs.quantisation import CODECS, CodecName, dequantise, quantise
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LAYERS = 4
@@ -147,7 +149,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    kernels = load()
+    kernels = load(SOURCES)
     print(f"variant {kernels.variant if kernels else 'none: torch and numpy'}, one thread")
     print_speeds(arguments)
     print_errors()

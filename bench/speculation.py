@@ -26,10 +26,10 @@ import torch
 from transformers import AutoTokenizer
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.families import family_of
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.loading import Half, load_half
 from cluster.model.sampling import sample
+from cluster.model.support import family_of
 from cluster.types.request import SamplingParams
 from decode_service.speculation import DraftModelProposer, NgramProposer, Proposer, Speculator, accept
 from deploy.demo_model.training import data

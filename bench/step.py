@@ -44,11 +44,11 @@ from cluster.kvcache.memory import BlockMemory, on_huge_pages
 from cluster.model.attention import LayerAttention, PagedBatch, make_backend
 from cluster.model.cpu.library import Kernels, load
 from cluster.model.cpu.modules import PackedWeights
-from cluster.model.families import family_of
 from cluster.model.kv_format import layer_cache
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.loading import Half, load_half
 from cluster.model.probe import LayerShape, probe_backbone
+from cluster.model.support import family_of
 
 BLOCK_SIZE = 16
 BANDWIDTH_BYTES = 512 << 20  # many times the largest cache

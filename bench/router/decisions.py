@@ -67,9 +67,7 @@ def loaded_cluster(num_workers: int, rng: Random) -> ClusterView:
     """Equal workers with queues of any length."""
     cluster = ClusterView(SCHEDULING, VL_7B.kv_bytes_per_token, VL_7B.num_layers)
     for spec in workers(Layout(num_workers, num_workers, num_workers), VL_7B, H200):
-        worker = Worker(
-            spec.replica_id, spec.role, spec.num_blocks, spec.hardware, spec.device, tuple(spec.curves.encode)
-        )
+        worker = Worker(spec.replica_id, spec.role, spec.num_blocks, spec.hardware, tuple(spec.curves.encode))
         cluster.add(worker)
         cluster.measured(spec.replica_id, spec.curves)
         num_requests = rng.randint(0, 8)

@@ -99,7 +99,7 @@ def _accuracy(arguments: argparse.Namespace) -> None:
     from bench.transfer.accuracy import ModelHalves, measure
     from deploy.demo_model.training.evaluate import TASKS
     from deploy.demo_model.training.words import test_words
-    from kv_transfer.codecs.codecs import CODECS
+    from kv_transfer.codecs.quantisation import CODECS
 
     measured = measure(
         ModelHalves(arguments.model),

@@ -41,7 +41,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, PromptPositions, SequenceChunk
-from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart, TextPart
+from cluster.text.chat import ChatMedia, ChatMessage, ChatText, LaidOutMedia
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaProbe, Modality
 from cluster.types.request import Prompt
@@ -50,9 +50,9 @@ from deploy.demo_model.training.data import Turn
 from deploy.demo_model.training.evaluate import MAX_NEW_TOKENS, Sample, draw_samples
 from deploy.demo_model.training.speech import WordBank
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.codecs.codecs import GROUP_TOKENS, CodecName
-from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.receiver import Completed
+from kv_transfer.codecs.quantisation import GROUP_TOKENS, CodecName
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.events import Completed
 from kv_transfer.lease.transfer_engine import TransferEngine
 
 Carrier = Literal["raw"] | CodecName
@@ -195,11 +195,11 @@ def _probe(modality: Modality, array: np.ndarray) -> MediaProbe:
 
 def conversation(sample: Sample, earlier: Sequence[Turn]) -> list[ChatMessage]:
     """Earlier turns with their right answers, then the media and the question."""
-    media = tuple(MediaPart(modality) for modality, _ in decoded_media(sample))
+    media = tuple(ChatMedia(modality) for modality, _ in decoded_media(sample))
     messages = []
     for turn in earlier:
         messages += [ChatMessage("user", turn.question), ChatMessage("assistant", turn.answer)]
-    return [*messages, ChatMessage("user", (*media, TextPart(sample.turn.question)))]
+    return [*messages, ChatMessage("user", (*media, ChatText(sample.turn.question)))]
 
 
 # --------------------------------------------------------------------------------------------------------- the hand-over

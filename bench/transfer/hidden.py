@@ -33,7 +33,7 @@ from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopP
 from decode_service.service import DecodeService
 from kv_transfer.agents.agent import TransferState
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.lease.receiver import Completed
+from kv_transfer.lease.events import Completed
 from prefill_service import engine as prefill_engine
 from prefill_service import transfer as prefill_transfer
 from prefill_service.service import PrefillService

@@ -31,8 +31,8 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout, block_descriptors
 from cluster.model.kv_format import kv_segments
 from kv_transfer.agents.agent import TransferState
 from kv_transfer.agents.factory import Transport, make_agent
-from kv_transfer.codecs.codecs import CodecName
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.quantisation import CodecName
+from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.transfer_engine import TransferEngine
 
 BLOCK_SIZE, HEADS, WIDTH = 16, 4, 128  # bfloat16: 16 KiB a block and segment

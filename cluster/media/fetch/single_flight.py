@@ -1,7 +1,7 @@
-"""Equal work that is wanted by several callers at once is done once.
+"""Does equal work only once if several callers want it at the same time.
 
-Life of a flight: the first caller starts it, others join, all get its result or its error. A caller that is cancelled
-leaves the others alone; the last one to leave cancels the work. Belongs to one event loop.
+Life of a flight: the first caller starts it, others join, and all get its result or its error. A cancelled caller does not affect the
+others; when the last caller is cancelled, the work is cancelled. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class _Flight(Generic[Value]):
 
 class SingleFlight(Generic[Key, Value]):
     def __init__(self) -> None:
-        self._flights: dict[Key, _Flight[Value]] = {}  # those that may be joined
-        self._tasks: set[asyncio.Task[Value]] = set()  # and those that are being cancelled
+        self._flights: dict[Key, _Flight[Value]] = {}  # flights that may be joined
+        self._tasks: set[asyncio.Task[Value]] = set()  # also of flights that are being cancelled
         self._is_closed = False
 
     async def join(self, key: Key, start: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
-        """The result of `start()`, or of the one under way for this key. Raises its error, or UnavailableError once closed."""
+        """The result of `start()`, or of the running work for this key. Raises its error, or UnavailableError once closed."""
         if self._is_closed:
             raise UnavailableError("the server is shutting down")
         flight = self._flights.get(key) or self._start(key, start)
@@ -46,7 +46,7 @@ class SingleFlight(Generic[Key, Value]):
         return flight.task.result()
 
     async def aclose(self) -> None:
-        """Cancels what is under way and waits until it has ended. May be repeated."""
+        """Cancels running work and waits for its end. May be repeated."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -56,14 +56,14 @@ class SingleFlight(Generic[Key, Value]):
     def _start(self, key: Key, start: Callable[[], Coroutine[Any, Any, Value]]) -> _Flight[Value]:
         flight = self._flights[key] = _Flight(asyncio.create_task(start()))
         self._tasks.add(flight.task)
-        flight.task.add_done_callback(lambda task: self._landed(key, flight))
+        flight.task.add_done_callback(lambda task: self._ended(key, flight))
         return flight
 
-    def _landed(self, key: Key, flight: _Flight[Value]) -> None:
+    def _ended(self, key: Key, flight: _Flight[Value]) -> None:
         self._tasks.discard(flight.task)
         self._forget(key, flight)
         if not flight.task.cancelled():
-            flight.task.exception()  # marks it as seen, should nobody be waiting any more
+            flight.task.exception()  # marks it as retrieved, in case no caller waits any more
 
     def _forget(self, key: Key, flight: _Flight[Value]) -> None:
         if self._flights.get(key) is flight:

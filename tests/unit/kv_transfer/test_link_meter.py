@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.lease.link import LinkMeter
+from kv_transfer.lease.link_meter import LinkMeter
 
 
 def test_a_link_is_measured_over_the_time_in_which_anything_is_on_its_way():

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from cluster.errors import UnavailableError
-from cluster.media.fetch.flight import SingleFlight
+from cluster.media.fetch.single_flight import SingleFlight
 
 
 class Work:

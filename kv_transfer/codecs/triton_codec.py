@@ -1,7 +1,8 @@
-"""The int8 wire codec on a GPU: the same bytes as `kv_transfer.codecs.codecs` makes, without moving rows to the host. Importing this needs
-triton. Tried in Triton's interpreter and compiled for sm_80 and sm_90, never run on a GPU.
+"""The int8 codec on a GPU: the same bytes as `quantisation` makes, without moving rows to the host. Importing it needs triton.
 
-A group is GROUP_TOKENS tokens in GROUP_TOKENS / BLOCK_SIZE blocks [num_blocks, BLOCK_SIZE, HEADS, WIDTH], contiguous; `blocks`
+Tried in Triton's interpreter and compiled for sm_80 and sm_90; never run on a GPU.
+
+A group is GROUP_TOKENS tokens in GROUP_TOKENS / BLOCK_SIZE blocks [num_blocks, BLOCK_SIZE, HEADS, WIDTH], contiguous. `blocks`
 [groups, GROUP_TOKENS / BLOCK_SIZE] and `wire_blocks` [groups] are int64.
 """
 
@@ -11,29 +12,30 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-GROUP = 64  # tokens
-RUN = 64  # channels of a token's V that share a scale
-GROUP_TOKENS = tl.constexpr(GROUP)
-RUN_CHANNELS = tl.constexpr(RUN)
-MAX_SCALE = tl.constexpr(65504.0)  # float16's largest number
-ROUNDING = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2**23: adding and subtracting it rounds a small float32 half to even
+from kv_transfer.codecs import quantisation
+
+GROUP_TOKENS = tl.constexpr(quantisation.GROUP_TOKENS)
+RUN_CHANNELS = tl.constexpr(quantisation.RUN_CHANNELS)
+MAX_SCALE = tl.constexpr(quantisation.MAX_SCALE)
+# 1.5 * 2**23: adding and subtracting it rounds a small float32, half to even.
+ROUNDING = tl.constexpr(12582912.0)
 TILE_CHANNELS = 64  # of a program that codes K
 TILE_TOKENS = 16  # of a program that codes V
 
 
 @triton.jit
 def _row_offsets(blocks, group, tokens, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Elements before each token's row."""
+    """Number of elements before each token's row."""
     block = tl.load(blocks + group * (GROUP_TOKENS // BLOCK_SIZE) + tokens // BLOCK_SIZE)
     return (block * BLOCK_SIZE + tokens % BLOCK_SIZE) * ROW
 
 
 @triton.jit
 def _scales_of(largest):
-    """Stored scales, and what to multiply by to get codes; a group with a NaN or infinity gets NaN and 0. largest: int32, the
-    bits of max|x|, a NaN above infinity."""
+    """The stored scales, and the factors that give codes. A group with a NaN or infinity gets NaN and 0.
+
+    largest: int32, the bits of max|x|; as integers a NaN is above infinity.
+    """
     is_finite = largest < 0x7F800000
     numbers = tl.where(is_finite, largest, 0).to(tl.float32, bitcast=True)
     scales = tl.minimum(tl.div_rn(numbers, tl.full(numbers.shape, 127.0, tl.float32)), MAX_SCALE)
@@ -98,7 +100,7 @@ def code_values(
     """A scale per token, head and run of RUN_CHANNELS channels. Grid (groups, GROUP_TOKENS / TILE, HEADS * RUNS)."""
     group = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    index = tl.program_id(2)  # of the scale in its token
+    index = tl.program_id(2)  # index of the scale in its token
     head, run = index // RUNS, index % RUNS
     in_head = run * RUN_CHANNELS + tl.arange(0, RUN_CHANNELS)
     mask = (tokens >= 0)[:, None] & (in_head < WIDTH)[None, :]
@@ -123,8 +125,10 @@ def code_values(
 def code_groups(
     rows: Tensor, blocks: Tensor, codes: Tensor, scales: Tensor, wire_blocks: Tensor, is_key: bool, encodes: bool
 ) -> None:  # fmt: skip
-    """Encodes or decodes groups of one segment. rows [N, block_size, H, D]; blocks [G, n] and wire_blocks [G] int64; codes and
-    scales: the wire's segments. One launch, enqueued on the current stream."""
+    """Encodes or decodes groups of one segment, in one launch on the current stream. Does not wait.
+
+    rows [N, block_size, H, D]; blocks [G, n] and wire_blocks [G] int64; codes and scales: segments of the wire.
+    """
     _, block_size, heads, width = rows.shape
     if is_key:
         channels = heads * width
@@ -134,8 +138,8 @@ def code_groups(
             CHANNELS=channels, BLOCK_SIZE=block_size, TILE=TILE_CHANNELS, ENCODES=encodes,
         )  # fmt: skip
         return
-    runs = triton.cdiv(width, RUN)
-    code_values[(len(blocks), GROUP // TILE_TOKENS, heads * runs)](
+    runs = quantisation.num_runs(width)
+    code_values[(len(blocks), quantisation.GROUP_TOKENS // TILE_TOKENS, heads * runs)](
         rows, blocks, codes, scales, wire_blocks,
         HEADS=heads, WIDTH=width, RUNS=runs, BLOCK_SIZE=block_size, TILE=TILE_TOKENS, ENCODES=encodes,
     )  # fmt: skip

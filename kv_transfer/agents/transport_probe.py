@@ -1,8 +1,9 @@
-"""Whether NIXL moves memory of a device between processes of this host, and how fast. Asked at start: a lane through the host's memory
-instead of CUDA IPC works, and is so slow that nobody would know why.
+"""Whether NIXL moves memory of a device between processes of this host, and how fast. A worker on a GPU asks at start.
 
-`check_lane` starts `python -m kv_transfer.agents.lane_check` as the other process: it registers a memory on the same device, drives its agent
-while the bytes come, and says what they sum up to.
+Without CUDA IPC NIXL may go through host memory: that works, but is so slow that the cause would be hard to find later.
+
+`probe_transport` starts `python -m kv_transfer.agents.transport_probe` as the other process. It registers a memory on the same device,
+drives its agent while the bytes come, and reports their checksum.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from kv_transfer.lease.envelope import checksum_blocks
 
 LAYOUT = MemoryLayout((SegmentSpec(1, (1 << 20,), torch.uint8),))
 NUM_BLOCKS = 32
-NUM_WRITES = 3  # after one that wires the connection up
+NUM_WRITES = 3  # after the write that makes the connection
 TIMEOUT_S = 90.0  # a process that loads torch, NIXL and CUDA may take half a minute
 
 
-def check_lane(device: torch.device, timeout_s: float = TIMEOUT_S) -> float:
-    """Bytes per second from one process to another. Blocks for some seconds. Raises ConfigError when the bytes do not arrive."""
+def probe_transport(device: torch.device, timeout_s: float = TIMEOUT_S) -> float:
+    """Bytes per second from one process to another. Blocks for some seconds. Raises ConfigError if the bytes do not arrive."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "kv_transfer.agents.lane_check", str(theirs.fileno()), str(device)]
+    command = [sys.executable, "-m", "kv_transfer.agents.transport_probe", str(theirs.fileno()), str(device)]
     environment = child_environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
     theirs.close()
@@ -53,13 +54,13 @@ def check_lane(device: torch.device, timeout_s: float = TIMEOUT_S) -> float:
 
 
 def _measure(device: torch.device, pipe: Connection, deadline: float) -> float:
-    agent = make_agent("nixl", f"lane-check-{secrets.token_hex(8)}")
+    agent = make_agent("nixl", f"transport-probe-{secrets.token_hex(8)}")
     try:
         memory = BlockMemory(LAYOUT, NUM_BLOCKS, device)
         memory.buffer.random_(0, 256)
         memory.synchronize()
         agent.register(memory)
-        metadata, address = _hear(pipe, deadline)
+        metadata, address = _receive(pipe, deadline)
         peer, blocks = agent.connect(metadata), range(NUM_BLOCKS)
         remote = block_descriptors(LAYOUT, address, NUM_BLOCKS, blocks)
         times = []
@@ -75,14 +76,14 @@ def _measure(device: torch.device, pipe: Connection, deadline: float) -> float:
             if state is TransferState.FAILED:
                 raise TransferError("a write failed")
         pipe.send(None)
-        if _hear(pipe, deadline) != checksum_blocks(memory, blocks):
-            raise TransferError("other bytes arrived than were sent")
+        if _receive(pipe, deadline) != checksum_blocks(memory, blocks):
+            raise TransferError("the bytes that arrived are not those that were sent")
         return memory.buffer.numel() / min(times[1:])
     finally:
         agent.close()
 
 
-def _hear(pipe: Connection, deadline: float) -> Any:
+def _receive(pipe: Connection, deadline: float) -> Any:
     if not pipe.poll(max(0.0, deadline - time.monotonic())):
         raise TransferError("the other process does not answer")
     return pipe.recv()
@@ -91,14 +92,14 @@ def _hear(pipe: Connection, deadline: float) -> Any:
 def main(pipe_fd: int, device: str) -> None:
     pipe = Connection(pipe_fd)
     memory = BlockMemory(LAYOUT, NUM_BLOCKS, device)
-    agent = make_agent("nixl", f"lane-check-{secrets.token_hex(8)}")
+    agent = make_agent("nixl", f"transport-probe-{secrets.token_hex(8)}")
     agent.register(memory)
     pipe.send((agent.metadata(), memory.base_address))
     while not pipe.poll(0.001):
         agent.notifications()  # drives the transport
     pipe.recv()
     pipe.send(checksum_blocks(memory, range(NUM_BLOCKS)))
-    pipe.poll(TIMEOUT_S)  # the agent stays until the other one is gone
+    pipe.poll(TIMEOUT_S)  # the agent must live until the other process has ended the pipe
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout  # noqa: E402
-from cluster.model.cuda import codec as gpu  # noqa: E402
 from cluster.model.kv_format import kv_segments  # noqa: E402
-from kv_transfer.codecs.codecs import Codec  # noqa: E402
+from kv_transfer.codecs import triton_codec as gpu  # noqa: E402
+from kv_transfer.codecs.codec import Codec  # noqa: E402
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETS, reason="wants TRITON_INTERPRET=1")

@@ -9,25 +9,27 @@ NEW_SHARE = 0.25  # of the newest measurement
 
 
 class LinkMeter:
-    """How fast a link is: bytes over the time in which any were on their way, newer times weighing more. Times for a byte are averaged,
-    not speeds: a link that has become slow is found out at once."""
+    """Bytes over the time in which any were in flight; newer times weigh more.
+
+    The mean is over seconds per byte, not over speeds: a link that has become slow shows at once.
+    """
 
     def __init__(self) -> None:
-        self.bytes_per_s: float | None = None
-        self.latency_s = 0.0  # until a small write has ended
+        self.bytes_per_s: float | None = None  # None until a large write has ended
+        self.latency_s = 0.0  # 0 until a small write has ended
         self._num_in_flight = 0
         self._num_bytes = 0
         self._since = 0.0
 
     def posted(self, num_bytes: int, at: float) -> None:
-        """`at`: seconds, before the transport was told."""
+        """`at`: seconds, before the transport got the write."""
         if self._num_in_flight == 0:
             self._since, self._num_bytes = at, 0
         self._num_in_flight += 1
         self._num_bytes += num_bytes
 
     def cancelled(self) -> None:
-        """One of those on their way never arrives: what is under way measures nothing."""
+        """A write will never arrive: the writes that are in flight with it are not measured."""
         self._num_in_flight -= 1
         self._num_bytes = 0
 

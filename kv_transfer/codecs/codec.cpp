@@ -1,12 +1,11 @@
-// KV on its way between workers: groups of 64 tokens to 8 or 4 bit codes and back, and a checksum over scattered bytes.
+// KV on its way between workers: groups of 64 tokens to 8 or 4 bit codes and back.
 //
 // A group's rows lie in 64 / block_size blocks. K has a scale per channel over the group, V one per token and run of
 // channels. Rows are walked in the order they lie in, twice, the second time from the cache: for K a tile of channels at
 // a time, for V a few tokens. A byte of 4 bit codes holds tokens t (low half) and t + 32, so that a row of bytes unpacks
-// into two rows without a shuffle. `kv_transfer/codecs/codecs.py` says what the numbers are and holds the same arithmetic in
-// torch.
+// into two rows without a shuffle. `quantisation.py` says what the numbers are and holds the same arithmetic in torch.
 //
-// Plain C interface, no state. Compiled for AVX-512 with BF16, for AVX-512, and for AVX2 with FMA and F16C.
+// Plain C interface, mirrored by native.py; no state. Compiled for AVX-512 with BF16, for AVX-512, and for AVX2 with FMA and F16C.
 
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // of gcc's own AVX-512 headers, up to 12
 
@@ -31,10 +30,6 @@ struct CodecCall {
   int64_t type;  // of rows: 0 float32, 1 bfloat16, 2 float16
   int64_t bits;  // of a code: 8 or 4
   int64_t threads;
-};
-
-struct Extent {
-  uint64_t address, bytes;
 };
 }
 
@@ -474,73 +469,10 @@ void dispatch(const CodecCall& call) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------------- the checksum
-
-constexpr int kStreams = 256;  // words of the stream go round them
-constexpr uint64_t kMultiplier = 0x9e3779b97f4a7c15, kStep = 0xbf58476d1ce4e5b9;
-typedef uint64_t Word __attribute__((aligned(1), may_alias));
-
-// One to one in either argument: a changed word changes the state, whatever comes after it. The halves change places
-// because a product carries upwards only.
-inline uint64_t mixed(uint64_t state, uint64_t word) {
-  const uint64_t product = (state ^ word) * kMultiplier;
-  return product << 32 | product >> 32;
-}
-
-struct Stream {
-  alignas(64) uint64_t states[kStreams];
-  int64_t next = 0;          // stream that takes the next word
-  uint64_t pending = 0;      // bytes that do not make a word yet
-  int num_pending = 0;
-  uint64_t num_bytes = 0;
-
-  Stream() {
-    for (int i = 0; i < kStreams; i++) states[i] = (i + 1) * kStep;
-  }
-  void take_words(const uint8_t* bytes, int64_t words) {
-    while (words > 0) {
-      const int64_t count = std::min(words, kStreams - next);
-      const Word* source = (const Word*)bytes;
-      uint64_t* target = states + next;
-      if (count == kStreams) {
-        for (int i = 0; i < kStreams; i++) states[i] = mixed(states[i], source[i]);
-      } else {
-        for (int64_t i = 0; i < count; i++) target[i] = mixed(target[i], source[i]);
-      }
-      next = (next + count) % kStreams, words -= count, bytes += 8 * count;
-    }
-  }
-  void take_byte(uint8_t byte) {
-    pending |= (uint64_t)byte << 8 * num_pending;
-    if (++num_pending < 8) return;
-    take_words((const uint8_t*)&pending, 1);
-    pending = num_pending = 0;
-  }
-  void take(const uint8_t* bytes, int64_t count) {
-    num_bytes += count;
-    while (count > 0 && num_pending > 0) take_byte(*bytes++), count--;
-    take_words(bytes, count / 8);
-    for (bytes += count / 8 * 8, count %= 8; count > 0; count--) take_byte(*bytes++);
-  }
-  uint64_t finish() {
-    if (num_pending > 0) take_words((const uint8_t*)&pending, 1);
-    uint64_t sum = num_bytes * kStep;
-    for (uint64_t state : states) sum = mixed(sum, state);
-    sum = (sum ^ sum >> 32) * kStep;
-    return sum ^ sum >> 29;
-  }
-};
-
 }  // namespace
 
 extern "C" {
 
 void codec_encode(const CodecCall* call) { dispatch<true>(*call); }
 void codec_decode(const CodecCall* call) { dispatch<false>(*call); }
-
-uint64_t codec_checksum(const Extent* extents, int64_t count) {
-  Stream stream;
-  for (int64_t i = 0; i < count; i++) stream.take((const uint8_t*)extents[i].address, extents[i].bytes);
-  return stream.finish();
-}
 }

@@ -1,4 +1,4 @@
-"""How fast the links of a mover are, as it says itself."""
+"""The measured links of a transfer engine."""
 
 from __future__ import annotations
 
