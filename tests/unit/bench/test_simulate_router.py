@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.encoder.records import Record
+from bench.records import Record
 from bench.router import report
 from bench.router.__main__ import main, make_parser
 from bench.router.cases import (
