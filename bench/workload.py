@@ -1,7 +1,8 @@
 """Mixed multimodal chat requests made from a seed, and what the undivided model answers to them.
 
-The requests are what a client sends (OpenAI messages with data URIs); the reference is transformers' own path: the media as
-arrays, `AutoProcessor`, `generate` in fp32. Nothing of the cluster's code takes part in the reference.
+The requests are what a client sends (OpenAI messages with data URIs); the reference is transformers' own
+path: the media as arrays, `AutoProcessor`, `generate` in fp32. Nothing of the cluster's code takes part in
+the reference.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Answer:
 
 
 def make_cases(seed: int, num_cases: int) -> list[Case]:
-    """`num_cases` requests, the kinds in turn."""
+    """`num_cases` requests; the kinds alternate."""
     rng = random.Random(seed)
     return [make_case(rng, KINDS[i % len(KINDS)]) for i in range(num_cases)]
 
@@ -87,7 +88,9 @@ def make_case(rng: random.Random, kind: str) -> Case:
 
 
 def make_sound(rng: random.Random) -> np.ndarray:
-    """A few voiced syllables between pauses: harmonics of a gliding pitch. 16 bit resolution, [num_samples] float32."""
+    """A few voiced syllables between pauses: harmonics of a gliding pitch. 16 bit resolution, [num_samples]
+    float32.
+    """
     pieces = [np.zeros(rng.randrange(800, 3200))]
     for _ in range(rng.randrange(1, 4)):
         time_s = np.arange(rng.randrange(3200, 8000)) / SAMPLING_RATE
@@ -126,7 +129,7 @@ class Reference:
     def __init__(self, path: str | Path):
         from cluster.media.torchvision_compat import ensure_torchvision
 
-        ensure_torchvision()  # before transformers looks for it
+        ensure_torchvision()  # must run before transformers is imported
         import torch
         from transformers import AutoModelForMultimodalLM, AutoProcessor
 

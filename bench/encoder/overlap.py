@@ -1,13 +1,16 @@
-"""What hides behind an encoder that takes 200 ms: time to first token beside the longest of its parts and their sum.
+"""How much work hides behind an encoder that takes 200 ms: time to first token, beside the longest of its
+parts and beside their sum.
 
-One process: encoder, prefill, decode and door as they are, the in-process agent, HTTP. The encoder's call takes `ENCODE_S`
-longer than it would and needs no turn at the CPU: it stands for an encoder on a device of its own.
+One process: encoder, prefill, decode and door as they are, the in-process agent, HTTP. The encoder's call
+takes `ENCODE_S` longer than it would and needs no CPU slot: it stands for an encoder on a device of its own.
 
     text     n tokens of text alone                              how long prefill takes
     image    a short text, an image                              how long encoding takes
     one      n tokens of text, an image                          at best as long as the longer of the two
-    two      n / 2 tokens, an image, n / 2 tokens, an image      one image in an encoder call, so the second is encoded while prefill
-                                                                 goes on behind the first
+    two      n / 2 tokens, an image, n / 2 tokens, an image      see below
+
+`two`: an encoder call has one image, so the second image is encoded while prefill computes the text behind
+the first.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import uvicorn
 from bench.encoder.clients import request, required, text_part
 from bench.encoder.records import Record
 from bench.encoder.serving import NO_END
-from bench.engine.client import Endpoint, Request, ask, open_session
+from bench.engine.client import ChatRequest, Endpoint, ask, open_session
 from bench.engine.prompts import WORDS, Part, Prompts
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
@@ -48,12 +51,12 @@ ENCODE_S = 0.2
 IMAGE_SIDE = 64
 SHORT_WORDS = 4
 START_TIMEOUT_S = 10.0
-SAMPLE_WORDS = 1000  # whose tokens are counted
+SAMPLE_WORDS = 1000  # their tokens are counted
 CASES = ("text", "image", "one", "two")
 
 
 class SlowRunner:
-    """An encoder's runner whose calls take longer."""
+    """An encoder's runner with slower calls."""
 
     def __init__(self, runner: EncoderRunner, delay_s: float):
         self._runner = runner
@@ -68,7 +71,7 @@ class SlowRunner:
 
 
 class Texts:
-    """Texts of about so many tokens of one tokenizer, each other than the others."""
+    """Random texts of about a given number of tokens of one tokenizer."""
 
     def __init__(self, model: str, seed: int):
         self._rng = random.Random(seed)
@@ -82,7 +85,7 @@ class Texts:
         return text_part(self.words(round(num_tokens * self._words_per_token)))
 
 
-def make_request(case: str, texts: Texts, num_tokens: int, images: Sequence[Part]) -> Request:
+def make_request(case: str, texts: Texts, num_tokens: int, images: Sequence[Part]) -> ChatRequest:
     half = num_tokens // 2
     parts = {
         "text": lambda: [texts.part(num_tokens)],
@@ -94,7 +97,7 @@ def make_request(case: str, texts: Texts, num_tokens: int, images: Sequence[Part
 
 
 async def measure(model: str, lengths: Sequence[int], repeats: int, seed: int) -> list[Record]:
-    """Raises RuntimeError when a request fails."""
+    """Raises RuntimeError if a request fails."""
     args = cluster_args(model, max(lengths))
     prompts, texts = Prompts(seed), Texts(args.model, seed)
     records: list[Record] = []
@@ -104,7 +107,7 @@ async def measure(model: str, lengths: Sequence[int], repeats: int, seed: int) -
             images = [prompts.image(IMAGE_SIDE, repetition, length, case, idx) for idx in range(2)]
             asked = make_request(case, texts, length, images)
             (answer,) = required([await ask(session, server, asked)])
-            if repetition >= 0:  # the one before is to warm up
+            if repetition >= 0:  # repetition -1 warms up
                 records.append({
                     "type": "overlap", "model": args.model_id, "case": case, "text_tokens": length,
                     "repetition": repetition, "prompt_tokens": answer.num_prompt_tokens, "encode_s": ENCODE_S,
@@ -127,7 +130,7 @@ def cluster_args(model: str, num_tokens: int) -> ClusterArgs:
 
 @asynccontextmanager
 async def cluster(args: ClusterArgs) -> AsyncIterator[str]:
-    """All four phases in this process behind HTTP, the encoder slowed down; where they answer."""
+    """All four phases in this process behind HTTP, with a slowed-down encoder. Yields the URL."""
     unique = secrets.token_hex(4)
     encoder, prefill = EncoderService(args, f"e-{unique}"), PrefillService(args, f"p-{unique}")
     decode = DecodeService(args, f"d-{unique}")

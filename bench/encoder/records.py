@@ -1,4 +1,4 @@
-"""Results as JSON lines: every record says what it measured, when, where and of which commit."""
+"""Results as JSON lines: every record says what was measured, when, where and with which commit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def origin() -> Record:
-    """Fields that every record of one command shares."""
+    """Fields that all records of one command share."""
     return {"machine": _machine(), "commit": _commit(), "date": time.strftime("%Y-%m-%d")}
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
-    """A line as soon as a record comes; a run that is stopped keeps what it has."""
+    """Writes each record as soon as it comes, so that a stopped run keeps its records."""
     shared = origin()
     with path.open("a") as file:
         for record in records:

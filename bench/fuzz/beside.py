@@ -1,4 +1,6 @@
-"""A well-behaved client beside the fuzz: streams one request after the other and notes the gaps between its tokens."""
+"""A well-behaved client beside the fuzz: streams one request after the other and records the gaps between its
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ ANSWER_TOKENS = 64
 
 
 class Beside:
-    """`gaps_s`: by phase, each token of a stream that began and ended in it."""
+    """`gaps_s`: gaps by phase, of the streams that began and ended in that phase."""
 
     def __init__(self, url: str, model_id: str):
         self._url = url
@@ -29,7 +31,7 @@ class Beside:
         self.num_failed = 0
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as client:
             while True:
                 phase = self.phase

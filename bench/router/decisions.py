@@ -9,9 +9,9 @@ from random import Random
 from statistics import fmean, median
 
 from bench.encoder.records import Record
-from bench.engine.measure import percentile
 from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B
 from cluster.simulator.layouts import Layout, workers
+from cluster.simulator.results import percentile
 from cluster.simulator.simulation import SCHEDULING
 from cluster.types.media import Modality
 from cluster.types.members import Role
@@ -67,9 +67,7 @@ def loaded_cluster(num_workers: int, rng: Random) -> ClusterView:
     """Equal workers with queues of any length."""
     cluster = ClusterView(SCHEDULING, VL_7B.kv_bytes_per_token, VL_7B.num_layers)
     for spec in workers(Layout(num_workers, num_workers, num_workers), VL_7B, H200):
-        worker = Worker(
-            spec.replica_id, spec.role, spec.num_blocks, spec.hardware, spec.device, tuple(spec.curves.encode)
-        )
+        worker = Worker(spec.replica_id, spec.role, spec.num_blocks, spec.hardware, tuple(spec.curves.encode))
         cluster.add(worker)
         cluster.measured(spec.replica_id, spec.curves)
         num_requests = rng.randint(0, 8)

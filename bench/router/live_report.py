@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from bench.encoder.records import Record
-from bench.engine.measure import percentile
+from cluster.simulator.results import percentile
 
 NUM_RESAMPLES = 300
 BASELINE = "least_loaded"

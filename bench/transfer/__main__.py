@@ -9,8 +9,8 @@
     python -m bench.transfer table results.jsonl
     python -m bench.transfer plot  results.jsonl --out results.svg
 
-`lanes` measures what `bench/transfer/lanes.py` describes, `hidden` what `hidden.py` does, with a model such as text-0.5b of
-`python -m bench.engine models`, `accuracy` what `accuracy.py` does. All append to the file.
+`lanes` measures what `bench/transfer/lanes.py` describes, `hidden` what `hidden.py` does, with a model such
+as text-0.5b of `python -m bench.engine models`, `accuracy` what `accuracy.py` does. All append to the file.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def _hidden(arguments: argparse.Namespace) -> None:
 
 
 def _accuracy(arguments: argparse.Namespace) -> None:
-    from bench.transfer.accuracy import Halves, measure
+    from bench.transfer.accuracy import ModelHalves, measure
     from deploy.demo_model.training.evaluate import TASKS
     from deploy.demo_model.training.words import test_words
-    from kv_transfer.codecs.codecs import CODECS
+    from kv_transfer.codecs.quantisation import CODECS
 
     records = measure(
-        Halves(arguments.model),
+        ModelHalves(arguments.model),
         test_words(arguments.seed, arguments.cache),
         arguments.seed,
         arguments.samples,

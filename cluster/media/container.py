@@ -1,6 +1,8 @@
-"""Opens video and audio containers. The demuxer is chosen by magic bytes from a fixed list and forced on FFmpeg, which
-would otherwise also try playlists and other formats that make it open further files or addresses. Decoders are those of files
-that people have; the hundreds of others that FFmpeg carries are never run."""
+"""Opens video and audio containers.
+
+Magic bytes select the demuxer from a fixed list, and FFmpeg is forced to use it. Otherwise FFmpeg would also try playlists and other
+formats that make it open further files or addresses. Only decoders of common codecs may run, not the hundreds of others in FFmpeg.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from cluster.media.budget import DecodeBudget
 
 av.logging.set_level(None)
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs")
-# FFmpeg's limit also holds for a decoder's own buffers, which are larger than the frames of tiny videos.
+# FFmpeg's limit also applies to a decoder's own buffers, which are larger than the frames of tiny videos.
 MIN_BUFFER_PIXELS = 2**20
 VIDEO_CODECS = frozenset((
     "h264", "hevc", "vvc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg",
@@ -50,7 +52,7 @@ _BY_FIRST_BYTES = {
 
 
 def container_format(data: bytes) -> str | None:
-    """FFmpeg's demuxer name for these bytes, None when they are not of an accepted format."""
+    """FFmpeg's demuxer name for these bytes; None if they are not of an accepted format."""
     head = data[:16]
     if head[4:8] in _MP4_FIRST_BOXES:
         return None if head[8:12] in HEIC_BRANDS else "mp4"
@@ -74,7 +76,7 @@ def container_format(data: bytes) -> str | None:
 
 @contextmanager
 def open_container(data: bytes, budget: DecodeBudget) -> Iterator[InputContainer]:
-    """Raises MediaError for unknown formats, and whatever PyAV raises for broken ones."""
+    """Raises MediaError for unknown formats, and whatever PyAV raises for broken files."""
     name = container_format(data)
     if name is None:
         raise MediaError("not a container format this server accepts")
@@ -92,9 +94,9 @@ def open_container(data: bytes, budget: DecodeBudget) -> Iterator[InputContainer
 
 
 def first_stream(container: InputContainer, kind: Literal["video", "audio"], budget: DecodeBudget) -> Any:
-    """The stream that is decoded, its decoder limited to the budget. (PyAV types video and audio streams apart.)"""
+    """The stream to decode, with its decoder limited to the budget. (PyAV has different types for video and audio streams.)"""
     streams = [stream for stream in container.streams if stream.type == kind]
-    if kind == "video":  # the cover of a song is no video
+    if kind == "video":  # the cover of a song is not a video
         streams = [s for s in streams if not s.disposition & av.stream.Disposition.attached_pic]
     if not streams:
         raise MediaError("has no sound track" if kind == "audio" else "has no video stream")

@@ -1,13 +1,14 @@
-"""Attention over block memory on CUDA: flash-attn where it fits, our own decode kernel where it does not. Letters as in
-`attention`.
+"""Attention over block memory on CUDA, with flash-attn or our own decode kernel. Letters as in `attention`.
 
-`route` holds the rule. flash-attn 2 reads pages of a multiple of 256 rows only, flash-attn 3 (module
-`flash_attn_interface`, Hopper) any; smaller blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention` and
-prefilled from rows gathered into one piece. Two-way spans, and in prefill sinks and unequal widths of K and V, take the
-fallback. Either library may be missing.
+`route` decides:
 
-Untried on a GPU: calls follow the signatures of flash-attn 2.8.3 and of its hopper/flash_attn_interface.py; routing and
-arguments are tested on the CPU against stand-ins of these functions.
+* flash-attn 2 reads only pages of a multiple of 256 rows. flash-attn 3 (module `flash_attn_interface`, Hopper) reads any.
+* Smaller blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention`, and prefilled from rows that are gathered into
+  one tensor.
+* Bidirectional spans use the fallback. In prefill, sinks and different widths of K and V use it as well.
+
+Either library may be missing. Untried on a GPU: calls follow the signatures of flash-attn 2.8.3 and of its
+hopper/flash_attn_interface.py. Routing and arguments are tested on the CPU with stand-ins for these functions.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Route(Enum):
 def route(
     batch: PagedBatch, layer: LayerAttention, cache: LayerCache, page_multiple: int | None, has_kernels: bool
 ) -> Route:
-    """page_multiple: of the flash library, None where there is none. has_kernels: triton is installed."""
+    """page_multiple: of the flash library; None without one. has_kernels: whether triton is installed."""
     flash_can = (
         page_multiple is not None
         and layer.sinks is None
@@ -157,7 +158,7 @@ class FlashAttention:
         self._num_processors = num_processors
 
     def can_capture(self, block_size: int, cache: LayerCache) -> bool:
-        """Whether a decode step over such a cache only launches kernels whose shapes do not depend on the contexts."""
+        """Whether a decode step over such a cache launches only kernels whose shapes do not depend on the contexts."""
         pages = self._page_multiple is not None and block_size % self._page_multiple == 0
         kernel = self._has_kernels and decode_attention.can_decode(cache)
         return kernel or (pages and isinstance(cache.key, PlainRows))
@@ -206,7 +207,7 @@ class FlashAttention:
 
 
 def make_cuda_backend(device: torch.device, fallback: AttentionBackend) -> AttentionBackend:
-    """For float16 and bfloat16. The fallback alone where neither flash-attn nor triton is installed."""
+    """For float16 and bfloat16. Returns the fallback if neither flash-attn nor triton is installed."""
     properties = torch.cuda.get_device_properties(device)
     library = _find_library(is_hopper=properties.major == 9)
     has_kernels = decode_attention.is_available()
@@ -228,7 +229,7 @@ def _find_library(is_hopper: bool) -> FlashLibrary | None:
 
 
 def _common(layer: LayerAttention) -> dict[str, Any]:
-    """Keywords that all calls of both generations share."""
+    """Keywords of all calls in both generations."""
     window = (-1, -1) if layer.sliding_window is None else (layer.sliding_window - 1, 0)
     return {
         "softmax_scale": layer.scaling,
@@ -248,11 +249,11 @@ def _rows(
 
 
 def _lengths(batch: PagedBatch) -> Lengths:
-    """Made once per step."""
+    """The sizes of this step; made once."""
     memo_key = ("flash", "lengths")
     if memo_key not in batch.memo:
         contexts = batch.context_lens_tensor
-        if batch.is_decode:  # from the device alone: the step may be under capture
+        if batch.is_decode:  # without reading the host: the step may be under capture
             query_starts = torch.arange(len(batch.query_lens) + 1, dtype=torch.int32, device=contexts.device)
         else:
             query_starts = _starts(torch.tensor(batch.query_lens)).to(contexts.device, non_blocking=True)

@@ -1,8 +1,11 @@
 """Attention over block memory in plain torch: any device, any dtype, every feature. Letters as in `attention`.
 
-Decode gathers all sequences' blocks into one padded batch and folds the group of query heads that share a KV head into
-the query length, which keeps torch's fused kernel on its fast path. Prefill runs one kernel per sequence. Soft-capped
-scores and attention sinks take an explicit softmax instead of the fused kernel. Masks are made once per step and window.
+* Decode gathers all sequences' blocks into one padded batch. It folds the query heads that share a KV head into the query length,
+  which keeps torch's fused kernel on its fast path.
+* Prefill runs one kernel per sequence.
+* Soft-capped scores and attention sinks use an explicit softmax instead of the fused kernel.
+
+Masks are made once per step and window.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from cluster.model.kv_format import LayerCache, PlainRows, RowStore
 
 class TorchAttention:
     """Keeps two scratch buffers for the gathered K and V of a decode step instead of allocating them in every layer.
-    Measured on the demo model, batch 32, context 256, one busy core: whole step 6.9 ms against 9.4 at best, 8.4 against
-    20 in the median.
+    Measured with the demo model, batch 32, context 256, one busy core: a whole step takes 6.9 ms instead of 9.4 at best,
+    and 8.4 instead of 20 in the median.
     """
 
     def __init__(self) -> None:
@@ -85,8 +88,8 @@ class TorchAttention:
 
 
 def _decode_view(batch: PagedBatch, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Block table [B, M] and additive mask [B, 1, 1, M * block_size] of one decode step. With a window only the blocks
-    that some query still sees are gathered."""
+    """Block table [B, M] and additive mask [B, 1, 1, M * block_size] of one decode step. With a window, only blocks that a query
+    still sees are gathered."""
     memo_key = ("decode", window)
     if memo_key not in batch.memo:
         table, lens, size = batch.block_tables, batch.context_lens_tensor, batch.block_size
@@ -107,7 +110,7 @@ def _decode_view(batch: PagedBatch, window: int | None, dtype: torch.dtype) -> t
 
 
 def _is_plain_prompt(batch: PagedBatch, layer: LayerAttention, seq: int) -> bool:
-    """A whole prompt from its first token, causal, shorter than the window: needs no gather and no mask."""
+    """Whether this is a whole prompt from its first token, causal and within the window: it needs no gather and no mask."""
     query_len, context_len = batch.query_lens[seq], batch.context_lens[seq]
     window = layer.sliding_window
     return (
@@ -122,7 +125,7 @@ def _is_plain_prompt(batch: PagedBatch, layer: LayerAttention, seq: int) -> bool
 def _prefill_view(
     batch: PagedBatch, window: int | None, seq: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Flat slots [S] of the keys that the chunk's queries may see, and the additive mask [n, S] (None: all visible)."""
+    """Flat slots [S] of the keys that the chunk's queries may see, and the additive mask [n, S] (None: all are visible)."""
     memo_key = ("prefill", window, seq)
     if memo_key not in batch.memo:
         query_len, context_len, size = batch.query_lens[seq], batch.context_lens[seq], batch.block_size

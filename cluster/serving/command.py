@@ -15,11 +15,11 @@ from cluster.serving.launch import LocalCluster
 from cluster.serving.status import ClusterFailed
 
 DEFAULT_CONFIG = REPOSITORY / "deploy" / "cluster.yaml"
-DESCRIPTION = "A serving cluster for multimodal language models, with encode, prefill, decode and generate in processes of their own."
+DESCRIPTION = "A serving cluster for multimodal language models with separate processes for encode, prefill, decode and generate."
 SERVE = """Run a cluster on this machine until Ctrl-C.
 
-Settings, the model folder, memory and the port are checked before anything starts; a failure ends it with one line and the path of
-the logs. EPDG_MODEL names another model: a folder, or an id on the Hugging Face hub ("org/name"), which is downloaded."""
+Settings, the model folder, memory and the port are checked before anything starts. A failure prints one line and the path of the
+logs. EPDG_MODEL names another model: a folder, or an id on the Hugging Face hub ("org/name"), which is downloaded."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_cluster(config: Path) -> int:
-    """Until SIGINT or SIGTERM: 0. After a failure: 1."""
+    """Blocks until SIGINT or SIGTERM and returns 0; returns 1 after a failure."""
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     started_at = time.monotonic()
@@ -54,7 +54,7 @@ def run_cluster(config: Path) -> int:
                 cluster.wait_ready()
                 _say(_welcome(cluster, time.monotonic() - started_at))
                 cluster.wait_ended()
-            except ClusterFailed as error:  # said before what is left of the cluster is stopped
+            except ClusterFailed as error:  # printed before the rest of the cluster is stopped
                 _complain(f"{error} (logs: {cluster.folder})")
                 raise
     except KeyboardInterrupt:

@@ -34,9 +34,7 @@ class SimDoor:
     def add(self, spec: WorkerSpec) -> None:
         modalities = tuple(spec.curves.encode)
         self._members.add(spec.replica_id)
-        self.cluster.add(
-            Worker(spec.replica_id, spec.role, spec.num_blocks, spec.hardware, spec.device, modalities)
-        )
+        self.cluster.add(Worker(spec.replica_id, spec.role, spec.num_blocks, spec.hardware, modalities))
         self.cluster.measured(spec.replica_id, spec.told or spec.curves)
 
     def measured(self, replica_id: str, curves: ServiceCurves) -> None:

@@ -25,12 +25,12 @@ from typing import Any
 
 import msgspec
 
-from bench.engine.measure import percentile
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import UnavailableError
 from cluster.simulator.gate import Gate
 from cluster.simulator.overheads import Overheads, links_of, slowed
 from cluster.simulator.recording import Block, Recorded, Recording
+from cluster.simulator.results import percentile
 from cluster.simulator.simulation import NOISE, MakePolicy, Simulation
 from cluster.simulator.whole import unpredicted
 from cluster.types.curves import ServiceCurves

@@ -1,33 +1,32 @@
-"""Checksums over bytes that lie scattered in memory, at about the speed of reading them: one for a CPU's memory, one for a GPU's.
+"""Checksums over bytes that lie scattered in memory, at about the speed of reading them: one for CPU memory, one for GPU memory.
 
-`checksum`, on the CPU. The bytes of all descriptors in their order make one stream of 64-bit little-endian words, the last filled up with zeros.
-The words go round `STREAMS` streams, each with a state of its own:
+`checksum`, for CPU memory. The bytes of all descriptors, in order, make one stream of 64-bit little-endian words; the last word
+is padded with zeros. The words are dealt in turn to `STREAMS` streams, each with a state of its own:
 
     state[i] = halves swapped((state[i] xor word) * M)          i = word's number mod STREAMS
 
-and the states, folded in order by the same step into a state that starts from the number of bytes, make the sum. The step is one to
-one in the state and in the word, so a single changed word, hence a single flipped bit, always changes the sum; other changes
+The states, folded in order by the same step into a state that starts from the number of bytes, give the sum. The step is one to
+one in the state and in the word. So a single changed word, hence a single flipped bit, always changes the sum. Other changes
 (words or blocks exchanged, bytes moved from one descriptor to another place in the stream) escape with a chance of about
-2**-64. How the stream is cut into descriptors does not matter. Against accidents, not against adversaries.
+2**-64. The sum does not depend on how the stream is cut into descriptors. It protects against accidents, not against
+adversaries. Native code computes it; without a compiler numpy does, with the same value. Any thread; the native call releases
+the interpreter's lock.
 
-Native where there is a compiler, else numpy: the same value. Any thread; the native call releases the interpreter's lock.
-
-`tensor_checksum`, wherever torch computes, is made for many threads: every word is mixed with a weight of its place in the block, one to
-one, the mixtures of a block are added, and the blocks' sums mixed and added in the same way by the place of the block.
+`tensor_checksum`, for any device of torch, suits many threads. Every word is mixed, one to one, with a weight of its place in
+the block; the mixed words of a block are added; the sums of the blocks are mixed with their places and added likewise.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from functools import cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model.cpu import library
+from kv_transfer.codecs import native as native_code
 
 STREAMS = 256
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -36,8 +35,8 @@ _WORD_MASK = 2**64 - 1
 
 
 def checksum(descriptors: np.ndarray) -> int:
-    """descriptors [n, 2] uint64: address and bytes, of memory of this process that nobody writes meanwhile. 64 bits."""
-    native = _native()
+    """64 bits. descriptors [n, 2] uint64: address and bytes of memory of this process, which must not change meanwhile."""
+    native = native_code.load()
     return numpy_checksum(descriptors) if native is None else native_checksum(descriptors, native)
 
 
@@ -47,7 +46,7 @@ def native_checksum(descriptors: np.ndarray, native: ctypes.CDLL) -> int:
 
 
 def numpy_checksum(descriptors: np.ndarray) -> int:
-    """Copies the bytes; some 20 times slower than the native one."""
+    """Copies the bytes; about 20 times slower than the native function."""
     parts = [ctypes.string_at(int(address), int(size)) for address, size in descriptors]
     stream = b"".join(parts)
     padding = -len(stream) % 8
@@ -61,18 +60,6 @@ def numpy_checksum(descriptors: np.ndarray) -> int:
     return _folded(states.tolist(), len(stream))
 
 
-def declared(cdll: ctypes.CDLL) -> ctypes.CDLL:
-    cdll.codec_checksum.argtypes = (ctypes.c_void_p, ctypes.c_int64)
-    cdll.codec_checksum.restype = ctypes.c_uint64
-    return cdll
-
-
-@cache
-def _native() -> ctypes.CDLL | None:
-    kernels = library.load()
-    return declared(kernels.cdll) if kernels else None
-
-
 def _folded(states: list[int], num_bytes: int) -> int:
     total = num_bytes * _STEP & _WORD_MASK
     for state in states:
@@ -84,7 +71,7 @@ def _folded(states: list[int], num_bytes: int) -> int:
 
 @torch.inference_mode()
 def tensor_checksum(segments: Iterable[Tensor]) -> int:
-    """Segment by segment [n, bytes] uint8: the bytes of the n blocks in it; all on one device. 64 bits. Waits for the device."""
+    """64 bits. Each segment is [n, bytes] uint8, the bytes of n blocks in it; all on one device. Waits for the device."""
     total: Tensor | int = 0
     for number, blocks in enumerate(segments):
         device = blocks.device
@@ -100,7 +87,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _mixed(words: Tensor, weights: Tensor) -> Tensor:
-    """One to one in each int64 word, for an odd weight."""
+    """One to one in each int64 word if the weights are odd."""
     products = (words ^ weights) * weights
     return (products ^ (products >> 32 & 0xFFFFFFFF)) * _signed(_MULTIPLIER)
 

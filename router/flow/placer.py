@@ -37,7 +37,6 @@ class Placer:
                 member.role,
                 member.num_blocks,
                 member.hardware,
-                member.device,
                 member.modalities,
             )
         )

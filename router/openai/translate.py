@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.errors import ContextLengthError, ModelNotFoundError, RequestError
 from cluster.media.sources import MediaSource
-from cluster.text.chat import ChatMessage, MediaPart, TextPart
+from cluster.text.chat import ChatMedia, ChatMessage, ChatText
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 from cluster.types.request import SamplingParams
@@ -223,14 +223,14 @@ def _message(
     role = "system" if message.role == "developer" else message.role
     if isinstance(message.content, str):
         return ChatMessage(role, message.content)
-    parts: list[TextPart | MediaPart] = []
+    parts: list[ChatText | ChatMedia] = []
     for part_idx, part in enumerate(message.content):
         if isinstance(part, schema.TextPart):
-            parts.append(TextPart(part.text))
+            parts.append(ChatText(part.text))
             continue
         source = _source(part, f"messages[{idx}].content[{part_idx}]", options)
         media.append(source)
-        parts.append(MediaPart(source.modality))
+        parts.append(ChatMedia(source.modality))
     return ChatMessage(role, tuple(parts))
 
 
@@ -308,7 +308,7 @@ def _negative(messages: Sequence[ChatMessage], text: str) -> tuple[ChatMessage, 
 def _text_of(message: ChatMessage) -> str:
     if isinstance(message.content, str):
         return message.content
-    return "".join(part.text for part in message.content if isinstance(part, TextPart))
+    return "".join(part.text for part in message.content if isinstance(part, ChatText))
 
 
 def _wants_usage(request: ChatRequest | CompletionRequest) -> bool:

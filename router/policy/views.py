@@ -20,7 +20,6 @@ class Worker:
     role: Role
     num_blocks: int
     hardware: str = ""
-    device: str = ""
     modalities: tuple[str, ...] = ()  # encode only; none named: any
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from cluster.errors import ContextLengthError, MediaError, RequestError
 from cluster.kvcache.hashing import block_hashes
-from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart
+from cluster.text.chat import ChatMedia, ChatMessage, LaidOutMedia
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.types.request import Guidance, Prompt
@@ -178,8 +178,8 @@ def without_items(messages: Sequence[ChatMessage], left_out: Collection[int]) ->
             continue
         parts = []
         for part in message.content:
-            item_idx += isinstance(part, MediaPart)
-            if not (isinstance(part, MediaPart) and item_idx in left_out):
+            item_idx += isinstance(part, ChatMedia)
+            if not (isinstance(part, ChatMedia) and item_idx in left_out):
                 parts.append(part)
         kept.append(msgspec.structs.replace(message, content=tuple(parts)))
     return tuple(kept)

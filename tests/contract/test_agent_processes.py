@@ -14,7 +14,7 @@ import torch
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
-from kv_transfer.lease.sender import Finished, SendFailed
+from kv_transfer.lease.events import Finished, SendFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.contract.agents import (
     BETWEEN_PROCESSES,

@@ -13,7 +13,7 @@ from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agents import factory as agents_of_the_cluster
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.lease.sender import Finished
+from kv_transfer.lease.events import Finished
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.contract.agents import (
     ALL_KINDS,

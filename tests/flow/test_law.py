@@ -17,7 +17,7 @@ from cluster.types.curves import Link
 from cluster.types.request import GenerateRequest, StopParams
 from decode_service.engine import DecodeEngine
 from decode_service.service import DecodeService
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.outgoing import Outgoing
 from kv_transfer.lease.sender import Sender
 from router.openai.app import build_api
@@ -169,14 +169,14 @@ async def test_answers_over_coded_kv_are_nearly_always_the_same(
 async def test_prompts_whose_end_decode_computes_give_the_same_answers(expected, monkeypatch):
     """All that follows the last media item, however fast the link is."""
     recomputed: list[int] = []
-    take_over = DecodeEngine._take_over
+    take_over = DecodeEngine._on_kv_ready
 
     def watch(engine, request):
         if request.ready.first_recomputed is not None:
             recomputed.append(len(request.request.prompt.token_ids) - request.ready.first_recomputed)
         take_over(engine, request)
 
-    monkeypatch.setattr(DecodeEngine, "_take_over", watch)
+    monkeypatch.setattr(DecodeEngine, "_on_kv_ready", watch)
     monkeypatch.setattr(Outgoing, "block_s", 1e9)
     monkeypatch.setattr("prefill_service.transfer.MIN_SENT_BYTES", 0)
     args = cluster_args(48, "nixl").model_copy(update={"transfer": TransferArgs(recompute="auto")})

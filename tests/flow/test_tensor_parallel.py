@@ -32,7 +32,7 @@ from tests.flow.tiny_models import TEXT_FAMILIES
 BLOCK_SIZE = 4
 TABLES = ([3, 1, 2, 7, 9], [4, 5, 6, 8, 10])
 FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
-REFUSED = {"qwen3_vl_moe": "cannot share model type"}
+REFUSED = {"qwen3_vl_moe": "cannot distribute model type"}
 Answers = tuple[list[list[int]], torch.Tensor]
 
 
@@ -147,14 +147,14 @@ def test_a_family_that_cannot_be_shared_out_is_refused(name: str, shared) -> Non
 
 
 def test_heads_that_cannot_be_dealt_out_evenly_are_refused(checkpoints: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="2 KV heads cannot be dealt out evenly to 4 ranks"):
+    with pytest.raises(ConfigError, match="2 KV heads cannot be distributed evenly to 4 ranks"):
         LanguageModel.load(checkpoints["llama"], dtype=torch.float32, num_ranks=4)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_dtype": "int8"}, "weight_dtype int8 does not go with tensor_parallel_size 2"),
+        ({"weight_dtype": "int8"}, "weight_dtype int8 cannot be combined with tensor_parallel_size 2"),
         ({"transfer": {"codec": "int4"}}, "int4 has to pass a probe of the whole model"),
     ],
 )

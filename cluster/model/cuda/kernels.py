@@ -1,9 +1,9 @@
-"""Triton kernels over paged KV. Importing this needs triton. Tried in Triton's interpreter and compiled for sm_80 and sm_90
-(3.9, no register spills up to widths of 128), never run on a GPU.
+"""Triton kernels over paged KV. Importing them needs triton. Tried in Triton's interpreter and compiled for sm_80 and sm_90 (Triton
+3.9, no register spills up to widths of 128), never run on a GPU.
 
 Blocks are [num_blocks, BLOCK_SIZE, KV_HEADS, width], contiguous; a flat slot is block id * BLOCK_SIZE + row. INT8 blocks
-hold codes, with float16 scales [num_blocks, BLOCK_SIZE, KV_HEADS, cdiv(width, 64)] beside them: one for each run of 64 channels;
-value = code * scale. `*_PAD` is the size rounded up to a power of two, which tile shapes must be.
+hold codes and have float16 scales [num_blocks, BLOCK_SIZE, KV_HEADS, cdiv(width, 64)], one for each run of 64 channels; value = code *
+scale. `*_PAD` is a size rounded up to a power of two, because tile shapes must be powers of two.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def decode_reduce(
     partial_out, partial_stats, sinks, out, num_splits,
     HEADS: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Joins the shares of one head of one sequence. Grid (sequences * HEADS,). out [B, HEADS, V_WIDTH]; sinks [HEADS]: one
+    """Combines the shares of one head of one sequence. Grid (sequences * HEADS,). out [B, HEADS, V_WIDTH]; sinks [HEADS]: one
     more logit in the denominator. A row that sees no key becomes zero."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS_PAD)

@@ -2,8 +2,8 @@
 
     python -m deploy.demo_model.training.examples --model deploy/demo_model
 
-Candidates follow from the seed; the first that the model answers as it should is kept. `answers.json` lists each
-file with its question and answer.
+Candidates follow from the seed; the first that the model answers as it should is kept. `answers.json` lists
+each file with its question and answer.
 """
 
 import argparse
@@ -32,7 +32,7 @@ JPEG_QUALITY = 90
 
 @dataclass(frozen=True)
 class Example:
-    """A file, how to make a candidate for it, and what the model must say."""
+    """A file, a function that makes a candidate for it, and the answer that the model must give."""
 
     name: str
     make: Callable[[random.Random, WordBank], bytes]

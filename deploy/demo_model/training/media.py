@@ -51,12 +51,14 @@ def processor_size(height: int, width: int) -> tuple[int, int]:
     new_height, new_width = round(height / PATCH_SIDE) * PATCH_SIDE, round(width / PATCH_SIDE) * PATCH_SIDE
     if new_height * new_width > MAX_PIXELS:
         scale = math.sqrt(height * width / MAX_PIXELS)
-        return tuple(
+        new_height, new_width = (
             max(PATCH_SIDE, math.floor(side / scale / PATCH_SIDE) * PATCH_SIDE) for side in (height, width)
         )
-    if new_height * new_width < MIN_PIXELS:
+    elif new_height * new_width < MIN_PIXELS:
         scale = math.sqrt(MIN_PIXELS / (height * width))
-        return tuple(math.ceil(side * scale / PATCH_SIDE) * PATCH_SIDE for side in (height, width))
+        new_height, new_width = (
+            math.ceil(side * scale / PATCH_SIDE) * PATCH_SIDE for side in (height, width)
+        )
     return new_height, new_width
 
 

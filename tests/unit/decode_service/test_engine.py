@@ -33,7 +33,7 @@ def relay(rig):
 
 
 def ask_decode(rig, relay):
-    """Prefill has blocks for everybody who was started; decode hears of it and of nothing else."""
+    """Prefill has blocks for every request that was started; decode hears of that and of nothing else."""
     while relay.to_worker["prefill"]:
         relay.send_one("prefill")
     rig.prefill.step()
@@ -48,7 +48,7 @@ def granted(rig):
     return [m for m in rig.decode.said if isinstance(m, DecodeGranted)]
 
 
-def test_a_small_pool_serves_everybody(rig, relay):
+def test_a_small_pool_serves_all_requests(rig, relay):
     for i in range(8):
         relay.start(make_request(f"r{i}", 9 + i, max_tokens=5))
         rig.clock.at += 0.01
@@ -57,7 +57,7 @@ def test_a_small_pool_serves_everybody(rig, relay):
     assert len(rig.ended) == len(set(rig.ended)) and {f"r{i}" for i in range(8)} <= set(rig.ended)
 
 
-def test_nobody_overtakes_a_large_request(rig, relay):
+def test_no_request_overtakes_a_large_one(rig, relay):
     for request_id, num_tokens in (("a", 20), ("large", 30), ("small", 3)):
         relay.start(make_request(request_id, num_tokens))
         ask_decode(rig, relay)
@@ -134,7 +134,7 @@ def test_a_stop_token_ends_the_answer(rig, relay):
     assert relay.stories["r"].finish_reason is FinishReason.STOP
 
 
-def test_the_newest_gives_way_when_blocks_run_out_and_everybody_gets_his_whole_answer(rig, relay):
+def test_the_newest_is_preempted_when_blocks_run_out_and_all_answers_are_whole(rig, relay):
     for i in range(3):  # 3 × (2 prompt blocks + 5 of the answer) do not fit into 10
         relay.start(make_request(f"r{i}", 6, max_tokens=20))
     relay.play(300)
@@ -158,7 +158,7 @@ def test_the_oldest_is_never_preempted(rig, relay):
     assert preempted and "old" not in preempted
 
 
-def test_nothing_is_run_for_a_request_that_gave_way_in_its_own_turn(rig, relay):
+def test_nothing_is_run_for_a_request_that_preempted_itself(rig, relay):
     """Two rows fill a step, so each request runs alone, and the newer one asks for the last blocks."""
     runner, sizes = rig.decode.engine._runner, []
     run = runner.run
@@ -203,7 +203,7 @@ def test_choices_are_preempted_and_resumed_one_by_one(rig, relay):
     assert [line.tokens for line in story.lines] == [list(range(50, 62))] * 2
 
 
-def test_a_companion_has_kv_of_its_own_and_its_request_is_counted_with_it(rig, relay):
+def test_a_negative_prompt_has_kv_of_its_own_and_counts_as_a_sequence(rig, relay):
     story = relay.start(make_request("r", 8, max_tokens=5, negative=5))
     while not rig.decode.engine.load().num_running:
         relay.play(1)
@@ -220,7 +220,7 @@ def test_a_pair_that_cannot_fit_is_refused_with_the_numbers(rig, relay):
 
 
 def test_the_engine_does_not_sleep_on_blocks_that_the_last_runner_has_freed(rig, relay):
-    """A step that ends its only request says that it has more to do, because somebody may wait for the blocks."""
+    """A step that ends its only request says that it has more to do, because a request may wait for the blocks."""
     engine, waits = rig.decode.engine, []
     step = engine.step
     engine.step = lambda: waits.append(step())
@@ -232,7 +232,7 @@ def test_the_engine_does_not_sleep_on_blocks_that_the_last_runner_has_freed(rig,
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 6, 7, 8, 15])  # but for one
 @pytest.mark.parametrize("num_choices", [1, 3])
-def test_a_prompt_computed_here_is_answered_without_anybody_else(rig, relay, num_tokens, num_choices):
+def test_a_prompt_computed_here_needs_no_prefill_worker(rig, relay, num_tokens, num_choices):
     story = relay.start(
         make_request("r", num_tokens, max_tokens=6, num_choices=num_choices), prefills_locally=True
     )
@@ -254,7 +254,7 @@ def test_a_prompt_is_computed_a_block_at_a_time_and_the_others_go_on(rig, relay)
     assert len(running.tokens) - num_before == len(parts)
 
 
-def test_short_prompts_share_a_stretch_and_go_before_long_ones(rig, relay):
+def test_short_prompts_share_a_local_prefill_step_and_go_before_long_ones(rig, relay):
     batches, compute = [], rig.decode.engine._local_prefill._runner.compute
     rig.decode.engine._local_prefill._runner.compute = lambda batch: (
         batches.append(len(batch)) or compute(batch)
@@ -287,7 +287,7 @@ def test_a_prompt_computed_here_may_be_cancelled_at_any_moment(rig, relay, num_r
     assert rig.ended == ["r"] and rig.pools["decode"].num_referenced == 0
 
 
-def test_prompts_computed_here_are_preempted_and_computed_anew(rig, relay):
+def test_prompts_computed_here_are_preempted_and_computed_again(rig, relay):
     for i in range(3):
         relay.start(make_request(f"r{i}", 6, max_tokens=20), prefills_locally=True)
     relay.play(300)
@@ -309,7 +309,7 @@ def test_blocks_are_kept_for_those_that_wait_no_longer_than_they_do(rig, relay, 
     assert rig.decode.engine._num_admitted_sequences == 0
 
 
-def test_a_prompt_that_waits_too_long_for_its_turn_fails_by_name(rig, relay):
+def test_a_prompt_that_waits_too_long_to_be_computed_fails_by_name(rig, relay):
     story = relay.start(make_request("r", 17), prefills_locally=True)
     relay.play(2)
     rig.clock.at += TIMEOUT_S
@@ -321,12 +321,12 @@ def test_a_prompt_that_waits_too_long_for_its_turn_fails_by_name(rig, relay):
 def test_what_decode_cannot_compute_is_not_begun(rig, relay, changes):
     story = relay.start(make_request("r", 6, **changes), prefills_locally=True)
     relay.play(2)
-    assert "a text without a companion" in story.error and rig.ended == ["r"]
+    assert "without a negative prompt" in story.error and rig.ended == ["r"]
 
 
 def test_the_first_token_says_where_its_time_went(rig, relay):
-    """Two seconds without blocks, a second in which another request has its last step; then three stretches of a second, and
-    between them two steps of somebody else."""
+    """Two seconds without blocks, a second in which another request has its last step; then three local prefill
+    steps of a second, and between them two steps of another request."""
     relay.start(make_request("other", 19, max_tokens=3), prefills_locally=True)
     relay.start(make_request("third", 3, max_tokens=20), prefills_locally=True)
     while len(relay.stories["other"].tokens) < 2:
@@ -365,7 +365,7 @@ def test_the_context_of_all_running_sequences_is_in_the_load(rig, relay):
     relay.start(make_request("r", 6, max_tokens=10, num_choices=2))
     relay.start(make_request("guided", 4, max_tokens=9, negative=3))
     rig.clock.at += 0.1
-    relay.start(make_request("new", 5, max_tokens=20))  # has to give way
+    relay.start(make_request("new", 5, max_tokens=20))  # will be preempted
     seen = []
     for _ in range(100):
         relay.play(1)
@@ -430,7 +430,7 @@ def test_speculation_forgets_every_choice_that_has_ended(rig, relay, ends):
     assert bool(begun) == (ends != "at its first token") and {"r0/0", "r0/1"} <= set(forgotten)
 
 
-def test_a_newcomer_does_not_get_the_block_that_somebody_who_runs_is_about_to_need(rig, relay):
+def test_a_new_request_does_not_get_the_block_that_a_running_one_needs_next(rig, relay):
     """The newcomer's prompt would fill the pool, and lose its blocks at once."""
     old = relay.start(make_request("old", 7, max_tokens=12), prefills_locally=True)
     relay.play(2)

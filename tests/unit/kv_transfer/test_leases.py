@@ -8,8 +8,7 @@ import torch
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from kv_transfer.agents.agent import LayoutMismatchError, LeaseExpiredError, PeerLostError, TransferError
-from kv_transfer.lease.receiver import Aborted, Completed, Expired, LateWrite
-from kv_transfer.lease.sender import Finished, SendAborted, SendFailed
+from kv_transfer.lease.events import Aborted, Completed, Expired, Finished, LateWrite, SendAborted, SendFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 
@@ -355,7 +354,7 @@ def test_a_step_that_raises_is_reported_once_and_leases_still_end():
 
 
 def test_how_long_a_block_takes_to_a_peer_is_measured_and_forgotten_with_it(pair, monkeypatch):
-    monkeypatch.setattr("kv_transfer.lease.link.MIN_MEASURED_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.lease.link_meter.MIN_MEASURED_BYTES", 1)
     pair.network.faults.post_polls = 2
     grant = pair.grant()
     outgoing = pair.open(grant)

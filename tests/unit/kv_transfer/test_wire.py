@@ -9,9 +9,8 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import kv_segments
 from kv_transfer.agents.agent import LayoutMismatchError
 from kv_transfer.agents.in_process import FaultScript
-from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.receiver import Aborted, Completed, Expired
-from kv_transfer.lease.sender import Finished, SendFailed
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.events import Aborted, Completed, Expired, Finished, SendFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 
@@ -230,7 +229,7 @@ def test_a_done_notice_for_wire_blocks_that_were_granted_anew_completes_nothing(
     pair.owner.revoke("lease", "given up")
     pair.owner._receiver._expiries.clear()
     pair.step()
-    others = pair.owner_wire.try_take(4)
+    others = pair.owner_wire.try_allocate(4)
     second = pair.owner.grant("lease", first.block_ids, first.generations, TTL_S, (RUN,))
     pair.held["lease"] = pair.pool.allocate(NUM_RUN_BLOCKS)
     assert second.coded.generations != first.coded.generations
@@ -320,4 +319,4 @@ def test_layouts_that_cannot_be_coded_are_refused():
 
 def test_a_memory_too_small_for_a_group_codes_none():
     wire = Wire(BlockMemory(LAYOUT, 2), "int8", 64)
-    assert wire.speed.encode > 0 and wire.first_blocks([32]) == []
+    assert wire.encoding.s_per_byte > 0 and wire.first_blocks([32]) == []

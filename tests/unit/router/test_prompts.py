@@ -10,7 +10,7 @@ import pytest
 from bench.media_files import audio, image, video
 from cluster.errors import ContextLengthError, MediaError, RequestError
 from cluster.media.sources import MediaSource
-from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart, TextPart
+from cluster.text.chat import ChatMedia, ChatMessage, ChatText, LaidOutMedia
 from cluster.types.media import MediaOptions, Modality, PlacedMedia
 from cluster.types.request import Prompt, SamplingParams
 from router.openai.translate import ChatCall, GuidanceRules, MediaRules, StopRules
@@ -32,9 +32,9 @@ class FakeText:
         placed: list[PlacedMedia] = []
         items = iter(media)
         for message in messages:
-            parts = (TextPart(message.content),) if isinstance(message.content, str) else message.content
+            parts = (ChatText(message.content),) if isinstance(message.content, str) else message.content
             for part in parts:
-                if isinstance(part, TextPart):
+                if isinstance(part, ChatText):
                     token_ids += map(ord, part.text)
                     continue
                 item = next(items)
@@ -59,7 +59,7 @@ def builder(max_model_len: int = 1000, max_items: int = 4, max_tokens: int = 0, 
 
 def user(*parts: str | Modality) -> ChatMessage:
     return ChatMessage(
-        "user", tuple(TextPart(part) if type(part) is str else MediaPart(Modality(part)) for part in parts)
+        "user", tuple(ChatText(part) if type(part) is str else ChatMedia(Modality(part)) for part in parts)
     )
 
 
