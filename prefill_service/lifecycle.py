@@ -16,8 +16,7 @@ from cluster.types.messages import Failed, FinishReason, TokenEvent
 from cluster.worker.blame import bookkeeping
 from cluster.worker.outbox import Outbox
 from cluster.worker.requests import RequestTable
-from kv_transfer.lease.receiver import LeaseEvent
-from kv_transfer.lease.sender import Finished, SendEvent
+from kv_transfer.lease.events import Finished, LeaseEvent, SendEvent
 from prefill_service.features import FeatureStore
 from prefill_service.state import PrefillPhase, PrefillRequest
 from prefill_service.transfer import Targets
