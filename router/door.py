@@ -30,6 +30,7 @@ from cluster.types.members import Member, Role
 from cluster.types.request import GenerateRequest, StopParams
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
+from router.calls import ChatCall, CompletionCall, StopRules
 from router.dispatcher import DecodeCaller, Dispatcher
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
@@ -37,8 +38,7 @@ from router.flow.state import WorkerState
 from router.generation import Choice
 from router.members import Peer
 from router.openai.limits import Limits
-from router.openai.translate import ChatCall, CompletionCall, StopRules
-from router.policy import POLICIES, ClusterView
+from router.policy import ClusterView, make_policy
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.intake import ByteLimits, MediaIntake
 from router.prompts.media import MediaPlanner
@@ -89,7 +89,7 @@ class Door:
             self._clock,
         )
         self._flow = RequestFlow(
-            Placer(POLICIES[args.door.policy](), self._cluster, args.block_size),
+            Placer(make_policy(args.door.policy), self._cluster, args.block_size),
             AdmissionController(
                 AdmissionQueue(args.door.admission, args.scheduling.text_share, Capacity(0, 0, 0))
             ),

@@ -10,7 +10,7 @@ from cluster.errors import ClusterError
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.stop import StopStrings
 from cluster.types.messages import FinishReason, TokenEvent
-from router.openai.protocol import MediaNote, TextDelta, Usage
+from router.calls import MediaNote, TextDelta, Usage
 from router.prompts.builder import PreparedPrompt
 from router.streams import TokenStream
 from router.telemetry.metrics import DoorMetrics

@@ -17,7 +17,7 @@ from cluster.types.media import Modality
 from cluster.types.members import Role
 from cluster.types.messages import LoadReport
 from router.policy import ClusterView, ItemView, JointPolicy, RequestView, Worker
-from router.policy.predict import Outlook
+from router.policy.estimate import Estimate
 from router.policy.search import Search
 
 MOST_QUEUED = {Role.ENCODE: 8000, Role.PREFILL: 16_000, Role.DECODE: 64}  # units
@@ -58,9 +58,9 @@ def decisions(num_workers: int, num_decisions: int = 200, seed: int = 0) -> list
 
 def loss(request: RequestView, cluster: ClusterView) -> float:
     """By what part the cost of the placement that is found exceeds that of the best of many more."""
-    outlook = Outlook(request, cluster, 1.0)
-    best = Search(outlook, len(cluster.prefills), UNLIMITED_STEPS).best()
-    return Search(outlook).best().cost_s / best.cost_s - 1
+    estimate = Estimate(request, cluster, 1.0)
+    best = Search(estimate, len(cluster.prefills), UNLIMITED_STEPS).best()
+    return Search(estimate).best().cost_s / best.cost_s - 1
 
 
 def loaded_cluster(num_workers: int, rng: Random) -> ClusterView:

@@ -179,11 +179,15 @@ class AdmissionArgs(_Args):
         return self
 
 
+POLICY = r"^(joint|least_loaded|round_robin|per_stage|linear|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+
+
 class DoorArgs(_Args):
     request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
     first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token, once a request has been let in
-    # which workers serve a request. joint: all are chosen together, for the earliest first token; the others are for comparison
-    policy: Literal["joint", "least_loaded", "round_robin", "per_stage", "linear"] = "joint"
+    # how requests are placed. joint: all workers of a request together, for the earliest first token. Else the import
+    # path of another policy, package.module:Class. The names of the comparison policies are aliases for one release.
+    policy: str = Field("joint", pattern=POLICY)
     # of an OpenTelemetry collector, such as http://localhost:4318/v1/traces; empty: no traces
     otlp_traces_endpoint: str = ""
     # the most urgent priority that a client may ask for; lower is more urgent

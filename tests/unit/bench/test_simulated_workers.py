@@ -13,7 +13,7 @@ from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.simulation import Simulation
 from cluster.simulator.whole import unpredicted
 from cluster.simulator.workload import SimRequest, images
-from router.policy import POLICIES, Decision, Placement
+from router.policy import Decision, Placement, make_policy
 
 
 class Alone:
@@ -22,7 +22,7 @@ class Alone:
     def __init__(self, may_prefill_locally: bool = False):
         layout = Layout(1, 1, 1, may_prefill_locally=may_prefill_locally)
         self.simulation = Simulation(
-            workers(layout, VL_7B, H200), [lambda _: POLICIES["joint"]()], VL_7B, noise=0.0
+            workers(layout, VL_7B, H200), [lambda _: make_policy("joint")], VL_7B, noise=0.0
         )
         (self.encoder,) = self.simulation.encoders.values()
         (self.prefill,) = self.simulation.prefills.values()

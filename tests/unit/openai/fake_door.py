@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from cluster.text.defaults import GenerationDefaults
+from router.calls import ChatCall, CompletionCall, MediaNote, TextDelta, Usage
 from router.openai.limits import Limits
-from router.openai.protocol import MediaNote, TextDelta, Usage
-from router.openai.translate import ChatCall, CompletionCall
 
 
 class FakeLedger:

@@ -10,15 +10,17 @@ import msgspec
 import pytest
 
 from router.openai.app import build_api
-from router.openai.limits import PATIENCE, Patience
+from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
 from tests.unit.openai.fake_door import FakeDoor
 
 BODY = {"model": "org/demo", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def call(door: FakeDoor, method: str, path: str, patience: Patience = PATIENCE, **kwargs) -> httpx.Response:
+def call(
+    door: FakeDoor, method: str, path: str, timeouts: ClientTimeouts = CLIENT_TIMEOUTS, **kwargs
+) -> httpx.Response:
     async def main():
-        api = build_api(door, patience)
+        api = build_api(door, timeouts)
         transport = httpx.ASGITransport(api, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
             return await client.request(method, path, **kwargs)

@@ -17,8 +17,8 @@ from router.admission.queue import (
     Admitted,
     Capacity,
     Queued,
-    Reason,
-    Refused,
+    Refusal,
+    RefusalReason,
     Reported,
 )
 from tests.fakes.door_world import one_class, two_classes
@@ -129,7 +129,7 @@ def test_a_request_that_would_miss_its_target_is_refused_with_the_time_at_which_
     admission = queue(one_class(target_ttft_s=5.0))
     fill(admission)
     answer = admission.offer(ticket("late", ttft_s=12.5), 0.0)
-    assert answer == Refused(retry_after_s=8, reason=Reason.TARGET)
+    assert answer == Refusal(retry_after_s=8, reason=RefusalReason.TARGET)
 
 
 def test_a_prompt_too_long_for_any_target_is_served_like_one_without():
@@ -145,7 +145,7 @@ def test_a_waiting_request_is_refused_when_its_time_is_over_and_only_once():
     assert admission.offer(waiting, 1.0) == Queued()
     assert admission.next_deadline() == 4.0 and admission.expired(3.9) == []
     [(given_up, answer)] = admission.expired(4.0)
-    assert given_up is waiting and answer.reason is Reason.WAIT and answer.retry_after_s >= 1
+    assert given_up is waiting and answer.reason is RefusalReason.WAIT and answer.retry_after_s >= 1
     assert admission.expired(4.0) == [] and admission.next_deadline() is None
 
 
@@ -180,12 +180,12 @@ def test_a_full_queue_gives_places_of_batch_to_interactive_and_keeps_one_of_each
     for name in "abc":
         assert admission.offer(ticket(name, class_name="batch"), 0.0) == Queued()
     answer = admission.offer(ticket("d", class_name="batch"), 0.0)
-    assert isinstance(answer, Refused) and answer.reason is Reason.FULL
-    assert [type(admission.offer(ticket(name), 0.0)) for name in "xyz"] == [Queued, Queued, Refused]
+    assert isinstance(answer, Refusal) and answer.reason is RefusalReason.FULL
+    assert [type(admission.offer(ticket(name), 0.0)) for name in "xyz"] == [Queued, Queued, Refusal]
     lost = admission.expired(0.0)
     assert [(each.request_id, answer.reason) for each, answer in lost] == [
-        ("c", Reason.DISPLACED),
-        ("b", Reason.DISPLACED),
+        ("c", RefusalReason.DISPLACED),
+        ("b", RefusalReason.DISPLACED),
     ]
 
 
@@ -196,7 +196,7 @@ def test_a_full_queue_gives_places_of_the_longest_line_to_other_tenants():
         admission.offer(ticket(name, tenant="many"), 0.0)
     assert admission.offer(ticket("one", tenant="few"), 0.0) == Queued()
     assert [each.request_id for each, _ in admission.expired(0.0)] == ["c"]
-    assert isinstance(admission.offer(ticket("d", tenant="many"), 0.0), Refused)
+    assert isinstance(admission.offer(ticket("d", tenant="many"), 0.0), Refusal)
 
 
 def test_what_other_doors_have_sent_counts_as_far_as_workers_report_it():
@@ -234,7 +234,7 @@ def test_new_workers_let_waiting_requests_in():
 
 
 def test_a_refusal_is_an_overload_with_the_time_to_come_back():
-    error = Refused(7, Reason.WAIT).to_error()
+    error = Refusal(7, RefusalReason.WAIT).to_error()
     assert (error.status, error.retry_after_s) == (429, 7) and "busy" in error.message
 
 
@@ -300,8 +300,8 @@ class Door(RuleBasedStateMachine):
         )  # fmt: skip
         answer = self.admission.offer(offered, self.now)
         self.blocks[name] = num_blocks
-        self.state[name] = {Admitted: "admitted", Queued: "waiting", Refused: "ended"}[type(answer)]
-        if isinstance(answer, Refused):
+        self.state[name] = {Admitted: "admitted", Queued: "waiting", Refusal: "ended"}[type(answer)]
+        if isinstance(answer, Refusal):
             assert answer.retry_after_s >= 1
 
     @rule(passed_s=st.floats(0, 4))

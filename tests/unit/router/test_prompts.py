@@ -13,7 +13,7 @@ from cluster.media.sources import MediaSource
 from cluster.text.chat import ChatMedia, ChatMessage, ChatText, LaidOutMedia
 from cluster.types.media import MediaOptions, Modality, PlacedMedia
 from cluster.types.request import Prompt, SamplingParams
-from router.openai.translate import ChatCall, GuidanceRules, MediaRules, StopRules
+from router.calls import ChatCall, GuidanceRules, MediaRules, StopRules
 from router.prompts.builder import MediaCaps, PromptBuilder, items_of_earlier_turns, without_items
 from router.prompts.media import MediaPlanner
 from tests.unit.router.test_media import AS_NEEDED, FakeProcessor, contents_of
@@ -70,8 +70,13 @@ def call(
         MediaSource(kind, "", options=MediaOptions()) for message in messages for kind in message.modalities()
     )
     return ChatCall(
-        messages, media, (SamplingParams(),), StopRules(max_tokens, (), ()), media_rules=rules, **fields
-    )  # fmt: skip
+        messages=messages,
+        media=media,
+        sampling=(SamplingParams(),),
+        stop=StopRules(max_tokens, (), ()),
+        media_rules=rules,
+        **fields,
+    )
 
 
 def prepared(built: PromptBuilder, asked: ChatCall, *contents: bytes | MediaError, share: float = 1.0):

@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 
 from cluster.types.messages import EncodeTiming, PrefillTiming
 from router.policy import Decision, ItemPrediction, Placement, Prediction
-from router.telemetry.timeline import STAGES, RequestTimeline
+from router.telemetry.timeline import RequestTimeline
 
+STAGES = (
+    "fetch", "probe", "admission", "route", "prefill_blocks", "encode_queue", "encode", "embedding_transfer",
+    "prefill_queue", "prefill", "delivery",
+)  # fmt: skip
 seconds = st.floats(0, 10)
 
 

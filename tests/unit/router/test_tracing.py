@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from cluster.types.messages import EncodeTiming, PrefillTiming
-from router.openai.protocol import Usage
+from router.calls import Usage
 from router.policy import Decision, ItemPrediction, Placement, Prediction
 from router.telemetry.timeline import RequestTimeline
 from router.telemetry.tracing import Tracing

@@ -1,11 +1,12 @@
-"""What a placement of one request would take, and what it costs: the one prediction that all policies share.
+"""How long a placement of one request would take, and what it costs. All policies share this estimate.
 
-The cost of a placement is
+The cost of a placement, in seconds, is
 
-    time to first token + KV that is not hidden + decode's first step + what the request does to others
+    time to first token + KV transfer that is not hidden + decode's first step + delay of others
 
-in seconds, plus a little that only decides between equals. "What it does to others" is its own work at each worker, for every request
-that waits there: who is placed into a long queue lengthens it for all who come while it lasts.
+plus a small term that only decides between equals. "Delay of others" is the request's own work at each
+worker, for every request that waits there: a request in a long queue delays all requests that arrive while
+the queue lasts.
 """
 
 from __future__ import annotations
@@ -14,38 +15,38 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.policy.at_decodes import DecodesOutlook, Following, LocalPrefillOutlook
-from router.policy.at_encoders import EncodersOutlook
-from router.policy.at_prefills import PrefillsOutlook
+from router.policy.at_decodes import DecodeEstimate, KvTransferEstimate, LocalPrefillEstimate
+from router.policy.at_encoders import EncodeEstimate
+from router.policy.at_prefills import PrefillEstimate
 from router.policy.calibration import Kind
 from router.policy.cluster import ClusterView
+from router.policy.in_flight import kind_of
 from router.policy.pool import rendezvous
-from router.policy.sent import kind_of
 from router.policy.views import ItemPrediction, Placement, Prediction, RequestView
 
-TIE_RATIO = 0.01  # of the shortest time to first token: differences below it decide nothing
+TIE_RATIO = 0.01  # of the shortest time to first token; smaller differences count as ties
 
 
-class Outlook:
-    """One request, the cluster and one instant. Slots are indices into the pools' arrays."""
+class Estimate:
+    """Every placement of one request, at one instant. Slots are indices into the pools' arrays."""
 
     def __init__(self, request: RequestView, cluster: ClusterView, now: float, tie_ratio: float = TIE_RATIO):
-        """Raises UnavailableError, naming the empty pool; RequestError if nobody can hold the request."""
+        """Raises UnavailableError with the empty pool, and RequestError if no worker is large enough."""
         self.request = request
         self.cluster = cluster
-        self.encoders = EncodersOutlook(request.media, cluster, now)
+        self.encoders = EncodeEstimate(request.media, cluster, now)
         self.earliest_s = self.encoders.earliest_s
-        self.prefills = PrefillsOutlook(request, cluster, now, self.earliest_s)
-        self.decodes = DecodesOutlook(request, cluster)
+        self.prefills = PrefillEstimate(request, cluster, now, self.earliest_s)
+        self.decodes = DecodeEstimate(request, cluster)
         self.local_prefills = (
-            LocalPrefillOutlook(request, cluster, self.decodes) if request.may_prefill_locally else None
+            LocalPrefillEstimate(request, cluster, self.decodes) if request.may_prefill_locally else None
         )
         self.tie_s = tie_ratio * float(self.prefills.text_s[self.prefills.is_able].min())
         if self.tie_s > 0:
             self._break_ties()
 
     def cost_s(self, placement: Placement) -> float:
-        """Infinite for a placement that cannot be. Raises KeyError for one on workers that are not there."""
+        """Infinite for an impossible placement. Raises KeyError for workers that are not there."""
         decode = self._decode(placement)
         score_s = float(self.decodes.score_s[decode])
         if placement.prefill is None:
@@ -58,7 +59,7 @@ class Outlook:
         ):
             return np.inf
         ttft_s = self.ttft_s(prefill, encoders)
-        end_s = float(self._following(placement, prefill).end_s(ttft_s)[decode])
+        end_s = float(self._kv_transfer(placement, prefill).end_s(ttft_s)[decode])
         needed = self.prefills.is_needed[:, prefill]
         encode_cost_s = sum(self.encoders.cost_s[idx, e] for idx, e in enumerate(encoders) if needed[idx])
         return end_s + score_s + float(self.prefills.cost_s[prefill] + encode_cost_s)
@@ -79,11 +80,11 @@ class Outlook:
         ttft_s = self._ttft_of(prefill, items)
         kind = kind_of(self.request, placement.prefill, ttft_s - text_s)
         low_s, high_s = self.cluster.interval(kind, ttft_s)
-        following = self._following(placement, prefill)
+        kv_transfer = self._kv_transfer(placement, prefill)
         blocks_s = float(self.decodes.blocks_s[decode])
-        end_s = float(following.end_s(ttft_s)[decode])
+        end_s = float(kv_transfer.end_s(ttft_s)[decode])
         at_once_s = max(
-            ttft_s + float(following.after_s[decode]), float(following.before_s[decode]) - blocks_s
+            ttft_s + float(kv_transfer.after_s[decode]), float(kv_transfer.before_s[decode]) - blocks_s
         )
         return Prediction(
             media_s=ttft_s - text_s,
@@ -102,12 +103,12 @@ class Outlook:
         return self.prefills.ttft_s(arrivals, prefill)
 
     def _predict_local_prefill(self, decode: int) -> Prediction:
-        assert self.local_prefills is not None, "a request that may not stay"
+        assert self.local_prefills is not None, "the request allows no local prefill"
         queue_s, prefill_s = (
             float(self.local_prefills.queue_s[decode]),
             float(self.local_prefills.prefill_s[decode]),
         )
-        low_s, high_s = self.cluster.interval(Kind.STAY, queue_s + prefill_s)
+        low_s, high_s = self.cluster.interval(Kind.LOCAL_PREFILL, queue_s + prefill_s)
         step_s = float(self.decodes.step_s[decode])
         return Prediction(0.0, queue_s, prefill_s, queue_s + prefill_s, 0.0, step_s, low_s, high_s)
 
@@ -119,12 +120,13 @@ class Outlook:
     def _decode(self, placement: Placement) -> int:
         return self.cluster.decodes.slots[placement.decode]
 
-    def _following(self, placement: Placement, prefill: int) -> Following:
-        followings = self.decodes.followings(prefill, self.prefills)
-        return next(f for f in followings if f.codec == placement.codec)
+    def _kv_transfer(self, placement: Placement, prefill: int) -> KvTransferEstimate:
+        kv_transfers = self.decodes.kv_transfers(prefill, self.prefills)
+        return next(f for f in kv_transfers if f.codec == placement.codec)
 
     def _break_ties(self) -> None:
-        """Near-equal prefill workers: who has more of the prompt, or is about to; then by rendezvous."""
+        """Among near-equal prefill workers prefer the one that has more of the prompt, or is about to; then
+        use rendezvous."""
         content = self.request.block_hashes[0] if self.request.block_hashes else b""
         salts = self.cluster.prefills.salts
         expected = self.cluster.prefixes.expecting(content, len(salts))

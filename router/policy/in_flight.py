@@ -1,4 +1,4 @@
-"""What a door remembers of its own requests while they live."""
+"""What a door remembers of its own requests from the decision to their end."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from router.policy.views import ItemView, Placement, Prediction, RequestView
 
 
 @dataclass(eq=False, slots=True)
-class SentItem:
-    """One media item on its way."""
+class InFlightItem:
+    """One media item of an in-flight request."""
 
     view: ItemView
     encoder: str
-    charge: Charge | None  # None: its encoder has it, or it is done
+    charge: Charge | None  # None: the encoder had the item already, or is done with it
 
 
 @dataclass(eq=False, slots=True)
-class Sent:
+class InFlightRequest:
     """A request of this door."""
 
     request: RequestView
@@ -30,20 +30,24 @@ class Sent:
     residual: float  # corrections that the prediction contains
     prefill_factor: float
     encode_factors: tuple[float, ...]
-    work: Charge  # at prefill, or where the prompt is computed
+    work: Charge  # at the worker that computes the prompt
     decode: Charge
-    items: list[SentItem]
-    expected: Sequence[bytes]  # blocks
+    items: list[InFlightItem]
+    expected: Sequence[bytes]  # hashes of the blocks that prefill will have
 
     @property
     def computes_at(self) -> str:
         return self.placement.prefill or self.placement.decode
 
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.request, self.placement.prefill, self.prediction.media_s)
+
 
 def num_early_tokens(
     request: RequestView, prediction: Prediction, num_tokens: float, num_cached: int
 ) -> float:
-    """Of the tokens to compute, those before the first item whose embeddings are on their way."""
+    """Of the tokens to compute, those before the first item whose embeddings still have to arrive."""
     coming = [
         item.start
         for item, predicted in zip(request.media, prediction.items, strict=True)
@@ -53,9 +57,9 @@ def num_early_tokens(
 
 
 def kind_of(request: RequestView, prefill: str | None, media_s: float) -> Kind:
-    """Of a prediction for a placement."""
+    """The kind of a placement's prediction."""
     if prefill is None:
-        return Kind.STAY
+        return Kind.LOCAL_PREFILL
     if not request.media:
         return Kind.TEXT
     return Kind.AWAITED if media_s > 0 else Kind.COMPUTED
