@@ -219,6 +219,7 @@ class DecodeEngine:
             num_open_leases=self._kv_input.num_open_leases,
             totals=DecodeTotals(self.num_preempted, self._runner.num_drafted, self._runner.num_accepted),
             num_context_tokens=self._counts.num_context_tokens,
+            received=self._kv_input.received,
         )
 
     def _ticket(self, request: DecodeRequest) -> Ticket:

@@ -18,7 +18,7 @@ from cluster.worker.memory_plan import MemoryPlan, available_bytes, encoder_step
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import WorkerProcess
 from cluster.worker.service import PhaseService
-from cluster.worker.setup import check_device_lane, set_up
+from cluster.worker.setup import check_device_transport, set_up
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
 from encoder_service.engine import EncoderEngine
@@ -37,7 +37,7 @@ class EncoderService(PhaseService):
     def __init__(self, args: ClusterArgs, replica_id: str):
         """Loads the encoder half of the model. Blocks until it is loaded. Raises ConfigError."""
         setup = set_up(args, replica_id)
-        check_device_lane(args, setup)
+        check_device_transport(args, setup)
         processor = MediaProcessor.load(args.model)
         if processor is None:
             raise ConfigError(f"{args.model} is a text model; it needs no encoder pool")

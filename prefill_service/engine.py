@@ -147,6 +147,7 @@ class PrefillEngine:
             num_open_leases=len(self._targets.by_lease) + self._features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,
             sent=self._transfer_engine.sent,
+            received=self._transfer_engine.received,
             held_bytes=self._features.held_bytes,
         )
 

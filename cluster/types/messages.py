@@ -49,7 +49,7 @@ from cluster.types.curves import ServiceCurves
 from cluster.types.media import MediaItem
 from cluster.types.members import ProcessId
 from cluster.types.request import GenerateRequest
-from cluster.types.transfer import Grant, SentTotals
+from cluster.types.transfer import Grant, ReceivedTotals, SentTotals
 
 PROTOCOL_VERSION = 9
 
@@ -277,12 +277,17 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     sending_bytes: int = 0  # encoder: embeddings that are being written to prefill workers
     encoded: EncodeTotals = EncodeTotals()
     num_context_tokens: int = 0  # decode: of all sequences that are running
+    received: ReceivedTotals = ReceivedTotals()
 
     @property
     def is_idle(self) -> bool:
         """No request holds anything. Blocks that are kept for reuse do not count."""
         return self == LoadReport(
-            num_cached_blocks=self.num_cached_blocks, totals=self.totals, sent=self.sent, encoded=self.encoded
+            num_cached_blocks=self.num_cached_blocks,
+            totals=self.totals,
+            sent=self.sent,
+            encoded=self.encoded,
+            received=self.received,
         )
 
 

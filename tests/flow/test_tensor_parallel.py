@@ -26,6 +26,7 @@ from cluster.model.parallel import (
 )
 from cluster.model.step_model import StepModel
 from decode_service.service import DecodeService
+from tests.fakes.processes import fork_server
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES
 
@@ -97,8 +98,7 @@ def shared(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, tuple]]:
     """By family: what two ranks found out."""
-    # A forked child would inherit an OpenMP pool without its threads.
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     meeting = tmp_path_factory.mktemp("group") / "meeting"
     pipes = {name: Pipe() for name in checkpoints}
     ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
