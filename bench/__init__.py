@@ -1,1 +1,3 @@
-"""Benchmarks, load generators and the demo model's training code: nothing here is imported by a service."""
+"""Benchmarks, load generators and audits: README.md says which command measures what. No service imports this
+package.
+"""

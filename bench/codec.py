@@ -2,12 +2,16 @@
 
     python -m bench.codec [--dtypes bf16,f16,f32] [--repeats 15] [--megabytes 96] [--heads 8] [--width 128]
 
-Speed: buffers larger than the last cache, groups of scattered blocks, one thread, one call for all. All functions are called in
-turn; medians of GB/s of raw KV, and the ratio to memcpy of the same raw bytes in the same turns.
+Speed: buffers larger than the last cache, groups of scattered blocks, one thread, one call for all of them.
+The functions are called alternately; the table shows medians of GB/s of raw KV, and their ratio to memcpy of
+the same raw bytes in the same rounds.
 
-Error: |out' - out| / |out| of attention over 1024 tokens, mean of 4 draws, on Gaussian K and V, and with one K channel of 16
-twenty times larger (the query's as much smaller, so the scores stay as they are, or not, so that the outliers rule the scores).
-"int4 / 32": int4 with V's scales for 32 channels.
+Error: |out' - out| / |out| of attention over 1024 tokens, mean of 4 draws. The draws are:
+* Gaussian K and V;
+* one K channel of 16 is twenty times larger and the query's channel as much smaller, so the scores stay as
+  they are;
+* the K channel is larger and the query is not smaller, so the outliers dominate the scores.
+"int4 / 32": int4 with one scale of V for 32 channels.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.cpu.library import load
 from cluster.model.kv_format import kv_segments
+from cluster.native.library import load
 from kv_transfer.codecs.checksum import checksum
-from kv_transfer.codecs.codecs import CODECS, Codec, CodecName, dequantise, quantise
+from kv_transfer.codecs.codec import Codec
+from kv_transfer.codecs.native import SOURCES
+from kv_transfer.codecs.quantisation import CODECS, CodecName, dequantise, quantise
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LAYERS = 4
@@ -38,7 +44,7 @@ DRAWS = 4
 
 
 def medians(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Seconds of each; all are called in turn, once before the clock starts."""
+    """Seconds of each function. All are called alternately; the first round warms up and is not timed."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():
@@ -143,7 +149,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    kernels = load()
+    kernels = load(SOURCES)
     print(f"variant {kernels.variant if kernels else 'none: torch and numpy'}, one thread")
     print_speeds(arguments)
     print_errors()

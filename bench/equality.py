@@ -1,9 +1,10 @@
-"""The law of the house against a running cluster: greedy answers over HTTP equal `generate` of the undivided model in fp32.
+"""The law of the house against a running cluster: greedy answers over HTTP equal `generate` of the undivided
+model in fp32.
 
     python -m bench.equality --url http://127.0.0.1:8000 --num-requests 204
 
-Sends the same requests at concurrency 1, 8 and 32; the first pass is cold, the later ones meet warm caches. Compares text,
-number of tokens and finish reason of every answer. Exit status 1 if any differs.
+Sends the same requests at concurrency 1, 8 and 32; the first pass meets cold caches, the later ones warm
+caches. Compares text, number of tokens and finish reason of every answer. Exit status 1 if any differs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_TOKENS = 32
 
 
 async def check(client: httpx.AsyncClient, model_id: str, case: Case, answer: Answer) -> str | None:
-    """What is wrong with the cluster's answer, if anything."""
+    """A sentence that says how the cluster's answer differs; None if it does not."""
     body = {"model": model_id, "messages": case.messages, "max_tokens": MAX_TOKENS, "temperature": 0}
     response = await client.post("/v1/chat/completions", json=body)
     if response.status_code != 200:
@@ -41,7 +42,7 @@ async def check(client: httpx.AsyncClient, model_id: str, case: Case, answer: An
 
 
 async def run(url: str, expected: list[tuple[Case, Answer]], concurrency: int) -> tuple[list[str], float]:
-    """(what went wrong, seconds)."""
+    """(differences, seconds)."""
     slots = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(
         base_url=url, timeout=120, limits=httpx.Limits(max_connections=64)

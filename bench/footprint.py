@@ -1,8 +1,8 @@
-"""What the cluster's processes cost while nobody asks anything: CPU and memory, per process. Linux only.
+"""What an idle cluster costs: CPU and memory of each of its processes. Linux only.
 
     python -m bench.footprint --seconds 20
 
-Looks at Serve's replicas of this application (ours) and at all other processes of the same Ray session (Ray's own).
+Serve's replicas of this application ("ours") and all other processes of the same Ray session ("Ray's own").
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Hostile and broken media against the door's and the encoder's path: probe, geometry, decode, prepare.
+"""Hostile and broken media against the path through door and encoder: probe, geometry, decode, prepare.
 
-`python -m bench.fuzz_media --items N --seed S` runs N items: first every hand-made one (`bench.hostile_media`) as each
-modality, then mutations of good files. An item ends well with an answer whose shapes agree with its geometry, or with a
-RequestError. Anything else is a failure: another exception, a disagreement, a crash, more than ITEM_S seconds.
+`python -m bench.fuzz_media --items N --seed S` runs N items: first every file of `bench.hostile_media` as
+each modality, then mutations of good files. An item passes if it is answered with shapes that agree with its
+geometry, or refused with a RequestError. Anything else is a failure: another exception, shapes that differ, a
+crash, more than ITEM_S seconds.
 
-The items run in a child process under a memory limit; it tells which item it is at, so that a crash of a C library and a
-hang are named, and the rest goes on in a new child. `case(seed, idx)` makes any item again.
+The items run in a child process under a memory limit. The child reports each item before it starts it, so
+that the item of a crash (of a C library) or a hang is known; a new child continues behind it. `case(seed,
+idx)` makes any item again.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ NUM_WARM = 200  # mutations before memory and open files are counted for the fir
 
 
 @dataclass(frozen=True)
-class Case:
+class MediaCase:
     name: str
     modality: Modality
     data: bytes
@@ -51,8 +53,8 @@ class Case:
 
 
 @dataclass
-class Report:
-    """What came out. `failures` are sentences that name seed and item."""
+class FuzzReport:
+    """Counts, and `failures`: sentences that name seed and item."""
 
     num_items: int = 0
     num_answers: int = 0
@@ -89,18 +91,18 @@ def good_files() -> tuple[tuple[str, Modality, bytes], ...]:
 
 
 @cache
-def hand_made() -> tuple[Case, ...]:
-    """Every hostile file, as each modality, videos by each strategy."""
+def hand_made() -> tuple[MediaCase, ...]:
+    """Every hostile file as each modality; as a video, with each strategy."""
     cases = []
     for name, data in hostile_media.files():
-        cases += [Case(name, modality, data, MediaOptions()) for modality in Modality]
+        cases += [MediaCase(name, modality, data, MediaOptions()) for modality in Modality]
         for strategy in (FrameStrategy.KEYFRAMES, FrameStrategy.SCENES):
-            cases.append(Case(name, Modality.VIDEO, data, MediaOptions(strategy=strategy)))
+            cases.append(MediaCase(name, Modality.VIDEO, data, MediaOptions(strategy=strategy)))
     return tuple(cases)
 
 
-def case(seed: int, idx: int) -> Case:
-    """The idx-th item of this seed, always the same."""
+def case(seed: int, idx: int) -> MediaCase:
+    """The idx-th item of this seed; always the same."""
     if idx < len(hand_made()):
         return hand_made()[idx]
     draw = random.Random(f"{seed}/{idx}")
@@ -109,7 +111,7 @@ def case(seed: int, idx: int) -> Case:
         data = draw.choice(_MUTATIONS)(data, draw)
     if draw.random() < 0.05:
         modality = draw.choice(list(Modality))
-    return Case(name, modality, data, _options(draw) if modality is Modality.VIDEO else MediaOptions())
+    return MediaCase(name, modality, data, _options(draw) if modality is Modality.VIDEO else MediaOptions())
 
 
 def _options(draw: random.Random) -> MediaOptions:
@@ -125,7 +127,7 @@ def _options(draw: random.Random) -> MediaOptions:
 
 
 def _place(data: bytes, draw: random.Random) -> int:
-    """A position: half of the time near an end, where headers and indices are."""
+    """A position in the file. Half of the positions are near an end, where headers and indices are."""
     near = min(len(data), 160)
     choices = (
         draw.randrange(len(data) + 1),
@@ -147,7 +149,7 @@ def _flip(data: bytes, draw: random.Random) -> bytes:
 
 
 def _overwrite(data: bytes, draw: random.Random) -> bytes:
-    """A number of 1 to 8 bytes becomes an edge of its range."""
+    """A number of 1 to 8 bytes is replaced, mostly by the least or the greatest value of some range."""
     size, start = draw.choice((1, 2, 4, 8)), _place(data, draw)
     value = draw.choice(
         (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, 255, 65535, draw.getrandbits(64))
@@ -174,8 +176,10 @@ def _splice(data: bytes, draw: random.Random) -> bytes:
 _MUTATIONS = (_truncate, _flip, _flip, _overwrite, _overwrite, _cut, _repeat, _splice)
 
 
-def check(item: Case, processor: Any) -> bool:
-    """Whether there was an answer rather than a refusal. Raises whatever else happens, AssertionError for disagreement."""
+def check(item: MediaCase, processor: Any) -> bool:
+    """Whether the item was answered and not refused. Raises AssertionError if shapes disagree, and every
+    other exception that is no RequestError.
+    """
     settings, modality = processor.settings, item.modality
     try:
         probed = probe(modality, item.data, settings, item.options, item_idx=3)
@@ -217,7 +221,7 @@ def _num_open_files() -> int:
 
 
 def run_child(seed: int, first: int, end: int) -> None:
-    """Items [first, end). One line on standard output before each, one for each failure, one at the end."""
+    """Runs items [first, end). Prints a line before each item, a line for each failure and one at the end."""
     import torch
 
     from cluster.media.processor import MediaProcessor
@@ -225,7 +229,8 @@ def run_child(seed: int, first: int, end: int) -> None:
     torch.set_num_threads(1)
     processor = MediaProcessor.load(MODEL, LIMITS)
     for _, modality, data in good_files():
-        check(Case("", modality, data, MediaOptions()), processor)  # what is loaded and reserved once
+        # Loads and reserves what every item shares.
+        check(MediaCase("", modality, data, MediaOptions()), processor)
     limit = _virtual_bytes() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     num_answers = growth = leaked = 0
@@ -245,9 +250,9 @@ def run_child(seed: int, first: int, end: int) -> None:
     print(f"END {num_answers} {growth} {leaked}", flush=True)
 
 
-def fuzz(num_items: int, seed: int) -> Report:
+def fuzz(num_items: int, seed: int) -> FuzzReport:
     """Runs the items, with a new child after every crash and hang."""
-    report = Report(num_items)
+    report = FuzzReport(num_items)
     first = 0
     while first < num_items:
         command = [sys.executable, "-m", "bench.fuzz_media", "--child", str(first)]
@@ -273,9 +278,11 @@ def fuzz(num_items: int, seed: int) -> Report:
 
 
 def follow(
-    child: subprocess.Popen[bytes], seed: int, report: Report, item_s: float
+    child: subprocess.Popen[bytes], seed: int, report: FuzzReport, item_s: float
 ) -> tuple[int, str | None]:
-    """Reads what a child says. The item it was at, and how it ended if not well."""
+    """Reads the output of a child. Returns the last item that it began and how the child ended; None for a
+    normal end.
+    """
     assert child.stdout is not None
     at = -1
     while True:
@@ -299,13 +306,15 @@ def follow(
 
 
 def _line(stream: IO[bytes], timeout_s: float) -> str | None:
-    """The next line without its end, "" at the end of the stream, None when there is none in time."""
+    """The next line without its end; "" at the end of the stream; None if none comes within `timeout_s`."""
     ready, _, _ = select.select([stream], [], [], timeout_s)
     return stream.readline().decode().rstrip() if ready else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Hostile and broken media against probe, decode and prepare."
+    )
     parser.add_argument("--items", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)

@@ -1,11 +1,12 @@
-"""How far steps are from what one GPU can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷ peak, with random
-weights; and one layer's decode attention, ours over plain and INT8 blocks against flash-attn's.
+"""How far steps are from what one GPU can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷ peak,
+with random weights; and one layer's decode attention, ours over plain and INT8 blocks against flash-attn's.
 
     python -m bench.gpu                 # a GPU; models 0.5b and 7b
     python -m bench.gpu --models 0.5b --kv-cache-dtype int8
     python -m bench.gpu --smoke         # a tiny model on the CPU: only shows that it runs
 
-Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. Never run on a GPU yet.
+Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. Never run on a
+GPU yet.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Sizes of a Qwen2 model."""
 
     hidden: int
@@ -43,14 +44,14 @@ class Shape:
 
 
 SHAPES = {
-    "0.5b": Shape(896, 24, 14, 2, 4864, 151_936, True),
-    "7b": Shape(3584, 28, 28, 4, 18_944, 152_064, False),
-    "tiny": Shape(64, 2, 4, 2, 128, 300, True),
+    "0.5b": ModelShape(896, 24, 14, 2, 4864, 151_936, True),
+    "7b": ModelShape(3584, 28, 28, 4, 18_944, 152_064, False),
+    "tiny": ModelShape(64, 2, 4, 2, 128, 300, True),
 }
 
 
 @dataclass(frozen=True)
-class Machine:
+class DeviceSpeed:
     device: torch.device
     dtype: torch.dtype
     bytes_per_s: float
@@ -58,8 +59,8 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table. bound_s: what bandwidth or peak allow."""
+class TableLine:
+    """bound_s: the time that bandwidth or peak allow."""
 
     what: str
     seconds: float
@@ -70,8 +71,10 @@ class Row:
 
 
 def median_s(work: Callable[[], object], device: torch.device, repeats: int, calls: int = 1) -> float:
-    """Seconds of one call, after two rounds to warm up. Each round times `calls` calls, so that the host's share hides
-    behind the device's work."""
+    """Seconds of one call, after two rounds to warm up.
+
+    Each round times `calls` calls together, so that the host's work overlaps with the device's.
+    """
     times = []
     for attempt in range(repeats + 2):
         _wait(device)
@@ -89,18 +92,18 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype, scale: int) -> Machine:
-    """scale: 1 is 1 GiB to copy and a product of 8192-wide square matrices; larger divides both."""
+def measure_machine(device: torch.device, dtype: torch.dtype, scale: int) -> DeviceSpeed:
+    """scale: 1 means 1 GiB to copy and a product of 8192-wide square matrices; larger divides both."""
     source = torch.ones((1 << 30) // scale, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = median_s(lambda: target.copy_(source), device, 10)
     side = 8192 // scale
     matrix = torch.randn(side, side, device=device, dtype=dtype)
     product_s = median_s(lambda: matrix @ matrix, device, 10)
-    return Machine(device, dtype, 2 * source.numel() / copy_s, 2 * side**3 / product_s)
+    return DeviceSpeed(device, dtype, 2 * source.numel() / copy_s, 2 * side**3 / product_s)
 
 
-def random_model(shape: Shape, machine: Machine, kv_cache_dtype: KvCacheDtype) -> LanguageModel:
+def random_model(shape: ModelShape, machine: DeviceSpeed, kv_cache_dtype: KvCacheDtype) -> LanguageModel:
     config = hf.Qwen2Config(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
@@ -118,20 +121,20 @@ def decode_row(
     weight_bytes: int,
     batch: int,
     context: int,
-    machine: Machine,
-) -> Row:
-    """One step of `batch` sequences with `context` tokens each. `kv` is large enough for all of them."""
+    machine: DeviceSpeed,
+) -> TableLine:
+    """One step of `batch` sequences with `context` tokens each. `kv` must be large enough for all of them."""
     per_seq = -(-(context + 1) // BLOCK_SIZE)
     tables = [list(range(i * per_seq, (i + 1) * per_seq)) for i in range(batch)]
     arguments = ([1] * batch, [context] * batch, [0] * batch, tables, kv)
     seconds = median_s(lambda: model.decode(*arguments), machine.device, 10)
     kv_bytes = batch * context * kv.layout.block_bytes / BLOCK_SIZE
-    return Row(name, seconds, (weight_bytes + kv_bytes) / machine.bytes_per_s)
+    return TableLine(name, seconds, (weight_bytes + kv_bytes) / machine.bytes_per_s)
 
 
 def prefill_row(
-    name: str, model: LanguageModel, kv: BlockMemory, shape: Shape, num_tokens: int, machine: Machine
-) -> Row:
+    name: str, model: LanguageModel, kv: BlockMemory, shape: ModelShape, num_tokens: int, machine: DeviceSpeed
+) -> TableLine:
     """One prompt in one chunk; the output head runs for its last token only."""
     table = list(range(-(-num_tokens // BLOCK_SIZE)))
     chunk = SequenceChunk([1] * num_tokens, torch.arange(num_tokens), 0, table)
@@ -140,12 +143,12 @@ def prefill_row(
     attention = shape.hidden * (2 * shape.hidden + 2 * shape.kv_heads * head_width)
     weights = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
     scores = shape.layers * 2 * num_tokens**2 * shape.hidden  # QK and PV, the visible half
-    return Row(name, seconds, (2 * weights * num_tokens + scores) / machine.flops_per_s)
+    return TableLine(name, seconds, (2 * weights * num_tokens + scores) / machine.flops_per_s)
 
 
 def attention_row(
-    name: str, kv_cache_dtype: KvCacheDtype, block_size: int, shape: Shape, batch: int, context: int, machine: Machine
-) -> Row:  # fmt: skip
+    name: str, kv_cache_dtype: KvCacheDtype, block_size: int, shape: ModelShape, batch: int, context: int, machine: DeviceSpeed
+) -> TableLine:  # fmt: skip
     """One layer's decode attention, by the backend that serves such blocks."""
     width = shape.hidden // shape.heads
     per_seq = -(-context // block_size)
@@ -162,13 +165,15 @@ def attention_row(
     seconds = median_s(
         lambda: backend.attend(step, layer, query, new, new, cache), machine.device, 10, calls=20
     )
-    return Row(name, seconds, batch * context * kv.layout.block_bytes / block_size / machine.bytes_per_s)
+    return TableLine(
+        name, seconds, batch * context * kv.layout.block_bytes / block_size / machine.bytes_per_s
+    )
 
 
 def model_rows(
-    name: str, machine: Machine, kv_cache_dtype: KvCacheDtype, batches: Sequence[int], context: int
-) -> list[Row]:
-    """Decode step by step, decode from graphs (on a GPU), prefill."""
+    name: str, machine: DeviceSpeed, kv_cache_dtype: KvCacheDtype, batches: Sequence[int], context: int
+) -> list[TableLine]:
+    """Decode without graphs, decode from graphs (on a GPU), prefill."""
     shape = SHAPES[name]
     model = random_model(shape, machine, kv_cache_dtype)
     per_seq = -(-(context + 1) // BLOCK_SIZE)
@@ -186,31 +191,32 @@ def model_rows(
     return rows
 
 
-def num_weights(shape: Shape) -> int:
+def num_weights(shape: ModelShape) -> int:
     """How many weights a decode step reads: layers and output head, not the embedding table."""
     head_width = shape.hidden // shape.heads
     attention = shape.hidden * (2 * shape.hidden + 2 * shape.kv_heads * head_width)
     return shape.layers * (attention + 3 * shape.hidden * shape.intermediate) + shape.hidden * shape.vocab
 
 
-def smoke_rows() -> list[Row]:
+def smoke_rows() -> list[TableLine]:
     device = torch.device("cpu")
     machine = measure_machine(device, torch.float32, scale=128)
     rows = model_rows("tiny", machine, "int8", [1, 2], 32)
     return [*rows, attention_row("tiny attention", "int8", 16, SHAPES["tiny"], 2, 32, machine)]
 
 
-def gpu_rows(names: Sequence[str], kv_cache_dtype: KvCacheDtype) -> list[Row]:
+def gpu_rows(names: Sequence[str], kv_cache_dtype: KvCacheDtype) -> list[TableLine]:
     device = torch.device("cuda")
     machine = measure_machine(device, torch.bfloat16, scale=1)
     print(
         f"copy {machine.bytes_per_s / 1e9:.0f} GB/s, matrix product {machine.flops_per_s / 1e12:.0f} TFLOP/s"
     )
+    formats: tuple[tuple[KvCacheDtype, int], ...] = (("int8", 16), ("auto", 16), ("auto", 256))
     rows = []
     for name in names:
         rows += model_rows(name, machine, kv_cache_dtype, [1, 8, 64], 2048)
         for batch, context in ((1, 8192), (16, 2048), (64, 8192)):
-            for dtype, block_size in (("int8", 16), ("auto", 16), ("auto", 256)):
+            for dtype, block_size in formats:
                 title = f"{name} attention, {dtype} KV, blocks of {block_size}, {batch} × {context}"
                 rows.append(attention_row(title, dtype, block_size, SHAPES[name], batch, context, machine))
     return rows

@@ -1,4 +1,6 @@
-"""Files made to harm: sizes that lie, bombs, indices of billions, loops, and what is no media at all."""
+"""Files that are made to do harm: headers that lie about sizes, decompression bombs, huge index values,
+loops, and bytes that are no media.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def _chunk(kind: bytes, payload: bytes) -> bytes:
 def png(
     width: int, height: int, pixels: bytes = b"", extra: bytes = b"", depth: int = 8, colour: int = 2
 ) -> bytes:
-    """A PNG whose header says this size; `extra` are chunks before the pixels, which are filtered rows."""
+    """A PNG whose header declares this size. `extra`: chunks before the pixel data, which consist of filtered
+    rows.
+    """
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     return (
         PNG_START
@@ -152,7 +156,7 @@ def _box(kind: bytes, payload: bytes) -> bytes:
 
 
 def _with_box(file: bytes, kind: bytes, payload: bytes) -> bytes:
-    """The first box of this kind keeps its size and begins with this payload."""
+    """The file with the first box of this kind changed: it keeps its size and begins with `payload`."""
     start = file.index(kind) + 4
     return file[:start] + payload + file[start + len(payload) :]
 

@@ -1,11 +1,16 @@
-"""Linears of a 0.5-billion-parameter model on this CPU, and drawing tokens from its logits: torch's against the native ones.
+"""Linears of a 0.5-billion-parameter model on this CPU, and drawing tokens from its logits: torch against the
+native kernels.
 
 `python -m bench.kernels [--dtypes f32,bf16,i8] [--rows 1,4,16] [--threads 1,2] [--seconds 0.4]`
 
-Copies of each weight are used in turn, as many as exceed the last cache, so that weights come from memory as in a decode step. The two
-are called alternately; best and median microseconds of each. GB/s counts the weight once, GFLOP/s two operations a product; both of
-the best call. i8 has no counterpart in torch with these inputs: it is compared with torch's bf16.
-A second table: rows of 151,936 logits, sampled at temperature 1 with one filter or none, microseconds per row.
+Each call uses the next of several copies of the weight. Together the copies exceed the last cache, so that
+weights come from memory as in a decode step. The two implementations are called alternately; the table has
+the best and the median microseconds of each. GB/s counts the weight once, GFLOP/s two operations for each
+product; both are those of the best call. torch has no counterpart to i8 with these inputs: i8 is compared
+with torch's bf16.
+
+A second table: rows of 151,936 logits, sampled at temperature 1 with one filter or none, microseconds per
+row.
 """
 
 from __future__ import annotations
@@ -32,8 +37,8 @@ WEIGHT_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
 
 
 @dataclass(frozen=True)
-class Shape:
-    """outputs: of the weights; of a gated one, gate and up together."""
+class LinearShape:
+    """`outputs`: rows of the weight; of a gated linear, gate and up together."""
 
     name: str
     inputs: int
@@ -42,11 +47,11 @@ class Shape:
 
 
 SHAPES = (
-    Shape("query", 896, 896),
-    Shape("key", 896, 128),
-    Shape("gate+up", 896, 9728, gated=True),
-    Shape("down", 4864, 896),
-    Shape("head", 896, 151936),
+    LinearShape("query", 896, 896),
+    LinearShape("key", 896, 128),
+    LinearShape("gate+up", 896, 9728, gated=True),
+    LinearShape("down", 4864, 896),
+    LinearShape("head", 896, 151936),
 )
 
 
@@ -59,7 +64,7 @@ FILTERS = {
 
 
 @dataclass(frozen=True)
-class Timing:
+class CallTiming:
     best_us: float
     median_us: float
 
@@ -74,22 +79,24 @@ def alternate(first: Sequence[Callable[[], object]], second: Sequence[Callable[[
             functions[call % len(functions)]()
             taken.append(1e6 * (time.perf_counter() - start))
         call += 1
-    return tuple(Timing(min(taken), statistics.median(taken)) for taken in times)
+    return tuple(CallTiming(min(taken), statistics.median(taken)) for taken in times)
 
 
-def torch_function(shape: Shape, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
+def torch_function(shape: LinearShape, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
     if not shape.gated:
         return lambda: F.linear(x, weight)
     gate, up = weight.chunk(2)
     return lambda: F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
-def packed_weights(shape: Shape, weight: Tensor, kernels: Kernels, int8: bool) -> PackedWeights:
+def packed_weights(shape: LinearShape, weight: Tensor, kernels: Kernels, int8: bool) -> PackedWeights:
     gate, up = weight.chunk(2) if shape.gated else (weight, None)
     return PackedWeights(kernels, gate, up=up, int8=int8)
 
 
-def measure(shape: Shape, dtype: str, row_counts: Sequence[int], kernels: Kernels, seconds: float) -> None:
+def measure(
+    shape: LinearShape, dtype: str, row_counts: Sequence[int], kernels: Kernels, seconds: float
+) -> None:
     weight_bytes = shape.inputs * shape.outputs * WEIGHT_BYTES[dtype]
     copies = max(2, min(MAX_COPIES, CACHE_BYTES // weight_bytes))
     kind = torch.float32 if dtype == "f32" else torch.bfloat16
@@ -111,7 +118,9 @@ def measure(shape: Shape, dtype: str, row_counts: Sequence[int], kernels: Kernel
 
 
 def measure_sampling(num_rows: int, seconds: float) -> None:
-    """Logits of a normal distribution with deviation 2.5. Torch draws row by row, which is faster than all at once."""
+    """Logits of a normal distribution with deviation 2.5. Torch draws row by row, which is faster than all at
+    once.
+    """
     logits = 2.5 * torch.randn(num_rows, SHAPES[-1].outputs)
     keys = list(range(num_rows))
     for name, params in FILTERS.items():

@@ -1,14 +1,16 @@
-"""What a coarser KV cache costs in accuracy: tokens and log probabilities against the same model with its KV in fp32.
+"""What a coarser KV cache costs in accuracy: tokens and log probabilities against the same model with its KV
+in fp32.
 
     python -m bench.kv_accuracy
 
-The undivided models of transformers run in fp32 with a cache that rounds each K and V row as it is written, so every token,
-also those of the same forward pass, attends to what a cache of that format would hold. Models: the demo model on real requests
-with media, and random ones, plain and with outlier channels (some K channels are 20 times larger and the query's as much
-smaller, which leaves the function as it was and makes the rest of the row small beside them). Per format:
+The undivided models of transformers run in fp32 with a cache that rounds each K and V row as it is written.
+So every token, also those of the same forward pass, attends to what a cache of that format would hold.
+Models: the demo model on real requests with media, and random models, plain and with outlier channels (some K
+channels are 20 times larger and the query's as much smaller; that leaves the function as it was, but the rest
+of the row is small beside these channels). Per format:
 
     bytes           of one token in all layers
-    top-1           positions whose likeliest token stays the same, on the fp32 answer as input
+    top-1           share of positions whose likeliest token stays the same, with the fp32 answer as input
     |dlogp|         mean and maximum over positions, of the fp32 answer's tokens, nats
     same tokens     leading tokens that greedy decoding has in common with fp32, of all its tokens
     same answers    whole answers equal
@@ -34,16 +36,15 @@ OUTLIER = 20.0
 
 
 @dataclass(frozen=True)
-class Format:
+class KvFormat:
     name: str
-    rounded: Callable[[Tensor], Tensor]  # [..., D] as the cache gives it back
-    bytes_of: Callable[
-        [list[tuple[int, int]]], int
-    ]  # of a token, from the row shapes of K and V of every layer
+    rounded: Callable[[Tensor], Tensor]  # [..., D] → the same rows as they are read from the cache
+    # Bytes of a token, from the row shapes of K and V of every layer.
+    bytes_of: Callable[[list[tuple[int, int]]], int]
 
 
 @dataclass
-class Score:
+class FormatScore:
     positions: int = 0
     same_top: int = 0
     error_sum: float = 0.0
@@ -59,8 +60,8 @@ def _int8(rows: Tensor) -> Tensor:
 
 
 FORMATS = (
-    Format("bf16", lambda rows: rows.bfloat16().float(), lambda rows: _bytes(rows, torch.bfloat16, "auto")),
-    Format("int8", _int8, lambda rows: _bytes(rows, torch.bfloat16, "int8")),
+    KvFormat("bf16", lambda rows: rows.bfloat16().float(), lambda rows: _bytes(rows, torch.bfloat16, "auto")),
+    KvFormat("int8", _int8, lambda rows: _bytes(rows, torch.bfloat16, "int8")),
 )
 
 
@@ -79,8 +80,10 @@ def rounding_cache(model: Any, rounded: Callable[[Tensor], Tensor]) -> Any:
 
 
 @torch.inference_mode()
-def compare(model: Any, inputs: list[dict[str, Any]], form: Format, max_tokens: int, score: Score) -> None:
-    """Adds what `form` does to the greedy answers of all inputs."""
+def compare(
+    model: Any, inputs: list[dict[str, Any]], form: KvFormat, max_tokens: int, score: FormatScore
+) -> None:
+    """Adds the effect of `form` on the greedy answers of all inputs to the score."""
     for given in inputs:
         length = given["input_ids"].shape[1]
         answer = _greedy(model, given, max_tokens, None)
@@ -108,7 +111,9 @@ def _greedy(model: Any, given: dict[str, Any], max_tokens: int, cache: Any) -> T
 
 
 def _continued(given: dict[str, Any], answer: Tensor) -> dict[str, Tensor]:
-    """The prompt with the answer behind it, whose last token predicts nothing that is compared."""
+    """The inputs with the answer behind the prompt, but for the last token: no compared position follows
+    it.
+    """
     ids = torch.cat([given["input_ids"], answer[None, :-1]], dim=1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -124,7 +129,7 @@ def demo_inputs(reference: Reference, num_requests: int) -> list[dict[str, Any]]
 
 
 def random_model(head_dim: int, num_outliers: int) -> Any:
-    """A Llama of random weights whose attention looks far back: queries and keys of unit size."""
+    """A Llama of random weights that attends to distant tokens: queries and keys have unit size."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -132,13 +137,12 @@ def random_model(head_dim: int, num_outliers: int) -> Any:
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=1024, initializer_range=0.08,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(1)
     for layer in model.model.layers:
         pairs = torch.randperm(head_dim // 2, generator=generator)[: num_outliers // 2]
-        channels = torch.cat(
-            [pairs, pairs + head_dim // 2]
-        )  # rotary embeddings turn these two into each other
+        # Rotary embeddings rotate these two channels into each other.
+        channels = torch.cat([pairs, pairs + head_dim // 2])
         for projection, factor in (
             (layer.self_attn.k_proj, OUTLIER),
             (layer.self_attn.q_proj, 1 / OUTLIER),
@@ -159,7 +163,7 @@ def report(name: str, model: Any, inputs: list[dict[str, Any]], max_tokens: int)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = [(heads, width)] * (2 * config.num_hidden_layers)
     for form in FORMATS:
-        score = Score()
+        score = FormatScore()
         compare(model, inputs, form, max_tokens, score)
         print(
             f"{name:<34}{form.name:>6}{form.bytes_of(rows):>8}"

@@ -65,7 +65,9 @@ def video_of(
     gop_size: int | None = None,
     sound_s: float = 0.0,
 ) -> bytes:
-    """[height, width, 3] uint8 each; every `gop_size`th is stored whole; with a sound track of so many seconds."""
+    """[height, width, 3] uint8 each; every `gop_size`th is stored whole; with a sound track of so many
+    seconds.
+    """
     out = io.BytesIO()
     with av.open(out, "w", format=form, options=SAME_EVERY_TIME) as container:
         stream: Any = container.add_stream(codec, rate=fps)
@@ -84,7 +86,9 @@ def video_of(
 
 
 def slow_video(num_frames: int, size: tuple[int, int] = (1920, 1080), fps: int = 25) -> bytes:
-    """Small to send and slow to decode: the same two black seconds again and again. About a millisecond a frame."""
+    """Small to send and slow to decode: the same two black seconds again and again. About a millisecond a
+    frame.
+    """
     period = 2 * fps
     black = av.VideoFrame.from_ndarray(np.zeros((size[1], size[0], 3), np.uint8), format="rgb24")
     out = io.BytesIO()
@@ -104,7 +108,9 @@ def slow_video(num_frames: int, size: tuple[int, int] = (1920, 1080), fps: int =
 
 
 def scenes(*lengths: int) -> list[np.ndarray]:
-    """Scenes of so many frames, 64x48: a bright patch wanders over a ground that gets brighter from scene to scene."""
+    """Scenes of so many frames, 64x48: a bright patch wanders over a ground that gets brighter from scene to
+    scene.
+    """
     frames = []
     for scene, length in enumerate(lengths):
         for step in range(length):
@@ -115,7 +121,9 @@ def scenes(*lengths: int) -> list[np.ndarray]:
 
 
 def sideways_video() -> bytes:
-    """An mp4 of 64x48 pixels to be shown a quarter turn clockwise; its stored left half is black, the right white."""
+    """An mp4 of 64x48 pixels to be shown a quarter turn clockwise; its stored left half is black, the right
+    white.
+    """
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=10)

@@ -1,9 +1,10 @@
-"""What scheduling costs an engine's step, with 512 requests running and 512 waiting; and what the queue costs.
+"""What scheduling costs in a step of an engine, with 512 requests running and 512 waiting; and what the queue
+costs.
 
     python -m bench.scheduler --steps 3000
 
-A step's updates are everything the engine tells the scheduler: progress of every chunk, finished prompts replaced from the
-queue, new arrivals, embeddings that arrived.
+A step's updates are everything that the engine tells the scheduler: the progress of every chunk, a prompt
+from the queue for each finished prompt, new arrivals, and embeddings that arrived.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ IMAGE_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SimplePrompt:
     ticket: Ticket
     num_tokens: int
     uncut_spans: tuple[Span, ...] = ()
@@ -39,8 +40,8 @@ class DecodeRow:
     num_sequences: int = 1
 
 
-def mixed_prompt(number: int, rng: random.Random) -> Prompt:
-    """Half text; a quarter images that may not be cut; a quarter long videos."""
+def mixed_prompt(number: int, rng: random.Random) -> SimplePrompt:
+    """Half of the prompts are text, a quarter have images that may not be cut, a quarter long videos."""
     arrived_at, kind = number / 100, number % 4
     if kind < 2:
         num_tokens, spans = rng.randint(16, 1024), ()
@@ -52,20 +53,26 @@ def mixed_prompt(number: int, rng: random.Random) -> Prompt:
         )
     else:
         num_tokens, spans = 7680, ()
-    return Prompt(Ticket(str(number), arrived_at, num_tokens, is_text=kind < 2), num_tokens, spans)
+    return SimplePrompt(Ticket(str(number), arrived_at, num_tokens, is_text=kind < 2), num_tokens, spans)
 
 
-def image_prompt(number: int, rng: random.Random) -> Prompt:
-    """One image that may not be cut: where the room is smaller, every prompt in work is tried and passed over."""
+def image_prompt(number: int, rng: random.Random) -> SimplePrompt:
+    """One image that may not be cut. If the step has too little room for it, the scheduler tries and skips
+    every running prompt.
+    """
     ticket = Ticket(str(number), number / 100, IMAGE_TOKENS, is_text=False)
-    return Prompt(ticket, IMAGE_TOKENS, ((0, IMAGE_TOKENS),))
+    return SimplePrompt(ticket, IMAGE_TOKENS, ((0, IMAGE_TOKENS),))
 
 
-class Load:
-    """A scheduler kept at `num_running` prompts in work and a queue kept at `num_waiting`."""
+class SchedulerLoad:
+    """A scheduler with always `num_running` running prompts and a queue of always `num_waiting`."""
 
     def __init__(
-        self, make: Callable[[int, random.Random], Prompt], num_running: int, num_waiting: int, budget: int
+        self,
+        make: Callable[[int, random.Random], SimplePrompt],
+        num_running: int,
+        num_waiting: int,
+        budget: int,
     ):
         self._make, self._num_running, self._num_waiting, self._budget = (
             make,
@@ -75,7 +82,7 @@ class Load:
         )
         self._rng = random.Random(0)
         self._chunks, self._queue = ChunkScheduler(POLICY), WaitingQueue(POLICY)
-        self._prompts: dict[str, Prompt] = {}
+        self._prompts: dict[str, SimplePrompt] = {}
         self._num_computed: dict[str, int] = {}
         self._num_made = 0
         self._refill()
@@ -129,9 +136,9 @@ def main() -> int:
     args = parser.parse_args()
     print(f"{'microseconds':58} {'median':>8} {'p99':>8}")
     for num in (32, 512, 4096):
-        load = Load(mixed_prompt, num, num, 2048)
+        load = SchedulerLoad(mixed_prompt, num, num, 2048)
         measure(f"step: {num} running + {num} waiting, 2,048 tokens", load.step, args.steps)
-    images = Load(image_prompt, 512, 512, IMAGE_TOKENS + 16)
+    images = SchedulerLoad(image_prompt, 512, 512, IMAGE_TOKENS + 16)
     measure("step: 512 + 512, one image at a time may run", images.step, args.steps)
 
     rng = random.Random(1)

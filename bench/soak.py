@@ -1,10 +1,12 @@
-"""Many requests, some of whose clients leave at random moments; then the books must balance.
+"""Many requests, some of whose clients disconnect at random moments; afterwards the cluster must hold
+nothing.
 
     python -m bench.soak --url http://127.0.0.1:8000 --num-requests 1000 --cancelled-ratio 0.2
 
-Streams mixed requests at a fixed concurrency, closes the connection of a fifth of them after a random time, waits until the
-cluster is idle and reads /metrics: no choice on its way, no request, no block or byte held, no lease open, in any worker. Exit status 1
-if anything is still held or a request that was not cancelled got no answer.
+Streams mixed requests at a fixed concurrency and closes the connection of a fifth of them after a random
+time. Then waits until the cluster is idle and reads /metrics: in-flight choices, requests, blocks, bytes and
+open leases must be zero in every worker. Exit status 1 if anything is still held or a request that was not
+cancelled got no answer.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ async def run(
 
 
 def read_held(url: str) -> dict[str, float]:
-    """Everything in /metrics that must be zero in an idle cluster and is not."""
+    """Every metric that must be zero in an idle cluster and is not, with its value."""
     text = httpx.get(f"{url}/metrics", timeout=10).text
     return {
         f"{sample.name}{sample.labels}": sample.value
@@ -82,7 +84,7 @@ def read_held(url: str) -> dict[str, float]:
 
 
 def wait_idle(url: str, timeout_s: float) -> dict[str, float]:
-    """What is still held after at most `timeout_s`."""
+    """Waits until nothing is held. Returns what is still held after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (held := read_held(url)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,10 +1,13 @@
-"""What drafts save: tokens per forward of the model, and time per token, with and without them. In one process, no cluster.
+"""What speculative decoding saves: tokens per forward of the model, and time per token, with and without
+drafts.
 
     python -m bench.speculation --concurrency 1 8
 
-The demo model answers text questions, and one question again and again in the same conversation. Every row decodes the same prompts with the same seeds; its tokens are
-compared with those of the row without drafts. Rounds are interleaved, times are medians over rounds. The draft model is the
-demo model's own first layers, which nobody trained to stop there: it shows the cost, not what a good draft model gains.
+One process, no cluster. The demo model answers text questions, and one question again and again in the same
+conversation. Every row decodes the same prompts with the same seeds; its tokens are compared with those of
+the row without drafts. Rounds of the rows are interleaved, times are medians over rounds. The draft model is
+the first layers of the demo model, which were not trained to predict tokens by themselves: the row shows the
+cost of a draft model, not the gain of a good one.
 """
 
 from __future__ import annotations
@@ -23,10 +26,10 @@ import torch
 from transformers import AutoTokenizer
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.families import family_of
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.loading import Half, load_half
 from cluster.model.sampling import sample
+from cluster.model.support import family_of
 from cluster.types.request import SamplingParams
 from decode_service.speculation import DraftModelProposer, NgramProposer, Proposer, Speculator, accept
 from deploy.demo_model.training import data
@@ -38,8 +41,8 @@ SAMPLINGS = {"greedy": 0.0, "sampled": 0.7}  # temperature
 
 
 @dataclass
-class Running:
-    """One request under way."""
+class DecodingRequest:
+    """One in-flight request."""
 
     request_id: str
     token_ids: list[int]  # prompt and generated
@@ -60,8 +63,8 @@ class Running:
 
 
 @dataclass
-class Result:
-    """One round of one way to draft, over all prompts."""
+class ProposerResult:
+    """One round of one proposer over all prompts."""
 
     tokens: list[list[int]] = field(default_factory=list)  # per request, prompt included
     num_generated: int = 0
@@ -72,7 +75,9 @@ class Result:
 
 
 def make_prompts(tokenizer: Any, task: str, num_prompts: int) -> list[list[int]]:
-    """answers: what the demo model was trained on. copies: a conversation that repeats itself, about to do so again."""
+    """answers: questions that the demo model was trained on. copies: a conversation whose next answer repeats
+    the earlier ones.
+    """
     rng = random.Random(7)
     prompts = []
     for _ in range(num_prompts):
@@ -101,13 +106,13 @@ def first_layers(num_layers: int) -> LanguageModel:
 
 def start(
     model: LanguageModel, prompts: Sequence[list[int]], temperature: float, args: argparse.Namespace
-) -> tuple[list[Running], BlockMemory]:
-    """Requests with their prompt's KV computed, but for the last token."""
+) -> tuple[list[DecodingRequest], BlockMemory]:
+    """Computes the KV of every prompt token but the last."""
     stop = () if args.ignore_eos else model.eos_token_ids
     width = -(-(max(map(len, prompts)) + args.num_tokens) // BLOCK_SIZE)
     kv = BlockMemory(model.kv_layout, width * len(prompts))
     running = [
-        Running(
+        DecodingRequest(
             str(i),
             list(prompt),
             SamplingParams(temperature, seed=i),
@@ -125,12 +130,12 @@ def start(
 
 def generate(
     model: LanguageModel,
-    running: Sequence[Running],
+    running: Sequence[DecodingRequest],
     kv: BlockMemory,
     speculator: Speculator | None,
-    result: Result,
+    result: ProposerResult,
 ) -> None:
-    """Runs the requests together to their ends and adds what happened to `result`."""
+    """Runs the requests together until each has ended, and adds counts and times to `result`."""
     live = list(running)
     num_prompt_tokens = sum(len(r.token_ids) for r in running)
     started_at = time.perf_counter()
@@ -147,10 +152,10 @@ def generate(
 
 def step(
     model: LanguageModel,
-    live: Sequence[Running],
+    live: Sequence[DecodingRequest],
     kv: BlockMemory,
     speculator: Speculator | None,
-    result: Result,
+    result: ProposerResult,
 ) -> None:
     """One forward of the model for every request, as the decode worker does it."""
     drafts: list[list[int]] = [[] for _ in live]
@@ -188,13 +193,13 @@ def measure(
     concurrency: int,
     temperature: float,
     args: argparse.Namespace,
-) -> dict[str, list[Result]]:
+) -> dict[str, list[ProposerResult]]:
     """`args.rounds` results of every proposer, interleaved. `concurrency` requests run together."""
-    results: dict[str, list[Result]] = {name: [] for name in proposers}
+    results: dict[str, list[ProposerResult]] = {name: [] for name in proposers}
     for _ in range(args.rounds):
         for name, make in proposers.items():
             speculator = Speculator(make(), args.max_draft_tokens) if make is not None else None
-            result = Result()
+            result = ProposerResult()
             for first in range(0, len(prompts), concurrency):
                 running, kv = start(model, prompts[first : first + concurrency], temperature, args)
                 generate(model, running, kv, speculator, result)
@@ -202,8 +207,8 @@ def measure(
     return results
 
 
-def report(results: dict[str, list[Result]], labels: dict[str, object]) -> bool:
-    """Prints one line per proposer; whether all tokens are those without drafts."""
+def report(results: dict[str, list[ProposerResult]], labels: dict[str, object]) -> bool:
+    """Prints a line for each proposer. Returns whether all tokens equal those without drafts."""
     plain = results["none"][0]
     plain_s = statistics.median(r.seconds for r in results["none"])
     all_equal = True

@@ -1,21 +1,26 @@
 """Where the time of one model step goes on this CPU.
 
-    python -m bench.step MODEL [--batch 1,4,16] [--context 200,1000] [--prefill 64,128,512] [--threads N] [--best] [--out FILE]
+    python -m bench.step MODEL [--batch 1,4,16] [--context 200,1000] [--prefill 64,128,512] [--threads N]
+                               [--best] [--out FILE]
 
-A decode step (one token for each of `batch` sequences of `context` tokens) and a prefill step (a prompt's first chunk) of
-the language half, loaded as a worker loads it, over caches of random KV. Of each step, medians (`--best`: minima, for a machine
-that others use) over rounds in which all measurements take turns:
+A decode step (one token for each of `batch` sequences of `context` tokens) and a prefill step (a prompt's
+first chunk) of the language half, loaded as a worker loads it, over caches of random KV. Every round runs
+each measurement once. The figures are medians over the rounds (`--best`: minima, for a machine that others
+use):
 
     floor      bytes that the step must read (weights of its linears, K and V of its contexts) / bandwidth
-    linears    the linears and the head alone, called one by one on packed weights of their own, in the layers' order
+    linears    the linears and the head alone, called one by one on packed weights of their own, in order
     attention  every layer's writing of K and V and attention alone
     whole      the whole step
-    rest       whole - linears - attention: norms, rotations, sums, embeddings, Python. Where a worker's model runs several of
-               the parts above in one call, what that saves makes the rest smaller, or negative.
+    rest       whole - linears - attention: norms, rotations, sums, embeddings, Python
     GFLOP/s    two operations for each weight and token, linears only, in the whole step
 
-Bandwidth: torch sums float32 numbers from BANDWIDTH_BYTES of memory on huge pages, with as many threads as the step has; this
-too is timed in every round. Linears are `nn.Linear` modules: the experts of a mixture, which are none, count as rest.
+If a worker's model runs several of these parts in one call, that saves time, and the rest is smaller or
+negative.
+
+Bandwidth: torch sums float32 numbers from BANDWIDTH_BYTES of memory on huge pages, with as many threads as
+the step has. Every round times this, too. Linears are `nn.Linear` modules. The experts of a mixture are not,
+so they count as rest.
 """
 
 from __future__ import annotations
@@ -39,11 +44,11 @@ from cluster.kvcache.memory import BlockMemory, on_huge_pages
 from cluster.model.attention import LayerAttention, PagedBatch, make_backend
 from cluster.model.cpu.library import Kernels, load
 from cluster.model.cpu.modules import PackedWeights
-from cluster.model.families import family_of
 from cluster.model.kv_format import layer_cache
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.loading import Half, load_half
 from cluster.model.probe import LayerShape, probe_backbone
+from cluster.model.support import family_of
 
 BLOCK_SIZE = 16
 BANDWIDTH_BYTES = 512 << 20  # many times the largest cache
@@ -55,8 +60,10 @@ Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Step:
-    """Each of `batch` sequences, `context` tokens long, gets `new` more."""
+class ModelStep:
+    """A step that computes `new` more tokens of each of `batch` sequences; each has `context` tokens
+    already.
+    """
 
     batch: int
     context: int
@@ -68,10 +75,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Of one step. Bytes that it must read, operations of its linears, seconds."""
+class StepTiming:
+    """Of one step: bytes that it must read, operations of its linears, seconds."""
 
-    step: Step
+    step: ModelStep
     num_bytes: int
     num_operations: int
     floor_s: float
@@ -85,17 +92,17 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Bytes per second of plain reading, and a timing for each step."""
+class StepReport:
+    """Bandwidths in bytes per second, and a timing for each step."""
 
-    bandwidth: float  # the floor's
+    bandwidth: float  # of the picked round; `floor_s` is computed with it
     best_bandwidth: float
-    timings: tuple[Timing, ...]
+    timings: tuple[StepTiming, ...]
 
 
 @dataclass(frozen=True)
-class Linear:
-    """run: [rows, inputs] → [rows, outputs], over memory of its own."""
+class TimedLinear:
+    """run: [rows, inputs] → [rows, outputs], with a weight that no other linear shares."""
 
     run: Callable[[Tensor], Tensor]
     inputs: int
@@ -103,9 +110,11 @@ class Linear:
     num_bytes: int
 
 
-class Parts:
-    """A model's linears and attention, to be run alone. Reads the language half once more; on return its plain weights are
-    gone."""
+class ModelParts:
+    """A model's linears and attention, to be run alone.
+
+    The constructor loads the language half once more; it keeps packed weights only.
+    """
 
     def __init__(self, path: Path, dtype: torch.dtype, kernels: Kernels | None):
         model = load_half(path, Half.LANGUAGE, dtype=dtype, device="cpu")
@@ -115,13 +124,13 @@ class Parts:
         self.query_heads: int = config.num_attention_heads
         self.layers: list[LayerShape] = probe_backbone(text, config.hidden_size)
         self.linears = [packed(kernels, *weights) for weights in matrices(text)]
-        self.head = packed(kernels, model.get_output_embeddings().weight)
+        self.head = packed(kernels, cast(nn.Linear, model.get_output_embeddings()).weight)
 
-    def num_bytes(self, kv: BlockMemory, step: Step) -> int:
+    def num_bytes(self, kv: BlockMemory, step: ModelStep) -> int:
         weights = sum(linear.num_bytes for linear in (*self.linears, self.head))
         return weights + step.batch * step.context * kv.layout.block_bytes // BLOCK_SIZE
 
-    def num_operations(self, step: Step) -> int:
+    def num_operations(self, step: ModelStep) -> int:
         weights = sum(linear.num_weights for linear in self.linears)
         return 2 * step.batch * (step.new * weights + self.head.num_weights)
 
@@ -130,14 +139,14 @@ class Parts:
             linear.run(inputs[linear.inputs])
         self.head.run(last)
 
-    def linears_work(self, step: Step) -> Work:
+    def linears_work(self, step: ModelStep) -> Work:
         rows = step.batch * step.new
         inputs = {
             size: torch.randn(rows, size).to(self.dtype) for size in {each.inputs for each in self.linears}
         }
         return partial(self.run_linears, inputs, torch.randn(step.batch, self.head.inputs).to(self.dtype))
 
-    def attention_work(self, kv: BlockMemory, step: Step) -> Work:
+    def attention_work(self, kv: BlockMemory, step: ModelStep) -> Work:
         backend = make_backend(torch.device("cpu"), self.dtype)
         rows = step.batch * step.new
         calls: list[tuple[LayerAttention, Tensor, Tensor, Tensor]] = []
@@ -158,7 +167,9 @@ class Parts:
 
 
 def matrices(module: nn.Module) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
-    """(weight, up projection, bias) of everything that is one multiplication in a step, in the order of the modules."""
+    """(weight, up projection, bias) of everything that is one multiplication in a step, in the order of the
+    modules.
+    """
     children = dict(module.named_children())
     if children.keys() >= GATED:
         gate, up, down = (
@@ -175,8 +186,8 @@ def matrices(module: nn.Module) -> Iterator[tuple[Tensor, Tensor | None, Tensor 
 
 def packed(
     kernels: Kernels | None, weight: Tensor, up: Tensor | None = None, bias: Tensor | None = None
-) -> Linear:
-    """On the native kernels, or on torch where there are none."""
+) -> TimedLinear:
+    """With the native kernels, or with torch where there are none."""
     outputs, inputs = weight.shape
     num_weights = outputs * inputs * (1 if up is None else 2)
     if kernels is not None:
@@ -185,16 +196,16 @@ def packed(
         run = partial(F.linear, weight=torch.cat([weight, up]))
     else:
         run = partial(F.linear, weight=weight, bias=bias)
-    return Linear(run, inputs, num_weights, num_weights * weight.element_size())
+    return TimedLinear(run, inputs, num_weights, num_weights * weight.element_size())
 
 
-def tables_of(step: Step) -> list[list[int]]:
-    """Sequence after sequence, blocks of its own."""
+def tables_of(step: ModelStep) -> list[list[int]]:
+    """A block table for each sequence; no block is shared."""
     width = -(-(step.context + step.new) // BLOCK_SIZE)
     return [list(range(seq * width, (seq + 1) * width)) for seq in range(step.batch)]
 
 
-def paged_batch(kv: BlockMemory, step: Step) -> PagedBatch:
+def paged_batch(kv: BlockMemory, step: ModelStep) -> PagedBatch:
     tables = torch.tensor(tables_of(step))
     positions = torch.arange(step.context, step.context + step.new)
     slots = tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -211,7 +222,7 @@ def paged_batch(kv: BlockMemory, step: Step) -> PagedBatch:
     )
 
 
-def whole_work(model: LanguageModel, kv: BlockMemory, step: Step) -> Work:
+def whole_work(model: LanguageModel, kv: BlockMemory, step: ModelStep) -> Work:
     tables = tables_of(step)
     token_ids = [seq % model.vocab_size for seq in range(step.new)]
     if step.context:
@@ -221,8 +232,8 @@ def whole_work(model: LanguageModel, kv: BlockMemory, step: Step) -> Work:
     return lambda: model.forward(chunks, kv)
 
 
-def random_kv(model: LanguageModel, steps: Sequence[Step]) -> BlockMemory:
-    """Enough for the largest step."""
+def random_kv(model: LanguageModel, steps: Sequence[ModelStep]) -> BlockMemory:
+    """Random KV in as many blocks as the largest step needs."""
     kv = BlockMemory(model.kv_layout, max(sum(map(len, tables_of(step))) for step in steps))
     for segment in kv.segments:
         segment.normal_()
@@ -230,12 +241,15 @@ def random_kv(model: LanguageModel, steps: Sequence[Step]) -> BlockMemory:
 
 
 def bandwidth_work(num_bytes: int) -> Work:
-    """Reads that many bytes."""
+    """A function that reads so many bytes of memory."""
     return on_huge_pages(num_bytes).view(torch.float32).fill_(1).sum
 
 
 def in_turns(works: Sequence[Work], seconds: float) -> list[list[float]]:
-    """Seconds of every call of each. All run in every round, at least MIN_ROUNDS times, after one round that does not count."""
+    """Seconds of every call of each work.
+
+    Every round runs all works once. There are at least MIN_ROUNDS rounds, after one that is not timed.
+    """
     for work in works:
         work()
     times: list[list[float]] = [[] for _ in works]
@@ -251,15 +265,17 @@ def in_turns(works: Sequence[Work], seconds: float) -> list[list[float]]:
 @torch.inference_mode()
 def measure(
     path: Path,
-    steps: Sequence[Step],
+    steps: Sequence[ModelStep],
     dtype: torch.dtype,
     seconds: float,
     pick: Callable[[list[float]], float] = statistics.median,
     bandwidth_bytes: int = BANDWIDTH_BYTES,
-) -> Report:
-    """`pick`: what stands for the times of all rounds. Blocks for some `seconds` per step, at least; runs on torch's number of threads."""
+) -> StepReport:
+    """`pick` reduces the times of all rounds to one figure. Blocks for at least `seconds` per step; uses
+    torch's number of threads.
+    """
     model = LanguageModel.load(path, dtype=dtype, block_size=BLOCK_SIZE)
-    parts, kv = Parts(path, dtype, load()), random_kv(model, steps)
+    parts, kv = ModelParts(path, dtype, load()), random_kv(model, steps)
     read = bandwidth_work(bandwidth_bytes)
     picked: list[list[float]] = []
     reads_s: list[float] = []
@@ -273,12 +289,12 @@ def measure(
     for step, (linears_s, attention_s, whole_s) in zip(steps, picked, strict=True):
         num_bytes, num_operations = parts.num_bytes(kv, step), parts.num_operations(step)
         floor_s = num_bytes / bandwidth
-        timings.append(Timing(step, num_bytes, num_operations, floor_s, linears_s, attention_s, whole_s))
-    return Report(bandwidth, bandwidth_bytes / min(reads_s), tuple(timings))
+        timings.append(StepTiming(step, num_bytes, num_operations, floor_s, linears_s, attention_s, whole_s))
+    return StepReport(bandwidth, bandwidth_bytes / min(reads_s), tuple(timings))
 
 
-def table(timings: Sequence[Timing]) -> str:
-    """Milliseconds but for bytes and operations."""
+def table(timings: Sequence[StepTiming]) -> str:
+    """Times in milliseconds."""
     lines = [f"{'step (ms)':20}" + "".join(f"{name:>11}" for name in COLUMNS)]
     for timing in timings:
         seconds = (timing.floor_s, timing.linears_s, timing.attention_s, timing.whole_s, timing.rest_s)
@@ -292,8 +308,8 @@ def table(timings: Sequence[Timing]) -> str:
     return "\n".join(lines)
 
 
-def record(report: Report, **facts: object) -> str:
-    """What was measured, as JSON; `facts`: about the run."""
+def record(report: StepReport, **facts: object) -> str:
+    """The report as JSON; `facts` are fields about the run."""
     rows = [{**dataclasses.asdict(timing), "rest_s": timing.rest_s} for timing in report.timings]
     return json.dumps({**facts, **dataclasses.asdict(report), "timings": rows}, indent=1) + "\n"
 
@@ -317,8 +333,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    steps = [Step(batch, context, 1) for batch in arguments.batch for context in arguments.context]
-    steps += [Step(1, 0, num_tokens) for num_tokens in arguments.prefill]
+    steps = [ModelStep(batch, context, 1) for batch in arguments.batch for context in arguments.context]
+    steps += [ModelStep(1, 0, num_tokens) for num_tokens in arguments.prefill]
     pick = min if arguments.best else statistics.median
     report = measure(arguments.model, steps, getattr(torch, arguments.dtype), arguments.seconds, pick)
     speed = f"{report.bandwidth / 1e9:.1f} GB/s (best {report.best_bandwidth / 1e9:.1f})"

@@ -1,16 +1,15 @@
 """Mixed multimodal chat requests made from a seed, and what the undivided model answers to them.
 
-The requests are what a client sends (OpenAI messages with data URIs); the reference is transformers' own path: the media as
-arrays, `AutoProcessor`, `generate` in fp32. Nothing of the cluster's code takes part in the reference.
+The requests are what a client sends (OpenAI messages with data URIs); the reference is transformers' own
+path: the media as arrays, `AutoProcessor`, `generate` in fp32. Nothing of the cluster's code takes part in
+the reference.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import json
 import random
-import wave
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from deploy.demo_model.training import data, media
+from deploy.demo_model.training.media import png_bytes, wav_bytes
 
 KINDS = ("text", "image", "two images", "video", "audio", "image and audio")
 SAMPLING_RATE = 16_000
@@ -44,7 +44,7 @@ class Answer:
 
 
 def make_cases(seed: int, num_cases: int) -> list[Case]:
-    """`num_cases` requests, the kinds in turn."""
+    """`num_cases` requests; the kinds alternate."""
     rng = random.Random(seed)
     return [make_case(rng, KINDS[i % len(KINDS)]) for i in range(num_cases)]
 
@@ -87,7 +87,9 @@ def make_case(rng: random.Random, kind: str) -> Case:
 
 
 def make_sound(rng: random.Random) -> np.ndarray:
-    """A few voiced syllables between pauses: harmonics of a gliding pitch. 16 bit resolution, [num_samples] float32."""
+    """A few voiced syllables between pauses: harmonics of a gliding pitch. 16 bit resolution, [num_samples]
+    float32.
+    """
     pieces = [np.zeros(rng.randrange(800, 3200))]
     for _ in range(rng.randrange(1, 4)):
         time_s = np.arange(rng.randrange(3200, 8000)) / SAMPLING_RATE
@@ -97,23 +99,6 @@ def make_sound(rng: random.Random) -> np.ndarray:
         pieces += [0.2 * np.hanning(len(time_s)) * voiced, np.zeros(rng.randrange(800, 3200))]
     samples = np.clip(np.concatenate(pieces), -1, 1)
     return (np.round(samples * 32767) / 32768).astype(np.float32)
-
-
-def png_bytes(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def wav_bytes(samples: np.ndarray) -> bytes:
-    """A 16 kHz mono PCM16 file; samples on the 16 bit grid survive unchanged."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as wav:
-        wav.setnchannels(1)
-        wav.setsampwidth(2)
-        wav.setframerate(SAMPLING_RATE)
-        wav.writeframes(np.round(samples * 32768).clip(-32768, 32767).astype("<i2").tobytes())
-    return file.getvalue()
 
 
 def data_uri(media_type: str, file: bytes) -> str:
@@ -126,7 +111,7 @@ class Reference:
     def __init__(self, path: str | Path):
         from cluster.media.torchvision_compat import ensure_torchvision
 
-        ensure_torchvision()  # before transformers looks for it
+        ensure_torchvision()  # must run before transformers is imported
         import torch
         from transformers import AutoModelForMultimodalLM, AutoProcessor
 

@@ -1,17 +1,24 @@
-"""The composition root: configuration → Serve application of four deployments, Encode, Prefill, Decode and Door.
+"""The composition root: from a configuration to a Serve application of four deployments, Encode, Prefill,
+Decode and Door.
 
-`serve run deploy/cluster.yaml` calls `build` with that file's `args`; the file's `deployments:` section overrides what is
-set here per deployment (replica counts, resources). Builds nothing itself: model code is imported in the replicas only.
-Encode is left out for a model that takes no media. Serve refuses a file that names a deployment which is not here, so a file for all
-models names Encode only where it differs from what is set here.
+`serve run deploy/cluster.yaml` calls `build` with that file's `args`. The file's `deployments:` section
+overrides what is set here per deployment (replica counts, resources). This module builds no model: model code
+is imported in the replicas only. A model that takes no media gets no Encode deployment. Serve refuses a file
+that names a missing deployment. A file for all models therefore names Encode only if it changes something
+there.
 
-Pools are kept apart by what hosts offer when the application is composed. Where a host of the cluster has a custom resource
-`encode_pool`, `prefill_pool` or `decode_pool` (`make serve` gives them to its own host), that pool's replicas take one each and run
-only there; where a host has the label `pool=encode`, `pool=prefill` or `pool=decode`, they run only on hosts with it. With
-`device: cuda` a replica takes a GPU for each of its ranks. A machine that offers nothing still runs everything.
+The hosts' offers at composition time keep the pools apart:
+
+* If a host of the cluster has a custom resource `encode_pool`, `prefill_pool` or `decode_pool` (`make serve`
+  gives them to its own host), each replica of that pool takes one unit and runs only on such hosts.
+* If a host has the label `pool=encode`, `pool=prefill` or `pool=decode`, replicas of that pool run only on
+  hosts with the label.
+* With `device: cuda` a replica takes one GPU for each of its ranks.
+* A machine that offers none of these still runs everything.
 """
 
-# No `from __future__ import annotations`: Serve reads `build`'s annotation as a class to validate the arguments with.
+# No `from __future__ import annotations`: Serve validates the arguments with the class in `build`'s
+# annotation.
 
 import logging
 import os
@@ -42,17 +49,19 @@ SERVICES = {
 DOOR = "router.door:Door"
 API = "router.openai.app:build_api"
 
-MAX_ONGOING_REQUESTS = (
-    1_000_000  # the engines admit and refuse; Serve's default of 5 would queue behind their backs
+# The engines admit and refuse requests. Serve's default of 5 would queue requests that the engines do not
+# see.
+MAX_ONGOING_REQUESTS = 1_000_000
+HEALTH_CHECK_PERIOD_S = (
+    5.0  # doors notice a death at once, by end-of-file; Serve's check replaces the replica
 )
-HEALTH_CHECK_PERIOD_S = 5.0  # doors notice a death at once, by end-of-file; Serve replaces it this much later
 HEALTH_CHECK_TIMEOUT_S = 5.0
-DRAIN_TIMEOUT_S = 20.0  # a replica that must go may finish its requests and stop for this long
+DRAIN_TIMEOUT_S = 20.0  # time for a replica that is being removed to finish its requests and stop
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """What the hosts of the cluster offer now."""
+    """What the alive hosts of the cluster offer now."""
 
     resources: frozenset[str]
     pool_labels: frozenset[str]  # values of the label `pool`
@@ -64,7 +73,8 @@ class Hosts:
 
 
 def build(args: ClusterArgs) -> serve.Application:
-    """Raises ConfigError for a model or setting that cannot work, and for a Ray cluster that is open to the network."""
+    """Raises ConfigError for a model or setting that cannot work, and for a Ray cluster that is reachable
+    without a token."""
     require_authentication(ray.util.get_node_ip_address(), read_environment())
     return compose(args, Hosts.here())
 
@@ -72,7 +82,8 @@ def build(args: ClusterArgs) -> serve.Application:
 def compose(
     args: ClusterArgs, hosts: Hosts, services: dict[Role, str] = SERVICES, door: str = DOOR, api: str = API
 ) -> serve.Application:
-    """`build` with other rooms in the same frame: import paths of the classes, so that no process loads what it does not run."""
+    """`build` with other classes in the same deployments. The classes are import paths, so each process loads
+    only its own."""
     resolved = resolve(args, read_environment(), num_cores=len(os.sched_getaffinity(0)))
     config, _ = check_checkpoint(Path(resolved.model))
     roles = [role for role in Role if role is not Role.ENCODE or takes_media(config)]
@@ -95,7 +106,7 @@ def _pool(role: Role, args: ClusterArgs, service: str, hosts: Hosts) -> Any:
 
 
 def actor_options_of(role: Role, args: ClusterArgs, hosts: Hosts) -> dict[str, Any]:
-    """Where a replica of this pool may run, and what it takes there."""
+    """Where a replica of this pool may run, and which resources it takes there."""
     options: dict[str, Any] = {"num_cpus": 0, "resources": {}}
     if f"{role.value}_pool" in hosts.resources:
         options["resources"] = {f"{role.value}_pool": 1}
@@ -110,9 +121,8 @@ def _options(name: str, **more: Any) -> dict[str, Any]:
     return {
         "num_replicas": 1,
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
-        "ray_actor_options": {
-            "num_cpus": 0
-        },  # torch's threads are set per pool; Ray's cores are for counting only
+        # torch's threads are set per pool; Ray's cores are only a count
+        "ray_actor_options": {"num_cpus": 0},
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": 0.1,

@@ -1,4 +1,4 @@
-"""The clock is a constructor argument, so that deadlines can be tested without sleeping."""
+"""The clock that objects with deadlines take as a constructor argument, so that tests need not sleep."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""Every failure that reaches someone, by name.
+"""Every failure that leaves the function it happened in, by name.
 
     ClusterError
-    ├── RequestError            the client must change the request (4xx, never retried here)
+    ├── RequestError            the client must change the request (4xx; never retried by this cluster)
     │   ├── MediaError          one media item cannot be used; the message names the item
     │   ├── ContextLengthError  prompt and answer do not fit the model
-    │   ├── QuarantinedError    422: workers were lost with this content; it is not tried again for a while
-    │   ├── UnsupportedError    a field this server does not implement (never ignored silently)
+    │   ├── QuarantinedError    422: workers were lost over this content; it is refused for a while
+    │   ├── UnsupportedError    a field that this server does not implement (no field is ignored silently)
     │   └── ModelNotFoundError  404
     ├── OverloadedError         429: the client may retry after `retry_after_s`
     ├── UnavailableError        503: a worker or a peer was lost, or a deadline passed
-    ├── NotWantedError          work that was given up because nothing waits for it; never leaves its process
+    ├── NotWantedError          work that was stopped because nothing waits for it; never leaves its process
     └── ConfigError             the operator must change the configuration; raised at start only
 
-An error crosses a process as `ErrorInfo`; `to_info` and `from_info` are the only two places that know the
-mapping. Anything that is not a ClusterError is a bug: processes answer it as an internal error (500) and log it.
+An error crosses a process as `ErrorInfo`; only `to_info` and `from_info` know the mapping. Any exception that
+is not a ClusterError is a bug: the process logs it and answers with an internal error (500).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import msgspec
 
 
 class BookkeepingError(ValueError):
-    """What is held and what counts as held differ. No request's error: the engine that finds it ends, and its worker is replaced."""
+    """What is held differs from what is recorded as held. No request caused it: the engine that finds it
+    ends, and its worker is replaced."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -47,7 +48,7 @@ class ClusterError(Exception):
 
 
 class InternalError(ClusterError):
-    """A bug in this project; the client cannot help it."""
+    """A bug in this project; the client cannot avoid it."""
 
 
 class RequestError(ClusterError):
@@ -91,7 +92,7 @@ class UnavailableError(ClusterError):
 
 
 class NotWantedError(ClusterError):
-    """Nothing waits for the result of this work any more; reaches no client."""
+    """Nothing waits for the result of this work any more. No client ever sees this error."""
 
 
 class ConfigError(ClusterError):
@@ -101,7 +102,8 @@ class ConfigError(ClusterError):
 _BY_NAME: dict[str, type[ClusterError]] = {
     cls.__name__: cls
     for cls in (
-        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, QuarantinedError, UnsupportedError,
+        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, QuarantinedError,
+        UnsupportedError,
         ModelNotFoundError,
         OverloadedError, UnavailableError, ConfigError,
     )
@@ -109,7 +111,8 @@ _BY_NAME: dict[str, type[ClusterError]] = {
 
 
 def to_info(error: BaseException) -> ErrorInfo:
-    """The wire form. The text of an unexpected exception stays in this process's log: it may hold internals."""
+    """The wire form. The text of an unexpected exception stays in this process's log, because it may contain
+    internals."""
     if isinstance(error, ClusterError):
         kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME)
         return ErrorInfo(kind, error.message, error.param, error.retry_after_s)
@@ -117,7 +120,7 @@ def to_info(error: BaseException) -> ErrorInfo:
 
 
 def to_known(error: BaseException) -> ClusterError:
-    """What a client of this process may be told of an error."""
+    """The error as a client of this process may see it."""
     return error if isinstance(error, ClusterError) else from_info(to_info(error))
 
 

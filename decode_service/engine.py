@@ -1,10 +1,18 @@
-"""The decode engine: owns every request of this worker and the block pool.
+"""The decode engine: owns every request of this worker and the KV block pool.
 
-A step: give blocks to whoever can have them, run one step of the running batch, tell the doors. Blocks for the answer are
-given as it grows, and taken back behind the window where every layer of the model has one. When there are none left, the
-newest request is preempted: it loses its blocks, and its door has what is left of it computed anew. What of a prompt does not
-travel, its end or all of it, is computed here between the steps (`LocalPrefill`). Runs on the worker's engine thread; the only
-other actor is the transfer thread, whose events arrive here as calls. What a request makes raise costs that request: see `Blame`.
+A step:
+1. requests get blocks for their prompts, in the order of the queue;
+2. if prompts are computed here (all of a prompt, or the end that does not travel), one local prefill step
+   runs (`LocalPrefill`);
+3. one step of the running batch is computed;
+4. the doors are told.
+
+Blocks for an answer are allocated as it grows. If every layer of the model has a window, blocks behind the
+window are freed. If the pool has no free block, the newest request is preempted: it loses its blocks, and its
+door has the rest of it computed again.
+
+Runs on the worker's engine thread. Events of the transfer thread arrive as calls. An exception that a request
+causes ends that request only (`Blame`). How requests end: `DecodeLifecycle`.
 """
 
 from __future__ import annotations
@@ -16,8 +24,7 @@ from operator import attrgetter
 import msgspec
 
 from cluster.clock import Clock
-from cluster.errors import ClusterError, InternalError, RequestError, UnavailableError, to_info
-from cluster.ids import new_lease_id
+from cluster.errors import InternalError, RequestError, UnavailableError
 from cluster.kvcache.blocks import BlockPool
 from cluster.scheduling.fit import StepFit
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
@@ -26,26 +33,31 @@ from cluster.scheduling.running import choose_victim, select_batch
 from cluster.types.messages import (
     DecodeGranted,
     DecodeTotals,
-    Failed,
     FinishReason,
     KvReady,
     LoadReport,
-    Preempted,
     StartDecode,
     TokenEvent,
-)  # fmt: skip
-from cluster.worker.blame import Blame, bookkeeping
+)
+from cluster.worker.blame import Blame
 from cluster.worker.cpu_slots import CpuSlots
-from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
-from cluster.worker.speed import Speed
+from cluster.worker.requests import RequestTable
+from cluster.worker.speed import SpeedReporter
+from decode_service.counts import SequenceCounts
+from decode_service.kv_input import KvInput
+from decode_service.lifecycle import DecodeLifecycle
 from decode_service.local_prefill import MAX_LOCAL_PREFILL_TOKENS, LocalPrefill
 from decode_service.runner import DecodeRunner
-from decode_service.state import Choice, DecodeRequest, Phase, fail_holders
-from decode_service.tables import leave_blocks, share_prompts, take_prompt_blocks, try_grow
-from kv_transfer.lease.group import GroupTransferEngine
-from kv_transfer.lease.receiver import Aborted, Completed, LateWrite, LeaseEvent
-from kv_transfer.lease.transfer_engine import TransferEngine
+from decode_service.state import DecodeChoice, DecodePhase, DecodeRequest
+from decode_service.tables import (
+    allocate_prompt_blocks,
+    free_blocks_behind_window,
+    share_prompt_blocks,
+    try_grow,
+)
+from kv_transfer.lease.events import Aborted, Completed, LateWrite, LeaseEvent
+from kv_transfer.lease.transfer import BlockTransfer
 
 _id_of = attrgetter("request_id")
 
@@ -55,7 +67,7 @@ class DecodeEngine:
         self,
         runner: DecodeRunner,
         blocks: BlockPool,
-        transfer_engine: TransferEngine | GroupTransferEngine,
+        transfer_engine: BlockTransfer,
         outbox: Outbox,
         clock: Clock,
         policy: SchedulingPolicy,
@@ -64,32 +76,32 @@ class DecodeEngine:
         cpu_slots: CpuSlots,
         sliding_window: int | None = None,
         max_local_prefill_tokens: int = MAX_LOCAL_PREFILL_TOKENS,
-        takes_ends: bool = False,
+        allows_recompute: bool = False,
     ):
-        """`on_ended(request_id)` is called, on this thread, once for each request that leaves the engine. `sliding_window`: no
-        layer of the model sees more tokens than that, the newest included. `takes_ends`: prefill workers may leave the ends of
-        prompts to this one, and are told how long a token takes here."""
+        """`on_ended(request_id)` is called, on this thread, once for each request that leaves the engine.
+        `sliding_window`: no layer of the model sees more tokens than that, the newest included.
+        `allows_recompute`: see `KvInput`."""
         self._runner = runner
         self._blocks = blocks
-        self._transfer_engine = transfer_engine
         self._outbox = outbox
         self._clock = clock
-        self._deadlines = Deadlines(clock)
         self._max_batch_sequences = max_batch_sequences
-        self._requests: dict[str, DecodeRequest] = {}
-        self._by_lease: dict[str, DecodeRequest] = {}
+        self._requests: RequestTable[DecodeRequest] = RequestTable(clock)
         self._waiting = WaitingQueue(policy)
         self._running: deque[DecodeRequest] = deque()
-        self._blame = Blame(self._fail_named)
+        self._counts = SequenceCounts()
+        self._kv_input = KvInput(transfer_engine, blocks, allows_recompute)
+        self._lifecycle = DecodeLifecycle(
+            self._requests, blocks, self._kv_input, self._counts, runner, outbox, self._unschedule, on_ended
+        )
+        self._blame = Blame(self._lifecycle.fail_named)
         self._local_prefill = LocalPrefill(
             runner, cpu_slots, policy, blocks.block_size, max_local_prefill_tokens, self._blame, self._probe
         )
-        self._takes_ends = takes_ends
-        self._on_ended = on_ended
         self._cpu_slots = cpu_slots
         self._window = sliding_window
         self.fit = StepFit(max_batch_sequences, 8192)  # a large step: so many sequences of so many tokens
-        self._speed = Speed(
+        self._speed = SpeedReporter(
             outbox,
             clock,
             decode=self.fit,
@@ -97,31 +109,32 @@ class DecodeEngine:
             max_step_units=max_local_prefill_tokens,
             codecs=transfer_engine.codecs,
         )
-        self._num_running_sequences = self._num_context_tokens = 0  # of requests that run
-        self._num_sequences = 0  # of all requests
-        self._num_admitted_sequences = 0  # of those that have blocks
-        self.num_preempted = 0  # requests that lost their blocks, since the start
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests that lost their blocks, since the start."""
+        return self._lifecycle.num_preempted
 
     def warm_up(self) -> None:
-        """Before the first request, on the caller's thread: learns how long a prompt takes here."""
+        """Measures how long a prompt takes here. Before the first request, on the caller's thread."""
         self._local_prefill.warm_up(self._blocks)
 
     def step(self) -> float | None:
-        for request_id in self._deadlines.expired():
-            self._blame.run(request_id, self._expire, request_id)
+        for request_id in self._requests.deadlines.expired():
+            self._blame.run(request_id, self._lifecycle.expire, request_id)
         self._admit()
         if self._local_prefill:
-            self._run_stretch()
+            self._run_local_prefill()
         batch = select_batch(self._running, self._max_batch_sequences)
         if batch:
             self._run(batch)
-        self._speed.tell()
+        self._speed.report()
         self._outbox.flush(self.load())
-        has_work = batch or self._local_prefill  # who ran may have freed what somebody waits for
-        return 0 if has_work else self._deadlines.wait_s()
+        has_work = batch or self._local_prefill  # the step may have freed what a waiting request needs
+        return 0 if has_work else self._requests.deadlines.wait_s()
 
-    def _run_stretch(self) -> None:
-        """First tokens go out at once: a step follows."""
+    def _run_local_prefill(self) -> None:
+        """First tokens go out at once, before the step of the running batch."""
         for request in self._local_prefill.run():
             self._blame.run(request.request_id, self._begin, request)
         self._outbox.flush(self.load())
@@ -129,19 +142,18 @@ class DecodeEngine:
     def _run(self, batch: list[DecodeRequest]) -> None:
         with self._cpu_slots.acquire():
             batch = self._with_blocks(batch)
-            if not batch:  # all that were to run have been preempted
+            if not batch:  # all requests of the batch have been preempted
                 return
             done = self._blame.together(batch, self._runner.run, _id_of, self._probe)
         if done:
-            context = self._num_context_tokens / self._num_running_sequences
-            self.fit.observe(
-                sum(request.num_sequences for request, _ in done), context, self._cpu_slots.ran_s
-            )
+            num_sequences = sum(request.num_sequences for request, _ in done)
+            self.fit.observe(num_sequences, self._counts.mean_context, self._cpu_slots.ran_s)
         for request, tokens in done:
             self._blame.run(request.request_id, self._advance, request, tokens)
 
     def _probe(self) -> None:
-        """Whether the device still works: one token that belongs to no request. Without a free block for it, the answer is yes."""
+        """Raises if the device is broken: computes one token that belongs to no request. Without a free
+        block, the device counts as working."""
         block = self._blocks.try_allocate(1)
         if block is not None:
             self._runner.warm_up(1, 0, block)
@@ -153,11 +165,11 @@ class DecodeEngine:
         request = DecodeRequest(
             message.request, door, message.timeout_s, arrived_at, now, message.prefills, message.codec
         )
-        self._requests[request.request_id] = request
-        self._num_sequences += request.num_sequences
-        self._blame.run(request.request_id, self._take_in, request)
+        self._requests.add(request)
+        self._counts.num_sequences += request.num_sequences
+        self._blame.run(request.request_id, self._enqueue, request)
 
-    def _take_in(self, request: DecodeRequest) -> None:
+    def _enqueue(self, request: DecodeRequest) -> None:
         num_blocks, block_size = self._blocks.num_blocks, self._blocks.block_size
         num_wanted = request.request.max_blocks(block_size, self._window)
         if num_wanted > num_blocks:
@@ -166,55 +178,48 @@ class DecodeEngine:
                 f"{num_blocks * block_size}"
             )
         if request.prefills and (request.request.guidance or request.request.prompt.media):
-            raise InternalError("decode computes a text without a companion only")
-        self._deadlines.add(request.request_id, request.timeout_s)
+            raise InternalError("decode computes only text prompts without a negative prompt")
+        self._requests.deadlines.add(request.request_id, request.timeout_s)
         self._waiting.push(self._ticket(request))
 
     def cancel(self, request_id: str, choice_idx: int | None = None) -> None:
-        """Free a request, or one choice of it, in whatever state it is. Unknown and ended ones are ignored."""
-        self._blame.run(request_id, self._cancel, request_id, choice_idx)
-
-    def _cancel(self, request_id: str, choice_idx: int | None) -> None:
-        request = self._requests.get(request_id)
-        if request is None or request.phase is Phase.CLOSING:
-            return
-        if choice_idx is not None:
-            self._end_choice(request, request.choices[choice_idx])
-            if request.live_choices:
-                return
-        self._outbox.token(request.door, TokenEvent(request_id, (), FinishReason.CANCELLED))
-        self._let_go(request)
+        """Frees a request, or one choice of it, in any state. Unknown requests and requests that have ended
+        are ignored."""
+        self._blame.run(request_id, self._lifecycle.cancel, request_id, choice_idx)
 
     def drop_door(self, door: DoorId) -> None:
-        for request in [r for r in self._requests.values() if r.door == door]:
-            self.cancel(request.request_id)
+        for request_id in self._requests.of_door(door):
+            self.cancel(request_id)
 
     def on_transfer(self, event: LeaseEvent | LateWrite, at: float) -> None:
-        """A lease has closed: KV complete, writer gave up, or time over. Exactly once per lease. `at`: when."""
+        """A lease has closed at the instant `at`: the KV is complete, the writer has given up, or the time is
+        over. Called once per lease."""
         if isinstance(event, LateWrite):
-            return fail_holders(event.block_ids, self._requests, self._fail)
-        if (request := self._by_lease.pop(event.lease_id, None)) is not None:
+            return self._lifecycle.fail_holders(event.block_ids)
+        if (request := self._kv_input.pop_closed(event.lease_id)) is not None:
             self._blame.run(request.request_id, self._on_lease, request, event)
 
     def _on_lease(self, request: DecodeRequest, event: LeaseEvent) -> None:
-        if request.phase is Phase.CLOSING:
-            self._end(request)
+        if request.is_closing:
+            self._lifecycle.end(request)
         elif isinstance(event, Completed):
             request.ready = msgspec.msgpack.decode(event.payload, type=KvReady)
-            self._take_over(request)
+            self._on_kv_ready(request)
         else:
             why = event.reason if isinstance(event, Aborted) else "its lease ran out"
-            self._fail(request, UnavailableError(f"the prompt's KV cache did not arrive: {why}"))
+            message = f"the prompt's KV cache did not arrive: {why}"
+            self._lifecycle.fail(request, UnavailableError(message))
 
     def load(self) -> LoadReport:
         return LoadReport(
             num_running=len(self._running),
             num_waiting=len(self._requests) - len(self._running),
-            num_queued_units=self._num_sequences,
+            num_queued_units=self._counts.num_sequences,
             num_used_blocks=self._blocks.num_blocks - self._blocks.num_free,
-            num_open_leases=len(self._by_lease),
+            num_open_leases=self._kv_input.num_open_leases,
             totals=DecodeTotals(self.num_preempted, self._runner.num_drafted, self._runner.num_accepted),
-            num_context_tokens=self._num_context_tokens,
+            num_context_tokens=self._counts.num_context_tokens,
+            received=self._kv_input.received,
         )
 
     def _ticket(self, request: DecodeRequest) -> Ticket:
@@ -223,50 +228,38 @@ class DecodeEngine:
         return Ticket(request.request_id, request.arrived_at, num_tokens, is_text, request.priority)
 
     def _admit(self) -> None:
-        """Blocks in the queue's order: nobody overtakes a large request. One block is left for every sequence that was
-        admitted before, or a newcomer would be preempted at once."""
+        """Blocks in the queue's order: no request overtakes a large one. One block is left for every sequence
+        that was admitted before. Without it, a request could be preempted as soon as it is admitted."""
         while self._waiting:
             request = self._requests[self._waiting.peek().request_id]
-            num_wanted = request.num_admission_blocks(self._blocks.block_size) + self._num_admitted_sequences
+            num_wanted = request.num_admission_blocks(self._blocks.block_size) + self._counts.num_admitted
             if num_wanted > self._blocks.num_free:
                 return
             self._waiting.pop()
-            self._blame.run(request.request_id, self._give_blocks, request)
+            self._blame.run(request.request_id, self._allocate_blocks, request)
 
-    def _give_blocks(self, request: DecodeRequest) -> None:
-        take_prompt_blocks(request, self._blocks)
+    def _allocate_blocks(self, request: DecodeRequest) -> None:
+        allocate_prompt_blocks(request, self._blocks)
         request.admitted_at = self._clock.now()
-        self._num_admitted_sequences += request.num_sequences
+        self._counts.num_admitted += request.num_sequences
         if request.prefills:
-            self._take_over(request)
-        else:
-            self._grant(request)
-
-    def _grant(self, request: DecodeRequest) -> None:
-        lease_id = new_lease_id()
-        granted = [block_id for table in request.prompt_blocks for block_id in table]
-        generations = self._blocks.generations(granted)
-        is_coded = request.codec != "raw"
-        lengths = [len(prompt.token_ids) for prompt in request.request.prompts] if is_coded else ()
-        grant = self._transfer_engine.grant(lease_id, granted, generations, request.timeout_s, lengths)
-        request.lease_id = lease_id
-        self._by_lease[lease_id] = request
-        request.move(Phase.GRANTED)
-        if self._takes_ends:
-            grant = msgspec.structs.replace(grant, token_s=self._local_prefill.token_s)
+            return self._on_kv_ready(request)
+        grant = self._kv_input.grant(request, self._local_prefill.token_s)
+        request.move(DecodePhase.GRANTED)
         self._outbox.send(request.door, DecodeGranted(request.request_id, grant))
 
-    def _take_over(self, request: DecodeRequest) -> None:
-        """What travels of the KV is here."""
+    def _on_kv_ready(self, request: DecodeRequest) -> None:
+        """All KV that travels is here."""
         first_recomputed = request.ready.first_recomputed
         if first_recomputed is None:
             return self._begin(request)
-        request.move(Phase.CATCHING_UP)
+        request.move(DecodePhase.CATCHING_UP)
         request.num_computed_tokens = first_recomputed
         self._local_prefill.add(self._ticket(request), request)
 
     def _begin(self, request: DecodeRequest) -> None:
-        """All KV is here. A choice that its first token ends, as the door has been told, needs no blocks."""
+        """The KV of the prompts is complete. A choice that ends with its first token needs no blocks; its
+        door has been told."""
         for choice, token_id in zip(request.choices, request.ready.first_tokens, strict=True):
             if choice.is_done:
                 continue
@@ -274,22 +267,20 @@ class DecodeEngine:
             if request.prefills:
                 self._tell_first(request, choice, finish_reason)
             if finish_reason is not None:
-                self._end_choice(request, choice)
-        sources, targets = share_prompts(request, request.ready.position_deltas, self._blocks)
+                self._lifecycle.end_choice(request, choice)
+        sources, targets = share_prompt_blocks(request, request.ready.position_deltas, self._blocks)
         if sources:
             self._runner.copy_blocks(sources, targets)
         for choice in request.live_choices:
-            leave_blocks(choice, self._blocks, self._window)
+            free_blocks_behind_window(choice, self._blocks, self._window)
         request.began_at = self._clock.now()
         if not request.live_choices:
-            return self._end(request)
-        request.move(Phase.RUNNING)
+            return self._lifecycle.end(request)
+        request.move(DecodePhase.RUNNING)
         self._running.append(request)
-        for choice in request.live_choices:
-            self._num_running_sequences += len(choice.branches)
-            self._count_context(choice)
+        self._counts.run(request)
 
-    def _tell_first(self, request: DecodeRequest, choice: Choice, reason: FinishReason | None) -> None:
+    def _tell_first(self, request: DecodeRequest, choice: DecodeChoice, reason: FinishReason | None) -> None:
         """The first token of a prompt that was computed here."""
         timing = request.prompt_timing(self._clock.now()) if choice.idx == 0 else None
         token_ids = tuple(choice.token_ids[-1:])
@@ -297,7 +288,8 @@ class DecodeEngine:
         self._outbox.token(request.door, event)
 
     def _with_blocks(self, batch: list[DecodeRequest]) -> list[DecodeRequest]:
-        """Those of the batch that have blocks for this step's tokens; newer requests may lose theirs for it."""
+        """The requests of the batch that have blocks for this step's tokens. Newer requests may be preempted
+        for them."""
         self._blame.together(batch, self._propose, _id_of, self._probe)
         for request in batch:
             self._blame.run(request.request_id, self._make_room, request)
@@ -312,9 +304,7 @@ class DecodeEngine:
             self._preempt(choose_victim(self._running))
 
     def _preempt(self, request: DecodeRequest) -> None:
-        self.num_preempted += 1
-        self._outbox.send(request.door, Preempted(request.request_id))
-        self._let_go(request)
+        self._lifecycle.preempt(request)
 
     def _advance(self, request: DecodeRequest, tokens: Sequence[Sequence[int]]) -> None:
         """`tokens`: per live choice."""
@@ -326,77 +316,20 @@ class DecodeEngine:
                 if finish_reason is not None:
                     break
             new = tuple(choice.token_ids[first_new:])
-            self._count_context(choice)
+            self._counts.count_context(choice)
             event = TokenEvent(request.request_id, new, finish_reason, choice_idx=choice.idx, step_s=step_s)
             self._outbox.token(request.door, event)
             if finish_reason is None:
-                leave_blocks(choice, self._blocks, self._window)
+                free_blocks_behind_window(choice, self._blocks, self._window)
             else:
-                self._end_choice(request, choice)
+                self._lifecycle.end_choice(request, choice)
         if not request.live_choices:
-            self._let_go(request)
+            self._lifecycle.close(request)
 
-    def _count_context(self, choice: Choice) -> None:
-        self._num_context_tokens += choice.num_context_tokens - choice.num_counted_tokens
-        choice.num_counted_tokens = choice.num_context_tokens
-
-    @bookkeeping
-    def _end_choice(self, request: DecodeRequest, choice: Choice) -> None:
-        if choice.is_done:
-            return
-        choice.is_done = True
-        num_sequences = len(request.request.prompts)
-        self._num_sequences -= num_sequences
-        if request.admitted_at is not None:
-            self._num_admitted_sequences -= num_sequences
-        if request.phase is Phase.RUNNING:
-            self._num_running_sequences -= len(choice.branches)
-        self._num_context_tokens -= choice.num_counted_tokens
-        for branch in choice.branches:
-            self._blocks.free(branch.blocks)
-        choice.branches = []
-        self._runner.forget(choice)
-
-    def _expire(self, request_id: str) -> None:
-        request = self._requests.get(request_id)
-        if request is None or request.phase in (Phase.RUNNING, Phase.CLOSING):
-            return
-        waited_for = {
-            Phase.WAITING: "free KV blocks",
-            Phase.GRANTED: "the prompt's KV cache",
-            Phase.CATCHING_UP: "its turn to compute the prompt",
-        }[request.phase]
-        self._fail(request, UnavailableError(f"decode waited too long for {waited_for}"))
-
-    def _fail_named(self, request_id: str, error: ClusterError) -> None:
-        request = self._requests.get(request_id)
-        if request is not None and request.phase is not Phase.CLOSING:
-            self._fail(request, error)
-
-    def _fail(self, request: DecodeRequest, error: ClusterError) -> None:
-        self._outbox.send(request.door, Failed(request.request_id, to_info(error)))
-        self._let_go(request)
-
-    @bookkeeping
-    def _let_go(self, request: DecodeRequest) -> None:
-        """Nobody wants the request any more. Blocks that a writer may still write to wait for their lease."""
-        if request.lease_id in self._by_lease:
-            request.move(Phase.CLOSING)
-            self._transfer_engine.cancel(request.lease_id)
-            return
-        if request.phase is Phase.WAITING:
+    def _unschedule(self, request: DecodeRequest) -> None:
+        if request.phase is DecodePhase.WAITING:
             self._waiting.remove(request.request_id)
-        if request.phase is Phase.CATCHING_UP:
+        if request.phase is DecodePhase.CATCHING_UP:
             self._local_prefill.remove(request.request_id)
-        if request.phase is Phase.RUNNING:
+        if request.phase is DecodePhase.RUNNING:
             self._running.remove(request)
-        self._end(request)
-
-    @bookkeeping
-    def _end(self, request: DecodeRequest) -> None:
-        for choice in request.live_choices:
-            self._end_choice(request, choice)
-        for table in (*request.prompt_blocks, request.copy_blocks):
-            self._blocks.free(table)
-        del self._requests[request.request_id]
-        self._on_ended(request.request_id)

@@ -1,8 +1,10 @@
-"""Prompts, or their ends, whose KV this worker computes itself, a stretch between two decode steps.
+"""Local prefill: prompts, or ends of prompts, whose KV this decode worker computes itself, in local prefill
+steps between two decode steps.
 
-A stretch is one forward over the next tokens of whoever is first by virtual deadline, and of those behind him that fit: of as many
-tokens as last `LOCAL_PREFILL_STEP_S`, by what the stretches before have taken, so nobody who runs waits longer than that; a block at least.
-Text only: of every family, on any number of ranks, whether answers are speculated or not. The engine's: its thread, its requests.
+A local prefill step is one forward over the next tokens of the most urgent request (by virtual deadline), and
+of the requests behind it that fit. It has as many tokens as last `LOCAL_PREFILL_STEP_S`, by what earlier
+steps have taken, so no running request waits longer than that; at least one block. Only text prompts: of
+every model family, on any number of ranks, with or without speculation. Used by the engine, on its thread.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from cluster.worker.cpu_slots import CpuSlots
 from decode_service.runner import DecodeRunner
 from decode_service.state import DecodeRequest, PromptPart
 
-LOCAL_PREFILL_STEP_S = 0.05  # that the others wait
-MAX_LOCAL_PREFILL_TOKENS = 1024  # what a step is given room for
+LOCAL_PREFILL_STEP_S = 0.05  # how long running requests wait
+MAX_LOCAL_PREFILL_TOKENS = 1024  # largest step, for which memory is planned
 WARM_UP_TOKENS = 128
-WARM_UP_ROUNDS = 3  # the first one shows what is done once
-MIN_TOKEN_S = 1e-7  # a clock that stands still does not make computing free
+WARM_UP_ROUNDS = 3  # the first one includes what is done only once
+MIN_TOKEN_S = 1e-7  # a token costs something even if the clock stands still
 
 
 _Part = tuple[DecodeRequest, PromptPart]
@@ -42,7 +44,7 @@ class LocalPrefill:
         blame: Blame,
         probe: Callable[[], None],
     ):
-        """`max_tokens`: of one stretch. `probe`: see `Blame.together`."""
+        """`max_tokens`: of one local prefill step. `probe`: see `Blame.together`."""
         self._runner = runner
         self._cpu_slots = cpu_slots
         self._budget = StepBudget(LOCAL_PREFILL_STEP_S, min(block_size, max_tokens), max_tokens)
@@ -55,7 +57,7 @@ class LocalPrefill:
         return bool(self._requests)
 
     def warm_up(self, blocks: BlockPool) -> None:
-        """Learns how fast this worker is, with blocks that nobody uses."""
+        """Measures how fast this worker computes prompts, with blocks that belong to no request."""
         table = blocks.allocate(min(-(-WARM_UP_TOKENS // blocks.block_size), blocks.num_free))
         most = min(WARM_UP_TOKENS, len(table) * blocks.block_size, self._budget.max_step_tokens)
         for _ in range(WARM_UP_ROUNDS):
@@ -65,28 +67,29 @@ class LocalPrefill:
 
     @property
     def fit(self) -> StepFit:
-        """How long a stretch takes."""
+        """How long a local prefill step takes."""
         return self._budget.fit
 
     @property
     def token_s(self) -> float | None:
-        """For a token of a prompt's end; None before the first stretch."""
+        """How long a token of a prompt's end takes. None before the first local prefill step."""
         curve = self.fit.curve()
         return None if curve is None else max(MIN_TOKEN_S, curve.seconds(WARM_UP_TOKENS) / WARM_UP_TOKENS)
 
     def add(self, ticket: Ticket, request: DecodeRequest) -> None:
-        """Its prompt's tokens from `num_computed_tokens` on, at least one, are to be computed."""
+        """The tokens of the request's prompt from `num_computed_tokens` on, at least one, are to be
+        computed."""
         self._queue.push(ticket)
         self._requests[request.request_id] = request
 
     def remove(self, request_id: str) -> None:
-        """Unknown ones are ignored."""
+        """Unknown requests are ignored."""
         self._queue.remove(request_id)
         self._requests.pop(request_id, None)
 
     def run(self) -> list[DecodeRequest]:
-        """One stretch, when somebody waits for it. Returns those whose prompts are complete now, with their first tokens if they
-        are drawn here; they are forgotten here. Blocks."""
+        """One local prefill step, if a request waits for it. Returns the requests whose prompts are complete
+        now, with their first tokens if they are drawn here, and forgets them. Blocks."""
         parts: list[_Part] = []
         room = self._budget.max_tokens(self._context())
         while self._queue and room > 0:

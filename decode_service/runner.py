@@ -14,7 +14,7 @@ from cluster.model.sampling import sample
 from cluster.model.step_model import StepModel
 from cluster.types.request import SamplingParams
 from decode_service.speculation import Speculator, accept
-from decode_service.state import Branch, Choice, DecodeRequest, PromptPart
+from decode_service.state import Branch, DecodeChoice, DecodeRequest, PromptPart
 
 
 class DecodeRunner:
@@ -26,14 +26,15 @@ class DecodeRunner:
         self.num_accepted = 0  # drafts that were right
 
     def propose(self, batch: Sequence[DecodeRequest]) -> None:
-        """Sets the drafts of every choice of the batch. Guided choices get none: their pair moves one token at a time."""
+        """Sets the drafts of every choice of the batch. Choices with guidance get none: their two sequences
+        advance one token at a time."""
         if self._speculator is None:
             return
         choices = [choice for r in batch if r.request.guidance is None for choice in r.live_choices]
         room = [choice.stop.max_tokens - choice.num_generated - 1 for choice in choices]
         try:
             proposed = self._speculator.propose(choices, room)
-        except Exception:  # what is kept for these choices may be half written
+        except Exception:  # the proposer's state of these choices may be incomplete
             for choice in choices:
                 self._speculator.forget(choice.request_id)
             raise
@@ -42,16 +43,16 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def run(self, batch: Sequence[DecodeRequest]) -> list[list[list[int]]]:
-        """Computes the KV of every choice's last token, and of its drafts, and draws what follows. Returns per request and
-        live choice the new tokens, at least one. Blocks; synchronises the device."""
+        """Computes the KV of every choice's last token and of its drafts, and draws the next tokens. Returns,
+        per request and live choice, the new tokens: at least one. Blocks; synchronises the device."""
         choices = [(request, choice) for request in batch for choice in request.live_choices]
         drawn = iter(self._draw(self._logits(choices), [choice for _, choice in choices]))
         return [[self._accept(choice, drawn) for choice in request.live_choices] for request in batch]
 
     @torch.inference_mode()
     def compute(self, parts: Sequence[PromptPart]) -> list[tuple[int, ...]]:
-        """The KV of parts of several prompts. Returns per part a first token for each choice that it draws. Blocks; synchronises
-        the device."""
+        """Computes the KV of parts of several prompts. Returns, per part, a first token for each choice that
+        it draws for. Blocks; synchronises the device."""
         logits = self._model.forward([_prompt_chunk(part) for part in parts], self._kv)
         self._kv.synchronize()
         last = [part for part in parts if part.draws]
@@ -64,8 +65,8 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def warm_up(self, num_sequences: int, num_context_tokens: int, block_table: Sequence[int]) -> None:
-        """One step of so many sequences that nobody asked for, in blocks that nobody else holds. They may share them: what is in them
-        means nothing."""
+        """One step of `num_sequences` sequences that belong to no request, in blocks that no request holds.
+        The sequences may share the blocks: their content does not matter."""
         contexts, tables = [num_context_tokens] * num_sequences, [block_table] * num_sequences
         zeros = [0] * num_sequences
         logits = self._model.decode(zeros, contexts, zeros, tables, self._kv)
@@ -74,12 +75,12 @@ class DecodeRunner:
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._model.copy_blocks(sources, targets, self._kv)
 
-    def forget(self, choice: Choice) -> None:
-        """The choice has ended, whatever became of it."""
+    def forget(self, choice: DecodeChoice) -> None:
+        """The choice has ended, for whatever reason."""
         if self._speculator is not None:
             self._speculator.forget(choice.request_id)
 
-    def _accept(self, choice: Choice, drawn: Iterator[int]) -> list[int]:
+    def _accept(self, choice: DecodeChoice, drawn: Iterator[int]) -> list[int]:
         tokens = accept(choice.drafts, [next(drawn) for _ in range(len(choice.drafts) + 1)])
         if choice.drafts and self._speculator is not None:
             self.num_drafted += len(choice.drafts)
@@ -88,13 +89,13 @@ class DecodeRunner:
         choice.drafts = []
         return tokens
 
-    def _draw(self, logits: Tensor, choices: Sequence[Choice]) -> list[int]:
+    def _draw(self, logits: Tensor, choices: Sequence[DecodeChoice]) -> list[int]:
         """logits: [one row per choice and draft + 1, vocab_size], as the model gave them."""
         allowed = forbid(logits, [ids for choice in choices for ids in _forbidden(choice)])
         params = [choice.sampling for choice in choices for _ in range(len(choice.drafts) + 1)]
         return sample(allowed, params, [position for choice in choices for position in _positions(choice)])
 
-    def _logits(self, choices: Sequence[tuple[DecodeRequest, Choice]]) -> Tensor:
+    def _logits(self, choices: Sequence[tuple[DecodeRequest, DecodeChoice]]) -> Tensor:
         """[one row per choice and draft + 1, vocab_size], guided."""
         rows = [(choice, branch) for _, choice in choices for branch in choice.branches]
         if any(choice.drafts for _, choice in choices):
@@ -112,8 +113,8 @@ class DecodeRunner:
         return logits
 
 
-def _guided(logits: Tensor, choices: Sequence[tuple[DecodeRequest, Choice]]) -> Tensor:
-    """Each pair's two rows become one."""
+def _guided(logits: Tensor, choices: Sequence[tuple[DecodeRequest, DecodeChoice]]) -> Tensor:
+    """The two rows of each guided choice become one."""
     out, row = [], 0
     for request, choice in choices:
         guidance, num_rows = request.request.guidance, len(choice.drafts) + 1
@@ -126,13 +127,13 @@ def _guided(logits: Tensor, choices: Sequence[tuple[DecodeRequest, Choice]]) -> 
     return torch.cat(out)
 
 
-def _positions(choice: Choice) -> range:
-    """Index that each token drawn in this step will have."""
+def _positions(choice: DecodeChoice) -> range:
+    """The index that each token drawn in this step will have."""
     first = len(choice.token_ids)
     return range(first, first + len(choice.drafts) + 1)
 
 
-def _forbidden(choice: Choice) -> Iterator[Sequence[int]]:
+def _forbidden(choice: DecodeChoice) -> Iterator[Sequence[int]]:
     for num_generated in range(choice.num_generated, choice.num_generated + len(choice.drafts) + 1):
         yield choice.stop.stop_token_ids if num_generated < choice.stop.min_tokens else ()
 
@@ -144,7 +145,7 @@ def _prompt_chunk(part: PromptPart) -> SequenceChunk:
     )
 
 
-def _chunk(choice: Choice, branch: Branch) -> SequenceChunk:
+def _chunk(choice: DecodeChoice, branch: Branch) -> SequenceChunk:
     context_len = choice.context_len(branch)
     token_ids = [choice.token_ids[-1], *choice.drafts]
     first = context_len + branch.position_delta

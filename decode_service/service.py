@@ -1,7 +1,9 @@
-"""One decode worker process: builds the engine, answers doors, holds one Serve call per request open.
+"""One decode worker process: builds the engine, passes the doors' messages to it, and keeps one Serve call
+per request open.
 
-`run` is the Serve call: it returns when the request has left the engine, in whatever way, so that Serve's drain, limits and
-load see every generation. It may arrive before or after the request itself, which comes by the side channel.
+`run` is the Serve call. It returns when the request has left the engine, for whatever reason, so that Serve's
+drain, limits and load include every generation. It may arrive before or after the request itself, which comes
+by the side channel.
 """
 
 from __future__ import annotations
@@ -9,20 +11,20 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
-from cluster.config.checkpoint import read_config
+from cluster.config.checkpoint import placeholder_ids, read_config
 from cluster.config.settings import ClusterArgs
 from cluster.errors import UnavailableError
 from cluster.kvcache.blocks import BlockPool
 from cluster.model.language import LanguageModel
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.text.tokenizer import placeholder_ids
-from cluster.types.members import Member, Role
+from cluster.types.members import Role
 from cluster.types.messages import AnyMessage, Cancel, GrantPassed, ReturnGrant, StartDecode
 from cluster.worker.language import LanguageSizes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
-from cluster.worker.setup import check_device_lane, set_up
+from cluster.worker.service import PhaseService
+from cluster.worker.setup import check_device_transport, set_up
 from decode_service.engine import DecodeEngine
 from decode_service.local_prefill import MAX_LOCAL_PREFILL_TOKENS
 from decode_service.runner import DecodeRunner
@@ -30,84 +32,75 @@ from decode_service.speculation import DraftModelProposer, NgramProposer, Specul
 from decode_service.warm_up import warm_up
 
 MAX_REMEMBERED_ENDS = 100_000  # request ids that have ended, for Serve calls that arrive late
-START_TIMEOUT_S = 30.0  # between a Serve call and the request it stands for; normally milliseconds
+START_TIMEOUT_S = 30.0  # between a Serve call and its request; normally milliseconds
 
 
-class DecodeService:
+class DecodeService(PhaseService):
     def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
-        """Loads the language half of the model. Blocks for as long as that takes; raises ConfigError."""
+        """Loads the language half of the model. Blocks until it is loaded. Raises ConfigError."""
         setup = set_up(args, replica_id)
-        check_device_lane(args, setup)
-        self.replica_id = replica_id
-        self._num_blocks = args.decode.kv_blocks
+        check_device_transport(args, setup)
+        num_blocks = args.decode.kv_blocks
         sizes = LanguageSizes(
-            num_kv_blocks=self._num_blocks,
+            num_kv_blocks=num_blocks,
             feature_bytes=0,
             max_step_tokens=max(args.decode.max_batch_sequences, MAX_LOCAL_PREFILL_TOKENS),
             max_step_sequences=args.decode.max_batch_sequences,
         )
         language, ranks = load_with_ranks(args, setup, Role.DECODE, sizes, lease_margin_s)
-        self._model = language.model
-        self._process = WorkerProcess(
+        model = language.model
+        process = WorkerProcess(
             setup,
             args.transport,
-            self._model.fingerprint,
+            model.fingerprint,
             incoming=language.kv,
             incoming_wire=language.wire,
             lease_margin_s=lease_margin_s,
             ranks=ranks,
         )
-        runner = DecodeRunner(language.steps, language.kv, _speculator(args, self._model))
-        blocks = BlockPool(self._num_blocks, args.block_size)
+        runner = DecodeRunner(language.steps, language.kv, _speculator(args, model))
+        blocks = BlockPool(num_blocks, args.block_size)
         self._engine = DecodeEngine(
             runner,
             blocks,
-            self._process.kv_mover,
-            self._process.outbox,
-            self._process.clock,
+            process.kv_transfer_engine,
+            process.outbox,
+            process.clock,
             SchedulingPolicy(**args.scheduling.model_dump()),
             args.decode.max_batch_sequences,
             self._on_ended,
-            self._process.cpu_slots,
-            self._model.sliding_window,
-            takes_ends=args.transfer.recompute == "auto",
+            process.cpu_slots,
+            model.sliding_window,
+            allows_recompute=args.transfer.recompute == "auto",
         )
         warm_up(
             runner,
             blocks,
             self._engine.fit,
-            self._process.cpu_slots,
+            process.cpu_slots,
             args.decode.max_batch_sequences,
-            self._model.max_model_len,
+            model.max_model_len,
         )
         self._engine.warm_up()
-        self._process.attach(self._engine, self._on_message)
+        process.attach(self._engine, self._on_message)
+        member = process.member(
+            Role.DECODE,
+            model.kv_layout,
+            num_blocks,
+            block_bytes=model.kv_layout.block_bytes,
+            num_layers=model.num_layers,
+        )
+        super().__init__(process, member)
         self._runs: dict[str, asyncio.Future[None]] = {}
-        self._started: set[str] = set()  # and not ended
+        self._started: set[str] = set()  # requests that have started and not ended
         self._ended: OrderedDict[str, None] = OrderedDict()
 
-    async def start(self) -> Member:
-        """Listen and run; called once, on the replica's event loop."""
-        address = await self._process.start()
-        return Member(
-            self.replica_id,
-            Role.DECODE,
-            address,
-            self._model.fingerprint,
-            self._model.kv_layout.fingerprint,
-            self._num_blocks,
-            hardware=self._process.hardware,
-            device=self._process.device,
-            block_bytes=self._model.kv_layout.block_bytes,
-            num_layers=self._model.num_layers,
-            processes=self._process.processes,
-        )
-
     async def run(self, request_id: str, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        """Returns when the request has ended here. Cancelling this call does not cancel the request: doors do that.
+        """Returns when the request has ended here. Cancelling this call does not cancel the request; doors do
+        that.
 
-        Raises UnavailableError when the request itself does not come: its door's connection was cut meanwhile.
-        """
+        Raises UnavailableError if the request itself does not come: its door's connection was cut
+        meanwhile."""
         if request_id in self._ended:
             return
         loop = asyncio.get_running_loop()
@@ -122,16 +115,6 @@ class DecodeService:
         if request_id not in self._started and (run := self._runs.pop(request_id, None)) is not None:
             run.set_exception(UnavailableError("the request did not reach this worker"))
 
-    async def drain(self, timeout_s: float) -> None:
-        """`WorkerProcess.drain`."""
-        await self._process.drain(timeout_s)
-
-    async def stop(self) -> None:
-        await self._process.stop()
-
-    def check_health(self) -> None:
-        self._process.check_health()
-
     def _on_message(self, door: DoorId, message: AnyMessage) -> None:
         match message:
             case StartDecode():
@@ -139,12 +122,12 @@ class DecodeService:
                 self._process.loop.call(self._engine.start, door, message)
             case Cancel():
                 self._process.loop.call(self._engine.cancel, message.request_id, message.choice_idx)
-            # these two tell other ranks, if there are any: not on the event loop
+            # These two may send messages to other ranks, so they do not run on the event loop.
             case GrantPassed():
-                note_writer = self._process.kv_mover.note_writer
+                note_writer = self._process.kv_transfer_engine.note_writer
                 self._process.loop.call(note_writer, message.lease_id, message.processes)
             case ReturnGrant():
-                revoke = self._process.kv_mover.revoke
+                revoke = self._process.kv_transfer_engine.revoke
                 self._process.loop.call(revoke, message.lease_id, "no writer was given the grant")
 
     def _on_ended(self, request_id: str) -> None:
@@ -161,7 +144,7 @@ class DecodeService:
 
 
 def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
-    """Raises ConfigError when the draft model does not fit the model it drafts for."""
+    """Raises ConfigError if the draft model does not fit the target model."""
     speculation = args.decode.speculation
     if speculation.method == "off":
         return None

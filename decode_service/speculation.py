@@ -1,17 +1,23 @@
-"""Speculative decoding: guesses the next tokens of a sequence, so that one forward of the model can confirm several.
+"""Speculative decoding: guesses the next tokens of a sequence, so that one forward of the model can confirm
+several of them.
 
-Exact by construction. A drawn token depends on (logits, sampling parameters, seed, position) alone (`cluster.model.sampling`),
-so a step runs the target over [last token, draft 1 … draft k] (`LanguageModel.verify`), draws every row at its position with
-the ordinary `sample`, and appends draws as long as the draft before them was the token drawn there (`accept`). The tokens
-are the ones that decoding without drafts draws with the same seed; a draft changes how soon they come, never which they are.
-(Where logits are equal: in bf16, verification's other order of summation can flip near-ties, as another batch size can.)
+The answers do not change. A drawn token depends on (logits, sampling parameters, seed, position) alone
+(`cluster.model.sampling`). So a step
+1. runs the target model over [last token, draft 1 … draft k] (`LanguageModel.verify`);
+2. draws a token at every position with the ordinary `sample`;
+3. appends drawn tokens as long as the draft before them is the token that was drawn there (`accept`).
 
-How often a draft is right: a fixed guess x with p(x), the most that rejection sampling can reach for it (Leviathan et al.
-2023; Chen et al. 2023); a draft model that draws with the target's noise as Gumbel coupling predicts (Daliri, Musco, Suresh
-2025, "Coupling without communication and drafter-invariant speculative decoding").
+These are the tokens that decoding without drafts draws with the same seed. A draft changes how soon tokens
+come, not which tokens. (If logits are equal: in bf16, verification sums in another order and can decide
+near-ties differently, as another batch size can.)
 
-`Speculator` is what the engine talks to: propose → verify → observe, each step; forget when a request ends. All of it runs on
-the engine's thread. Owns the n-gram indices, the draft model's KV and its block pool.
+How often a draft is right: a fixed guess x with probability p(x), the most that rejection sampling can reach
+for it (Leviathan et al. 2023; Chen et al. 2023); a draft model that draws with the target's noise as Gumbel
+coupling predicts (Daliri, Musco, Suresh 2025, "Coupling without communication and drafter-invariant
+speculative decoding").
+
+The engine uses `Speculator`: propose → verify → observe in each step, and forget when a request ends. All of
+it runs on the engine's thread. Owns the n-gram indices, the draft model's KV and its block pool.
 """
 
 from __future__ import annotations
@@ -32,14 +38,14 @@ from cluster.types.request import SamplingParams
 
 
 class DraftedSequence(Protocol):
-    """What a proposer sees of a request."""
+    """What a proposer reads of a request."""
 
     @property
     def request_id(self) -> str: ...
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Prompt (placeholders included) and everything generated; grows at its end only."""
+        """The prompt (placeholders included) and everything generated. Grows at its end only."""
         ...
 
     @property
@@ -48,17 +54,19 @@ class DraftedSequence(Protocol):
 
 class Proposer(Protocol):
     def propose(self, sequences: Sequence[DraftedSequence], max_tokens: Sequence[int]) -> list[list[int]]:
-        """Guesses of the tokens that follow each sequence: at most max_tokens[i] (0 or more), possibly none."""
+        """Guesses of the tokens that follow each sequence: at most max_tokens[i] (0 or more), possibly
+        none."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request has ended: drop what is kept for it. Unknown requests are ignored."""
+        """The request has ended: drop its state. Unknown requests are ignored."""
         ...
 
 
 def accept(drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
-    """The tokens to append. drawn[i], for i in 0 … len(drafts): the target's draw behind the last token and drafts[:i].
-    A draw stands if all drafts before it were right; so the last one returned is new, and those before it are drafts."""
+    """The tokens to append. drawn[i], for i in 0 … len(drafts): the target's draw after the last token and
+    drafts[:i]. A drawn token is valid if all drafts before it were right. So the last token returned is new,
+    and the tokens before it are drafts."""
     return list(drawn[: num_equal(drafts, drawn) + 1])
 
 
@@ -68,20 +76,22 @@ def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-REST_STEPS = 16  # without a draft, once drafts of one token fail; then one token is tried again
+REST_STEPS = 16  # without a draft, after a draft of one token was wrong; then one token is tried again
 
 
 @dataclass
 class _DraftLength:
-    """How many tokens are drafted for one request: 0 while it rests."""
+    """How many tokens are drafted for one request. 0: the request rests."""
 
     num_tokens: int
     rest_steps: int = 0
 
 
 class Speculator:
-    """A proposer and the draft length of every request: one more token after a draft that was right to its end, half as many
-    after one that was wrong at once, none for a while after a single token was wrong."""
+    """A proposer, and the draft length of every request:
+    * after a draft that was right to its end: one more token;
+    * after a draft whose first token was wrong: half as many;
+    * after a draft of a single wrong token: none for `REST_STEPS` steps."""
 
     def __init__(self, proposer: Proposer, max_draft_tokens: int):
         self._proposer = proposer
@@ -89,8 +99,9 @@ class Speculator:
         self._lengths: dict[str, _DraftLength] = {}
 
     def propose(self, sequences: Sequence[DraftedSequence], room: Sequence[int]) -> list[list[int]]:
-        """One draft per sequence, possibly empty, of at most room[i] tokens: a step appends one token more than its draft has,
-        so room is one less than what the request may still generate. Call once per step."""
+        """One draft per sequence, possibly empty, of at most room[i] tokens. A step appends one token more
+        than its draft has, so room is one less than what the request may still generate. Call once per
+        step."""
         limits = [min(self._next_length(s.request_id), most) for s, most in zip(sequences, room, strict=True)]
         drafts: list[list[int]] = [[] for _ in sequences]
         rows = [row for row, limit in enumerate(limits) if limit > 0]
@@ -100,7 +111,8 @@ class Speculator:
         return drafts
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """Tell what became of a draft. Empty drafts say nothing and may be left out; requests that have ended are ignored."""
+        """Reports how many tokens of a draft were accepted. Empty drafts may be left out. Requests that have
+        ended are ignored."""
         length = self._lengths.get(request_id)
         if length is None or num_drafted == 0:
             return
@@ -125,19 +137,20 @@ class Speculator:
 
 @dataclass
 class _NgramIndex:
-    """continuation[gram]: index behind the last place in the sequence where `gram` stood and another token followed."""
+    """continuation[gram]: index of the token that followed the last occurrence of `gram` in the sequence."""
 
-    num_indexed: int  # tokens that have been seen as a continuation
+    num_indexed: int  # tokens that are indexed as a continuation
     continuation: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 class NgramProposer:
-    """Prompt lookup (Saxena 2023): what followed the last occurrence of the longest suffix that occurred before, of min_ngram
-    to max_ngram tokens. Where the occurrence overlaps the suffix, the draft goes on repeating.
+    """Prompt lookup (Saxena 2023): proposes what followed the last occurrence of the longest suffix that
+    occurred before, of min_ngram to max_ngram tokens. If the occurrence overlaps the suffix, the draft
+    repeats.
 
-    A token is indexed once, with max_ngram - min_ngram + 1 entries; history further back than `max_history` tokens when a
-    request is first seen is not. Never proposes `forbidden` ids (placeholders of media): a draft ends before them.
-    """
+    A token is indexed once, with max_ngram - min_ngram + 1 entries. When a request is first seen, at most its
+    last `max_history` tokens are indexed. Never proposes `forbidden` ids (placeholders of media): a draft
+    ends before them."""
 
     def __init__(
         self,
@@ -176,7 +189,7 @@ class NgramProposer:
         return draft
 
     def _index(self, request_id: str, token_ids: Sequence[int]) -> _NgramIndex:
-        """The request's index, brought up to the last token that may be a continuation."""
+        """The index of the request, brought up to the last token that may be a continuation."""
         index = self._indices.get(request_id)
         if index is None:
             first = max(0, len(token_ids) - self._max_history)
@@ -188,14 +201,14 @@ class NgramProposer:
         return index
 
     def _grams(self, token_ids: Sequence[int], end: int) -> list[tuple[int, ...]]:
-        """The n-grams in front of index `end`, longest first."""
+        """The n-grams before index `end`, longest first."""
         return [tuple(token_ids[end - size : end]) for size in self._sizes if size <= end]
 
 
 @dataclass
 class _DraftKv:
-    """What the draft model holds of one request: KV of the first `num_computed_tokens` tokens; after a draft also, behind
-    those, of all guessed tokens but the last."""
+    """What the draft model holds of one request: the KV of the first `num_computed_tokens` tokens. After a
+    draft also, behind those, the KV of all guessed tokens but the last."""
 
     has_media: bool
     block_table: list[int] = field(default_factory=list)
@@ -203,8 +216,8 @@ class _DraftKv:
     guessed: list[int] = field(default_factory=list)
 
     def confirm(self, token_ids: Sequence[int]) -> None:
-        """Keep the KV of guesses that turned out right; wrong ones are overwritten. The last token is always left to compute,
-        because a draft starts from its logits."""
+        """Keeps the KV of guesses that were right. Wrong ones are overwritten later. The last token is always
+        left to compute, because a draft starts from its logits."""
         if self.guessed:
             kept = num_equal(self.guessed[:-1], token_ids[self.num_computed_tokens :])
             self.num_computed_tokens = min(self.num_computed_tokens + kept, len(token_ids) - 1)
@@ -212,8 +225,8 @@ class _DraftKv:
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """One request's part in one call."""
+class _DraftJob:
+    """One request in one call."""
 
     sequence: DraftedSequence
     max_tokens: int
@@ -228,11 +241,11 @@ class _Turn:
 class DraftModelProposer:
     """A second, smaller language model on the same device, with KV blocks of its own.
 
-    Draws with each request's own sampling parameters and noise, so its guess is the target's token wherever both would draw
-    alike. Computes the KV it lacks when it is asked for a draft, at most `max_chunk_tokens` of all requests at a time: a long
-    prompt takes several steps, in which the others get their drafts. No draft for requests with media (it has no embeddings
-    of them), beyond its own context length, or while there are no blocks; a request that cannot grow gives its blocks back.
-    """
+    Draws with each request's own sampling parameters and noise, so its guess is the target's token whenever
+    both would draw the same. When a draft is requested, it first computes the KV that it lacks, at most
+    `max_chunk_tokens` of all requests at a time: a long prompt takes several steps, in which the other
+    requests get their drafts. No draft for requests with media (the draft model has no embeddings), beyond
+    its own context length, or while there are no blocks. A request that cannot grow frees its blocks."""
 
     def __init__(
         self,
@@ -259,13 +272,15 @@ class DraftModelProposer:
     @torch.inference_mode()
     def propose(self, sequences: Sequence[DraftedSequence], max_tokens: Sequence[int]) -> list[list[int]]:
         """Blocks; synchronises the device."""
-        turns = [
-            _Turn(s, most, self._kv_of(s)) for s, most in zip(sequences, max_tokens, strict=True) if most > 0
+        jobs = [
+            _DraftJob(s, most, self._kv_of(s))
+            for s, most in zip(sequences, max_tokens, strict=True)
+            if most > 0
         ]
-        complete, logits = self._catch_up([turn for turn in turns if self._make_room(turn)])
+        complete, logits = self._catch_up([job for job in jobs if self._make_room(job)])
         if complete:
             self._draw(complete, logits)
-        drafted = {turn.sequence.request_id: list(turn.held.guessed) for turn in complete}
+        drafted = {job.sequence.request_id: list(job.held.guessed) for job in complete}
         return [drafted.get(s.request_id, []) for s in sequences]
 
     def forget(self, request_id: str) -> None:
@@ -280,13 +295,13 @@ class DraftModelProposer:
             self._held[sequence.request_id] = held
         return held
 
-    def _make_room(self, turn: _Turn) -> bool:
-        """Whether the request can have its draft; if so, its block table is long enough for it."""
-        held, token_ids = turn.held, turn.sequence.token_ids
+    def _make_room(self, job: _DraftJob) -> bool:
+        """Whether the request can have its draft. If so, its block table is long enough for it."""
+        held, token_ids = job.held, job.sequence.token_ids
         if held.has_media:
             return False
         held.confirm(token_ids)
-        num_tokens = len(token_ids) + turn.max_tokens - 1  # the last guess needs no KV
+        num_tokens = len(token_ids) + job.max_tokens - 1  # the last guess needs no KV
         num_missing = max(0, -(-num_tokens // self.blocks.block_size) - len(held.block_table))
         more = self.blocks.try_allocate(num_missing) if num_tokens <= self._model.max_model_len else None
         if more is None:
@@ -296,42 +311,43 @@ class DraftModelProposer:
         held.block_table += more
         return True
 
-    def _catch_up(self, turns: Sequence[_Turn]) -> tuple[list[_Turn], Tensor]:
-        """Computes missing KV, where least is missing first. Returns the turns that lack none now, and the [n, vocab_size]
-        logits of what follows them."""
+    def _catch_up(self, jobs: Sequence[_DraftJob]) -> tuple[list[_DraftJob], Tensor]:
+        """Computes missing KV, of the request that lacks least first. Returns the jobs that lack none now,
+        and the [n, vocab_size] logits of what follows them."""
         chunks: list[SequenceChunk] = []
-        complete: list[_Turn] = []
+        complete: list[_DraftJob] = []
         budget = self._max_chunk_tokens
-        for turn in sorted(turns, key=lambda turn: turn.num_missing):
-            count = min(turn.num_missing, budget)
+        for job in sorted(jobs, key=lambda job: job.num_missing):
+            count = min(job.num_missing, budget)
             if count == 0:
                 break
-            start, end = turn.held.num_computed_tokens, turn.held.num_computed_tokens + count
+            start, end = job.held.num_computed_tokens, job.held.num_computed_tokens + count
             positions = torch.arange(start, end)
-            token_ids = turn.sequence.token_ids[start:end]
-            chunks.append(SequenceChunk(token_ids, positions, start, turn.held.block_table))
-            turn.held.num_computed_tokens = end
+            token_ids = job.sequence.token_ids[start:end]
+            chunks.append(SequenceChunk(token_ids, positions, start, job.held.block_table))
+            job.held.num_computed_tokens = end
             budget -= count
-            if turn.num_missing == 0:
-                complete.append(turn)
+            if job.num_missing == 0:
+                complete.append(job)
         if not chunks:
             return [], torch.empty(0)
         return complete, self._model.forward(chunks, self._kv)[: len(complete)]
 
-    def _draw(self, turns: Sequence[_Turn], logits: Tensor) -> None:
-        """Guesses for every turn, one token of all in a round. logits: [len(turns), vocab_size], of the first round."""
+    def _draw(self, jobs: Sequence[_DraftJob], logits: Tensor) -> None:
+        """Guesses for every job, one token of each job per round. logits: [len(jobs), vocab_size], of the
+        first round."""
         while True:
-            contexts = [turn.held.num_computed_tokens + len(turn.held.guessed) for turn in turns]
-            tokens = sample(logits, [turn.sequence.sampling for turn in turns], contexts)
-            for turn, token in zip(turns, tokens, strict=True):
-                turn.held.guessed.append(token)
-            turns = [turn for turn in turns if len(turn.held.guessed) < turn.max_tokens]
-            if not turns:
+            contexts = [job.held.num_computed_tokens + len(job.held.guessed) for job in jobs]
+            tokens = sample(logits, [job.sequence.sampling for job in jobs], contexts)
+            for job, token in zip(jobs, tokens, strict=True):
+                job.held.guessed.append(token)
+            jobs = [job for job in jobs if len(job.held.guessed) < job.max_tokens]
+            if not jobs:
                 return
             logits = self._model.decode(
-                [turn.held.guessed[-1] for turn in turns],
-                [turn.held.num_computed_tokens + len(turn.held.guessed) - 1 for turn in turns],
-                [0] * len(turns),
-                [turn.held.block_table for turn in turns],
+                [job.held.guessed[-1] for job in jobs],
+                [job.held.num_computed_tokens + len(job.held.guessed) - 1 for job in jobs],
+                [0] * len(jobs),
+                [job.held.block_table for job in jobs],
                 self._kv,
             )

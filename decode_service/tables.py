@@ -1,6 +1,7 @@
-"""Which blocks the choices of a request hold: they take over the prompts', grow, and give back what lies behind a window.
+"""Which blocks the choices of a request hold: they take over the blocks of the prompts, grow, and free the
+blocks behind a window.
 
-Functions of the engine's thread over a request's records and the pool; the bytes are the runner's business.
+Functions of the engine's thread over the records of a request and the pool. The runner copies the bytes.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Sequence
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.worker.blame import bookkeeping
-from decode_service.state import Branch, Choice, DecodeRequest
+from decode_service.state import Branch, DecodeChoice, DecodeRequest
 
 
-def take_prompt_blocks(request: DecodeRequest, blocks: BlockPool) -> None:
-    """What admission has found free."""
+def allocate_prompt_blocks(request: DecodeRequest, blocks: BlockPool) -> None:
+    """Admission has checked that these blocks are free."""
     lengths = [len(prompt.token_ids) for prompt in request.request.prompts]
     for length in lengths:
         request.prompt_blocks.append(blocks.allocate(-(-length // blocks.block_size)))
@@ -21,11 +22,12 @@ def take_prompt_blocks(request: DecodeRequest, blocks: BlockPool) -> None:
     request.copy_blocks = blocks.allocate(num_copies)
 
 
-def share_prompts(
+def share_prompt_blocks(
     request: DecodeRequest, position_deltas: Sequence[int], blocks: BlockPool
 ) -> tuple[list[int], list[int]]:
-    """The first live choice takes the prompts' blocks. The others share the full ones and copy the last one: from here on
-    everybody writes to blocks of his own. Returns the blocks to be copied, and where to."""
+    """The first live choice takes over the blocks of the prompts. The other choices share the full blocks and
+    get a copy of the last one: from here on every choice writes to its own blocks only. Returns the blocks to
+    be copied, and their targets."""
     sources: list[int] = []
     targets: list[int] = []
     choices = request.live_choices
@@ -44,12 +46,13 @@ def share_prompts(
                     table.append(targets[-1])
             choice.branches.append(Branch(length, delta, table))
     spare, request.copy_blocks = request.copy_blocks, []
-    blocks.free(spare)  # meant for choices that are over already
+    blocks.free(spare)  # blocks for choices that have ended already
     return sources, targets
 
 
 def try_grow(request: DecodeRequest, blocks: BlockPool) -> bool:
-    """Blocks for every choice's next token, and for its drafts if there is room."""
+    """Allocates blocks for the next token of every choice, and for its drafts if there is room. False: there
+    is no room for the next tokens."""
     if _try_cover(request, blocks):
         return True
     for choice in request.live_choices:
@@ -76,10 +79,11 @@ def _try_cover(request: DecodeRequest, blocks: BlockPool) -> bool:
 
 
 @bookkeeping
-def leave_blocks(choice: Choice, blocks: BlockPool, window: int | None) -> None:
-    """Gives back what no later step of the choice can see. Blocks shared with other choices lose one reference."""
+def free_blocks_behind_window(choice: DecodeChoice, blocks: BlockPool, window: int | None) -> None:
+    """Frees the blocks that no later step of the choice can see. A block that other choices share loses one
+    reference."""
     if window is None:
         return
     for branch in choice.branches:
         first_visible = max(0, choice.context_len(branch) + 1 - window)
-        blocks.free(branch.leave(first_visible // blocks.block_size))
+        blocks.free(branch.drop_behind_window(first_visible // blocks.block_size))

@@ -1,4 +1,6 @@
-"""Before the first request: how long a step takes, by its sequences and what they see."""
+"""Before the first request: measures how long a step takes, by the number of its sequences and the tokens
+that they see.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def warm_up(
     max_batch_sequences: int,
     max_model_len: int,
 ) -> None:
-    """On the caller's thread; blocks for a dozen steps."""
+    """Runs on the caller's thread and blocks for a dozen steps."""
     table = blocks.allocate(min(max(CONTEXTS) // blocks.block_size + 1, blocks.num_free))
     most = min(len(table) * blocks.block_size, max_model_len) - 1
     contexts = [min(context, most) for context in CONTEXTS]
@@ -31,6 +33,6 @@ def warm_up(
         for context, num_sequences in sizes:
             with cpu_slots.acquire():
                 runner.warm_up(num_sequences, context, table)
-            if round_idx > 0:  # the first time does what is done once
+            if round_idx > 0:  # the first round includes what is done only once
                 fit.observe(num_sequences, context, cpu_slots.ran_s)
     blocks.free(table)

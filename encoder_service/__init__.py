@@ -1,6 +1,13 @@
-"""Encoder pool: images, clips and sounds become embedding rows, which are cached and pushed to prefill workers.
+"""Encoder pool: images, clips and sounds become embedding rows, which are cached and pushed to prefill
+workers.
 
-`state` (an item's life), `preparation` (files to tensors, ahead of the device), `scheduler` (pure: which items share a call, how
-long ones are cut), `budget` (how much a call may need), `runner` (decode, preprocess, device code), `cache` (where finished
-rows live), `deliveries` (who wants them), `engine` (owns the state), `service` (side channel, health).
+* `state`: the life of an item and of a delivery
+* `preparation`: files become tensors, ahead of the device
+* `scheduler`: pure; which items share a call, and how long items are cut
+* `budget`: how many bytes a call may need
+* `runner`: decoding, preprocessing, device code
+* `cache`: where finished rows are kept
+* `deliveries`: which requests want an item, and what is being sent
+* `engine`: owns the state
+* `service`: side channel, health
 """

@@ -1,32 +1,32 @@
-"""How many bytes an encoder call may be estimated to need: what was free at start, until a call runs out of memory.
+"""How many bytes an encoder call may be estimated to need: what was free at the start, until a call runs out
+of memory.
 
-The estimate of a call is `cluster.worker.memory_plan.encoder_step_bytes` and its input tensors. After a call that ran out of
-memory the budget is half of that call's estimate; after every `RECOVERY_S` without another it doubles, up to where it was.
+The estimate of a call is `cluster.worker.memory_plan.encoder_step_bytes` and its input tensors. After a call
+that ran out of memory, the budget is half of that call's estimate. After every `RECOVERY_S` without another
+such call the budget doubles, up to its first value.
 """
 
 from __future__ import annotations
 
 from cluster.clock import Clock
 
-RECOVERY_S = (
-    60.0  # whoever took the memory (another process, a fragmented allocator) is given time to return it
-)
+RECOVERY_S = 60.0  # time in which another process, or a fragmented allocator, may return the memory
 
 
 class CallBudget:
-    """Belongs to the engine's thread."""
+    """Used on the engine's thread only."""
 
-    def __init__(self, most_bytes: int, clock: Clock):
-        self._most_bytes = most_bytes
+    def __init__(self, ceiling_bytes: int, clock: Clock):
+        self._ceiling_bytes = ceiling_bytes
         self._clock = clock
-        self._max_bytes = most_bytes
+        self._max_bytes = ceiling_bytes
         self._changed_at = clock.now()
 
     @property
     def max_bytes(self) -> int:
         now = self._clock.now()
-        while self._max_bytes < self._most_bytes and now - self._changed_at >= RECOVERY_S:
-            self._max_bytes = min(2 * self._max_bytes, self._most_bytes)
+        while self._max_bytes < self._ceiling_bytes and now - self._changed_at >= RECOVERY_S:
+            self._max_bytes = min(2 * self._max_bytes, self._ceiling_bytes)
             self._changed_at += RECOVERY_S
         return self._max_bytes
 

@@ -1,9 +1,10 @@
-"""Where embeddings live: in registered memory, so that they are sent from where they are kept.
+"""The cache of embeddings. It lies in registered memory, so that rows are sent from where they are kept.
 
-Keyed by media hash, bounded by the memory's size. First out is what is not expected to be used again, then what was least recently
-used: an item that passes through once pushes nothing out that comes back. An entry gets its room before its rows are
-computed (`try_reserve`), is filled piece by piece (`write`) and can be found once it is complete. What is being filled, or
-sent (pinned), is never evicted. Owned by the engine's thread.
+Keyed by media hash, bounded by the size of the memory. Eviction: first the entries that are not expected to
+be used again, then the least recently used ones. So an item that is used once evicts no item that comes back.
+An entry gets its room before its rows are computed (`try_reserve`), is filled piece by piece (`write`) and
+can be found once it is complete (`complete`). An entry that is being filled or sent (pinned) is never
+evicted. Owned by the engine's thread.
 """
 
 from __future__ import annotations
@@ -37,15 +38,13 @@ class EmbeddingCache:
         self._memory = memory
         self._blocks = blocks
         self._rows = memory.segments[0].flatten(0, 1)  # [num_blocks * block_size, feature_width], a view
-        self._entries: OrderedDict[str, _Entry] = (
-            OrderedDict()
-        )  # complete ones, the first to be evicted first
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # complete entries in order of eviction
         self._filling: dict[str, _Entry] = {}
-        self._num_held_blocks = 0  # of pinned entries and of those being filled
+        self._num_held_blocks = 0  # blocks of pinned entries and of entries that are being filled
         self._changed: set[str] = set()
 
     def __contains__(self, media_hash: str) -> bool:
-        """Whether it is complete."""
+        """Whether the entry is complete."""
         return media_hash in self._entries
 
     @property
@@ -62,25 +61,26 @@ class EmbeddingCache:
 
     @property
     def num_free_blocks(self) -> int:
-        """Once everything that may be is evicted."""
+        """Free blocks after everything that may be evicted is evicted."""
         return self._blocks.num_blocks - self._num_held_blocks
 
     def num_blocks(self, num_rows: int) -> int:
         return -(-num_rows // self._blocks.block_size)
 
     def num_bytes(self, media_hash: str) -> int:
-        """Of an entry's blocks. KeyError when not cached."""
+        """Bytes of an entry's blocks. Raises KeyError if the item is not cached."""
         return len(self._entries[media_hash].block_ids) * self._memory.layout.block_bytes
 
     def content(self) -> tuple[str, ...]:
         return tuple(self._entries)
 
     def note(self, media_hash: str) -> None:
-        """An item is about to come, or will not come after all."""
+        """The next `take_changes` includes this item: it has been taken into work, or has left work."""
         self._changed.add(media_hash)
 
     def take_changes(self, coming: Container[str] = ()) -> CacheChanged | None:
-        """What has come and gone since the last call, `coming` being as good as here; None: nothing."""
+        """What was added and evicted since the last call. Items in `coming` count as cached. None: nothing
+        changed."""
         if not self._changed:
             return None
         changed, self._changed = sorted(self._changed), set()
@@ -91,7 +91,8 @@ class EmbeddingCache:
         )
 
     def pin(self, media_hash: str) -> list[int]:
-        """The entry's blocks, which stay until `unpin`. Once per user; KeyError when not cached."""
+        """The entry's blocks, which stay until `unpin`. Call once per user. Raises KeyError if the item is
+        not cached."""
         entry = self._entries[media_hash]
         if entry.is_kept:
             self._entries.move_to_end(media_hash)
@@ -109,13 +110,14 @@ class EmbeddingCache:
             self._num_held_blocks -= len(entry.block_ids)
 
     def keep(self, media_hash: str) -> None:
-        """Another use of the entry is expected. One that is not cached is ignored."""
+        """Another use of the entry is expected. Ignored if the item is not cached."""
         if media_hash in self._entries:
             self._entries[media_hash].is_kept = True
             self._entries.move_to_end(media_hash)
 
     def try_reserve(self, media_hash: str, num_rows: int) -> bool:
-        """Room for rows that are about to be computed, evicting as needed. False when too much of the memory is held."""
+        """Reserves room for rows that are about to be computed, and evicts as needed. False: too much of the
+        memory is held."""
         num_blocks = self.num_blocks(num_rows)
         if num_blocks > self.num_free_blocks:
             return False
@@ -126,7 +128,7 @@ class EmbeddingCache:
         return True
 
     def write(self, media_hash: str, start: int, rows: torch.Tensor) -> None:
-        """Rows [start, start + len(rows)) of an entry that has been reserved. rows: [num_rows, feature_width]."""
+        """Rows [start, start + len(rows)) of an entry that was reserved. rows: [num_rows, feature_width]."""
         block_ids = torch.tensor(self._filling[media_hash].block_ids, device=rows.device)
         positions = torch.arange(start, start + len(rows), device=rows.device)
         size = self._blocks.block_size
@@ -135,7 +137,8 @@ class EmbeddingCache:
         )
 
     def complete(self, media_hash: str, num_rows: int, *, keep: bool = True) -> None:
-        """All of its rows are written. What is left of the last block becomes zeros. Synchronises the device."""
+        """All rows of the entry are written. The rest of its last block is filled with zeros. Synchronises
+        the device."""
         entry = self._filling[media_hash]
         size = self._blocks.block_size
         self._memory.segments[0][entry.block_ids[-1], (num_rows - 1) % size + 1 :] = 0
@@ -148,8 +151,8 @@ class EmbeddingCache:
         self._entries.move_to_end(media_hash, last=keep)
         self._changed.add(media_hash)
 
-    def abandon(self, media_hash: str) -> None:
-        """Give the room of an entry back that will not be completed. One that has none is ignored."""
+    def free_reserved(self, media_hash: str) -> None:
+        """Frees the room of an entry that will not be completed. Ignored if the item has no such room."""
         entry = self._filling.pop(media_hash, None)
         if entry is not None:
             entry.move(MediaPhase.DISCARDED)

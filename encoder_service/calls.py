@@ -18,17 +18,17 @@ from encoder_service.state import EncodeItem
 class EncoderLimits:
     max_batch_items: int  # media items in one call
     max_batch_rows: int  # embedding rows in one call, before pooling
-    max_piece_rows: int  # items of more rows are encoded piece by piece, where their family allows it
-    max_call_bytes: int  # that a call may be estimated to need
-    row_bytes: int  # that a call is estimated to need for one row, beside its input
+    max_piece_rows: int  # items of more rows are encoded piece by piece, if their family allows it
+    max_call_bytes: int  # estimated bytes of a call, at most
+    row_bytes: int  # estimated bytes of a call for one row, beside its input
     max_prepared_bytes: int  # preprocessed media ahead of the device
-    max_queued_rows: int  # not yet encoded; new items are refused beyond
+    max_queued_rows: int  # not yet encoded; beyond that, new items are refused
     num_prepare_threads: int
 
 
 @dataclass(frozen=True)
-class Call:
-    """An item's part in an encoder call."""
+class CallPart:
+    """The part of one item in an encoder call."""
 
     item: EncodeItem
     piece: Piece
@@ -36,7 +36,7 @@ class Call:
 
 
 class CallPlanner:
-    """Belongs to the engine's thread; changes nothing."""
+    """Used on the engine's thread. Changes nothing."""
 
     def __init__(
         self, limits: EncoderLimits, budget: CallBudget, policy: SchedulingPolicy, cache: EmbeddingCache
@@ -46,15 +46,15 @@ class CallPlanner:
         self._policy = policy
         self._cache = cache
 
-    def choose(self, calls: Iterable[Call]) -> Iterator[Call]:
-        """Those that make the next call. There is room in the cache for their items."""
+    def choose(self, calls: Iterable[CallPart]) -> Iterator[CallPart]:
+        """The parts that make up the next call. The cache has room for their items."""
         by_hash = {call.item.media_hash: call for call in calls}
         limits = CallLimits(self._limits.max_batch_items, self._limits.max_batch_rows, self._budget.max_bytes)
         candidates = (call.candidate for call in by_hash.values())
         for candidate in select_batch(candidates, limits, self._cache.num_free_blocks):
             yield by_hash[candidate.media_hash]
 
-    def part_of(self, item: EncodeItem, prepared: Prepared) -> Call:
+    def part_of(self, item: EncodeItem, prepared: Prepared) -> CallPart:
         """As much of the item as one call may compute."""
         num_rows, num_units = item.num_call_rows, prepared.num_units
         num_bytes = num_rows * self._limits.row_bytes + prepared.num_bytes
@@ -79,4 +79,4 @@ class CallPlanner:
             num_blocks=self._cache.num_blocks(item.num_rows) if item.phase is MediaPhase.READY else 0,
             runs_alone=item.is_suspect or not piece.is_whole,
         )
-        return Call(item, piece, candidate)
+        return CallPart(item, piece, candidate)

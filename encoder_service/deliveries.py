@@ -1,7 +1,7 @@
-"""Who wants which item, and what is being sent to whom. Owned by the engine's thread.
+"""Which requests want which item, and what is being sent. Owned by the engine's thread.
 
-A delivery is added, gets its target and its rows in either order, and is sent: its rows stay pinned in the cache until the transfer
-has ended, also when the delivery itself has ended before.
+A delivery is added. It gets its target and its rows, in either order, and is sent. Its rows stay pinned in
+the cache until the transfer has ended, even if the delivery has ended before.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from encoder_service.cache import EmbeddingCache
 from encoder_service.holdings import Holdings
 from encoder_service.state import Delivery
 from kv_transfer.agents.agent import TransferError
-from kv_transfer.lease.sender import Finished, SendEvent
+from kv_transfer.lease.events import Finished, SendEvent
 from kv_transfer.lease.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Wanted:
-    item: MediaItem  # one copy of the file for all who want it
+class _SharedFile:
+    item: MediaItem  # one copy of the file for all deliveries
     num_deliveries: int = 0
 
 
@@ -43,8 +43,8 @@ class Deliveries:
         self._clock = clock
         self._deadlines = Deadlines(clock)
         self._deliveries: dict[str, Delivery] = {}
-        self._wanted: dict[str, _Wanted] = {}  # by media hash
-        self._by_lease: dict[str, Delivery] = {}  # being sent; each pins its cache entry
+        self._files: dict[str, _SharedFile] = {}  # by media hash
+        self._by_lease: dict[str, Delivery] = {}  # deliveries that are being sent; each pins its cache entry
         self._file_bytes = Holdings()  # by media hash
         self._sending_bytes = Holdings()  # by lease
 
@@ -67,7 +67,7 @@ class Deliveries:
         return self._deliveries.get(key)
 
     def sent_by(self, lease_id: str) -> Delivery | None:
-        """Whose rows this lease carries."""
+        """The delivery whose rows this lease carries. None: a lease of no delivery."""
         return self._by_lease.get(lease_id)
 
     def of_request(self, request_id: str) -> list[Delivery]:
@@ -77,17 +77,17 @@ class Deliveries:
         return [d for d in self._deliveries.values() if d.door == door]
 
     def expired(self) -> Iterator[Delivery]:
-        """Those whose time is over, each once."""
+        """Deliveries whose time is over, each once."""
         for key in self._deadlines.expired():
             if key in self._deliveries:
                 yield self._deliveries[key]
 
     def wait_s(self) -> float | None:
-        """Seconds until the next deadline; None when there is none."""
+        """Seconds until the next deadline. None: there is none."""
         return self._deadlines.wait_s()
 
     def add(self, delivery: Delivery, timeout_s: float) -> None:
-        wanted = self._wanted.setdefault(delivery.media_hash, _Wanted(delivery.item))
+        wanted = self._files.setdefault(delivery.media_hash, _SharedFile(delivery.item))
         wanted.num_deliveries += 1
         delivery.item = wanted.item
         self._file_bytes.hold(delivery.media_hash, len(wanted.item.data))
@@ -97,7 +97,7 @@ class Deliveries:
         self._deadlines.add(delivery.key, timeout_s)
 
     def send(self, delivery: Delivery) -> None:
-        """Its rows are in the cache and its target is known."""
+        """The rows are in the cache and the target is known."""
         assert delivery.target is not None
         delivery.sent_at = self._clock.now()
         try:
@@ -112,7 +112,7 @@ class Deliveries:
             self.fail(delivery, UnavailableError(f"cannot write to the prefill worker: {error}"))
 
     def on_transfer(self, event: SendEvent, at: float) -> None:
-        """A push that `sent_by` knows has ended. Exactly once each."""
+        """A push that `sent_by` knows has ended. Called once for each push."""
         delivery = self._by_lease.pop(event.lease_id)
         self._sending_bytes.release(event.lease_id)
         self._cache.unpin(delivery.media_hash)
@@ -132,17 +132,17 @@ class Deliveries:
         self.end(delivery, error.message)
 
     def end(self, delivery: Delivery, reason: str) -> None:
-        """Nobody wants it any more. One that has ended is ignored."""
+        """The delivery is not wanted any more. A delivery that has ended is ignored."""
         if self._deliveries.get(delivery.key) is not delivery:
             return
         self._forget(delivery)
         if delivery.outgoing is not None:
             delivery.outgoing.abort(reason)
         elif delivery.target is not None:
-            self.give_back(delivery.target, reason)
+            self.return_grant(delivery.target, reason)
 
-    def give_back(self, target: ReceivedGrant, reason: str) -> None:
-        """A right that will not be used."""
+    def return_grant(self, target: ReceivedGrant, reason: str) -> None:
+        """Returns a grant that will not be used."""
         try:
             self._transfer_engine.open(target).abort(reason)
         except Exception as error:
@@ -151,7 +151,7 @@ class Deliveries:
     def _forget(self, delivery: Delivery) -> None:
         media_hash = delivery.media_hash
         del self._deliveries[delivery.key]
-        self._wanted[media_hash].num_deliveries -= 1
-        if self._wanted[media_hash].num_deliveries == 0:
-            del self._wanted[media_hash]
+        self._files[media_hash].num_deliveries -= 1
+        if self._files[media_hash].num_deliveries == 0:
+            del self._files[media_hash]
             self._file_bytes.release(media_hash)

@@ -1,12 +1,16 @@
-"""The encoder engine: owns every media item in work; `preparation` has those whose tensors are being made, `deliveries` those who
-want them, `cache` the rows.
+"""The encoder engine: owns every media item in work. `preparation` holds the items whose tensors are being
+made, `deliveries` the requests that want items, `cache` the rows.
 
-A step: one encoder call with the most urgent of what is ready, rows into the cache, sent to whoever has named a target, doors
-told. Preparing runs in a thread pool and overlaps the device's work. A long item takes several steps.
+A step: one encoder call with the most urgent ready items; their rows go into the cache and to every request
+that has named a target; the doors are told. Preparation runs in a thread pool and overlaps the work of the
+device. A long item takes several steps.
 
-A call that fails harms nobody for good: one that ran out of memory leaves a smaller budget to the next step, which tries less at once;
-after any other error the items of the call run alone, and who fails alone has failed. Outside the calls, what one item or one delivery
-makes raise costs that item or that delivery (`Blame`).
+A call that fails:
+* It ran out of memory: the next step has a smaller budget and tries less at once.
+* Any other error: the items of the call run alone from then on, and an item that fails alone has failed.
+
+Outside the calls, an exception that one item or one delivery causes ends that item or that delivery only
+(`Blame`).
 """
 
 from __future__ import annotations
@@ -31,10 +35,10 @@ from cluster.worker.blame import Blame, bookkeeping
 from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
-from cluster.worker.speed import Speed
+from cluster.worker.speed import SpeedReporter
 from encoder_service.budget import CallBudget
 from encoder_service.cache import EmbeddingCache
-from encoder_service.calls import Call, CallPlanner, EncoderLimits
+from encoder_service.calls import CallPart, CallPlanner, EncoderLimits
 from encoder_service.deliveries import Deliveries
 from encoder_service.failures import named
 from encoder_service.fits import EncoderFits
@@ -42,12 +46,12 @@ from encoder_service.holdings import Holdings
 from encoder_service.preparation import IsWanted, NotWantedError, Preparation, PreparationLimits
 from encoder_service.runner import EncoderRunner, Prepared
 from encoder_service.state import Delivery, EncodeItem, delivery_key
-from kv_transfer.lease.sender import SendEvent
+from kv_transfer.lease.events import SendEvent
 from kv_transfer.lease.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
-EXCLUSIVE_S = 0.25  # an image or two are done by then; a long video gives way between blocks
+EXCLUSIVE_S = 0.25  # enough for an image or two; a call with a long video yields between blocks
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -74,7 +78,8 @@ class EncoderEngine:
         self._cpu_slots = cpu_slots
         self._loop: StepLoop | None = None
         self._items: dict[str, EncodeItem] = {}  # by media hash
-        self._queued_rows = Holdings()  # that these have still to be given, before pooling
+        # By media hash: embedding rows, before pooling, that are still to be computed.
+        self._queued_rows = Holdings()
         self._deliveries = Deliveries(cache, transfer_engine, outbox, clock)
         self._totals = EncodeTotals()
         self._budget = CallBudget(limits.max_call_bytes, clock)
@@ -87,7 +92,7 @@ class EncoderEngine:
         self._preparation = Preparation(self._prepare, executor, ahead, policy, self._on_prepared)
         outbox.greet_with(lambda: CacheChanged((*cache.content(), *self._items), ()))
         self.fits = EncoderFits(limits.max_batch_rows)
-        self._speed = Speed(
+        self._speed = SpeedReporter(
             outbox,
             clock,
             encode=self.fits.encode,
@@ -97,51 +102,54 @@ class EncoderEngine:
         )
 
     def attach(self, loop: StepLoop) -> None:
-        """Where results of the thread pool come back; set once, before the first call."""
+        """`loop`: where results of the thread pool are handed to the engine's thread. Set once, before the
+        first call."""
         self._loop = loop
 
     def step(self) -> float | None:
         for delivery in self._deliveries.expired():
             self._fail(delivery, UnavailableError("encoding waited too long"))
         batch = self._select()
-        self._tell_doors(self.load())  # and what has been taken on: nobody else need encode it
+        self._tell_doors(self.load())  # before the call: other encoders need not encode the new items
         if batch:
             self._encode(batch)
             self._tell_doors()
         return 0 if batch else self._deliveries.wait_s()
 
     def start(self, door: DoorId, message: StartEncode, came_at: float) -> None:
-        """Asked for anew, an item of a request is one delivery still: what was sent before did not arrive. `came_at`: when the message was here."""
+        """If an item of a request is asked for again, what was sent before did not arrive: the new delivery
+        replaces the earlier one. `came_at`: when the message arrived."""
         earlier = self._deliveries.get(delivery_key(message.request_id, message.item_idx))
         if earlier is not None:
-            self._deliveries.end(earlier, "asked for anew")
+            self._deliveries.end(earlier, "requested again")
         refuse = partial(self._fail_start, door, message)
         Blame(refuse).run(message.item.media_hash, self._start, door, message, came_at)
         if earlier is not None:
-            self._detach(earlier)  # now, that its item is not left in between
+            self._detach(earlier)  # only now: an item that the new delivery wants has stayed in work
 
     def set_target(self, request_id: str, item_idx: int, target: ReceivedGrant) -> None:
-        """Prefill has made room. For a delivery that has ended, the right is given back at once."""
+        """Prefill has made room. If the delivery has ended, the grant is returned at once."""
         delivery = self._deliveries.get(delivery_key(request_id, item_idx))
         if delivery is None:
-            return self._deliveries.give_back(target, "the request has ended")
+            return self._deliveries.return_grant(target, "the request has ended")
         delivery.target = target
         self._blame_delivery.run(delivery.key, self._serve, delivery)
 
     def cancel(self, request_id: str, item_idx: int | None = None) -> None:
-        """Forget what a request wanted here, or one item of it. An item that nobody wants any more is not encoded further."""
+        """Ends what a request wanted here, or one item of it. An item that no delivery wants any more is not
+        encoded further."""
         for delivery in self._deliveries.of_request(request_id):
             if item_idx in (None, delivery.item_idx):
-                self._let_go(delivery, "cancelled")
+                self._drop(delivery, "cancelled")
 
     def drop_door(self, door: DoorId) -> None:
         for delivery in self._deliveries.of_door(door):
-            self._let_go(delivery, "the door is gone")
+            self._drop(delivery, "the door is gone")
 
     def on_transfer(self, event: SendEvent, at: float) -> None:
-        """A push has ended, at that instant. Exactly once each."""
+        """A push has ended at the instant `at`. Called once for each push."""
         delivery = self._deliveries.sent_by(event.lease_id)
-        if delivery is not None:  # else a right that was given back unused
+        if delivery is not None:  # None: a grant that was returned unused
             self._blame_delivery.run(delivery.key, self._deliveries.on_transfer, event, at)
 
     def load(self) -> LoadReport:
@@ -163,7 +171,7 @@ class EncoderEngine:
         error = self._refusal(message)
         if error is not None:
             self._outbox.send(door, Failed(message.request_id, to_info(error), message.item_idx))
-            self._cache.note(item.media_hash)  # the door thought that it would be here
+            self._cache.note(item.media_hash)  # the door expected the rows here
             return
         arrived_at = came_at - message.waited_s
         num_rows = message.num_rows_before + item.num_call_rows
@@ -177,7 +185,7 @@ class EncoderEngine:
         self._serve(delivery)
 
     def _refusal(self, message: StartEncode) -> ClusterError | None:
-        """Why an item is not taken in; None: it is."""
+        """Why an item is not accepted. None: it is accepted."""
         item = message.item
         if item.geometry.num_tokens > self._cache.max_rows:
             return MediaError("the item is larger than the encoder's memory")
@@ -189,24 +197,25 @@ class EncoderEngine:
         return None
 
     def _serve(self, delivery: Delivery) -> None:
-        """Bring one delivery as far as it can go: send it, or see to it that its item is being encoded."""
+        """Brings one delivery as far as possible: sends its rows, or makes sure that its item is being
+        encoded."""
         if delivery.media_hash in self._cache:
             if delivery.target is not None:
                 self._deliveries.send(delivery)
             return
-        delivery.from_cache = False  # it may have been evicted since
-        item = self._items.get(delivery.media_hash) or self._take_on(delivery)
+        delivery.from_cache = False  # the rows may have been evicted since `_start`
+        item = self._items.get(delivery.media_hash) or self._start_encoding(delivery)
         item.keep |= delivery.keep
         if delivery not in item.deliveries:
             item.deliveries.append(delivery)
-            delivery.marks = item.marks
+            delivery.timestamps = item.timestamps
             self._reorder(item)
 
     @bookkeeping
-    def _take_on(self, delivery: Delivery) -> EncodeItem:
-        """An item that no other request wants at present."""
+    def _start_encoding(self, delivery: Delivery) -> EncodeItem:
+        """Takes an item into work that no other delivery wants at present."""
         item = EncodeItem(delivery.item, delivery.ticket, deliveries=[delivery])
-        delivery.marks = item.marks
+        delivery.timestamps = item.timestamps
         self._items[item.media_hash] = item
         self._cache.note(item.media_hash)
         self._queued_rows.hold(item.media_hash, item.num_call_rows)
@@ -214,7 +223,7 @@ class EncoderEngine:
         return item
 
     def _reorder(self, item: EncodeItem) -> None:
-        """An item is as urgent as the most urgent who wants it."""
+        """An item is as urgent as the most urgent of its deliveries."""
         ticket = min((d.ticket for d in item.deliveries), key=lambda t: order_key(t, self._policy))
         if ticket != item.ticket:
             item.ticket = ticket
@@ -235,8 +244,8 @@ class EncoderEngine:
         self._loop.call(self._prepared, media_hash, result, self._clock.now())
 
     def _prepared(self, media_hash: str, result: Prepared | BaseException, at: float) -> None:
-        item = self._items[media_hash]  # it is not forgotten while a thread has it
-        item.marks.prepared_at = at
+        item = self._items[media_hash]  # an item is not removed while a thread prepares it
+        item.timestamps.prepared_at = at
         if not item.deliveries:
             self._remove(item, MediaPhase.DISCARDED)
         elif isinstance(result, NotWantedError):
@@ -247,33 +256,33 @@ class EncoderEngine:
             item.prepared = result
             item.move(MediaPhase.READY)
 
-    def _select(self) -> list[Call]:
-        """The next encoder call; its items have room in the cache then."""
+    def _select(self) -> list[CallPart]:
+        """The next encoder call. Room in the cache is reserved for its items."""
         run, part_of = self._blame_item.run, self._planner.part_of
         ready = [(item, item.prepared) for item in self._items.values() if item.prepared is not None]
         parts = [run(item.media_hash, part_of, item, prepared) for item, prepared in ready]
         chosen = self._planner.choose(call for call in parts if call is not None)
-        return [call for call in chosen if run(call.item.media_hash, self._give_room, call)]
+        return [call for call in chosen if run(call.item.media_hash, self._reserve_room, call)]
 
-    def _give_room(self, call: Call) -> bool:
+    def _reserve_room(self, call: CallPart) -> bool:
         if call.item.phase is MediaPhase.READY:
             has_room = self._cache.try_reserve(call.item.media_hash, call.item.num_rows)
             assert has_room, "the scheduler gave room that is not there"
             call.item.move(MediaPhase.ENCODING)
         return True
 
-    def _encode(self, batch: Sequence[Call]) -> None:
+    def _encode(self, batch: Sequence[CallPart]) -> None:
         """One encoder call."""
-        exclusive_s = EXCLUSIVE_S if batch[0].piece.start == 0 else 0.0  # a video has it once
+        exclusive_s = EXCLUSIVE_S if batch[0].piece.start == 0 else 0.0  # only for the first piece of an item
         try:
             with self._cpu_slots.acquire(exclusive_s):
                 began_at = self._clock.now()
                 for call in batch:
-                    call.item.marks.called_at = call.item.marks.called_at or began_at
+                    call.item.timestamps.called_at = call.item.timestamps.called_at or began_at
                 modality = batch[0].item.item.modality
                 outputs = self._runner.encode(modality, [call.piece for call in batch])
             done = list(zip(batch, outputs, strict=True))
-        except Exception as error:  # the model's code may raise anything on odd input
+        except Exception as error:  # the model's code may raise anything on unusual input
             if is_device_lost(error):
                 raise
             self._on_failed_call(batch, error)
@@ -283,8 +292,9 @@ class EncoderEngine:
         for call, rows in done:
             self._blame_item.run(call.item.media_hash, self._store, call, rows)
 
-    def _on_failed_call(self, batch: Sequence[Call], error: Exception) -> None:
-        """The items stay, and the next step tries less at once; one that cannot be tried with less fails."""
+    def _on_failed_call(self, batch: Sequence[CallPart], error: Exception) -> None:
+        """The items stay in work, and the next step tries less at once. An item that cannot be tried with
+        less fails."""
         ran_out = is_out_of_memory(error)
         if ran_out:
             num_bytes = sum(call.candidate.num_bytes for call in batch)
@@ -298,12 +308,12 @@ class EncoderEngine:
         if not ran_out or piece.end - piece.start <= item.item.options.temporal_pooling:
             self._fail_item(item, named(error))
 
-    def _store(self, call: Call, rows: torch.Tensor) -> None:
-        """Rows of one piece, into the item's room."""
+    def _store(self, call: CallPart, rows: torch.Tensor) -> None:
+        """Writes the rows of one piece to the room that is reserved for its item."""
         item, start = call.item, call.item.num_rows_done
         end = start + len(rows)
         if end > item.num_rows or (call.piece.is_last and end < item.num_rows):
-            # the door has promised prefill this many rows; anything else must not be sent
+            # The door has told prefill this number of rows. Another number must not be sent.
             error = MediaError(f"it has {end} embedding rows or more; its header promised {item.num_rows}")
             return self._fail_item(item, error)
         self._cache.write(item.media_hash, start, rows)
@@ -312,7 +322,7 @@ class EncoderEngine:
         self._queued_rows.hold(item.media_hash, int(item.num_call_rows * share_left))
         if call.piece.is_last:
             self._cache.complete(item.media_hash, item.num_rows, keep=item.keep)
-            item.marks.encoded_at = self._clock.now()
+            item.timestamps.encoded_at = self._clock.now()
             self._remove(item, MediaPhase.CACHED)
             self._count(num_encoded=1, num_rows=item.num_rows)
             for delivery in item.deliveries:
@@ -323,7 +333,7 @@ class EncoderEngine:
         changes = self._cache.take_changes(self._items)
         if changes is not None:
             self._outbox.broadcast(changes)
-        self._speed.tell()
+        self._speed.report()
         self._outbox.flush(load)
 
     def _count(self, **more: int) -> None:
@@ -356,13 +366,14 @@ class EncoderEngine:
         self._deliveries.fail(delivery, error)
         self._detach(delivery)
 
-    def _let_go(self, delivery: Delivery, reason: str) -> None:
+    def _drop(self, delivery: Delivery, reason: str) -> None:
         self._deliveries.end(delivery, reason)
         self._detach(delivery)
 
     @bookkeeping
     def _detach(self, delivery: Delivery) -> None:
-        """From its item, which leaves with the last who wanted it, unless a thread is busy with it."""
+        """Removes the delivery from its item. The last delivery takes the item out of work, unless a thread
+        is preparing it."""
         item = self._items.get(delivery.media_hash)
         if item is None or delivery not in item.deliveries:
             return
@@ -374,11 +385,11 @@ class EncoderEngine:
 
     @bookkeeping
     def _remove(self, item: EncodeItem, phase: MediaPhase) -> None:
-        """Out of work, with its tensors and, unless it is complete, its room."""
+        """Takes the item out of work: frees its tensors and, unless it is complete, its room in the cache."""
         item.move(phase)
         item.prepared = None
         del self._items[item.media_hash]
         self._queued_rows.release(item.media_hash)
         self._preparation.release(item.media_hash)
-        self._cache.abandon(item.media_hash)
+        self._cache.free_reserved(item.media_hash)
         self._cache.note(item.media_hash)

@@ -1,4 +1,4 @@
-"""What went wrong while an item was prepared or encoded, by name."""
+"""Errors of preparing or encoding an item, in the form that doors are told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def named(error: BaseException) -> ClusterError:
-    """What the doors are told; the log has the rest."""
+    """What the doors are told. Details of unexpected errors are in the log."""
     if isinstance(error, ClusterError):
         return error
     if is_out_of_memory(error):

@@ -7,8 +7,9 @@ from cluster.types.media import Modality
 
 
 class EncoderFits:
-    """Units are embedding rows before pooling; a context means nothing."""
+    """Units are embedding rows before pooling. The context of a step is not used."""
 
     def __init__(self, large_rows: int):
-        self.encode = {modality: StepFit(large_rows, 1) for modality in Modality}  # a call
-        self.prepare = {modality: StepFit(large_rows, 1) for modality in Modality}  # an item, on its thread
+        self.encode = {modality: StepFit(large_rows, 1) for modality in Modality}  # of a call
+        # Of an item, on its thread.
+        self.prepare = {modality: StepFit(large_rows, 1) for modality in Modality}

@@ -1,10 +1,10 @@
-"""How much is held, by name: a sum that is zero again when everybody has given back what he had."""
+"""How much each of several holders holds, and the sum. The sum is zero when every holder has released."""
 
 from __future__ import annotations
 
 
 class Holdings:
-    """Bytes or rows; the owner says which."""
+    """Amounts of bytes or rows; the owner says which."""
 
     def __init__(self) -> None:
         self._held: dict[str, int] = {}
@@ -15,7 +15,7 @@ class Holdings:
         return self._total
 
     def hold(self, name: str, amount: int) -> None:
-        """`name` holds so much from now on, whatever it held before."""
+        """`name` holds this amount from now on, whatever it held before."""
         self._total += amount - self._held.get(name, 0)
         self._held[name] = amount
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def pool_rows(rows: Tensor, grid: tuple[int, int, int], temporal: int, spatial: int) -> Tensor:
-    """[t * h * w, d] rows of a grid (t, h, w) → one row for each group of `temporal` × `spatial` × `spatial` neighbours, their mean in
-    float32; groups at the far edges are smaller."""
+    """[t * h * w, d] rows of a grid (t, h, w) → one row for each group of `temporal` × `spatial` × `spatial`
+    neighbours: their mean, computed in float32. Groups at the far edges are smaller."""
     t, h, w = grid
     volume = rows.float().view(t, h, w, -1).permute(3, 0, 1, 2)
     size = (min(temporal, t), min(spatial, h), min(spatial, w))

@@ -1,4 +1,6 @@
-"""From file bytes to embedding rows: `prepare` on CPU threads, `encode` on the engine's thread (device code)."""
+"""From file bytes to embedding rows: `prepare` runs on CPU threads, `encode` on the engine's thread (device
+code).
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from encoder_service.pooling import pool_rows
 class Prepared:
     """What an encoder call needs of one item."""
 
-    tensors: Mapping[str, torch.Tensor]  # the processor's, where the model reads them
-    num_units: int  # equal parts that may be encoded apart, in order; 1: the item is encoded whole
+    tensors: Mapping[str, torch.Tensor]  # the processor's output, on the device that the model reads
+    num_units: int  # equal parts that may be encoded separately, in order; 1: the item is encoded whole
 
     @property
     def num_bytes(self) -> int:
@@ -53,31 +55,33 @@ class EncoderRunner:
         self._processor = processor
 
     def prepare(self, item: MediaItem, is_wanted: Callable[[], bool] = lambda: True) -> Prepared:
-        """Thread-safe; blocks. Raises MediaError for bytes that cannot be used, NotWantedError soon after it is not wanted any more.
+        """Thread-safe; blocks. Raises MediaError for bytes that cannot be used, and NotWantedError soon after
+        the item is not wanted any more.
 
-        The error does not number the item: requests that share it know it by different numbers, and their doors do.
-        """
+        The error does not number the item: requests that share the item know it by different numbers, and
+        their doors add them."""
         settings, options = self._processor.settings, item.options
         array = decode(item.modality, item.data, settings, options, item_idx=None, is_wanted=is_wanted)
         return self.preprocess(item.modality, array, item.options)
 
     def preprocess(self, modality: Modality, array: np.ndarray, options: MediaOptions) -> Prepared:
-        """What `cluster.media.decode` made of a file. Thread-safe; blocks. Raises MediaError."""
+        """`array`: what `cluster.media.decode` made of a file. Thread-safe; blocks. Raises MediaError."""
         tensors = self._processor.prepare(modality, array, options, item_idx=None)
-        cut = self._model.cut(modality)
+        cut = self._model.splitter(modality)
         num_units = 1 if cut is None else cut.num_units(tensors)
         return Prepared(self._model.upload(tensors), num_units)
 
     @torch.inference_mode()
     def encode(self, modality: Modality, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """[num_rows, feature_width] for each piece, pooled as its item's options say. Pieces of one item, one after the other, give the
-        rows of the whole, if each but the last holds a multiple of the temporal pooling. Blocks; synchronises the device."""
+        """[num_rows, feature_width] for each piece, pooled as the options of its item say. Consecutive pieces
+        of one item give the rows of the whole item, if each piece but the last holds a multiple of the
+        temporal pooling. Blocks; synchronises the device."""
         items = [self._tensors(modality, piece) for piece in pieces]
         outputs = self._model.encode(modality, items)
         return [self._finish(modality, *each) for each in zip(pieces, items, outputs, strict=True)]
 
     def _tensors(self, modality: Modality, piece: Piece) -> Mapping[str, torch.Tensor]:
-        cut = self._model.cut(modality)
+        cut = self._model.splitter(modality)
         if cut is None or piece.is_whole:
             return piece.prepared.tensors
         return cut.piece(piece.prepared.tensors, piece.start, piece.end)
@@ -85,14 +89,14 @@ class EncoderRunner:
     def _finish(
         self, modality: Modality, piece: Piece, item: Mapping[str, torch.Tensor], rows: torch.Tensor
     ) -> torch.Tensor:
-        cut = self._model.cut(modality)
+        cut = self._model.splitter(modality)
         if cut is not None and not piece.is_last:
             rows = rows[: len(rows) - cut.num_end_rows]
         return pooled(rows, item, piece.options)
 
 
 def pooled(rows: torch.Tensor, item: Mapping[str, torch.Tensor], options: MediaOptions) -> torch.Tensor:
-    """`rows` as the options want them pooled; items without a grid of patches are left as they are."""
+    """`rows`, pooled as the options say. Items without a grid of patches are returned unchanged."""
     grid = next((value for key, value in item.items() if key.endswith("grid_thw")), None)
     if grid is None or (options.temporal_pooling == 1 and options.spatial_pooling == 1):
         return rows

@@ -1,10 +1,10 @@
 """Which items share an encoder call, and how much of an item one call computes. Pure.
 
-Whatever is ready when the device is free runs, no timer: the most urgent item that can run chooses the modality, others of
-that modality join in order while the budgets of rows, bytes and items last.
+When the device is free, a call starts at once; there is no timer. The most urgent item that can run chooses
+the modality. Other items of that modality join in order, until the budget of rows, bytes or items is used up.
 
-An item larger than a call may be is computed in pieces, one call each. A piece runs alone, and between two of them
-whoever is more urgent runs.
+An item that is larger than a call may be is computed in pieces, one call each. A piece runs alone. Between
+two pieces, more urgent items run.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from cluster.types.media import Modality
 
 @dataclass(frozen=True)
 class Candidate:
-    """One item's next call."""
+    """The next call of one item."""
 
     media_hash: str
     order: OrderKey
     modality: Modality
-    num_rows: int  # that the encoder computes in this call, before pooling
-    num_bytes: int  # that it is estimated to need for that
-    num_blocks: int = 0  # of the cache that the item has still to be given
+    num_rows: int  # embedding rows that the encoder computes in this call, before pooling
+    num_bytes: int  # estimated bytes of this call
+    num_blocks: int = 0  # cache blocks that the item has still to be given
     runs_alone: bool = False
 
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Of one encoder call. A single item may exceed rows and bytes."""
+    """Limits of one encoder call. A single item may exceed rows and bytes."""
 
     max_items: int
     max_rows: int
@@ -39,8 +39,8 @@ class CallLimits:
 
 
 def select_batch(ready: Iterable[Candidate], limits: CallLimits, num_free_blocks: int) -> list[Candidate]:
-    """The most urgent first. Where one gets no room in the cache nobody behind it is given any: what holds the room is
-    being sent or encoded and will be free, and a large item gets its turn."""
+    """The most urgent items first. If an item gets no room in the cache, no item behind it gets room: what
+    holds the room is being sent or encoded and will be free, so a large item is not delayed for ever."""
     batch: list[Candidate] = []
     num_rows = num_bytes = 0
     for candidate in sorted(ready, key=lambda c: c.order):
@@ -64,10 +64,10 @@ def select_batch(ready: Iterable[Candidate], limits: CallLimits, num_free_blocks
 def units_per_call(
     num_units: int, num_rows: int, num_bytes: int, max_rows: int, max_bytes: int, multiple: int = 1
 ) -> int:
-    """How many of an item's equal units (temporal patches, frames, tiles) one call computes.
+    """How many equal units of an item (temporal patches, frames, tiles) one call computes.
 
-    num_rows, num_bytes: of a call with all of them. The answer is `num_units`, or else a multiple of `multiple` (units
-    that become one row together), as large as the limits allow and at least one multiple."""
+    num_rows, num_bytes: of a call with all units. The answer is `num_units`, or a multiple of `multiple`
+    (units that become one row together): the largest one within the limits, and at least one multiple."""
     share = min(max_rows / num_rows, max_bytes / max(1, num_bytes))
     if share >= 1:
         return num_units

@@ -1,8 +1,10 @@
-"""What an encoder worker knows of one media item, and of each request for it. All requests for one hash share the item, so nothing
-is encoded twice at a time. Its life is in `cluster.types.media_phase`: `EncodeItem` is the record until CACHED, the cache's entry
-is from ENCODING on.
+"""What an encoder worker knows of one media item, and of each request for it.
 
-A delivery (one request's wish for one item) waits for rows and for its target, then sends:
+All requests for one media hash share the item, so an item is encoded once at a time. Its life is in
+`cluster.types.media_phase`: `EncodeItem` is the record until CACHED, the cache's entry is the record from
+ENCODING on.
+
+A delivery (one request for one item) waits for rows and for its target, then sends:
 
     WAITING → SENDING → ended
 """
@@ -23,30 +25,32 @@ from kv_transfer.lease.outgoing import Outgoing
 
 
 @dataclass(eq=False)
-class Marks:
-    """Instants of an item's way, by the engine's clock; 0: not yet, or before anybody who wants it now came."""
+class ItemTimestamps:
+    """Instants of an item's way, by the engine's clock. 0: not yet, or before the present deliveries
+    existed."""
 
     prepared_at: float = 0.0
-    called_at: float = 0.0  # first call begun
-    encoded_at: float = 0.0  # last call ended
+    called_at: float = 0.0  # the first call began
+    encoded_at: float = 0.0  # the last call ended
 
 
 @dataclass(eq=False)
 class Delivery:
-    """One request's wish for one item. Written by the engine's thread only."""
+    """One request for one item. Written by the engine's thread only."""
 
     door: DoorId
     request_id: str
     item_idx: int
-    item: MediaItem  # kept until the end: rows evicted before they could be sent are encoded again
-    ticket: Ticket  # its place in the order; `request_id` there is the media hash
+    item: MediaItem  # kept until the end: if rows are evicted before they are sent, the item is encoded again
+    ticket: Ticket  # its place in the order; `request_id` of this ticket is the media hash
     keep: bool = True  # another use is expected
     from_cache: bool = False
     target: ReceivedGrant | None = None
     outgoing: Outgoing | None = None
-    came_at: float = 0.0  # StartEncode did
-    sent_at: float = 0.0  # the transfer began
-    marks: Marks = field(default_factory=Marks)  # of its item's last time in work
+    came_at: float = 0.0  # when StartEncode arrived
+    sent_at: float = 0.0  # when the transfer began
+    # Of the item, when it was last in work.
+    timestamps: ItemTimestamps = field(default_factory=ItemTimestamps)
 
     @property
     def media_hash(self) -> str:
@@ -57,13 +61,13 @@ class Delivery:
         return delivery_key(self.request_id, self.item_idx)
 
     def timing(self, ended_at: float) -> EncodeTiming:
-        """What its item went through before it came does not count."""
-        marks = self.marks
+        """Time that the item spent before this delivery existed does not count."""
+        timestamps = self.timestamps
         instants = (
             self.came_at,
-            marks.prepared_at,
-            marks.called_at,
-            marks.encoded_at,
+            timestamps.prepared_at,
+            timestamps.called_at,
+            timestamps.encoded_at,
             self.sent_at,
             ended_at,
         )
@@ -79,14 +83,14 @@ class EncodeItem:
     """Written by the engine's thread only."""
 
     item: MediaItem
-    ticket: Ticket  # the most urgent of its deliveries'
+    ticket: Ticket  # the most urgent ticket of its deliveries
     phase: MediaPhase = MediaPhase.PREPARING
     prepared: Prepared | None = None  # from READY on
-    num_units_done: int = 0  # of `prepared.num_units`: what earlier calls have encoded
+    num_units_done: int = 0  # of `prepared.num_units`: encoded by earlier calls
     num_rows_done: int = 0
-    is_suspect: bool = False  # a call with it and others has failed: it runs alone
-    keep: bool = False  # some delivery expects another use
-    marks: Marks = field(default_factory=Marks)
+    is_suspect: bool = False  # a call with this item and others has failed: the item runs alone
+    keep: bool = False  # a delivery expects another use
+    timestamps: ItemTimestamps = field(default_factory=ItemTimestamps)
     deliveries: list[Delivery] = field(default_factory=list)
 
     @property
@@ -100,7 +104,8 @@ class EncodeItem:
 
     @property
     def num_call_rows(self) -> int:
-        """Rows that the encoder computes for it: more than `num_rows` if they are pooled. An estimate from above."""
+        """Rows that the encoder computes for the item: more than `num_rows` if rows are pooled. An upper
+        estimate."""
         return self.item.num_call_rows
 
     def move(self, phase: MediaPhase) -> None:

@@ -1,6 +1,8 @@
-"""Before the first request: what an encoder call and preprocessing take, learnt from blank items of each modality.
+"""Before the first request: measures how long an encoder call and preprocessing take, with blank items of
+each modality.
 
-Nothing is decoded here, because a blank file says nothing about the decoding of real ones: the first items add that.
+Nothing is decoded here, because a blank file says nothing about the decoding of real files. The first real
+items add that.
 """
 
 from __future__ import annotations
@@ -26,18 +28,17 @@ def warm_up(
     cpu_slots: CpuSlots,
     clock: Clock,
 ) -> None:
-    """On the caller's thread; blocks for a few small calls. A modality that cannot be encoded so is left out, with a line in the log."""
+    """Runs on the caller's thread and blocks for a few small calls. A modality that cannot be encoded this
+    way is skipped, with a warning in the log."""
     for modality in modalities:
         small, larger = _blank_items(modality)
         try:
-            _run(runner, modality, small, cpu_slots, clock)  # does what is done once
+            _run(runner, modality, small, cpu_slots, clock)  # the first call includes what is done only once
             for array in (small, larger) * 2:
                 num_rows, prepare_s, encode_s = _run(runner, modality, array, cpu_slots, clock)
                 fits.prepare[modality].observe(num_rows, 0.0, prepare_s)
                 fits.encode[modality].observe(num_rows, 0.0, encode_s)
-        except (
-            Exception
-        ) as error:  # the model's code may raise anything on odd input; clients' items are another matter
+        except Exception as error:  # the model's code may raise anything on unusual input
             logger.warning("the encoder was not warmed up for %s: %r", modality, error)
 
 
@@ -54,7 +55,7 @@ def _run(
 
 
 def _blank_items(modality: Modality) -> tuple[np.ndarray, np.ndarray]:
-    """A small and a larger one, as `cluster.media.decode` makes them of files."""
+    """A small item and a larger one, in the form that `cluster.media.decode` gives."""
     match modality:
         case Modality.IMAGE:
             return np.zeros((64, 64, 3), np.uint8), np.zeros((256, 256, 3), np.uint8)

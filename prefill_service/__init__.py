@@ -1,5 +1,12 @@
-"""Prefill pool: chunked, packed prefill with a prefix cache; embeddings come in, KV goes out.
+"""Prefill pool: chunked, packed prefill with a prefix cache. Embeddings come in, KV goes out.
 
-`state` (one request's life), `scheduler` (pure: which tokens run in a step), `runner` (device code), `features` (arena for
-embeddings), `transfer` (outgoing KV), `engine` (owns the state), `service` (side channel, health).
+* `state`: the life of one request
+* `allotment`: KV blocks for a prompt
+* `steps`: which tokens run in a step
+* `runner`: device code
+* `features`: the memory for embeddings
+* `transfer`: outgoing KV
+* `lifecycle`: how requests end
+* `engine`: owns the state
+* `service`: side channel, health
 """

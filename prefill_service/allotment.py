@@ -1,4 +1,4 @@
-"""KV blocks for a prompt: what of it is cached, and room for the rest."""
+"""KV blocks for a prompt: the cached prefix, and room for the rest."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from prefill_service.state import PromptSequence
 
 
 def try_allocate_blocks(blocks: BlockPool, sequence: PromptSequence, spans: tuple[Span, ...]) -> bool:
-    """Blocks for all of the prompt, those of its cached prefix first; False, and no change, if there are too few. `spans` are computed
-    in one piece."""
+    """Allocates blocks for all of the prompt; the blocks of its cached prefix are shared. False, and no
+    change, if there are too few. `spans` are computed in one piece."""
     block_size = blocks.block_size
     cached = sequence.block_table = blocks.lookup(sequence.block_hashes)
     usable = usable_prefix(len(cached) * block_size, sequence.num_tokens, block_size, spans)
@@ -29,7 +29,7 @@ def try_allocate_blocks(blocks: BlockPool, sequence: PromptSequence, spans: tupl
 
 
 def free_blocks(blocks: BlockPool, sequences: Iterable[PromptSequence]) -> None:
-    """Back from prompts that wait for more."""
+    """Frees the blocks of prompts that go on waiting."""
     for sequence in sequences:
         blocks.free(sequence.block_table)
         sequence.block_table = []

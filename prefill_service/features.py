@@ -1,22 +1,28 @@
-"""The arena that encoders write embeddings into, who shares what is in it, and who waits for room.
+"""The memory that encoders write embeddings into: which requests share an item, and which items wait for
+room.
 
-Each item has one copy for all requests that are in work and show it. The first of them is told where its embeddings go
-(`FeatureGranted`) and owns the lease; the others are told that nothing is needed from them (`FeatureShared`). A copy's life is in
-`cluster.types.media_phase`: when a lease ends without embeddings it is granted anew, for the owner's door asks another encoder; the
-room is freed when its last consumer has released it and no lease is open.
+All requests in work that show an item share one copy of its embeddings. The first of them is told where its
+embeddings go (`FeatureGranted`) and owns the lease. The others are told that nothing is needed from them
+(`FeatureShared`). The life of a copy is in `cluster.types.media_phase`:
+* If its lease ends without embeddings, a new lease is granted, because the owner's door asks another encoder.
+* Its room is freed when its last consumer has released it and no lease is open.
 
-An owner that releases the copy early leaves its lease to the others. Has it failed or been cancelled, its encoder is about to
-stop: they go on in other room if there is some, and else take this room over at the lease's end. So does the owner itself when
-its encoder is lost (`renew`).
+An owner may release the copy early:
+* If the owner only does not need the item any more, its lease serves the other consumers.
+* If the owner has failed or was cancelled, its encoder is about to stop. The other consumers move to other
+  room if there is some; otherwise they take this room over when the lease ends. The owner itself does the
+  same when its encoder is lost (`renew`).
 
-Room that an encoder may have written to after it had been given to others (`kv_transfer.lease.receiver`) is named by `harmed_by`.
+`harmed_by` names the requests whose room an encoder may have written to after the room had been given to
+others (`kv_transfer.lease.receiver`).
 
-Room is given strictly in order of arrival: requests in order, items in prompt order. Prefill takes KV blocks in the same
-order, so the oldest request always gets what it needs and none can wait for a younger one. Hence nobody joins a copy behind
-which others wait already: they would wait for the newcomer. It makes a copy of its own, at the end of the queue.
+Room is given strictly in order of arrival: requests in order, and the items of a request in prompt order.
+Prefill gives KV blocks in the same order. So the oldest request always gets what it needs, and no request
+waits for a younger one. For the same reason a new request does not join a copy behind which other items wait
+already: they would wait for the new request. It gets a copy of its own, at the end of the queue.
 
-Called from two threads (the event loop reserves, so that an encoder never waits for a model step; the engine reads and
-releases), therefore under one lock; nothing inside waits.
+Called from two threads: the event loop reserves, so that an encoder never waits for a model step; the engine
+reads and releases. Therefore everything happens under one lock, and nothing inside waits.
 """
 
 from __future__ import annotations
@@ -43,16 +49,18 @@ Tell = Callable[[FeatureGranted | FeatureShared], None]
 class _Consumer:
     key: ItemKey
     ttl_s: float
-    tell: Tell  # the door that asked
+    tell: Tell  # tells the door that asked
 
 
 @dataclass(eq=False)
-class _Copy:
+class _FeatureCopy:
+    """One copy of an item's embeddings, for all its consumers."""
+
     name: tuple[str, int]  # media hash, number of rows
     consumers: dict[ItemKey, _Consumer] = field(default_factory=dict)  # in order of arrival
     block_ids: list[int] = field(default_factory=list)
-    lease_id: str = ""  # while one is open
-    owner: ItemKey | None = None  # for whom the lease was granted; it may have left
+    lease_id: str = ""  # while a lease is open
+    owner: ItemKey | None = None  # the consumer for which the lease was granted; it may have left
     phase: MediaPhase = MediaPhase.QUEUED
 
     def move(self, phase: MediaPhase) -> None:
@@ -65,13 +73,13 @@ class FeatureStore:
         self._blocks = blocks
         self._transfer_engine = transfer_engine
         self._lock = threading.Lock()
-        self._queued: deque[_Copy] = deque()
-        self._items: dict[ItemKey, _Copy] = {}
-        self._by_name: dict[tuple[str, int], list[_Copy]] = {}  # those that have consumers, oldest first
-        self._by_lease: dict[str, _Copy] = {}
-        self._merged: dict[
-            str, set[int]
-        ] = {}  # by request in work: blocks whose rows its KV was computed from
+        self._queued: deque[_FeatureCopy] = deque()
+        self._items: dict[ItemKey, _FeatureCopy] = {}
+        # Copies that have consumers, oldest first.
+        self._by_name: dict[tuple[str, int], list[_FeatureCopy]] = {}
+        self._by_lease: dict[str, _FeatureCopy] = {}
+        # By request in work: blocks whose rows its KV was computed from.
+        self._merged: dict[str, set[int]] = {}
 
     @property
     def max_rows(self) -> int:
@@ -91,15 +99,16 @@ class FeatureStore:
         return len(self._by_lease)
 
     def reserve(self, key: ItemKey, media_hash: str, num_rows: int, ttl_s: float, tell: Tell) -> None:
-        """Ask for embeddings. `tell` is called with `FeatureShared` at once if they come without the caller's help, and with
-        `FeatureGranted` when it is its encoder that is to send them: at once, when room is there, or, though they were shared, when
-        those who were to send them have not. Any thread."""
+        """Asks for embeddings. Any thread. `tell` is called
+        * with `FeatureShared`, at once, if the embeddings come without the caller's help;
+        * with `FeatureGranted`, if the caller's encoder has to send them: when there is room, which may be at
+          once, or later, if the embeddings were shared but did not come."""
         with self._lock:
             name = (media_hash, num_rows)
             copies = self._by_name.setdefault(name, [])
             is_shared = bool(copies) and (not self._queued or self._queued[-1] is copies[-1])
             if not is_shared:
-                copies.append(_Copy(name))
+                copies.append(_FeatureCopy(name))
                 self._queued.append(copies[-1])
             copy = copies[-1]
             copy.consumers[key] = _Consumer(key, ttl_s, tell)
@@ -109,8 +118,8 @@ class FeatureStore:
             self._grant_queued()
 
     def close_lease(self, lease_id: str, *, completed: bool) -> list[ItemKey]:
-        """The encoder is done or gone. Returns everybody whose embeddings have come. If they have not, the first of those who wait is
-        granted the room anew. Engine thread."""
+        """The encoder has finished or is gone. Returns all consumers whose embeddings have come. If they have
+        not come, the room is granted to the first of the consumers that wait. Engine thread."""
         with self._lock:
             copy = self._by_lease.pop(lease_id, None)
             if copy is None:
@@ -128,8 +137,8 @@ class FeatureStore:
             return []
 
     def renew(self, key: ItemKey, lease_id: str) -> None:
-        """The encoder that was given this grant of the item is lost: dead, or without a connection to its door, which it notices as
-        well and stops. Any thread."""
+        """The encoder that was given this grant of the item is lost: it has ended, or has no connection to
+        its door, which it notices as well, and then stops. Any thread."""
         with self._lock:
             copy = self._items.get(key)
             if copy is not None and lease_id and copy.lease_id == lease_id and copy.owner == key:
@@ -146,7 +155,7 @@ class FeatureStore:
             return waiting | {name for name, merged in self._merged.items() if not blocks.isdisjoint(merged)}
 
     def ready_items(self, request_id: str, num_items: int) -> set[int]:
-        """Items whose rows were here before the request was, or that came before its engine knew it. Engine thread."""
+        """Items whose rows came before the request, or before the engine knew the request. Engine thread."""
         copies = [self._items.get((request_id, item_idx)) for item_idx in range(num_items)]
         return {
             item_idx
@@ -155,8 +164,9 @@ class FeatureStore:
         }
 
     def rows(self, key: ItemKey, start: int, end: int) -> list[torch.Tensor]:
-        """Rows [start, end) of a ready item, in order, as views [n, feature_width] of the memory where they lie: valid until the item
-        is released. One for each run of successive blocks, mostly a single one."""
+        """Rows [start, end) of a ready item, in order, as views [n, feature_width] of the memory where they
+        lie. Valid until the item is released. One view for each run of successive blocks, mostly a single
+        one."""
         block_ids, size = self._items[key].block_ids, self._blocks.block_size
         rows = self._memory.segments[0].flatten(0, 1)
         views = []
@@ -171,8 +181,8 @@ class FeatureStore:
         return views
 
     def release(self, key: ItemKey, *, has_ended: bool = False) -> None:
-        """The request does not need the item any more; `has_ended`: because the request itself is over, and its encoder will be told
-        to stop. May be called for an item that was released before."""
+        """The request does not need the item any more. `has_ended`: the request itself is over, and its
+        encoder will be told to stop. May be called for an item that was released before."""
         with self._lock:
             if has_ended:
                 self._merged.pop(key[0], None)
@@ -187,7 +197,7 @@ class FeatureStore:
                     self._move_on(copy)
                 return
             if copy.phase is MediaPhase.STAGING:
-                self._transfer_engine.cancel(copy.lease_id)  # the room is free when the lease has ended
+                self._transfer_engine.cancel(copy.lease_id)  # the room is freed when the lease has ended
             else:
                 if copy.phase is MediaPhase.QUEUED:
                     self._queued.remove(copy)
@@ -195,7 +205,7 @@ class FeatureStore:
                 copy.move(MediaPhase.DISCARDED)
             self._grant_queued()
 
-    def _drop(self, copy: _Copy, key: ItemKey) -> None:
+    def _drop(self, copy: _FeatureCopy, key: ItemKey) -> None:
         del copy.consumers[key]
         if not copy.consumers:
             copies = self._by_name[copy.name]
@@ -203,11 +213,12 @@ class FeatureStore:
             if not copies:
                 del self._by_name[copy.name]
 
-    def _move_on(self, copy: _Copy) -> None:
-        """Out of the room whose writer has been given up. Whoever waits for room is younger."""
+    def _move_on(self, copy: _FeatureCopy) -> None:
+        """Moves the copy out of room whose writer was given up, if there is free room. All items that wait
+        for room are younger."""
         block_ids = self._blocks.try_allocate(len(copy.block_ids))
         if block_ids is not None:
-            self._by_lease[copy.lease_id] = _Copy(
+            self._by_lease[copy.lease_id] = _FeatureCopy(
                 copy.name, {}, copy.block_ids, copy.lease_id, phase=MediaPhase.STAGING
             )
             self._transfer_engine.cancel(copy.lease_id)
@@ -221,8 +232,8 @@ class FeatureStore:
                 return
             self._grant(self._queued.popleft(), block_ids)
 
-    def _grant(self, copy: _Copy, block_ids: Sequence[int]) -> None:
-        """Let the first consumer's encoder write."""
+    def _grant(self, copy: _FeatureCopy, block_ids: Sequence[int]) -> None:
+        """Lets the encoder of the first consumer write."""
         copy.move(MediaPhase.STAGING)
         owner = next(iter(copy.consumers.values()))
         copy.owner, copy.block_ids, copy.lease_id = owner.key, list(block_ids), new_lease_id()

@@ -10,7 +10,8 @@ from prefill_service.state import PrefillRequest
 
 
 def first_events(request: PrefillRequest, token_ids: Sequence[int], now: float) -> list[TokenEvent]:
-    """Per choice, with its first token. The first of them tells where the request's time went."""
+    """One event per choice, with its first token. The event of choice 0 also tells where the request's time
+    went."""
     stop, num_cached = request.request.stop, request.main.num_cached_tokens
     return [
         TokenEvent(

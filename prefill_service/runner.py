@@ -1,4 +1,6 @@
-"""The only device code of a prefill worker: one packed forward over chunks of several prompts, and the first tokens."""
+"""The only device code of a prefill worker: one packed forward over chunks of several prompts, and the first
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from prefill_service.transfer import Ready
 
 class PrefillRunner:
     def __init__(self, model: LanguageModel, steps: StepModel, kv: BlockMemory, features: FeatureStore):
-        """`steps`: what moves the model forward: itself, unless it runs on several ranks."""
+        """`steps` computes the model's steps: the model itself, unless it runs on several ranks."""
         self._model = model
         self._steps = steps
         self._kv = kv
@@ -32,9 +34,10 @@ class PrefillRunner:
         batch: Sequence[tuple[PrefillRequest, PromptSequence, int]],
         on_layer: Callable[[int, Ready], None],
     ) -> list[Tensor | None]:
-        """Computes the KV of the given number of further tokens of each sequence. `on_layer(i, ready)` is called when layer i's
-        is written; on a GPU it is enqueued, and there once `ready` says so. Returns, for each sequence that is complete, the
-        [1, vocab_size] float32 logits behind its last token. Blocks; synchronises the device."""
+        """Computes the KV of the given number of further tokens of each sequence. `on_layer(i, ready)` is
+        called after layer i. On the CPU its KV is written then; on a GPU it is enqueued, and is written once
+        `ready()` is true. Returns, for each sequence that is complete, the [1, vocab_size] float32 logits of
+        its last token; None for the others. Blocks; synchronises the device."""
         chunks = [self._chunk(request, sequence, count) for request, sequence, count in batch]
         logits = iter(self._steps.forward(chunks, self._kv, lambda i: on_layer(i, self._kv.mark())).split(1))
         self._kv.synchronize()
@@ -42,7 +45,7 @@ class PrefillRunner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int, block_table: Sequence[int]) -> None:
-        """One step over a prompt that nobody asked for."""
+        """One step over a prompt that belongs to no request."""
         self._steps.forward(
             [SequenceChunk([0] * num_tokens, torch.arange(num_tokens), 0, block_table)], self._kv
         )
@@ -50,7 +53,8 @@ class PrefillRunner:
 
     @torch.inference_mode()
     def first_tokens(self, requests: Sequence[PrefillRequest]) -> list[tuple[int, ...]]:
-        """Per request, whose prompts are all computed, one token for each choice. Synchronises the device."""
+        """For each request, all of whose prompts are computed: one token for each choice. Synchronises the
+        device."""
         rows, params, positions = [], [], []
         for request in requests:
             logits = _final_logits(request)
@@ -84,15 +88,15 @@ class PrefillRunner:
 def _final_logits(request: PrefillRequest) -> Tensor:
     """[1, vocab_size], ready to draw from."""
     last = [sequence.last_logits for sequence in request.sequences]
-    logits, *companion = [logits for logits in last if logits is not None]
+    logits, *negative = [logits for logits in last if logits is not None]
     guidance, stop = request.request.guidance, request.request.stop
     if guidance is not None:
-        logits = guide(logits, companion[0], guidance.scale)
+        logits = guide(logits, negative[0], guidance.scale)
     return forbid(logits, [stop.stop_token_ids if stop.min_tokens > 0 else ()])
 
 
 def uncut_spans(model: LanguageModel, prompt: Prompt) -> tuple[tuple[int, int], ...]:
-    """Placeholder ranges that the model sees in both directions, sorted; empty for most families."""
+    """Placeholder ranges in which the model attends in both directions, sorted. Empty for most families."""
     if not model.chunk_cut_spans:
         return ()
     ranges = sorted(one for item in prompt.media for one in item.ranges)

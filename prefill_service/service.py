@@ -1,7 +1,7 @@
-"""One prefill worker process: builds the engine and answers doors.
+"""One prefill worker process: builds the engine, and passes the doors' messages to it.
 
-Room for embeddings is asked for on the event loop, as soon as the request arrives: an encoder must not wait for a model
-step to know where to send.
+Room for embeddings is requested on the event loop, as soon as the request arrives: an encoder must not wait
+for a model step to learn where to send.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.types.members import Member, Role
+from cluster.types.members import Role
 from cluster.types.messages import (
     AnyMessage,
     Cancel,
@@ -29,36 +29,36 @@ from cluster.worker.language import LanguageSizes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
-from cluster.worker.setup import check_device_lane, set_up
+from cluster.worker.service import PhaseService
+from cluster.worker.setup import check_device_transport, set_up
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore
 from prefill_service.runner import PrefillRunner
 from prefill_service.warm_up import warm_up
 
 
-class PrefillService:
+class PrefillService(PhaseService):
     def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
-        """Loads the language half of the model. Blocks for as long as that takes; raises ConfigError."""
+        """Loads the language half of the model. Blocks until it is loaded. Raises ConfigError."""
         setup = set_up(args, replica_id)
-        check_device_lane(args, setup)
-        self.replica_id = replica_id
-        self._num_blocks = args.prefill.kv_blocks
+        check_device_transport(args, setup)
+        num_blocks = args.prefill.kv_blocks
         max_batch_tokens = max(args.block_size, args.prefill.max_batch_tokens)
         sizes = LanguageSizes(
-            num_kv_blocks=self._num_blocks,
+            num_kv_blocks=num_blocks,
             feature_bytes=args.prefill.feature_bytes,
             max_step_tokens=max_batch_tokens,
             max_step_sequences=max_batch_tokens // args.block_size,
         )
         language, ranks = load_with_ranks(args, setup, Role.PREFILL, sizes, lease_margin_s)
-        self._model = language.model
-        layout = feature_layout(self._model.feature_width, args.block_size, setup.dtype)
+        model = language.model
+        layout = feature_layout(model.feature_width, args.block_size, setup.dtype)
         num_feature_blocks = max(1, args.prefill.feature_bytes // layout.block_bytes)
         feature_memory = BlockMemory(layout, num_feature_blocks, setup.device)
-        self._process = WorkerProcess(
+        process = WorkerProcess(
             setup,
             args.transport,
-            self._model.fingerprint,
+            model.fingerprint,
             outgoing=language.kv,
             incoming=feature_memory,
             outgoing_wire=language.wire,
@@ -66,52 +66,33 @@ class PrefillService:
             ranks=ranks,
         )
         self._features = FeatureStore(
-            feature_memory, BlockPool(num_feature_blocks, args.block_size), self._process.transfer_engine
+            feature_memory, BlockPool(num_feature_blocks, args.block_size), process.transfer_engine
         )
-        runner = PrefillRunner(self._model, language.steps, language.kv, self._features)
-        blocks = BlockPool(self._num_blocks, args.block_size)
+        runner = PrefillRunner(model, language.steps, language.kv, self._features)
+        blocks = BlockPool(num_blocks, args.block_size)
         budget = StepBudget(args.prefill.step_target_s, args.block_size, max_batch_tokens)
         self._engine = PrefillEngine(
-            self._model,
+            model,
             runner,
             blocks,
             self._features,
-            self._process.kv_mover,
-            self._process.outbox,
-            self._process.clock,
+            process.kv_transfer_engine,
+            process.outbox,
+            process.clock,
             SchedulingPolicy(**args.scheduling.model_dump()),
             budget,
-            self._process.cpu_slots,
+            process.cpu_slots,
         )
-        warm_up(runner, blocks, budget, self._process.cpu_slots, self._model.max_model_len)
-        self._process.attach(self._engine, self._on_message)
-
-    async def start(self) -> Member:
-        """Listen and run; called once, on the replica's event loop."""
-        address = await self._process.start()
-        return Member(
-            self.replica_id,
+        warm_up(runner, blocks, budget, process.cpu_slots, model.max_model_len)
+        process.attach(self._engine, self._on_message)
+        member = process.member(
             Role.PREFILL,
-            address,
-            self._model.fingerprint,
-            self._model.kv_layout.fingerprint,
-            self._num_blocks,
-            hardware=self._process.hardware,
-            device=self._process.device,
-            block_bytes=self._model.kv_layout.block_bytes,
-            num_layers=self._model.num_layers,
-            processes=self._process.processes,
+            model.kv_layout,
+            num_blocks,
+            block_bytes=model.kv_layout.block_bytes,
+            num_layers=model.num_layers,
         )
-
-    async def drain(self, timeout_s: float) -> None:
-        """`WorkerProcess.drain`."""
-        await self._process.drain(timeout_s)
-
-    async def stop(self) -> None:
-        await self._process.stop()
-
-    def check_health(self) -> None:
-        self._process.check_health()
+        super().__init__(process, member)
 
     def _on_message(self, door: DoorId, message: AnyMessage) -> None:
         match message:
@@ -137,7 +118,8 @@ class PrefillService:
             num_rows = item.geometry.num_tokens
             if num_rows > self._features.max_rows:
                 error = RequestError(
-                    f"media item {item_idx} has {num_rows} embedding rows; a prefill worker holds {self._features.max_rows}"
+                    f"media item {item_idx} has {num_rows} embedding rows; a prefill worker holds "
+                    f"{self._features.max_rows}"
                 )
                 return self._process.shell.send(door, Failed(request.request_id, to_info(error)))
         send = functools.partial(self._process.shell.call_from_thread, self._process.shell.send, door)

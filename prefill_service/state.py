@@ -1,14 +1,14 @@
-"""One request's life in a prefill worker.
+"""The life of one request in a prefill worker.
 
-    WAITING    wants blocks for its prompts                                       → RUNNING, or ended
-    RUNNING    prompt tokens are computed as far as embeddings have arrived       → SENDING, CLOSING
-    SENDING    first tokens are out; KV is on its way to decode, or, if those
-               tokens ended every choice, the door's Cancel is awaited            → ended, CLOSING
-    CLOSING    nobody wants it any more, but writes from its blocks are in flight → ended
+    WAITING    waits for KV blocks for its prompts                             → RUNNING, or ended
+    RUNNING    its tokens are computed, as far as embeddings have arrived      → SENDING, CLOSING, or ended
+    SENDING    first tokens are out; the KV is on its way to decode. If those
+               tokens ended every choice, the door's Cancel is awaited         → CLOSING, or ended
+    CLOSING    over for its door; writes from its blocks are still in flight   → ended
 
-A request has one sequence per prompt: its own and, with classifier-free guidance, its companion's. They are computed
-independently; the first tokens need the last logits of both. A media item's embeddings (`FeatureStore`) live beside
-the request: reserved → ready → released.
+A request has one sequence per prompt: its own and, with classifier-free guidance, that of the negative
+prompt. The sequences are computed independently. The first tokens need the last logits of both. The
+embeddings of a media item (`FeatureStore`) live beside the request: reserved → ready → released.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from torch import Tensor
 from cluster.model.language import PromptPositions
 from cluster.types.request import GenerateRequest, Prompt
 from cluster.worker.outbox import DoorId
-from kv_transfer.lease.group import GroupOutgoing
-from kv_transfer.lease.outgoing import Outgoing
+from kv_transfer.lease.transfer import OutgoingLease
 from prefill_service.timing import Stopwatch
 
 
-class Phase(Enum):
+class PrefillPhase(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     SENDING = "sending"
     CLOSING = "closing"
 
 
-TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.RUNNING}),
-    Phase.RUNNING: frozenset({Phase.SENDING, Phase.CLOSING}),
-    Phase.SENDING: frozenset({Phase.CLOSING}),
-    Phase.CLOSING: frozenset(),
+TRANSITIONS: dict[PrefillPhase, frozenset[PrefillPhase]] = {
+    PrefillPhase.WAITING: frozenset({PrefillPhase.RUNNING}),
+    PrefillPhase.RUNNING: frozenset({PrefillPhase.SENDING, PrefillPhase.CLOSING}),
+    PrefillPhase.SENDING: frozenset({PrefillPhase.CLOSING}),
+    PrefillPhase.CLOSING: frozenset(),
 }
 
 
 @dataclass(eq=False)
 class PromptSequence:
-    """One prompt on its way into the cache."""
+    """One prompt whose KV is being computed."""
 
     sequence_id: str  # unique in the worker
     prompt: Prompt
@@ -52,11 +51,11 @@ class PromptSequence:
     block_table: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
-    num_missing_at_start: int = 0  # tokens that were not cached when it got its blocks
+    num_missing_at_start: int = 0  # tokens that were not cached when the sequence got its blocks
     num_blocks_sent: int = 0  # prefix of the block table that has been posted
-    first_recomputed: int | None = None  # KV from this token on does not travel: decode computes it anew
+    first_recomputed: int | None = None  # KV from this token on does not travel: decode computes it
     items_ready: set[int] = field(default_factory=set)  # media items whose embeddings are here
-    last_logits: Tensor | None = None  # [1, vocab_size] once the prompt is computed
+    last_logits: Tensor | None = None  # [1, vocab_size], once the prompt is computed
 
     @property
     def num_tokens(self) -> int:
@@ -81,17 +80,26 @@ class PrefillRequest:
 
     request: GenerateRequest
     door: DoorId
-    arrived_at: float  # when the client asked, on this worker's clock
-    stopwatch: Stopwatch  # since StartPrefill came
-    sequences: list[PromptSequence] = field(default_factory=list)  # the prompt's, then the companion's
-    phase: Phase = Phase.WAITING
+    arrived_at: float  # when the client asked, by this worker's clock
+    stopwatch: Stopwatch  # runs since StartPrefill arrived
+    sequences: list[PromptSequence] = field(default_factory=list)  # the prompt's, then the negative prompt's
+    phase: PrefillPhase = PrefillPhase.WAITING
     first_tokens: tuple[int, ...] = ()  # per choice
-    outgoing: Outgoing | GroupOutgoing | None = None  # once decode's grant is known
-    num_counted_tokens: int = 0  # that count for it among those that the worker has still to compute
+    outgoing: OutgoingLease | None = None  # once decode's grant is known
+    num_counted_tokens: int = 0  # tokens of this request in `PrefillLifecycle.num_missing_tokens`
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def is_closing(self) -> bool:
+        return self.phase is PrefillPhase.CLOSING
+
+    @property
+    def held_blocks(self) -> set[int]:
+        """KV blocks of all sequences."""
+        return {block_id for sequence in self.sequences for block_id in sequence.block_table}
 
     @property
     def main(self) -> PromptSequence:
@@ -111,7 +119,7 @@ class PrefillRequest:
     def num_missing_tokens(self) -> int:
         return sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in self.sequences)
 
-    def move(self, phase: Phase) -> None:
+    def move(self, phase: PrefillPhase) -> None:
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.request_id}: {self.phase} cannot become {phase}")
         self.phase = phase

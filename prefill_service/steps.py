@@ -1,5 +1,6 @@
-"""The prompts that a prefill worker has in work, and which of their tokens run in its next step: how many, is learnt from every step
-before it."""
+"""The prompts that a prefill worker has in work, and which of their tokens run in its next step. The size of
+a step is learnt from the steps before it.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from prefill_service.transfer import StepWork
 
 
 class StepPlanner:
-    """Belongs to the engine's thread. Knows sequences from `add` to `remove`."""
+    """Used on the engine's thread. Knows a sequence from `add` to `remove`."""
 
     def __init__(self, policy: SchedulingPolicy, budget: StepBudget, cpu_slots: CpuSlots, num_layers: int):
-        """`num_layers`: of the model; between two of them a step may give way."""
+        """`num_layers`: of the model; a step may yield its CPU slot between two layers."""
         self._chunks = ChunkScheduler(policy)
         self._sequences: dict[str, tuple[PrefillRequest, PromptSequence]] = {}  # by sequence id
         self._budget = budget
         self._cpu_slots = cpu_slots
         self._num_layers = num_layers
-        self._long_step_s = 0.0  # that a step of long prompts may last
+        self._long_step_s = 0.0  # how long a step of long prompts may last
         self._context = 0.0  # computed tokens that a token of the last step saw, on average
 
     def add(
@@ -49,23 +50,25 @@ class StepPlanner:
         self._chunks.set_computed(sequence.sequence_id, sequence.num_computed_tokens)
 
     def can_run(self, request: PrefillRequest) -> bool:
-        """Whether some of it could be computed now."""
+        """Whether a token of the request could be computed now."""
         return any(self._chunks.is_runnable(sequence.sequence_id) for sequence in request.sequences)
 
     def next_step(self) -> tuple[list[StepWork], bool]:
-        """The next step, and whether it serves only prompts longer than the largest step. Such a step gives way between layers, so
-        each is to last no longer than its turn. A long prompt's first step is as small as can be: it shows how long that is."""
+        """The next step, and whether it serves only long prompts: prompts longer than the largest step. A
+        step of long prompts yields its CPU slot between layers, and each of its layers should last no longer
+        than the time that the slot is held at once. The first step of a long prompt is as small as possible:
+        it shows how long that time is."""
         chunks = self._chunks.schedule(self._budget.max_tokens(self._context))
         chosen = [self._sequences[chunk.request_id][1] for chunk in chunks]
         is_long = all(sequence.num_missing_at_start > self._budget.max_step_tokens for sequence in chosen)
         if is_long:
             is_first = any(sequence.num_computed_tokens == sequence.num_cached_tokens for sequence in chosen)
-            most_s = 0.0 if is_first else self._long_step_s
-            chunks = self._chunks.schedule(self._budget.max_tokens(self._context, most_s))
+            limit_s = 0.0 if is_first else self._long_step_s
+            chunks = self._chunks.schedule(self._budget.max_tokens(self._context, limit_s))
         return [(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks], is_long
 
     def observe(self, works: Sequence[StepWork], is_long: bool) -> None:
-        """A step with these has run; none of them has been told so yet."""
+        """A step with these sequences has run. Their records are not updated yet."""
         if is_long:
             self._long_step_s = self._num_layers * self._cpu_slots.mean_slice_s
         num_tokens = sum(count for _, _, count in works)

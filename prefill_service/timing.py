@@ -1,5 +1,6 @@
-"""Where a request's time at a prefill worker goes: at each instant into exactly one of the parts of `PrefillTiming`. Told at what
-changes; who waits costs nothing."""
+"""Where the time of a request at a prefill worker goes: at each instant into exactly one part of
+`PrefillTiming`. The stopwatch is set when a part begins; a request that waits costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ class Part(StrEnum):
 
 @dataclass(eq=False)
 class Stopwatch:
-    """Written by the engine's thread. Instants are seconds of its clock; one that lies before the last counts as that."""
+    """Written by the engine's thread. Instants are seconds of the engine's clock. An instant before the last
+    one counts as the last one."""
 
-    since: float  # the part's beginning
+    since: float  # when the present part began
     part: Part = Part.QUEUED
     spent: dict[Part, float] = field(default_factory=lambda: dict.fromkeys(Part, 0.0))
 
@@ -32,6 +34,6 @@ class Stopwatch:
         self.part = part
 
     def timing(self, at: float) -> PrefillTiming:
-        """Up to now."""
+        """Up to the instant `at`."""
         self.turn_to(self.part, at)
         return PrefillTiming(**self.spent)

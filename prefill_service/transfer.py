@@ -1,12 +1,15 @@
-"""Prefill's half of the hand-over to decode: which blocks can go, and when the transfer is complete.
+"""Prefill's half of the transfer of KV to decode: which blocks can be sent, and when the transfer is
+complete.
 
-Cached prefix blocks go at once, the blocks that a step fills layer by layer while it runs, the last, partly filled block with
-the end of its prompt. Where groups of blocks travel coded, a group goes when its last block is filled. A grant names the
-prompt's blocks, then the companion's. Posting returns immediately (the transfer thread copies); blocks stay referenced until
-the sender reports the end.
+Blocks of a cached prefix are sent at once, and the blocks that a step fills layer by layer while it runs. The
+last, partly filled block is sent at the end of its prompt. If groups of blocks travel coded, a group is sent
+when its last block is filled. A grant names the blocks of the prompt, then those of the negative prompt.
+Posting returns immediately: the transfer thread copies. Blocks stay referenced until the sender reports the
+end.
 
-Over a slow link the end of a prompt may be sooner at decode if decode computes it itself (`transfer.recompute`): `plan_end` weighs that
-when the grant comes, with the speeds that were measured on either side.
+Over a slow link, decode may have the end of a prompt sooner if it computes the end itself
+(`transfer.recompute`). `plan_end` decides that when the grant arrives, from the measured speeds of both
+workers.
 """
 
 from __future__ import annotations
@@ -24,31 +27,29 @@ from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import KvReady
 from cluster.types.transfer import Grant, ReceivedGrant
 from kv_transfer.agents.agent import TransferError
-from kv_transfer.lease.group import GroupOutgoing, GroupTransferEngine
-from kv_transfer.lease.link import MIN_MEASURED_BYTES
-from kv_transfer.lease.outgoing import Outgoing
-from kv_transfer.lease.transfer_engine import TransferEngine
-from prefill_service.state import Phase, PrefillRequest, PromptSequence
+from kv_transfer.lease.link_meter import MIN_MEASURED_BYTES
+from kv_transfer.lease.transfer import BlockTransfer, OutgoingLease
+from prefill_service.state import PrefillPhase, PrefillRequest, PromptSequence
 
-# A write costs the transfer thread about as long as copying this much: smaller layers wait for the next ones.
+# A write costs the transfer thread about as much as copying this many bytes: smaller layers are sent
+# together.
 MIN_WRITE_BYTES = 256 << 10
 
 MIN_SENT_BYTES = MIN_MEASURED_BYTES  # of every prompt: they show how fast the link is now
-Ready = Callable[[], bool] | None  # whether the device has got so far; None: it has
-StepWork = tuple[PrefillRequest, PromptSequence, int]  # … of which so many further tokens are computed
+Ready = Callable[[], bool] | None  # whether the device has computed the layer; None: it has
+StepWork = tuple[PrefillRequest, PromptSequence, int]  # …, number of further tokens that are computed
 
 
 class Targets:
-    """Decode's grants, on their way from the event loop to the requests they are for. `offer` is any thread's, the rest the engine's."""
+    """Decode's grants, on their way from the event loop to their requests. `offer` may be called by any
+    thread, everything else by the engine's thread."""
 
-    def __init__(
-        self, transfer_engine: TransferEngine | GroupTransferEngine, budget: StepBudget, layout: MemoryLayout
-    ):
+    def __init__(self, transfer_engine: BlockTransfer, budget: StepBudget, layout: MemoryLayout):
         self._transfer_engine = transfer_engine
         self._budget = budget
         self._layout = layout
         self._offered: deque[tuple[str, ReceivedGrant]] = deque()
-        self.by_lease: dict[str, PrefillRequest] = {}  # whose transfer has not ended
+        self.by_lease: dict[str, PrefillRequest] = {}  # requests whose transfer has not ended
 
     def offer(self, request_id: str, received: ReceivedGrant) -> None:
         self._offered.append((request_id, received))
@@ -56,36 +57,38 @@ class Targets:
     def take(
         self, requests: Mapping[str, PrefillRequest]
     ) -> Iterator[tuple[PrefillRequest, Exception | None]]:
-        """Whose grants have come, with what is wrong with them. Where the request has ended, the right is given back at once."""
+        """The requests whose grants have come, with the error, if there is one. If a request has ended, its
+        grant is returned at once."""
         while self._offered:
             request_id, received = self._offered.popleft()
             request = requests.get(request_id)
             try:
                 outgoing = self._transfer_engine.open(received)
-                if request is None or request.phase is Phase.CLOSING:
+                if request is None or request.phase is PrefillPhase.CLOSING:
                     outgoing.abort("the request has ended")
                     continue
-                self._take_up(request, outgoing, received.grant)
-            except Exception as error:  # the caller's to name
+                self._accept(request, outgoing, received.grant)
+            except Exception as error:  # the caller fails the request
                 if request is not None:
                     yield request, error
             else:
                 yield request, None
 
     def take_early(self, in_step: Mapping[str, PrefillRequest]) -> None:
-        """The same between two layers of a step, for requests in it. Nothing may end there: what goes wrong waits for `take`."""
+        """Like `take`, between two layers of a step, for requests in the step. No request may end there: a
+        grant with an error waits for `take`."""
         for _ in range(len(self._offered)):
             request_id, received = self._offered.popleft()
             try:
                 request = in_step[request_id]
-                self._take_up(request, self._transfer_engine.open(received), received.grant)
+                self._accept(request, self._transfer_engine.open(received), received.grant)
             except Exception:
                 self._offered.append((request_id, received))
                 continue
-            with suppress(TransferError):  # its time is over, as its event will say
+            with suppress(TransferError):  # the lease has expired; its event follows
                 send_computed(request, self._layout.segments[0].rows)
 
-    def _take_up(self, request: PrefillRequest, outgoing: Outgoing | GroupOutgoing, grant: Grant) -> None:
+    def _accept(self, request: PrefillRequest, outgoing: OutgoingLease, grant: Grant) -> None:
         request.outgoing = outgoing
         self.by_lease[grant.lease_id] = request
         plan_end(request, grant.token_s, self._budget, self._layout)
@@ -94,8 +97,8 @@ class Targets:
 def plan_end(
     request: PrefillRequest, token_s: float | None, budget: StepBudget, layout: MemoryLayout
 ) -> None:
-    """Decides how much of the prompt travels, before any of it has. token_s: in which decode computes a token. Tokens up to the last
-    media item always travel, because decode has no embeddings."""
+    """Decides how much of the prompt travels, before any of it is sent. token_s: in which decode computes a
+    token. Tokens up to the end of the last media item always travel, because decode has no embeddings."""
     outgoing, main = request.outgoing, request.main
     if outgoing is None or token_s is None or (block_s := outgoing.block_s) is None:
         return
@@ -111,19 +114,22 @@ def plan_end(
 
 
 def num_blocks_to_send(num_blocks: float, block_s: float, compute_s: float, prefill_s: float) -> int:
-    """The n <= num_blocks for which the KV of a prompt is at decode soonest. Blocks 0 … n - 1 travel, block_s each, while the prompt is
-    computed, which takes prefill_s; then decode computes the others, compute_s each, all seconds:
+    """The n <= num_blocks with which the KV of a prompt is complete at decode soonest. Blocks [0, n) travel,
+    block_s each, while the prompt is computed, which takes prefill_s. Then decode computes the others,
+    compute_s each. All in seconds:
 
         max(0, n * block_s - prefill_s) + (num_blocks - n) * compute_s
 
-    Falls while blocks hide behind prefill; after that it falls or rises as a block is sent or computed sooner."""
+    This falls while the transfer hides behind prefill. After that it falls if sending a block is faster than
+    computing it, and rises otherwise."""
     if block_s <= compute_s:
         return math.ceil(num_blocks)
     return min(math.ceil(num_blocks), int(prefill_s / block_s))
 
 
 def send_computed(request: PrefillRequest, block_size: int) -> None:
-    """Post what is computed and not posted yet; after the first tokens, finish. No-op until decode's grant is there."""
+    """Posts what is computed and not posted yet. After the first tokens, finishes the transfer. Does nothing
+    until decode's grant is there."""
     if request.outgoing is None:
         return
     for sequence in request.sequences:
@@ -139,31 +145,32 @@ def send_computed(request: PrefillRequest, block_size: int) -> None:
 
 @dataclass
 class _Push:
-    """What one sequence gets out of the step."""
+    """What the step sends of one sequence."""
 
     sequence: PromptSequence
-    outgoing: Outgoing | GroupOutgoing
+    outgoing: OutgoingLease
     num_blocks_after: int
     local_ids: Sequence[int]
     grant_indices: Sequence[int]
     layers_per_write: int
-    first_layer: int = 0  # that has not been posted
+    first_layer: int = 0  # first layer that has not been posted
 
 
 class StepPush:
-    """The blocks that a step completes, on their way while it runs. Made before the forward; `on_layer` after each layer, in
-    order; `close` behind it. Requests whose grant comes meanwhile join, with the layers that are done. What cannot be written any more
-    ends with the sender's event, like any failed write."""
+    """Sends the blocks that a step completes while it runs. Made before the forward. `on_layer` is called
+    after each layer, in order; `close` after the forward. If a grant arrives during the step, its request
+    joins, with the layers that are computed already. If a lease cannot be written any more, the request ends
+    with the sender's event, like after any failed write."""
 
     def __init__(self, batch: Sequence[StepWork], layout: MemoryLayout, num_layers: int):
         self._layout = layout
         self._num_layers = num_layers
         self._segments_per_layer = len(layout.segments) // num_layers
         self._pushes: list[_Push] = []
-        self._waiting = list(batch)  # for their grants
+        self._waiting = list(batch)  # requests that may get their grants
 
     def on_layer(self, layer_idx: int, ready: Ready) -> None:
-        """Layer `layer_idx` of all these blocks is final, once `ready` says so."""
+        """Layer `layer_idx` of all these blocks is final, once `ready()` is true."""
         self._join()
         for push in self._pushes:
             num_done = layer_idx + 1
@@ -173,7 +180,7 @@ class StepPush:
             push.first_layer = num_done
             try:
                 push.outgoing.write(push.local_ids, push.grant_indices, range(first, end), ready)
-            except TransferError:  # its time is over, as its event will say
+            except TransferError:  # the lease has expired; its event follows
                 continue
 
     def close(self) -> None:
@@ -197,7 +204,7 @@ class StepPush:
 def _new_blocks(
     request: PrefillRequest, sequence: PromptSequence, num_computed_tokens: int, block_size: int
 ) -> range:
-    """Blocks that are final at so many tokens, can go, and are not posted yet."""
+    """Blocks that are final when `num_computed_tokens` are computed, may be sent, and are not posted yet."""
     together = 1 if request.outgoing is None else request.outgoing.blocks_together
     end = sequence.num_tokens if sequence.first_recomputed is None else sequence.first_recomputed
     num_ready = min(num_computed_tokens, end) // block_size // together * together
@@ -207,7 +214,7 @@ def _new_blocks(
 
 
 def _places(request: PrefillRequest, sequence: PromptSequence, blocks: range) -> tuple[list[int], list[int]]:
-    """Their ids here, and their places in the grant."""
+    """Ids of the blocks in this worker, and their indices in the grant."""
     before = request.sequences[: request.sequences.index(sequence)]
     first = sum(len(earlier.block_table) for earlier in before)
     return [sequence.block_table[i] for i in blocks], [first + i for i in blocks]

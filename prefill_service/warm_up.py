@@ -1,4 +1,6 @@
-"""Before the first request: the step budget learns how fast the model is, and the first client does not pay for what is done once."""
+"""Before the first request: the step budget learns how fast the model is, and the first request does not pay
+for what is done only once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ MAX_TOKENS = 1024  # in one step
 def warm_up(
     runner: PrefillRunner, blocks: BlockPool, budget: StepBudget, cpu_slots: CpuSlots, max_model_len: int
 ) -> None:
-    """On the caller's thread; blocks for a few steps."""
+    """Runs on the caller's thread and blocks for a few steps."""
     num_tokens = budget.min_tokens
     most = min(MAX_TOKENS, blocks.num_free * blocks.block_size, max_model_len)
     while num_tokens <= most:

@@ -1,1 +1,1 @@
-"""What the encoder pool does for speed, memory and crowds, measured; see README.md."""
+"""Measurements of the encoder pool: speed, memory, many clients at once; see README.md."""

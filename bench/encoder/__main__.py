@@ -1,10 +1,10 @@
-"""What the encoder pool does for speed, memory and crowds. See README.md.
+"""Measurements of the encoder pool: speed, memory, many clients at once. See README.md.
 
     python -m bench.encoder models  DIR                                       writes omni-encoders, random weights
     python -m bench.encoder curve   --out R.jsonl --models MODEL …            encoder calls of 1 to 32 items
     python -m bench.encoder merge   --out R.jsonl                             rows into a prompt's embeddings
     python -m bench.encoder overlap --out R.jsonl                             what hides behind a slow encoder
-    python -m bench.encoder accuracy --out R.jsonl                            answers about media looked at less closely
+    python -m bench.encoder accuracy --out R.jsonl                            answers with fewer pixels, frames or rows
     python -m bench.encoder serve   --model MODEL [--doors 2] [--set NAME=VALUE …] [COMMAND …]
     python -m bench.encoder mixed   --out R.jsonl --url URL --model MODEL     beside a server that encodes in its step
     python -m bench.encoder reuse   --out R.jsonl --url URL                   later turns about the same media
@@ -12,8 +12,9 @@
     python -m bench.encoder flood   --out R.jsonl --url URL --model MODEL     200 images for one encoder
     python -m bench.encoder table   R.jsonl …;  python -m bench.encoder plot R.jsonl … --out R.svg
 
-`serve` starts a cluster on a free port. With a command behind it (mixed, reuse, single or flood, without --url) it runs that and ends the
-cluster; without one it serves until Ctrl-C. All commands but `models` and `serve` append to --out.
+`serve` starts a cluster on a free port. If a command follows (mixed, reuse, single or flood, without --url),
+it runs that command and then stops the cluster; otherwise it serves until Ctrl-C. All commands but `models`
+and `serve` append to --out.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from pathlib import Path
 
 import httpx
 
-from bench.encoder import records, report
-from bench.encoder.records import Record
+from bench import records
+from bench.encoder import report
 from bench.encoder.serving import num_cores, running, settings
+from bench.records import Record
 from cluster.errors import ClusterError
 
 DEMO = str(Path(__file__).parents[2] / "deploy" / "demo_model")
@@ -41,7 +43,7 @@ DTYPES = ("float32", "bfloat16")
 def main(arguments: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start deaf to it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it otherwise
     try:
         measured = COMMANDS[args.command](args)
         if measured is not None:
@@ -216,9 +218,9 @@ def _synchronous(args: argparse.Namespace) -> None:
 
 
 def _mixed(args: argparse.Namespace) -> Iterable[Record]:
-    from bench.encoder.mixed import Load, measure
+    from bench.encoder.mixed import BurstLoad, measure
 
-    load = Load(args.text_requests, args.text_words, args.frames, args.frame_side)
+    load = BurstLoad(args.text_requests, args.text_words, args.frames, args.frame_side)
     model = str(Path(args.model).resolve())
     return measure(args.url, model, args.dtype, load, args.repeats, args.seed, args.threads)
 

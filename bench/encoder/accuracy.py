@@ -1,19 +1,20 @@
-"""What it costs in answers to look at media less closely: the demo model's evaluation set, asked as a client may ask.
+"""How reduced media change answers: the demo model's evaluation set, with the settings that a client may
+choose.
 
-One process, no server, fp32: a request body as the API takes it, the door's prompt, the encoder's runner on the file's bytes, greedy
-decoding. Images are PNG files, clips h264 with a key frame a second.
+One process, no server, fp32: a request body as the API takes it, the door's prompt, the encoder's runner on
+the file's bytes, greedy decoding. Images are PNG files, clips h264 with a key frame a second.
 
-    plain       what the model's own processor makes of the file; the others are compared with it, on the same samples
-    right       whole answers equal to the one that counts, as `deploy.demo_model.training.evaluate` judges
+    plain       what the model's own processor makes of the file; the others are compared with it, on the
+                same samples
+    right       whole answers equal to the right one, as `deploy.demo_model.training.evaluate` judges
     lost, won   answers that are right when plain and wrong with the setting, and the other way round
-    rows        embedding rows of all items; each item must have as many as the door said
+    rows        embedding rows of all items; each item must have as many as the door computed
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from transformers import AutoTokenizer
 
 from bench.encoder.clients import text_part
-from bench.encoder.records import Record
 from bench.engine.prompts import Part
 from bench.media_files import video_of
+from bench.records import Record
+from bench.workload import png_bytes
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.fetch import FetchedMedia
 from cluster.media.processor import MediaProcessor
@@ -51,14 +52,14 @@ TASKS = {
     Modality.VIDEO: ("video direction", "describe the video", "yes or no, video"),
 }
 BATCH = 32  # prompts in a step
-MAX_ITEMS = 2  # of a prompt
+MAX_ITEMS = 2  # in a prompt
 FPS = 4  # of clips, and what the demo model's processor samples
 Fields = dict[str, Any]  # of a request body
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A request's media as the model's own processor looks at them."""
+class FullSize:
+    """Sizes of a request's media as the model's own processor prepares them."""
 
     pixels: int  # of the smallest image or frame, after resizing
     rows: int  # of all items
@@ -78,7 +79,7 @@ def frames(**options: int | str) -> Fields:
     return {"media_io_kwargs": {"video": options}}
 
 
-Setting = Callable[[Whole], Fields]
+Setting = Callable[[FullSize], Fields]
 SETTINGS: Mapping[str, Setting] = {
     "plain": lambda _: {},
     "spatial_pooling 2": lambda _: processor(spatial_pooling=2),
@@ -104,8 +105,10 @@ def settings_of(modality: Modality) -> Mapping[str, Setting]:
 
 
 def measure(folder: Path, num_samples: int, seed: int) -> Iterator[Record]:
-    """A record for each task and setting. RuntimeError for an item with other rows than the door said."""
-    model = Model(folder)
+    """A record for each task and setting. Raises RuntimeError for an item with another number of rows than
+    the door computed.
+    """
+    model = EvaluatedModel(folder)
     for modality, tasks in TASKS.items():
         for task in tasks:
             samples = draw_samples(task, seed, WordBank([]), num_samples)
@@ -114,8 +117,10 @@ def measure(folder: Path, num_samples: int, seed: int) -> Iterator[Record]:
                 yield {**shared, **counts}
 
 
-def compare(model: Model, samples: Sequence[Sample], settings: Mapping[str, Setting]) -> Iterator[Record]:
-    """Counts for each setting, the first of which is plain."""
+def compare(
+    model: EvaluatedModel, samples: Sequence[Sample], settings: Mapping[str, Setting]
+) -> Iterator[Record]:
+    """Counts for each setting; the first setting is plain."""
     messages = [message(sample) for sample in samples]
     whole = [model.whole(model.prepare(each)) for each in messages]
     plain: list[bool] | None = None
@@ -132,8 +137,8 @@ def compare(model: Model, samples: Sequence[Sample], settings: Mapping[str, Sett
         }  # fmt: skip
 
 
-class Model:
-    """Both halves of a model folder behind the door's prompts."""
+class EvaluatedModel:
+    """Both halves of a model folder, with the door's prompt builder."""
 
     def __init__(self, folder: Path):
         media = MediaProcessor.load(folder)
@@ -153,22 +158,24 @@ class Model:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def prepare(self, content: Sequence[Part], fields: Mapping[str, Any] | None = None) -> PreparedPrompt:
-        """`fields`: of the request beside its one message. Raises what the door answers such a request."""
+        """`fields`: of the request, beside its one message. Raises the errors with which the door answers
+        such a request.
+        """
         body = {"model": self._name, "messages": [{"role": "user", "content": content}], **(fields or {})}
         body["max_tokens"] = MAX_NEW_TOKENS
         call = chat_call(ChatRequest.model_validate(body), self._name, self._defaults)
         return self._prompts.chat(call, [self._content(source) for source in call.media])
 
-    def whole(self, plain: PreparedPrompt) -> Whole:
+    def whole(self, plain: PreparedPrompt) -> FullSize:
         areas = []
         for item in plain.items:
             assert item.geometry.grid_thw is not None  # this model's images and clips have one
             _, height, width = item.geometry.grid_thw
             areas.append(height * width * self._media.patch_side(item.modality) ** 2)
-        return Whole(min(areas), sum(item.geometry.num_tokens for item in plain.items))
+        return FullSize(min(areas), sum(item.geometry.num_tokens for item in plain.items))
 
     def answers(self, asked: Sequence[PreparedPrompt]) -> list[str]:
-        """Greedy."""
+        """Greedy answers."""
         said = []
         for first in range(0, len(asked), BATCH):
             for token_ids in self._generate(asked[first : first + BATCH]):
@@ -176,7 +183,9 @@ class Model:
         return said
 
     def features(self, asked: Sequence[PreparedPrompt]) -> list[tuple[FeatureSlice, ...]]:
-        """Of each prompt; all items are of one modality. RuntimeError for other rows than the door said."""
+        """The features of each prompt; all items must have the same modality. Raises RuntimeError for an item
+        with another number of rows than the door computed.
+        """
         items = [item for each in asked for item in each.items]
         prepared = [self._runner.prepare(item) for item in items]
         pieces = [
@@ -238,7 +247,7 @@ class Model:
 
 def message(sample: Sample) -> list[Part]:
     """Its media, then its question."""
-    images = [_part("image_url", "image/png", _png(image)) for image in sample.images]
+    images = [_part("image_url", "image/png", png_bytes(np.asarray(image))) for image in sample.images]
     clips = [_part("video_url", "video/mp4", clip(pixels)) for pixels in sample.videos]
     return [*images, *clips, text_part(sample.turn.question)]
 
@@ -246,12 +255,6 @@ def message(sample: Sample) -> list[Part]:
 def clip(pixels: np.ndarray) -> bytes:
     """[T, H, W, 3] uint8 → an mp4 file."""
     return video_of(list(pixels), FPS, codec="libx264", gop_size=FPS)
-
-
-def _png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def _part(kind: str, media_type: str, data: bytes) -> Part:

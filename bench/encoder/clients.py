@@ -1,4 +1,4 @@
-"""Requests that are sent at the same moment, and what became of them."""
+"""Requests that are sent at the same moment, and their outcomes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.engine.client import Endpoint, Record, Request, ask, open_session
+from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
 from bench.engine.prompts import Part
 
 TIMEOUT_S = 600.0
@@ -15,21 +15,23 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Tally:
-    """A request is in exactly one of the first three."""
+    """Every request is in exactly one of the first three counts."""
 
     num_answered: int
-    num_refused: int  # 429: come again later
+    num_refused: int  # 429, with Retry-After
     num_failed: int  # anything else
-    num_different: int  # answers that are not alike
+    num_different: int  # different texts among the answers
     failures: tuple[str, ...]  # the first three different ones
 
 
-def at_once(endpoint: Endpoint, requests: Sequence[Request]) -> list[Record]:
-    """Records in the order of the requests. Blocks; what is not answered in TIMEOUT_S is a failure."""
+def at_once(endpoint: Endpoint, requests: Sequence[ChatRequest]) -> list[TimedAnswer]:
+    """Records in the order of the requests. Blocks; a request that is not answered in TIMEOUT_S has
+    failed.
+    """
     return asyncio.run(_at_once(endpoint, requests))
 
 
-async def _at_once(endpoint: Endpoint, requests: Sequence[Request]) -> list[Record]:
+async def _at_once(endpoint: Endpoint, requests: Sequence[ChatRequest]) -> list[TimedAnswer]:
     async with open_session() as session:
         tasks = [asyncio.create_task(ask(session, endpoint, request)) for request in requests]
         _, late = await asyncio.wait(tasks, timeout=TIMEOUT_S)
@@ -37,20 +39,24 @@ async def _at_once(endpoint: Endpoint, requests: Sequence[Request]) -> list[Reco
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
     return [
-        Record(request.kind, failure=f"no answer in {TIMEOUT_S:.0f} s") if task in late else task.result()
+        TimedAnswer(request.kind, failure=f"no answer in {TIMEOUT_S:.0f} s")
+        if task in late
+        else task.result()
         for request, task in zip(requests, tasks, strict=True)
     ]
 
 
-def tally(records: Sequence[Record]) -> Tally:
+def tally(records: Sequence[TimedAnswer]) -> Tally:
     answers = [record.text for record in records if not record.failure]
     refused = [record for record in records if record.failure.startswith("HTTP 429")]
     failures = Counter(record.failure for record in records if record.failure and record not in refused)
     return Tally(len(answers), len(refused), failures.total(), len(set(answers)), tuple(failures)[:3])
 
 
-def required(records: Sequence[Record]) -> Sequence[Record]:
-    """The records. Raises RuntimeError if one of them failed: then their times mean nothing."""
+def required(records: Sequence[TimedAnswer]) -> Sequence[TimedAnswer]:
+    """The records. Raises RuntimeError if one of them failed, because the times of the others then mean
+    nothing.
+    """
     for record in records:
         if record.failure:
             raise RuntimeError(f"{record.kind}: {record.failure}")
@@ -61,6 +67,6 @@ def text_part(text: str) -> Part:
     return {"type": "text", "text": text}
 
 
-def request(kind: str, num_tokens: int, *parts: Part) -> Request:
-    """One user message of these parts."""
-    return Request([{"role": "user", "content": list(parts)}], num_tokens, kind)
+def request(kind: str, num_tokens: int, *parts: Part) -> ChatRequest:
+    """One user message with these parts."""
+    return ChatRequest([{"role": "user", "content": list(parts)}], num_tokens, kind)

@@ -1,8 +1,8 @@
 """Two hundred clients at the same moment.
 
-single   all ask the same about one video that the cluster has never seen: how often is it encoded?
-flood    each shows another image: everybody is answered or told to come again later, and the encoder's memory stays within
-         what its plan allows
+single   all ask about the same video, which the cluster has never seen: how often is it encoded?
+flood    each sends another image: every client must be answered or refused with Retry-After, and the
+         encoder's memory must stay within its plan
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import psutil
 import torch
 
 from bench.encoder.clients import at_once, request, required, tally, text_part
-from bench.encoder.records import Record
 from bench.encoder.serving import ENCODER_ITEMS, endpoint, grown, read_metrics, replicas
-from bench.engine.client import Endpoint, Request
+from bench.engine.client import ChatRequest, Endpoint
 from bench.engine.prompts import Prompts
+from bench.records import Record
 from bench.soak import wait_idle
 from cluster.worker.memory_plan import encoder_step_bytes
 from encoder_service.service import MAX_BATCH_ROWS
 
 NUM_TOKENS = 8  # of an answer
-IDLE_TIMEOUT_S = 10.0  # a door learns a worker's counters by its last report, which says that nothing is held
+IDLE_TIMEOUT_S = 10.0  # a door knows a worker's counters from its last report
 QUESTION = "What do you see?"
 
 
@@ -57,7 +57,9 @@ def single(
 def flood(
     url: str, model: str, dtype: torch.dtype, num_requests: int, side: int, repeats: int, seed: int
 ) -> Iterator[Record]:
-    """`model`, `dtype`: what the cluster was started with. Blocks. It must run on this machine and have one encoder."""
+    """`model`, `dtype`: of the running cluster. Blocks. The cluster must run on this machine and have one
+    encoder.
+    """
     prompts, server = Prompts(seed), endpoint(url)
     encoder, *others = replicas(url)["encode"]
     if others:
@@ -81,19 +83,19 @@ def flood(
 
 
 def step_budget(model: str, dtype: torch.dtype) -> int:
-    """What an encoder's memory plan allows it beside weights and cache, which it holds from its start."""
+    """Bytes that an encoder's memory plan allows for a step; weights and cache are allocated at its start."""
     from transformers import AutoConfig
 
     return encoder_step_bytes(MAX_BATCH_ROWS, AutoConfig.from_pretrained(model), dtype.itemsize)
 
 
 def forget_peak(pid: int) -> None:
-    """From here on the kernel looks for the peak anew."""
+    """Resets the kernel's peak of resident memory."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def peak_bytes(pid: int) -> int:
-    """The most resident memory since `forget_peak`."""
+    """The peak of resident memory since `forget_peak`."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["VmHWM"].split()[0]) * 1024
 
@@ -108,7 +110,7 @@ def _warm_up(server: Endpoint, prompts: Prompts) -> None:
     required(at_once(server, [request("warm-up", NUM_TOKENS, image, text_part(QUESTION))]))
 
 
-def _timed(server: Endpoint, requests: Sequence[Request]) -> Record:
+def _timed(server: Endpoint, requests: Sequence[ChatRequest]) -> Record:
     started_at = time.perf_counter()
     records = at_once(server, requests)
     return {

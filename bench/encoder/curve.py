@@ -1,7 +1,7 @@
 """What an encoder call costs by the number of items in it: the engine alone, no server.
 
-`EncoderModel.encode` on the tensors that `MediaProcessor` makes of different files of one size. Batches take turns within a
-repetition. Utilisation: CPU time of this process / (wall time × threads).
+`EncoderModel.encode` on the tensors that `MediaProcessor` makes of different files of one size. The batch
+sizes alternate within a repetition. Utilisation: CPU time of this process / (wall time × threads).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.encoder.records import Record
 from bench.engine.prompts import Prompts
+from bench.records import Record
 from bench.workload import SAMPLING_RATE, wav_bytes
 from cluster.errors import ConfigError
 from cluster.media.decode import decode
@@ -37,7 +37,7 @@ class Sizes:
 
 
 def make_file(modality: Modality, sizes: Sizes, idx: int) -> bytes:
-    """A JPEG, an mp4 or a wav of noise; `idx` says which."""
+    """A JPEG, an mp4 or a wav of noise; each `idx` gives another file."""
     prompts = Prompts(0)
     match modality:
         case Modality.IMAGE:
@@ -69,7 +69,7 @@ def measure(
     repeats: int,
     num_threads: int,
 ) -> Iterator[Record]:
-    """Modalities that the model does not take are left out. Changes torch's number of threads."""
+    """Skips modalities that the model does not have. Changes torch's number of threads."""
     torch.set_num_threads(num_threads)
     encoder, processor = EncoderModel.load(path, dtype=dtype), MediaProcessor.load(path)
     if processor is None:
@@ -80,7 +80,7 @@ def measure(
         if modality in processor.modalities
     }
     for modality in items:
-        encoder.encode(modality, items[modality][:1])  # what is done once, is done
+        encoder.encode(modality, items[modality][:1])  # warms up
     for repetition, modality, batch in itertools.product(range(repeats), items, batches):
         yield {
             "type": "curve",

@@ -1,12 +1,13 @@
 """Putting 5,000 embedding rows into a prompt's input embeddings: how prefill does it, beside other ways.
 
-    prefill    `FeatureStore.rows` says where the rows lie, `LanguageModel` copies them into the embeddings; blocks in succession
+    prefill    `FeatureStore.rows` gives the rows' places, `LanguageModel` copies them into the embeddings;
+               blocks in succession
     scattered  the same; the blocks are all of the pool's, in random order
     loop       one row after the other, in Python
-    copy       a plain copy of as many bytes that lie side by side: no way can be faster
+    copy       a plain copy of as many contiguous bytes: the lower bound
 
-The ways take turns within a repetition. No weights: both classes run as they are on a memory and a hidden size of our choice. Page
-faults are counted: a copy into fresh memory would pay for every page.
+The ways alternate within a repetition. No weights: both classes run as they are on a memory and a hidden size
+of our choice. Page faults are counted: a copy into fresh memory would pay for every page.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, cast
 
 import torch
 
-from bench.encoder.records import Record
+from bench.records import Record
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
@@ -33,7 +34,9 @@ KEY = ("request", 0)
 
 
 class Merge:
-    """One item of `num_rows` random rows in two feature stores, and embeddings of a prompt that shows it behind OFFSET tokens."""
+    """One item of `num_rows` random rows in two feature stores, and the embeddings of a prompt that has the
+    item behind OFFSET text tokens.
+    """
 
     def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype):
         self._num_rows = num_rows
@@ -53,14 +56,14 @@ class Merge:
         }
 
     def _store(self, *, is_scattered: bool) -> FeatureStore:
-        """The rows in blocks, the last of which they do not fill."""
+        """The rows in blocks; the last block is not full."""
         num_blocks = -(-self._num_rows // BLOCK_SIZE)
         memory = BlockMemory(feature_layout(self.rows.shape[1], BLOCK_SIZE, self.rows.dtype), num_blocks)
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         block_ids = pool.allocate(num_blocks)
         if is_scattered:
             random.Random(0).shuffle(block_ids)
-        for block_id in block_ids:  # given again in the order in which they come back
+        for block_id in block_ids:  # the pool allocates in the order of being freed
             pool.free([block_id])
         padded = torch.zeros(num_blocks * BLOCK_SIZE, self.rows.shape[1], dtype=self.rows.dtype)
         padded[: self._num_rows] = self.rows

@@ -1,7 +1,9 @@
-"""Time to first token when one of 32 requests shows a video: our cluster beside a server that encodes before it admits.
+"""Time to first token when one of 32 requests has a video: our cluster beside a server that encodes before it
+admits.
 
-Per repetition four bursts, the systems in turn: the text requests alone, and with the video among them at a place that changes with
-the repetition. Both systems get the same bytes; nothing of a burst was sent before. Everybody asks at once, for one token.
+Per repetition there are four bursts, alternating between the systems: the text requests alone, and the text
+requests with the video at a place that changes with the repetition. Both systems get the same bytes; no part
+of a burst was sent before. All requests are sent at once, each for one token.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.encoder.clients import at_once, request, required, text_part
-from bench.encoder.records import REPOSITORY, Record
 from bench.encoder.serving import endpoint
-from bench.engine.client import Request
+from bench.engine.client import ChatRequest
 from bench.engine.prompts import Prompts
 from bench.engine.servers import is_healthy
+from bench.records import REPOSITORY, Record
 from cluster.serving.local_environment import free_port
 
 OURS, BASELINE = "cluster", "synchronous"
@@ -30,7 +32,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Load:
+class BurstLoad:
     num_text: int
     text_words: int  # of each text request
     num_frames: int
@@ -39,14 +41,16 @@ class Load:
     def __str__(self) -> str:
         return f"{self.num_text} texts of {self.text_words} words, {self.num_frames} frames of {self.side}²"
 
-    def texts(self, prompts: Prompts, *key: object) -> list[Request]:
+    def texts(self, prompts: Prompts, *key: object) -> list[ChatRequest]:
         return [
             request("text", 1, text_part(prompts.text(self.text_words, *key, idx)))
             for idx in range(self.num_text)
         ]
 
-    def with_video(self, prompts: Prompts, place: int, *key: object) -> list[Request]:
-        """The video stands at `place` of the text requests, its own text first, so that no prefix is known."""
+    def with_video(self, prompts: Prompts, place: int, *key: object) -> list[ChatRequest]:
+        """The video request stands at `place` among the text requests; its message begins with a text of its
+        own, so no prefix is cached.
+        """
         texts = self.texts(prompts, *key)
         clip = prompts.video(self.num_frames, self.side, 2, *key)
         before, after = (text_part(prompts.text(16, *key, part)) for part in ("before", "after"))
@@ -54,21 +58,23 @@ class Load:
 
 
 def place_of(repetition: int, repeats: int, num_text: int) -> int:
-    """Spread evenly over the burst: early, in the middle and late."""
+    """Spread evenly over the burst: at its beginning, middle and end."""
     return (2 * repetition + 1) * (num_text + 1) // (2 * repeats)
 
 
 def order_of(repetition: int, bursts: list[str], systems: list[str]) -> list[tuple[str, str]]:
-    """Every pair of them; who begins changes with each repetition, which burst is first with every second."""
+    """All pairs of burst and system. The first system changes with each repetition, the first burst with
+    every second.
+    """
     systems = systems if repetition % 2 == 0 else systems[::-1]
     bursts = bursts if repetition // 2 % 2 == 0 else bursts[::-1]
     return list(itertools.product(bursts, systems))
 
 
 def measure(
-    url: str, model: str, dtype: str, load: Load, repeats: int, seed: int, num_threads: int
+    url: str, model: str, dtype: str, load: BurstLoad, repeats: int, seed: int, num_threads: int
 ) -> Iterator[Record]:
-    """`url`: of a cluster that serves `model` in `dtype`. Raises RuntimeError when a request fails."""
+    """`url`: of a cluster that serves `model` in `dtype`. Raises RuntimeError if a request fails."""
     prompts = Prompts(seed)
     with baseline(model, dtype, num_threads) as baseline_url:
         systems = {OURS: endpoint(url), BASELINE: endpoint(baseline_url)}
@@ -100,7 +106,9 @@ def measure(
 
 @contextmanager
 def baseline(model: str, dtype: str, num_threads: int) -> Iterator[str]:
-    """The synchronous server in a process of its own, ready; its URL. Ends with the block."""
+    """Runs the synchronous server in a process of its own until the block ends; yields its URL when it is
+    ready.
+    """
     port = free_port()
     command = [sys.executable, "-m", "bench.encoder", "synchronous", "--model", model, "--dtype", dtype]
     command += ["--port", str(port), "--threads", str(num_threads)]

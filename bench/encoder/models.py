@@ -1,7 +1,8 @@
-"""A random-weight model whose encoders have a realistic size: omni-encoders, Qwen2.5-Omni's shape.
+"""A random-weight model whose encoders have a realistic size: omni-encoders, with Qwen2.5-Omni's shape.
 
-Vision: half of Qwen2.5-VL's depth at 1,024 wide, 223 M parameters with its merger. Audio: Whisper small's encoder, 12 layers of 768, 88 M. The
-language half is two small layers: it only makes the folder complete. Tokenizer and template are the demo model's.
+Vision: half of Qwen2.5-VL's depth at 1,024 wide, 223 M parameters with its merger. Audio: Whisper small's
+encoder, 12 layers of 768, 88 M. The language half has two small layers and only makes the folder complete.
+Tokenizer and template are the demo model's.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ TEXT = {
 
 
 def write_model(folder: Path) -> Path:
-    """The model's folder inside `folder`, 600 MB; what is there already is replaced. Takes seconds."""
+    """The model's folder inside `folder`, 600 MB; an existing one is replaced. Takes seconds."""
     path = folder / NAME
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -68,7 +69,7 @@ def make_model(vision: dict[str, Any], audio: dict[str, Any]) -> PreTrainedModel
     """In bfloat16, weights drawn from SEED; the special tokens are the demo model's."""
     from cluster.media.torchvision_compat import ensure_torchvision
 
-    ensure_torchvision()  # before transformers looks for it
+    ensure_torchvision()  # must run before transformers is imported
     import torch
     from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
 
@@ -79,7 +80,7 @@ def make_model(vision: dict[str, Any], audio: dict[str, Any]) -> PreTrainedModel
     config["text_config"].pop("layer_types")
     torch.manual_seed(SEED)
     model = Qwen2_5OmniThinkerForConditionalGeneration(Qwen2_5OmniThinkerConfig(**config))
-    return model.to(torch.bfloat16).eval()
+    return model.bfloat16().eval()
 
 
 def processor_config(demo: dict[str, Any]) -> dict[str, Any]:

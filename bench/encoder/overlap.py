@@ -1,13 +1,16 @@
-"""What hides behind an encoder that takes 200 ms: time to first token beside the longest of its parts and their sum.
+"""How much work hides behind an encoder that takes 200 ms: time to first token, beside the longest of its
+parts and beside their sum.
 
-One process: encoder, prefill, decode and door as they are, the in-process agent, HTTP. The encoder's call takes `ENCODE_S`
-longer than it would and needs no turn at the CPU: it stands for an encoder on a device of its own.
+One process: encoder, prefill, decode and door as they are, the in-process agent, HTTP. The encoder's call
+takes `ENCODE_S` longer than it would and needs no CPU slot: it stands for an encoder on a device of its own.
 
     text     n tokens of text alone                              how long prefill takes
     image    a short text, an image                              how long encoding takes
     one      n tokens of text, an image                          at best as long as the longer of the two
-    two      n / 2 tokens, an image, n / 2 tokens, an image      one image in an encoder call, so the second is encoded while prefill
-                                                                 goes on behind the first
+    two      n / 2 tokens, an image, n / 2 tokens, an image      see below
+
+`two`: an encoder call has one image, so the second image is encoded while prefill computes the text behind
+the first.
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ import torch
 import uvicorn
 
 from bench.encoder.clients import request, required, text_part
-from bench.encoder.records import Record
 from bench.encoder.serving import NO_END
-from bench.engine.client import Endpoint, Request, ask, open_session
+from bench.engine.client import ChatRequest, Endpoint, ask, open_session
 from bench.engine.prompts import WORDS, Part, Prompts
+from bench.in_process import START_TIMEOUT_S, started
+from bench.records import Record
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, resolve
 from cluster.serving.local_environment import free_port
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
-from cluster.types.members import Role
 from cluster.worker.cpu_slots import no_cpu_slots
 from decode_service.service import DecodeService
 from encoder_service.runner import EncoderRunner, Prepared
@@ -47,13 +50,12 @@ from router.openai.app import build_api
 ENCODE_S = 0.2
 IMAGE_SIDE = 64
 SHORT_WORDS = 4
-START_TIMEOUT_S = 10.0
-SAMPLE_WORDS = 1000  # whose tokens are counted
+SAMPLE_WORDS = 1000  # their tokens are counted
 CASES = ("text", "image", "one", "two")
 
 
 class SlowRunner:
-    """An encoder's runner whose calls take longer."""
+    """An encoder's runner with slower calls."""
 
     def __init__(self, runner: EncoderRunner, delay_s: float):
         self._runner = runner
@@ -68,7 +70,7 @@ class SlowRunner:
 
 
 class Texts:
-    """Texts of about so many tokens of one tokenizer, each other than the others."""
+    """Random texts of about a given number of tokens of one tokenizer."""
 
     def __init__(self, model: str, seed: int):
         self._rng = random.Random(seed)
@@ -82,7 +84,7 @@ class Texts:
         return text_part(self.words(round(num_tokens * self._words_per_token)))
 
 
-def make_request(case: str, texts: Texts, num_tokens: int, images: Sequence[Part]) -> Request:
+def make_request(case: str, texts: Texts, num_tokens: int, images: Sequence[Part]) -> ChatRequest:
     half = num_tokens // 2
     parts = {
         "text": lambda: [texts.part(num_tokens)],
@@ -94,7 +96,7 @@ def make_request(case: str, texts: Texts, num_tokens: int, images: Sequence[Part
 
 
 async def measure(model: str, lengths: Sequence[int], repeats: int, seed: int) -> list[Record]:
-    """Raises RuntimeError when a request fails."""
+    """Raises RuntimeError if a request fails."""
     args = cluster_args(model, max(lengths))
     prompts, texts = Prompts(seed), Texts(args.model, seed)
     records: list[Record] = []
@@ -104,7 +106,7 @@ async def measure(model: str, lengths: Sequence[int], repeats: int, seed: int) -
             images = [prompts.image(IMAGE_SIDE, repetition, length, case, idx) for idx in range(2)]
             asked = make_request(case, texts, length, images)
             (answer,) = required([await ask(session, server, asked)])
-            if repetition >= 0:  # the one before is to warm up
+            if repetition >= 0:  # repetition -1 warms up
                 records.append({
                     "type": "overlap", "model": args.model_id, "case": case, "text_tokens": length,
                     "repetition": repetition, "prompt_tokens": answer.num_prompt_tokens, "encode_s": ENCODE_S,
@@ -127,27 +129,15 @@ def cluster_args(model: str, num_tokens: int) -> ClusterArgs:
 
 @asynccontextmanager
 async def cluster(args: ClusterArgs) -> AsyncIterator[str]:
-    """All four phases in this process behind HTTP, the encoder slowed down; where they answer."""
+    """All four phases in this process behind HTTP, with a slowed-down encoder. Yields the URL."""
     unique = secrets.token_hex(4)
     encoder, prefill = EncoderService(args, f"e-{unique}"), PrefillService(args, f"p-{unique}")
     decode = DecodeService(args, f"d-{unique}")
     encoder._engine._runner = SlowRunner(encoder._engine._runner, ENCODE_S)
     encoder._engine._cpu_slots = no_cpu_slots(SystemClock())
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))
-    services = (encoder, prefill, decode)
-    members = [await service.start() for service in services]
-    for role in Role:
-        door.update_members(role, [member for member in members if member.role is role])
-    try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not door.is_ready():
-                await asyncio.sleep(0.005)
-        async with api(door) as url:
-            yield url
-    finally:
-        await door.aclose()
-        for service in services:
-            await service.stop()
+    async with started(door, (encoder, prefill, decode)), api(door) as url:
+        yield url
 
 
 @asynccontextmanager

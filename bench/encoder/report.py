@@ -1,4 +1,6 @@
-"""Tables and a plot from the records of all commands. Pure. Ratios are taken within a repetition; figures are medians."""
+"""Tables and a plot from the records of all commands. Pure. Ratios are taken within a repetition; figures are
+medians.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench.charts import box, label, svg
-from bench.encoder.records import Record
-from bench.engine.measure import percentile
+from bench.records import Record
+from cluster.simulator.charts import box, label, svg
+from cluster.simulator.results import percentile
 
 COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#eeb878")
 WIDTH, LEFT, BAR, VALUES = 760, 210, 13, 130
@@ -19,7 +21,7 @@ Cells = dict[tuple[Any, ...], list[Record]]
 
 
 def tables(records: Sequence[Record]) -> list[str]:
-    """Lines of Markdown: a table for every kind of record there is, and where they were measured."""
+    """Lines of Markdown: a table for every kind of record in the files, and where they were measured."""
     lines = []
     for kind, make in TABLES.items():
         found = [record for record in records if record["type"] == kind]
@@ -61,7 +63,7 @@ def merge_table(records: Iterable[Record]) -> list[str]:
 
 
 def mixed_table(records: Iterable[Record]) -> list[str]:
-    """For each load one row a system, then the cluster divided by the other."""
+    """For each load a row per system, then the cluster divided by the other."""
     lines = _head(
         "load", "system", "TTFT ms: video", "mean of all", "text with it", "text without", "with ÷ without",
         "p99, text with it", "alike",
@@ -86,7 +88,7 @@ def mixed_table(records: Iterable[Record]) -> list[str]:
 
 
 def _num_alike(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
-    """Answers that both systems gave."""
+    """Number of answers that both systems gave alike."""
     others = {(record["burst"], record["repetition"]): record["answers"] for record in theirs}
     pairs = [
         pair
@@ -207,7 +209,7 @@ def overlap_table(records: Iterable[Record]) -> list[str]:
 
 
 def accuracy_table(records: Iterable[Record]) -> list[str]:
-    """For images, then for clips: a line for each setting, a column for each task."""
+    """Images first, then clips: a line for each setting, a column for each task."""
     lines: list[str] = []
     for (media,), cell in _cells(records, "media").items():
         tasks = dict.fromkeys(record["task"] for record in cell)
@@ -234,15 +236,19 @@ def _rows_an_item(records: Iterable[Record]) -> float:
 
 
 def hidden_bounds(case: str, text_s: float, image_s: float) -> tuple[float, float]:
-    """Best and worst time to first token: everything overlaps that can, and nothing does. `text_s`: of all the text alone."""
+    """Best and worst time to first token: with all possible overlap, and with none. `text_s`: of the whole
+    text alone.
+    """
     if case == "one":
         return max(text_s, image_s), text_s + image_s
-    first = max(text_s / 2, image_s)  # half the text and the first image are merged
+    first = max(text_s / 2, image_s)  # half of the text and the first image are computed
     return max(first + text_s / 2, 2 * image_s), text_s + 2 * image_s
 
 
 def plot(records: Iterable[Record]) -> str:
-    """Milliseconds an item by the number of items in a call, a group for each model and modality, each to its own scale."""
+    """Milliseconds per item by the number of items in a call; a group for each model and modality, each with
+    its own scale.
+    """
     cells = _cells(
         (r for r in records if r["type"] == "curve"), "model", "dtype", "threads", "modality", "batch"
     )
@@ -272,7 +278,7 @@ def _outcome(record: Record) -> str:
 
 
 def _count(cell: Sequence[Record], name: str) -> str:
-    """Median; a dash where the cluster did not say."""
+    """Median; a dash if the cluster did not report it."""
     values = [record[name] for record in cell if record[name] is not None]
     return f"{statistics.median(values):.0f}" if values else "–"
 
@@ -289,7 +295,7 @@ def _median(cell: Sequence[Record], name: str) -> float:
 
 
 def _ratio(cell: Sequence[Record], other: Sequence[Record], value: Callable[[Record], float]) -> float:
-    """Median of cell / other over the repetitions that both have: what drifts over minutes drops out."""
+    """Median of cell / other over the repetitions that both have, so that drift over minutes cancels out."""
     others = {record["repetition"]: value(record) for record in other}
     pairs = [(value(r), others[r["repetition"]]) for r in cell if r["repetition"] in others]
     return statistics.median(mine / its for mine, its in pairs)

@@ -1,8 +1,8 @@
-"""The same media asked about again: time to first token of the first turn and of later ones.
+"""Repeated questions about the same media: time to first token of the first turn and of later ones.
 
 cold           the media were never sent
-encoder cache  another beginning of the prompt, another question: no prefix is known, the embeddings are
-prefix cache   the beginning of the turn before, another question: the media's KV is known, too
+encoder cache  another beginning of the prompt and another question: embeddings are cached, KV is not
+prefix cache   the beginning of the turn before, another question: the KV of the media is cached, too
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from bench.encoder.clients import at_once, request, required, text_part
-from bench.encoder.records import Record
 from bench.encoder.serving import CACHED_TOKENS, ENCODER_ITEMS, endpoint, grown, read_metrics
-from bench.engine.client import Request
+from bench.engine.client import ChatRequest
 from bench.engine.prompts import Part, Prompts
+from bench.records import Record
 
-TURNS = {"cold": "first", "encoder cache": "second", "prefix cache": "second"}  # which beginning a turn has
+TURNS = {
+    "cold": "first",
+    "encoder cache": "second",
+    "prefix cache": "second",
+}  # the beginning of each turn's prompt
 WORDS = 16  # before the media, and of a question
 
 
 @dataclass(frozen=True)
 class Media:
-    """What a conversation shows."""
+    """The media of a conversation."""
 
     num_frames: int
     frame_side: int
@@ -38,14 +42,14 @@ class Media:
         }
 
 
-def turn(prompts: Prompts, name: str, media: list[Part], *key: object) -> Request:
+def turn(prompts: Prompts, name: str, media: list[Part], *key: object) -> ChatRequest:
     beginning = text_part(prompts.text(WORDS, *key, TURNS[name]))
     question = text_part(prompts.text(WORDS, *key, "question", name))
     return request(name, 1, beginning, *media, question)
 
 
 def measure(url: str, media: Media, repeats: int, seed: int) -> Iterator[Record]:
-    """One request at a time. Raises RuntimeError when one fails."""
+    """One request at a time. Raises RuntimeError if one fails."""
     prompts, server = Prompts(seed), endpoint(url)
     for parts in media.parts(prompts, "warm-up").values():
         required(at_once(server, [request("warm-up", 1, *parts)]))

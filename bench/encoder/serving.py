@@ -1,4 +1,6 @@
-"""The cluster under measurement: starts one on a free port, finds its processes by its URL, reads its counters."""
+"""The cluster under measurement: starts one on a free port, finds its processes by its URL, reads its
+counters.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ CONFIG = Path(__file__).parents[2] / "deploy" / "cluster.yaml"
 ENCODER_ITEMS = "epdg_encoder_items_total"
 CACHED_TOKENS = "epdg_prompt_tokens_cached_total"
 TIMEOUT_S = 10.0
-NO_END: Mapping[str, Any] = {"ignore_eos": False, "min_tokens": None}  # an answer may not be shorter
+NO_END: Mapping[str, Any] = {"ignore_eos": False, "min_tokens": None}  # forces the length of an answer
 
 
 def cluster_config(port: int, args: Mapping[str, Any], replicas: Mapping[str, int]) -> dict[str, Any]:
@@ -55,7 +57,9 @@ def settings(pairs: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def running(args: Mapping[str, Any], replicas: Mapping[str, int]) -> Iterator[LocalCluster]:
-    """A cluster on a free loopback port, ready; every process of it ends with the block. Raises RuntimeError."""
+    """A ready cluster on a free loopback port; all of its processes end with the block. Raises
+    RuntimeError.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.yaml"
         path.write_text(yaml.safe_dump(cluster_config(free_port(), args, replicas)))
@@ -87,14 +91,15 @@ def counter(metrics: str, name: str, **labels: str) -> float | None:
 
 
 def grown(before: str, after: str, name: str, **labels: str) -> float | None:
-    """By how much a counter grew between two scrapes; None if the cluster does not have it."""
+    """The growth of a counter between two scrapes; None if the cluster does not have it."""
     last = counter(after, name, **labels)
     return None if last is None else last - (counter(before, name, **labels) or 0.0)
 
 
 def replicas(url: str) -> dict[str, list[int]]:
-    """Process ids by role, of the cluster on this machine that listens at `url`. Raises RuntimeError for a port that no
-    cluster started by `make serve` or `serve` has."""
+    """Process ids by role, of the cluster on this machine that listens at `url`. Raises RuntimeError if that
+    port is not one of a cluster that `make serve` or `serve` has started.
+    """
     port = urlsplit(url).port
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:

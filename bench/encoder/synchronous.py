@@ -1,11 +1,14 @@
-"""The baseline of `mixed`: a server that encodes in its step. One process, one model copy, one queue, first come first served.
+"""The baseline of `mixed`: a server that encodes in its step. One process, one model copy, one queue, first
+come first served.
 
-It has the cluster's own API, door, kernels and preprocessing threads; what differs is the order of work. A step takes requests in
-order of arrival until `prefill.max_batch_tokens` are full, encodes the media of those that are new in it, and then runs their
-tokens in one forward, a long prompt over several steps. Nothing runs beside an encoder call, so all who stand in that step or
-behind it wait for it. Every answer is one token: there is no decode.
+It has the cluster's own API, door, kernels and preprocessing threads; only the order of work differs. A step
+takes requests in order of arrival until `prefill.max_batch_tokens` are full, encodes the media of those that
+are new in it, and then runs their tokens in one forward, a long prompt over several steps. Nothing runs
+beside an encoder call, so all requests in that step and behind it wait for it. Every answer is one token:
+there is no decode.
 
-The engine's thread owns the queue's other end, both halves of the model and the KV; the door's event loop puts requests in.
+The engine's thread owns the reading end of the queue, both halves of the model and the KV; the door's event
+loop puts requests in.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from router.telemetry.timeline import RequestTimeline
 
 
 @dataclass(eq=False)
-class Waiting:
+class QueuedRequest:
     """One request, from its arrival to its token."""
 
     request: GenerateRequest
@@ -57,7 +60,7 @@ class Waiting:
 
 
 def fill_step(missing: Sequence[int], max_tokens: int) -> list[int]:
-    """Tokens of each of the first requests, in order, `max_tokens` in all."""
+    """How many tokens of each of the first requests the step computes, in order; `max_tokens` in all."""
     counts: list[int] = []
     for num_tokens in missing:
         room = max_tokens - sum(counts)
@@ -68,7 +71,7 @@ def fill_step(missing: Sequence[int], max_tokens: int) -> list[int]:
 
 
 class SynchronousEngine:
-    """In the place of the door's dispatcher."""
+    """Replaces the door's dispatcher."""
 
     num_flights = 0
 
@@ -83,8 +86,8 @@ class SynchronousEngine:
         self._blocks = BlockPool(args.prefill.kv_blocks, args.block_size)
         self._max_tokens = args.prefill.max_batch_tokens
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="prepare")
-        self._arrived: queue.SimpleQueue[Waiting] = queue.SimpleQueue()
-        self._waiting: list[Waiting] = []
+        self._arrived: queue.SimpleQueue[QueuedRequest] = queue.SimpleQueue()
+        self._waiting: list[QueuedRequest] = []
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def generate(
@@ -95,12 +98,12 @@ class SynchronousEngine:
         ledger: RequestTimeline,
         tenant: str,
     ) -> list[OneToken]:
-        """Event loop."""
+        """Called on the event loop."""
         if request.stop.max_tokens != 1 or len(request.sampling) != 1 or request.guidance is not None:
             raise RequestError("the baseline answers with one greedy token")
         loop = asyncio.get_running_loop()
         tensors = [self._executor.submit(self._encoder.prepare, item) for item in items]
-        waiting = Waiting(request, items, tensors, loop.create_future(), loop)
+        waiting = QueuedRequest(request, items, tensors, loop.create_future(), loop)
         self._arrived.put(waiting)
         return [OneToken(request.request_id, waiting.token)]
 
@@ -114,12 +117,12 @@ class SynchronousEngine:
             batch = self._waiting[: len(counts)]
             try:
                 self._step(batch, counts)
-            except Exception as error:  # the process's edge: whoever is in the step is told
+            except Exception as error:  # the process's edge: every request of the step gets the error
                 for waiting in batch:
                     self._end(waiting, error)
 
     @torch.inference_mode()
-    def _step(self, batch: Sequence[Waiting], counts: Sequence[int]) -> None:
+    def _step(self, batch: Sequence[QueuedRequest], counts: Sequence[int]) -> None:
         for waiting in batch:
             if not waiting.block_table:
                 self._admit(waiting)
@@ -133,8 +136,8 @@ class SynchronousEngine:
                 forbid(row, [stop.stop_token_ids if stop.min_tokens > 0 else ()])
                 self._end(waiting, int(row.argmax()))
 
-    def _admit(self, waiting: Waiting) -> None:
-        """Encode what it shows, and give it blocks."""
+    def _admit(self, waiting: QueuedRequest) -> None:
+        """Encodes the request's media, and allocates its blocks."""
         for item, tensors in zip(waiting.items, waiting.tensors, strict=True):
             ready = tensors.result()
             whole = Piece(ready, item.options, 0, ready.num_units)
@@ -142,7 +145,7 @@ class SynchronousEngine:
         num_tokens = len(waiting.request.prompt.token_ids)
         waiting.block_table = self._blocks.allocate(-(-num_tokens // self._blocks.block_size))
 
-    def _chunk(self, waiting: Waiting, count: int) -> SequenceChunk:
+    def _chunk(self, waiting: QueuedRequest, count: int) -> SequenceChunk:
         start, end, prompt = waiting.num_computed, waiting.num_computed + count, waiting.request.prompt
         pieces = []
         for placed, rows in zip(prompt.media, waiting.rows, strict=True):
@@ -157,14 +160,14 @@ class SynchronousEngine:
             wants_logits=end == len(prompt.token_ids),
         )
 
-    def _end(self, waiting: Waiting, outcome: int | Exception) -> None:
+    def _end(self, waiting: QueuedRequest, outcome: int | Exception) -> None:
         self._blocks.free(waiting.block_table)
         self._waiting.remove(waiting)
         waiting.loop.call_soon_threadsafe(_settle, waiting.token, outcome)
 
 
 class OneToken:
-    """The token events of one request: one."""
+    """The token events of one request: exactly one."""
 
     def __init__(self, request_id: str, token: asyncio.Future[int]):
         self._request_id = request_id
@@ -187,7 +190,7 @@ def _settle(token: asyncio.Future[int], outcome: int | Exception) -> None:
 
 
 class SynchronousDoor(Door):
-    """The cluster's door before the synchronous engine."""
+    """The cluster's door in front of the synchronous engine."""
 
     def __init__(self, args: ClusterArgs, engine: SynchronousEngine):
         super().__init__(args, _never_called)
@@ -202,7 +205,7 @@ async def _never_called(replica_id: str, request_id: str) -> None:
 
 
 def serve(args: ClusterArgs, dtype: torch.dtype, port: int, num_threads: int) -> None:
-    """Until SIGTERM or SIGINT. Changes torch's number of threads."""
+    """Serves until SIGTERM or SIGINT. Changes torch's number of threads."""
     torch.set_num_threads(num_threads)
     door = SynchronousDoor(args, SynchronousEngine(args, dtype))
     uvicorn.run(build_api(door), host="127.0.0.1", port=port, log_level="warning")

@@ -1,1 +1,3 @@
-"""The cluster beside other inference servers, over HTTP, with the same weights on the same cores. See README.md."""
+"""The cluster beside other inference servers, over HTTP, with the same weights on the same cores. See
+README.md.
+"""

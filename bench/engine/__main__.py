@@ -22,7 +22,7 @@ NAMES = [*(row.name for row in ROWS), *SPECIALS]
 def main() -> int:
     args = make_parser().parse_args()
     signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start deaf to it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it otherwise
     try:
         return args.do(args)
     except KeyboardInterrupt:

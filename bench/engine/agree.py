@@ -1,7 +1,7 @@
 """`python -m bench.engine agree`: greedy answers of every server beside transformers' `generate` in float32.
 
-Weights are random, so near-ties are common: in bfloat16 a correct server may part from the reference after some tokens.
-An answer that shares nothing with it is a wrong one.
+Weights are random, so near-ties are common: in bfloat16 a correct server may deviate from the reference after
+some tokens. An answer whose first token already differs is wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine.client import Endpoint, Record, Request, ask, open_session
+from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
 from bench.engine.models import VISION_MODEL
 from bench.engine.prompts import Message, Prompts, user
 from bench.engine.rows import IMAGE_SIDE
@@ -24,7 +24,9 @@ NUM_PROMPTS, NUM_TOKENS = 5, 16
 
 
 def agree(setup: Setup, model: str, servers: Sequence[str], seed: int) -> int:
-    """Prints every answer. 1 if a server's first token differs from the reference's for more than one prompt."""
+    """Prints every answer. Returns 1 if a server's first token differs from the reference's for more than one
+    prompt.
+    """
     messages = make_messages(Prompts(seed), model)
     expected = reference_answers(setup.models / model, messages)
     status = 0
@@ -51,22 +53,22 @@ def make_messages(prompts: Prompts, model: str) -> list[list[Message]]:
     return [[user(prompts.text(32, "agree", idx), *media[idx])] for idx in range(NUM_PROMPTS)]
 
 
-async def _ask_all(endpoint: Endpoint, messages: Sequence[list[Message]]) -> list[Record]:
+async def _ask_all(endpoint: Endpoint, messages: Sequence[list[Message]]) -> list[TimedAnswer]:
     async with open_session() as session:
-        return [await ask(session, endpoint, Request(each, NUM_TOKENS, "agree")) for each in messages]
+        return [await ask(session, endpoint, ChatRequest(each, NUM_TOKENS, "agree")) for each in messages]
 
 
 def shared_prefix(text: str, expected: str) -> float:
-    """Leading characters in common / expected ones."""
+    """Number of leading characters in common / number of expected characters."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, expected, strict=False))
     return sum(1 for _ in same) / max(1, len(expected))
 
 
 def reference_answers(folder: Path, messages: Sequence[list[Message]]) -> list[str]:
-    """The undivided model in float32, greedy, as long as the servers' answers."""
+    """Greedy answers of the undivided model in float32, as long as those of the servers."""
     from cluster.media.torchvision_compat import ensure_torchvision
 
-    ensure_torchvision()  # before transformers looks for it
+    ensure_torchvision()  # must run before transformers is imported
     import torch
     import transformers
 

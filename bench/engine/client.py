@@ -1,14 +1,16 @@
-"""One streaming chat request, timed on this process's monotonic clock. aiohttp; nothing here starts or judges a server.
+"""One streaming chat request, timed on this process's monotonic clock. aiohttp; nothing here starts or judges
+a server.
 
-Time to first token (TTFT): from handing the request to the HTTP client to the first chunk with text. Inter-token
-latency (ITL): the gaps between successive chunks with text. A request counts only if it brought every token asked for.
+Time to first token (TTFT): from handing the request to the HTTP client to the first chunk with text.
+Inter-token latency (ITL): the gaps between successive chunks with text. A request counts only if it brought
+every token asked for.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +23,10 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to ask: `num_tokens` of answer to `messages`. `kind` groups requests of a mixed row in the results."""
+class ChatRequest:
+    """What to ask: `num_tokens` of answer to `messages`. `kind` groups requests of a mixed row in the
+    results.
+    """
 
     messages: list[Message]
     num_tokens: int
@@ -30,14 +34,16 @@ class Request:
 
 
 @dataclass
-class Record:
-    """What came back. Instants are seconds of one clock; failure is empty exactly if the answer is complete."""
+class TimedAnswer:
+    """The answer to one request. Instants are seconds of one clock; `failure` is empty exactly if the answer
+    is complete.
+    """
 
     kind: str
     started_at: float = 0.0
     chunks_at: list[float] = field(default_factory=list)  # arrival of each chunk with text
     ended_at: float = 0.0
-    num_prompt_tokens: int = 0  # this and the next: the server's count
+    num_prompt_tokens: int = 0  # this count and the next are the server's
     num_tokens: int = 0
     text: str = ""
     failure: str = ""
@@ -53,13 +59,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server answers, and what it must be told beside the common fields to force an answer's length."""
+    """A server's address, and the fields that it needs beside the common ones to force an answer's length."""
 
     url: str
     model_id: str
     extra_fields: Mapping[str, Any]
 
-    def body(self, request: Request) -> dict[str, Any]:
+    def body(self, request: ChatRequest) -> dict[str, Any]:
         return {
             "model": self.model_id,
             "messages": request.messages,
@@ -72,12 +78,12 @@ class Endpoint:
         }
 
     def fields_for(self, num_tokens: int) -> dict[str, Any]:
-        """`extra_fields`, where a None stands for the number of tokens."""
+        """`extra_fields`, with `num_tokens` in the place of each None."""
         return {name: num_tokens if value is None else value for name, value in self.extra_fields.items()}
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A connection per request, as many as asked for; the caller bounds the time."""
+    """One connection per request, without a limit on their number; the caller bounds the time."""
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -86,15 +92,18 @@ def open_session() -> aiohttp.ClientSession:
 
 
 async def ask(
-    session: aiohttp.ClientSession, endpoint: Endpoint, request: Request, record: Record | None = None
-) -> Record:
-    """Never raises for what a server does, only when cancelled; a refusal or a broken stream is the record's failure.
+    session: aiohttp.ClientSession,
+    endpoint: Endpoint,
+    request: ChatRequest,
+    record: TimedAnswer | None = None,
+) -> TimedAnswer:
+    """Raises nothing for what a server does; a refusal or a broken stream becomes the answer's `failure`.
 
-    Who wants to watch the answer grow passes the `record` that it is written to.
+    A caller that reads the answer while it arrives passes the `record` that it is written to.
     """
     data = json.dumps(endpoint.body(request)).encode()  # before the clock starts
     headers = {"Content-Type": "application/json"}
-    record = record or Record(request.kind)
+    record = record or TimedAnswer(request.kind)
     record.started_at = time.perf_counter()
     try:
         url = f"{endpoint.url}/v1/chat/completions"
@@ -110,8 +119,8 @@ async def ask(
     return record
 
 
-def judge(record: Record, num_tokens: int) -> None:
-    """A complete answer has every token asked for, and text; else the record gets its failure."""
+def judge(record: TimedAnswer, num_tokens: int) -> None:
+    """Sets `failure` unless the answer has every token asked for, and text."""
     if record.failure:
         return
     if record.num_tokens != num_tokens:
@@ -120,8 +129,8 @@ def judge(record: Record, num_tokens: int) -> None:
         record.failure = "no text"
 
 
-async def read_stream(lines: AsyncIterator[bytes], record: Record, clock: Clock) -> None:
-    """Server-sent events into the record, line by line. Raises ValueError for data that is not JSON."""
+async def read_stream(lines: AsyncIterable[bytes], record: TimedAnswer, clock: Clock) -> None:
+    """Reads server-sent events line by line into the record. Raises ValueError for data that is not JSON."""
     async for line in lines:
         if not line.startswith(b"data:"):
             continue
@@ -130,7 +139,7 @@ async def read_stream(lines: AsyncIterator[bytes], record: Record, clock: Clock)
             take_event(json.loads(data), record, clock())
 
 
-def take_event(event: dict[str, Any], record: Record, now: float) -> None:
+def take_event(event: dict[str, Any], record: TimedAnswer, now: float) -> None:
     if event.get("error"):
         record.failure = str(event["error"])[:200]
     if usage := event.get("usage"):

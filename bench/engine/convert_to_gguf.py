@@ -1,9 +1,11 @@
-"""A folder of `models.py` as a GGUF file, by llama.cpp's own converter. Run with a Python that has torch and transformers.
+"""A folder of `models.py` as a GGUF file, by llama.cpp's own converter. Run with a Python that has torch and
+transformers.
 
     python convert_to_gguf.py LLAMA_CPP_SOURCE [arguments of convert_hf_to_gguf.py]
 
-The converter knows tokenizers by a fingerprint, which a vocabulary of our own is not among; its rule for splitting text
-before BPE is GPT-2's, and this says so. Stands alone: it must run where this repository's packages are not installed.
+The converter recognises tokenizers by a fingerprint and does not know that of our own vocabulary. This file
+registers it with GPT-2's rule for splitting text before BPE. It imports nothing of this repository: it runs
+where our packages are not installed.
 """
 
 import runpy

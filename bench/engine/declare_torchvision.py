@@ -1,8 +1,8 @@
-"""Makes PyPI's torchvision importable beside a CPU build of torch. Run once with the Python it is installed in.
+"""Makes PyPI's torchvision importable beside a CPU build of torch. Run once with the Python that has both.
 
-The wheel's C++ operators are linked against CUDA's torch and do not load; importing then fails because their schemas are
-missing. vllm needs the Python half only, so this appends their declaration to torchvision/extension.py. Stands alone: it
-must run where this repository's packages are not installed.
+The wheel's C++ operators are linked against CUDA's torch and do not load; importing then fails because their
+schemas are missing. vllm needs the Python half only, so this appends their declaration to
+torchvision/extension.py. It imports nothing of this repository: it runs where our packages are not installed.
 """
 
 import importlib.util

@@ -1,6 +1,7 @@
-"""A closed loop of dialogues against one running server, and the numbers that come out of it.
+"""A closed loop of dialogues against one running server, and the figures computed from it.
 
-`concurrency` clients take dialogues from one list; each waits for an answer before it asks again.
+`concurrency` clients take dialogues from one list; each client sends its next request when it has the answer
+to the last.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from dataclasses import dataclass, replace
 
 import aiohttp
 
-from bench.engine.client import Endpoint, Record, Request, ask, open_session
-from bench.engine.processes import Cost, Usage
+from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
+from bench.engine.processes import CpuCost, CpuUsage
 from bench.engine.prompts import Prompts
-from bench.engine.rows import Dialogue, Row
-from bench.engine.servers import Running
+from bench.engine.rows import Dialogue, LoadRow
+from bench.engine.servers import RunningServer
+from cluster.simulator.results import percentile
 
 ROW_TIMEOUT_S = 300.0
 WARM_UP_TOKENS = 8
@@ -24,15 +26,17 @@ WARM_UP_CONCURRENCY = 4
 
 
 @dataclass(frozen=True)
-class Result:
-    """One row of one server in one repetition. Times of complete answers only; a failed request is no answer."""
+class RowResult:
+    """One row of one server in one repetition. Times are those of complete answers; a failed request is not
+    an answer.
+    """
 
     server: str
     row: str
     concurrency: int
     repetition: int
     num_requests: int
-    num_failed: int  # refused, broken off, too short or not finished in time
+    num_failed: int  # refused, interrupted, too short or not finished in time
     failures: tuple[str, ...]  # the first three different ones
     num_prompt_tokens: int
     num_tokens: int
@@ -43,28 +47,19 @@ class Result:
     itl_p99_s: float
     wall_s: float
     server_cpu_s: float
-    server_cpu_by_role_s: Mapping[str, float]  # parts of it
+    server_cpu_by_role_s: Mapping[str, float]  # parts of `server_cpu_s`
     client_cpu_s: float
     other_cores: float
     start_s: float  # the server's, from its command to /health
 
 
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """Linear between neighbours; 0 without values."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * fraction
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
 async def closed_loop(
     endpoint: Endpoint, dialogues: Sequence[Dialogue], concurrency: int, timeout_s: float = ROW_TIMEOUT_S
-) -> list[Record]:
-    """Records of the requests that ended, complete or not. What is not asked or not finished in time has none."""
-    records: list[Record] = []
+) -> list[TimedAnswer]:
+    """Records of the requests that ended, complete or not. A request that is not sent or not finished in time
+    has no record.
+    """
+    records: list[TimedAnswer] = []
     waiting = iter(dialogues)
     async with open_session() as session:
         clients = (_client(session, endpoint, waiting, records) for _ in range(concurrency))
@@ -75,45 +70,50 @@ async def closed_loop(
 
 
 async def _client(
-    session: aiohttp.ClientSession, endpoint: Endpoint, waiting: Iterator[Dialogue], records: list[Record]
+    session: aiohttp.ClientSession,
+    endpoint: Endpoint,
+    waiting: Iterator[Dialogue],
+    records: list[TimedAnswer],
 ) -> None:
     for dialogue in waiting:
         messages = list(dialogue.opening)
         for turn in dialogue.turns:
             messages = [*messages, turn.message]
-            record = await ask(session, endpoint, Request(messages, turn.num_tokens, turn.kind))
+            record = await ask(session, endpoint, ChatRequest(messages, turn.num_tokens, turn.kind))
             records.append(record)
             if record.failure:
                 break
             messages = [*messages, {"role": "assistant", "content": record.text}]
 
 
-def measure_row(server: Running, row: Row, prompts: Prompts, concurrency: int, repetition: int) -> Result:
+def measure_row(
+    server: RunningServer, row: LoadRow, prompts: Prompts, concurrency: int, repetition: int
+) -> RowResult:
     """Blocks for up to ROW_TIMEOUT_S."""
     num_dialogues = row.num_dialogues(concurrency)
     dialogues = row.dialogues(prompts, concurrency, repetition, num_dialogues)
-    before = Usage.now(server.mark)
+    before = CpuUsage.now(server.mark)
     records = asyncio.run(closed_loop(server.endpoint, dialogues, concurrency))
-    cost = Cost.between(before, Usage.now(server.mark))
+    cost = CpuCost.between(before, CpuUsage.now(server.mark))
     num_requests = sum(len(dialogue.turns) for dialogue in dialogues)
     return summarise(server, row.name, concurrency, repetition, num_requests, records, cost)
 
 
 def summarise(
-    server: Running,
+    server: RunningServer,
     row: str,
     concurrency: int,
     repetition: int,
     num_requests: int,
-    records: Sequence[Record],
-    cost: Cost,
-) -> Result:
+    records: Sequence[TimedAnswer],
+    cost: CpuCost,
+) -> RowResult:
     complete = [record for record in records if not record.failure]
     ttfts_s = [record.ttft_s for record in complete]
     gaps_s = [gap for record in complete for gap in record.gaps_s]
     num_tokens = sum(record.num_tokens for record in complete)
     failures = dict.fromkeys(record.failure for record in records if record.failure)
-    return Result(
+    return RowResult(
         server=server.name,
         row=row,
         concurrency=concurrency,
@@ -137,8 +137,10 @@ def summarise(
     )
 
 
-def warm_up(server: Running, rows: Sequence[Row], prompts: Prompts) -> None:
-    """Short answers to prompts of each row's size, alone and side by side: what is compiled or allocated once, is now."""
+def warm_up(server: RunningServer, rows: Sequence[LoadRow], prompts: Prompts) -> None:
+    """Short answers to prompts of each row's size, one at a time and concurrently, so that nothing is
+    compiled or first allocated while times are taken.
+    """
     for row in rows:
         for concurrency in (1, WARM_UP_CONCURRENCY):
             dialogues = [

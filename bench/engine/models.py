@@ -1,8 +1,9 @@
 """Random-weight models of known shapes, the same bytes from the same seed: text-0.5b and vl-384m.
 
-Ordinary Hugging Face folders, so every server under measurement reads the same weights. text-0.5b has Qwen2.5-0.5B's
-shape and whole vocabulary; vl-384m has half its layers and a vision tower of Qwen2.5-VL's kind. Biases and norm weights are
-random too: a server that forgets one of them answers differently (`python -m bench.engine agree`).
+Ordinary Hugging Face folders, so every server under measurement reads the same weights. text-0.5b has
+Qwen2.5-0.5B's shape and whole vocabulary; vl-384m has half its layers and a vision tower of Qwen2.5-VL's
+kind. Biases and norm weights are random too: a server that forgets one of them answers differently (`python
+-m bench.engine agree`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.2757
 
 
 def write_models(folder: Path) -> list[Path]:
-    """The folders written. About 15 s and 1.8 GB; what is there already is replaced."""
+    """Returns the folders. About 15 s and 1.8 GB; an existing folder is replaced."""
     return [write_model(folder / name, num_layers) for name, num_layers in NUM_LAYERS.items()]
 
 
 def write_model(folder: Path, num_layers: int) -> Path:
-    """One model of the name of its folder."""
+    """One model; its folder has its name."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     has_vision = folder.name == VISION_MODEL
@@ -45,7 +46,7 @@ def make_model(num_layers: int, *, has_vision: bool) -> PreTrainedModel:
     """A model in bfloat16, weights drawn from SEED."""
     from cluster.media.torchvision_compat import ensure_torchvision
 
-    ensure_torchvision()  # before transformers looks for it
+    ensure_torchvision()  # must run before transformers is imported
     import torch
     from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
 
@@ -60,11 +61,13 @@ def make_model(num_layers: int, *, has_vision: bool) -> PreTrainedModel:
         eos_token_id=[TOKEN_ID["<|im_end|>"], TOKEN_ID["<|endoftext|>"]],
         pad_token_id=TOKEN_ID["<|endoftext|>"],
     )
-    return model.to(torch.bfloat16).eval()
+    return model.bfloat16().eval()
 
 
 def draw_small_parameters(model: PreTrainedModel) -> None:
-    """Biases around 0 and norm weights around 1, in the order of their names; transformers would start with 0 and 1."""
+    """Draws biases around 0 and norm weights around 1, in the order of their names; transformers initialises
+    them with 0 and 1.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(SEED + 7)

@@ -1,9 +1,11 @@
 """Which processes belong to a server and what they cost. Linux: reads /proc.
 
-Every server is started as the leader of a session and with a mark in its environment; its children inherit both. Ray's
-daemons leave the session and keep the mark; vllm's processes write their title over their environment and keep the session.
+Every server is started as the leader of a session and with a mark in its environment; its children inherit
+both. Ray's daemons leave the session and keep the mark; vllm's processes write their title over their
+environment and keep the session.
 
-A process's role is read off its command line, which Ray replaces by a title: `ray::ServeReplica:<application>:<deployment>`.
+A process's role is taken from its command line, which Ray replaces by a title:
+`ray::ServeReplica:<application>:<deployment>`.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ _REPLICA = re.compile(r"^ray::ServeReplica:[^:]*:(\w+)")
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What tells one server's processes from all others."""
+class ProcessMark:
+    """What distinguishes the processes of one server from all others."""
 
     token: str  # value of VARIABLE
     session_id: int
 
 
 @dataclass(frozen=True)
-class Usage:
+class CpuUsage:
     """CPU seconds so far."""
 
     at: float  # monotonic clock
@@ -42,23 +44,22 @@ class Usage:
     machine_s: float  # all programs, without waiting and without what the hypervisor took
 
     @classmethod
-    def now(cls, mark: Mark) -> Usage:
+    def now(cls, mark: ProcessMark) -> CpuUsage:
         return cls(time.monotonic(), cpu_by_role(pids_of(mark)), time.process_time(), machine_cpu_s())
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What ran between two readings."""
+class CpuCost:
+    """CPU seconds between two readings."""
 
     wall_s: float
     server_cpu_by_role_s: Mapping[str, float]
     client_cpu_s: float
-    other_cores: (
-        float  # used by neither: when it is not near 0 the machine was shared and times are worth little
-    )
+    # Used by neither server nor client. If it is not near 0, other programs used the machine.
+    other_cores: float
 
     @classmethod
-    def between(cls, before: Usage, after: Usage) -> Cost:
+    def between(cls, before: CpuUsage, after: CpuUsage) -> CpuCost:
         wall_s, client_s = after.at - before.at, after.client_s - before.client_s
         roles = [role for role in ROLES if role in before.server_s or role in after.server_s]
         server_s = {role: after.server_s.get(role, 0.0) - before.server_s.get(role, 0.0) for role in roles}
@@ -70,8 +71,8 @@ class Cost:
         return sum(self.server_cpu_by_role_s.values())
 
 
-def pids_of(mark: Mark) -> list[int]:
-    """Living processes of this server."""
+def pids_of(mark: ProcessMark) -> list[int]:
+    """Processes of this server that are alive."""
     wanted = f"{VARIABLE}={mark.token}".encode()
     found = []
     for folder in PROC.iterdir():
@@ -85,7 +86,7 @@ def pids_of(mark: Mark) -> list[int]:
 
 
 def cpu_by_role(pids: list[int]) -> dict[str, float]:
-    """Seconds so far of the processes that still live."""
+    """CPU seconds so far of the processes that are still alive."""
     ticks: dict[str, int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -115,8 +116,8 @@ def machine_cpu_s() -> float:
     return (sum(fields[:3]) + sum(fields[5:7])) / TICKS_PER_S
 
 
-def end_all(mark: Mark, patience_s: float = 5.0) -> None:
-    """SIGTERM, then SIGKILL to what has the mark. Blocks; may be repeated."""
+def end_all(mark: ProcessMark, patience_s: float = 5.0) -> None:
+    """SIGTERM, then SIGKILL to every process with the mark that is left. Blocks; may be repeated."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + patience_s
         while (pids := pids_of(mark)) and time.monotonic() < deadline:

@@ -1,4 +1,6 @@
-"""Seeded chat messages of exact lengths. Equal keys give equal prompts on every server; different keys share no prefix."""
+"""Seeded chat messages of exact lengths. Equal keys give equal prompts on every server; different keys share
+no prefix.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,15 @@ from bench.engine.vocabulary import words
 Message = dict[str, Any]
 Part = dict[str, Any]
 
-WORDS = tuple(
-    itertools.islice(words(), 18_278)
-)  # all of up to three letters; each is one token after a space
+# All words of up to three letters; each is one token after a space.
+WORDS = tuple(itertools.islice(words(), 18_278))
 COARSE_SIDE = 16  # pixels of the noise that is enlarged to an image
 
 
 class Prompts:
-    """Texts and media of one run. `key` says which: row, repetition, number of the request, …"""
+    """Texts and media of one run. A `key` identifies one of them: row, repetition, number of the request,
+    …
+    """
 
     def __init__(self, seed: int):
         self._seed = seed
@@ -36,7 +39,7 @@ class Prompts:
         return {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{uri}"}}
 
     def video(self, num_frames: int, side: int, frames_per_second: int, *key: object) -> Part:
-        """A square h264 clip as a data URI: noise that drifts sideways."""
+        """A square h264 clip as a data URI: noise that moves sideways."""
         import numpy as np
 
         from deploy.demo_model.training.media import mp4_bytes

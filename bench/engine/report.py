@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.charts import box, label, svg
 from bench.engine.processes import ROLES
 from bench.engine.servers import OURS
+from bench.records import read as read_records
+from cluster.simulator.charts import box, label, svg
 
 Record = dict[str, Any]
 METRICS = ("tokens_per_s", "ttft_p50_s", "itl_p50_s")
@@ -29,9 +29,8 @@ class Results:
     failures: list[Record] = field(default_factory=list)
 
 
-def read(files: Iterable[Path]) -> Results:
-    records = [json.loads(line) for file in files for line in file.readlabel().splitlines()]
-    return collect(records)
+def read(files: Sequence[Path]) -> Results:
+    return collect(read_records(files))
 
 
 def collect(records: Iterable[Record]) -> Results:
@@ -55,7 +54,7 @@ def median(records: Sequence[Record], metric: str) -> float:
 
 
 def ratio(ours: Sequence[Record], peer: Sequence[Record], metric: str) -> float | None:
-    """Median of ours / peer over the repetitions that both have: what drifts over minutes drops out."""
+    """Median of ours / peer over the repetitions that both have, so that drift over minutes cancels out."""
     theirs = {record["repetition"]: record[metric] for record in peer}
     pairs = [
         (record[metric], theirs[record["repetition"]]) for record in ours if record["repetition"] in theirs
@@ -65,7 +64,9 @@ def ratio(ours: Sequence[Record], peer: Sequence[Record], metric: str) -> float 
 
 
 def table(results: Results) -> str:
-    """Medians per row, and ours divided by each peer. `†` some answers failed, `‡` the machine was shared meanwhile."""
+    """Medians per row, and ours divided by each peer. `†`: some answers failed; `‡`: other programs used the
+    machine.
+    """
     peers = [name for name in results.servers if name != OURS]
     head = ["row", "at once", *(f"{name}: tok/s · TTFT · ITL ms" for name in results.servers)]
     head += [f"{OURS} ÷ {name}" for name in peers if OURS in results.servers]
@@ -92,7 +93,7 @@ def table(results: Results) -> str:
 
 
 def cpu_table(results: Results) -> str:
-    """CPU seconds per 1,000 generated tokens, by role; medians. Roles that no record knows have no column."""
+    """CPU seconds per 1,000 generated tokens, by role; medians. A role that is in no record has no column."""
     costs = {
         (*key, name): [_cpu_costs(record) for record in records if record["num_tokens"]]
         for key, cell in results.cells.items()
@@ -110,7 +111,7 @@ def cpu_table(results: Results) -> str:
 
 
 def _cpu_costs(record: Record) -> dict[str, float]:
-    """Per 1,000 tokens, by role, and TOTALS. Records from before roles were told apart have the totals alone."""
+    """Per 1,000 tokens: by role, and TOTALS. Older records have no roles, only the totals."""
     totals = zip(TOTALS, (record["server_cpu_s"], record["client_cpu_s"]), strict=True)
     seconds = {**record.get("server_cpu_by_role_s", {}), **dict(totals)}
     return {name: 1000 * each / record["num_tokens"] for name, each in seconds.items()}

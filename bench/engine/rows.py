@@ -1,4 +1,4 @@
-"""The load: which dialogues a row of the table consists of. Pure; everything follows from a seed and a key."""
+"""The load: the dialogues of each row of the table. Pure; everything follows from a seed and a key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TURNS = 4  # of a session
 
 
 @dataclass(frozen=True)
-class Turn:
+class DialogueTurn:
     message: Message
     num_tokens: int  # of the answer
     kind: str
@@ -23,10 +23,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Turns asked one after the other, each with all that was said before; a single request is one turn."""
+    """Turns asked one after the other; each request repeats the dialogue so far. A single request is a
+    dialogue of one turn.
+    """
 
     opening: tuple[Message, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[DialogueTurn, ...]
 
 
 Key = tuple[object, ...]
@@ -34,7 +36,7 @@ Maker = Callable[[Prompts, Key, int], Dialogue]  # the last argument numbers the
 
 
 @dataclass(frozen=True)
-class Row:
+class LoadRow:
     name: str
     model: str
     make: Maker
@@ -53,15 +55,15 @@ class Row:
 
 def text(num_prompt_tokens: int, num_tokens: int) -> Maker:
     def make(prompts: Prompts, key: Key, idx: int) -> Dialogue:
-        return _single(Turn(user(prompts.text(num_prompt_tokens, *key, idx)), num_tokens, "text"))
+        return _single(DialogueTurn(user(prompts.text(num_prompt_tokens, *key, idx)), num_tokens, "text"))
 
     return make
 
 
 def image(prompts: Prompts, key: Key, idx: int) -> Dialogue:
-    """16 tokens of text after a 224² image nobody has sent before; 32 tokens of answer."""
+    """A new 224² image and 16 tokens of text; 32 tokens of answer."""
     picture = prompts.image(IMAGE_SIDE, *key, idx)
-    return _single(Turn(user(prompts.text(16, *key, idx), picture), 32, "image"))
+    return _single(DialogueTurn(user(prompts.text(16, *key, idx), picture), 32, "image"))
 
 
 def mixed(prompts: Prompts, key: Key, idx: int) -> Dialogue:
@@ -70,25 +72,27 @@ def mixed(prompts: Prompts, key: Key, idx: int) -> Dialogue:
 
 
 def session(prompts: Prompts, key: Key, idx: int) -> Dialogue:
-    """A system prompt that all dialogues share, one of two images in the first turn, four turns of 32 tokens."""
+    """A system prompt that all dialogues share, one of two images in the first turn, four turns of 32
+    tokens.
+    """
     opening = {"role": "system", "content": prompts.text(256, *key, "system")}
     picture = prompts.image(IMAGE_SIDE, *key, idx % 2)
     turns = []
     for number in range(TURNS):
         question = prompts.text(32, *key, idx, number)
         message = user(question) if number else user(question, picture)
-        turns.append(Turn(message, 32, "later turn" if number else "first turn"))
+        turns.append(DialogueTurn(message, 32, "later turn" if number else "first turn"))
     return Dialogue((opening,), tuple(turns))
 
 
-def _single(turn: Turn) -> Dialogue:
+def _single(turn: DialogueTurn) -> Dialogue:
     return Dialogue((), (turn,))
 
 
 ROWS = (
-    Row("text-128/64", TEXT_MODEL, text(128, 64)),
-    Row("text-1024/32", TEXT_MODEL, text(1024, 32)),
-    Row("image/32", VISION_MODEL, image),
-    Row("mixed-80/20", VISION_MODEL, mixed),
-    Row("session", VISION_MODEL, session, TURNS),
+    LoadRow("text-128/64", TEXT_MODEL, text(128, 64)),
+    LoadRow("text-1024/32", TEXT_MODEL, text(1024, 32)),
+    LoadRow("image/32", VISION_MODEL, image),
+    LoadRow("mixed-80/20", VISION_MODEL, mixed),
+    LoadRow("session", VISION_MODEL, session, TURNS),
 )

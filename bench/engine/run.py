@@ -1,7 +1,8 @@
-"""`python -m bench.engine run`: every server alone on the same cores, in turn, and that several times over.
+"""`python -m bench.engine run`: every server alone on the same cores, one after the other, in several
+repetitions.
 
-A repetition starts each server once per model, so all systems' figures of one row and repetition are minutes apart; who
-begins changes with the repetition. Results are appended as JSON lines as they come.
+A repetition starts each server once per model, so the figures of one row and repetition are minutes apart for
+all systems. Each repetition begins with another server. Results are appended as JSON lines as they come.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.engine.measure import Result, measure_row, warm_up
+from bench.engine.measure import RowResult, measure_row, warm_up
 from bench.engine.prompts import Prompts
-from bench.engine.rows import ROWS, Row
+from bench.engine.rows import ROWS, LoadRow
 from bench.engine.servers import OURS, ServerError, Setup, make_plan, running
 from bench.engine.special import SPECIALS
 
@@ -30,7 +31,9 @@ def run(
     repeat: int,
     seed: int,
 ) -> None:
-    """`names`: rows and special measures. A server that does not start is reported and left out of that repetition."""
+    """`names`: rows and special measurements. A server that does not start is reported and skipped in that
+    repetition.
+    """
     prompts = Prompts(seed)
     rows = [row for row in ROWS if row.name in names]
     models = list(dict.fromkeys(row.model for row in rows))
@@ -57,7 +60,7 @@ def run_server(
     out: Path,
     name: str,
     model: str,
-    rows: Sequence[Row],
+    rows: Sequence[LoadRow],
     prompts: Prompts,
     concurrencies: Sequence[int],
     repetition: int,
@@ -79,7 +82,7 @@ def rotated(servers: Sequence[str], repetition: int) -> list[str]:
     return [*servers[first:], *servers[:first]]
 
 
-def line(result: Result) -> str:
+def line(result: RowResult) -> str:
     failed = f"  {result.num_failed} FAILED: {'; '.join(result.failures)}" if result.num_failed else ""
     return (
         f"{result.row} @{result.concurrency}: {result.tokens_per_s:.1f} tok/s, "

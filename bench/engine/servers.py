@@ -1,7 +1,7 @@
 """How each server is started on the same model and cores, and a context in which one runs.
 
-A plan is data: command, environment, where it answers. `running` starts it in a process group of its own, waits for
-/health, and ends it whatever happens.
+A plan is data: command, environment, address. `running` starts it in a process group of its own, waits for
+/health, and ends it also after an exception.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import yaml
 
 from bench.engine.client import Endpoint
 from bench.engine.models import VISION_MODEL
-from bench.engine.processes import VARIABLE, Mark, end_all
+from bench.engine.processes import VARIABLE, ProcessMark, end_all
 
 MODEL_ID = "m"
 OURS, VLLM, LLAMA = "ours", "vllm", "llama"
@@ -59,7 +59,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServerPlan:
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -69,15 +69,15 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     name: str
     endpoint: Endpoint
-    mark: Mark
+    mark: ProcessMark
     start_s: float  # until /health answered
 
 
-def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] | None = None) -> Plan:
-    """`overrides`: args of our cluster beside the usual ones; peers take none."""
+def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] | None = None) -> ServerPlan:
+    """`overrides`: arguments of our cluster beside the usual ones; not for peers."""
     setup.work.mkdir(parents=True, exist_ok=True)
     log = setup.work / f"{name}-{model}.log"
     extra: dict[str, Any] = {}  # see Endpoint: None stands for the number of tokens
@@ -96,11 +96,13 @@ def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] 
     else:
         raise ServerError(f"no such server: {name}; known are {OURS}, {VLLM}, {LLAMA}")
     endpoint = Endpoint(f"http://127.0.0.1:{setup.port}", MODEL_ID, extra)
-    return Plan(name, command, {**OFFLINE, **environment}, endpoint, setup.cores, log)
+    return ServerPlan(name, command, {**OFFLINE, **environment}, endpoint, setup.cores, log)
 
 
 def cluster_config(setup: Setup, model: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A Serve configuration: deploy/cluster.yaml with another model and dtype, and the threads of this run."""
+    """A Serve configuration: deploy/cluster.yaml with another model and dtype, and the threads of this
+    run.
+    """
     encode, prefill, decode = setup.threads
     args: dict[str, Any] = {
         "model": str(setup.models / model),
@@ -141,7 +143,7 @@ def vllm_command(setup: Setup, model: str) -> list[str]:
 
 
 def vllm_environment(setup: Setup) -> dict[str, str]:
-    """Without the binding vllm keeps a core back; without the preloaded libraries it is slower."""
+    """Without the binding vllm leaves a core unused; without the preloaded libraries it is slower."""
     scripts = setup.peers[VLLM].parent
     return {
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
@@ -162,8 +164,10 @@ def llama_command(setup: Setup, model: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(plan: Plan) -> Iterator[Running]:
-    """The server, ready, until the block ends. Raises ServerError if it is not ready in time."""
+def running(plan: ServerPlan) -> Iterator[RunningServer]:
+    """Yields the server when it is ready and ends it with the block. Raises ServerError if it is not ready in
+    time.
+    """
     if is_healthy(plan.endpoint.url):
         raise ServerError(f"something answers at {plan.endpoint.url} already")
     token = uuid.uuid4().hex
@@ -180,15 +184,15 @@ def running(plan: Plan) -> Iterator[Running]:
             start_new_session=True,  # the terminal's Ctrl-C comes to us alone
             preexec_fn=lambda: os.sched_setaffinity(0, plan.cores),
         )
-    mark = Mark(token, process.pid)
+    mark = ProcessMark(token, process.pid)
     try:
         wait_ready(process, plan)
-        yield Running(plan.name, plan.endpoint, mark, time.monotonic() - started_at)
+        yield RunningServer(plan.name, plan.endpoint, mark, time.monotonic() - started_at)
     finally:
         stop(process, mark)
 
 
-def wait_ready(process: subprocess.Popen[bytes], plan: Plan) -> None:
+def wait_ready(process: subprocess.Popen[bytes], plan: ServerPlan) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     while not is_healthy(plan.endpoint.url):
         if process.poll() is not None or time.monotonic() > deadline:
@@ -205,8 +209,8 @@ def is_healthy(url: str) -> bool:
         return False
 
 
-def stop(process: subprocess.Popen[bytes], mark: Mark) -> None:
-    """SIGTERM to the command, time to clean up, then everything that has the mark. Blocks."""
+def stop(process: subprocess.Popen[bytes], mark: ProcessMark) -> None:
+    """SIGTERM to the command, time to clean up, then the end of every process with the mark. Blocks."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

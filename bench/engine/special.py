@@ -1,11 +1,13 @@
-"""Two questions about the cluster alone: does a long prefill or an image disturb who only wants text?
+"""Two questions about the cluster alone: does a long prefill, and does an image, slow down requests for text
+only?
 
-`itl-under-video`: four text streams run; a video of 7,680 tokens is sent whose embeddings the encoder still has, so that
-what passes is its prefill. The gaps of the streams before and during it, with the usual chunk budget and with one so
-large that the prompt is one chunk.
+`itl-under-video`: four text streams run. A video of 7,680 tokens is sent whose embeddings the encoder still
+has, so only its prefill can disturb the streams. Compares the gaps of the streams before and during it, with
+the usual chunk budget and with a budget so large that the prompt is one chunk.
 
-`image-tax`: the same text load alone and with one image request to nine text requests. Loss of text throughput beyond the
-share that the additional tokens have in all tokens; and text TTFT beside TTFT alone.
+`image-tax`: the same text load alone, and with one image request to nine text requests. Reports the loss of
+text throughput beyond the share that the additional tokens have in all tokens, and text TTFT beside TTFT of
+the text load alone.
 """
 
 from __future__ import annotations
@@ -18,25 +20,25 @@ from typing import Any
 
 import aiohttp
 
-from bench.engine.client import Record, Request, ask, open_session
-from bench.engine.measure import closed_loop, percentile, warm_up
+from bench.engine.client import ChatRequest, TimedAnswer, ask, open_session
+from bench.engine.measure import closed_loop, warm_up
 from bench.engine.models import VISION_MODEL
 from bench.engine.prompts import Message, Part, Prompts
-from bench.engine.rows import Dialogue, Row, image, text
-from bench.engine.servers import OURS, Running, Setup, make_plan, running
+from bench.engine.rows import Dialogue, LoadRow, image, text
+from bench.engine.servers import OURS, RunningServer, Setup, make_plan, running
+from cluster.simulator.results import percentile
 
 VIDEO_FRAMES, VIDEO_SIDE, VIDEO_RATE = 60, 448, 2  # 30 steps of 256 tokens
 STREAMS, STREAM_TOKENS = 4, 3000
-SETTLE_TOKENS = 16  # of each stream, before gaps count
+SETTLE_TOKENS = 16  # of each stream; gaps before them do not count
 QUIET_S = 6.0
 VIDEO_TIMEOUT_S = 300.0
 BUDGETS: dict[str, dict[str, Any]] = {
     "chunked": {},
     "unchunked": {"prefill": {"max_batch_tokens": 8192, "step_target_s": VIDEO_TIMEOUT_S}},
 }
-PATIENT: dict[str, Any] = {
-    "door": {"first_token_timeout_s": VIDEO_TIMEOUT_S}
-}  # the door's own would end the video
+# The door's own timeout would end the video's request.
+PATIENT: dict[str, Any] = {"door": {"first_token_timeout_s": VIDEO_TIMEOUT_S}}
 TAX_CONCURRENCY, TAX_REQUESTS, TAX_IMAGE_EVERY = 8, 45, 9
 TEXT_LOAD = text(128, 64)
 
@@ -60,7 +62,7 @@ def itl_under_video(setup: Setup, prompts: Prompts, repetition: int) -> Iterator
 
 
 async def _watch_streams(
-    server: Running, prompts: Prompts, key: tuple[object, ...]
+    server: RunningServer, prompts: Prompts, key: tuple[object, ...]
 ) -> tuple[dict[str, float], list[str]]:
     clip = prompts.video(VIDEO_FRAMES, VIDEO_SIDE, VIDEO_RATE, *key)
     async with open_session() as session, asyncio.timeout(VIDEO_TIMEOUT_S):
@@ -95,11 +97,11 @@ async def _watch_streams(
 
 
 def _start_streams(
-    session: aiohttp.ClientSession, server: Running, prompts: Prompts, key: tuple[object, ...]
-) -> tuple[list[Record], list[asyncio.Task[Record]]]:
-    records = [Record("text") for _ in range(STREAMS)]
+    session: aiohttp.ClientSession, server: RunningServer, prompts: Prompts, key: tuple[object, ...]
+) -> tuple[list[TimedAnswer], list[asyncio.Task[TimedAnswer]]]:
+    records = [TimedAnswer("text") for _ in range(STREAMS)]
     requests = [
-        Request([{"role": "user", "content": prompts.text(128, *key, idx)}], STREAM_TOKENS, "text")
+        ChatRequest([{"role": "user", "content": prompts.text(128, *key, idx)}], STREAM_TOKENS, "text")
         for idx in range(STREAMS)
     ]
     tasks = [
@@ -109,28 +111,30 @@ def _start_streams(
     return records, tasks
 
 
-async def _until_settled(streams: Sequence[Record], tasks: Sequence[asyncio.Task[Record]]) -> None:
+async def _until_settled(streams: Sequence[TimedAnswer], tasks: Sequence[asyncio.Task[TimedAnswer]]) -> None:
     while any(len(stream.chunks_at) < SETTLE_TOKENS for stream in streams):
         if any(task.done() for task in tasks):
             return
         await asyncio.sleep(0.05)
 
 
-async def _until_each_went_on(streams: Sequence[Record], ended_at: float) -> None:
-    """Who stood still all the time shows it in the gap that ends now."""
+async def _until_each_went_on(streams: Sequence[TimedAnswer], ended_at: float) -> None:
+    """Waits for the next chunk of each stream: the gap of a stream that was blocked by the video ends only
+    then.
+    """
     deadline = time.perf_counter() + QUIET_S
     while any(stream.chunks_at[-1] <= ended_at for stream in streams) and time.perf_counter() < deadline:
         await asyncio.sleep(0.01)
 
 
-def _video_request(prompts: Prompts, clip: Part, *key: object) -> Request:
-    """The text stands first and differs: no prefix is known, whatever was computed for the clip before."""
+def _video_request(prompts: Prompts, clip: Part, *key: object) -> ChatRequest:
+    """The message begins with a text of its own, so the prefix cache has none of the clip."""
     before, after = ({"type": "text", "text": prompts.text(16, *key, place)} for place in ("before", "after"))
     message: Message = {"role": "user", "content": [before, clip, after]}
-    return Request([message], 1, "video")
+    return ChatRequest([message], 1, "video")
 
 
-def gaps_between(streams: Sequence[Record], start_at: float, end_at: float) -> list[float]:
+def gaps_between(streams: Sequence[TimedAnswer], start_at: float, end_at: float) -> list[float]:
     """Gaps that reach into [start_at, end_at)."""
     return [
         later - earlier
@@ -143,9 +147,9 @@ def gaps_between(streams: Sequence[Record], start_at: float, end_at: float) -> l
 def image_tax(setup: Setup, prompts: Prompts, repetition: int) -> Iterator[Finding]:
     """Starts the cluster once. Blocks for minutes."""
     key = ("image-tax", repetition)
-    row = Row("image-tax", VISION_MODEL, image)
+    row = LoadRow("image-tax", VISION_MODEL, image)
     with running(make_plan(setup, OURS, VISION_MODEL)) as server:
-        warm_up(server, [row, Row("text", VISION_MODEL, TEXT_LOAD)], prompts)
+        warm_up(server, [row, LoadRow("text", VISION_MODEL, TEXT_LOAD)], prompts)
         alone = _timed(server, [TEXT_LOAD(prompts, (*key, "alone"), idx) for idx in range(TAX_REQUESTS)])
         both = _timed(server, with_images(prompts, (*key, "both")))
     failures = [record.failure for records, _ in (alone, both) for record in records if record.failure]
@@ -153,7 +157,7 @@ def image_tax(setup: Setup, prompts: Prompts, repetition: int) -> Iterator[Findi
 
 
 def with_images(prompts: Prompts, key: tuple[object, ...]) -> list[Dialogue]:
-    """TAX_REQUESTS text dialogues, and after every ninth an image."""
+    """TAX_REQUESTS text dialogues, with an image after every ninth."""
     dialogues = []
     for idx in range(TAX_REQUESTS):
         dialogues.append(TEXT_LOAD(prompts, key, idx))
@@ -162,14 +166,14 @@ def with_images(prompts: Prompts, key: tuple[object, ...]) -> list[Dialogue]:
     return dialogues
 
 
-def _timed(server: Running, dialogues: Sequence[Dialogue]) -> tuple[list[Record], float]:
+def _timed(server: RunningServer, dialogues: Sequence[Dialogue]) -> tuple[list[TimedAnswer], float]:
     started_at = time.perf_counter()
     records = asyncio.run(closed_loop(server.endpoint, dialogues, TAX_CONCURRENCY))
     return records, time.perf_counter() - started_at
 
 
 def tax_values(
-    alone: Sequence[Record], alone_s: float, both: Sequence[Record], both_s: float
+    alone: Sequence[TimedAnswer], alone_s: float, both: Sequence[TimedAnswer], both_s: float
 ) -> dict[str, float]:
     """From the records and wall times of the text load alone and with images."""
     texts = [record for record in both if record.kind == "text"]

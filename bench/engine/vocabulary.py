@@ -1,8 +1,10 @@
-"""A byte-level BPE vocabulary of Qwen2.5's exact size in which every short lower-case word after a space is one token.
+"""A byte-level BPE vocabulary of Qwen2.5's exact size in which every short lower-case word after a space is
+one token.
 
-Nothing is trained. The tokens are the 256 bytes and then " a", " b", …, " z", " aa", " ab", … in this order; each is the
-merge of its prefix with its last letter. All merges begin with the space, so a word is read letter by letter from its
-space on, and the text that a server generates from such tokens becomes the same tokens again in the next turn.
+Nothing is trained. The tokens are the 256 bytes and then " a", " b", …, " z", " aa", " ab", … in this order;
+each is the merge of its prefix with its last letter. Every merge begins with the space, so a word is merged
+letter by letter, beginning with its space. Therefore the text that a server generates from such tokens
+becomes the same tokens again in the next turn.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def make_merges(num_base_tokens: int = BASE_TOKENS) -> list[tuple[str, str]]:
 
 
 def write_tokenizer(folder: Path, num_base_tokens: int = BASE_TOKENS) -> None:
-    """tokenizer.json, the older vocab.json and merges.txt that some converters ask for, and the chat template."""
+    """tokenizer.json, the older vocab.json and merges.txt that some converters ask for, and the chat
+    template.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     merges = make_merges(num_base_tokens)

@@ -1,4 +1,6 @@
-"""`python -m bench.first_steps wrong|kinds|wheel`: prints a Markdown table; exit code 1 if something is not as promised."""
+"""`python -m bench.first_steps wrong|kinds|wheel`: prints a Markdown table; exit code 1 if something is not
+as promised.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def make_text(folder: Path) -> Path:
 
 
 def make_mixture(folder: Path) -> Path:
-    """Of experts."""
+    """A mixture of experts."""
     ensure_torchvision()
     import transformers as hf
 
@@ -40,7 +40,9 @@ def make_family(name: str) -> Callable[[Path], Path]:
 
 
 def make_whole_omni(folder: Path) -> Path:
-    """As the hub has them: the part that is served lies in `thinker_config` and under `thinker.`, beside a speech generator."""
+    """As on the hub: the served part is in `thinker_config` and under `thinker.`, beside a speech
+    generator.
+    """
     from safetensors.torch import load_file, save_file
 
     make_family("qwen2_5_omni")(folder)
@@ -100,7 +102,7 @@ def without_a_shard(source: Path, folder: Path) -> Path:
 
 
 def with_no_number(source: Path, folder: Path) -> Path:
-    """One weight is NaN, as flipped bits can make it."""
+    """One weight is NaN, as after flipped bits."""
     from safetensors.torch import load_file, save_file
 
     file = copied(source, folder) / "model.safetensors"

@@ -10,15 +10,15 @@ from typing import Any
 import httpx
 
 from bench.first_steps.folders import KINDS
-from bench.first_steps.launcher import SERVE, Ready, running, write_config
+from bench.first_steps.launcher import SERVE, ReadyServer, running, write_config
 from cluster.config.settings import REPOSITORY
 
 EXAMPLES = REPOSITORY / "deploy" / "demo_model" / "examples"
 ANSWER_TIMEOUT_S = 120.0
 
 
-def run_all(folder: Path) -> Iterator[tuple[str, Ready, str]]:
-    """Kind, start, answer. Raises RuntimeError for one that does not start or answer."""
+def run_all(folder: Path) -> Iterator[tuple[str, ReadyServer, str]]:
+    """Kind, start, answer. Raises RuntimeError for a kind that does not start or answer."""
     for kind, (make, shown) in KINDS.items():
         model = make(folder / kind.replace(" ", "_").replace(",", ""))
         with running([*SERVE, str(write_config(folder))], str(model), folder) as ready:

@@ -1,4 +1,4 @@
-"""The command `epdg serve` as a user runs it: a process, its lines, its end."""
+"""The command `epdg serve` as a user runs it: start, output and end of its process."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ STOP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class FailedStart:
     """A start that failed."""
 
     code: int
     seconds: float
-    cpu_seconds: float  # of the command and all that it waited for
+    cpu_seconds: float  # of the command and the child processes that it waited for
     progress: tuple[str, ...]  # lines on stdout
     errors: tuple[str, ...]  # lines on stderr
 
@@ -44,7 +44,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyServer:
     url: str
     seconds: float
     progress: tuple[str, ...]
@@ -53,7 +53,7 @@ class Ready:
 def write_config(
     folder: Path, args: Mapping[str, Any] | None = None, port: int | None = None, **sections: Any
 ) -> Path:
-    """deploy/cluster.yaml on a free port."""
+    """deploy/cluster.yaml with a free port."""
     content = yaml.safe_load(CLUSTER.read_text())
     content["http_options"]["port"] = free_port() if port is None else port
     content["applications"][0]["args"] = dict(args or {})
@@ -63,7 +63,7 @@ def write_config(
     return path
 
 
-def run_until_end(config: Path, model: str | None, environment: Mapping[str, str], cwd: Path) -> Ended:
+def run_until_end(config: Path, model: str | None, environment: Mapping[str, str], cwd: Path) -> FailedStart:
     """For set-ups that fail. Raises subprocess.TimeoutExpired for one that does not."""
     started_at, cpu_before = time.monotonic(), _cpu_of_children()
     done = subprocess.run(
@@ -77,14 +77,16 @@ def run_until_end(config: Path, model: str | None, environment: Mapping[str, str
     )
     seconds, cpu_seconds = time.monotonic() - started_at, _cpu_of_children() - cpu_before
     progress, errors = done.stdout.splitlines(), done.stderr.splitlines()
-    return Ended(done.returncode, seconds, cpu_seconds, tuple(progress), tuple(errors))
+    return FailedStart(done.returncode, seconds, cpu_seconds, tuple(progress), tuple(errors))
 
 
 @contextlib.contextmanager
 def running(
     command: Sequence[str], model: str | None, cwd: Path, environment: Mapping[str, str] | None = None
-) -> Iterator[Ready]:
-    """From `ready in …` until Ctrl-C. Raises RuntimeError with what was printed when it does not get ready."""
+) -> Iterator[ReadyServer]:
+    """Yields when `ready in …` was printed; sends SIGINT when the block ends. Raises RuntimeError with the
+    output if it does not get ready.
+    """
     process = subprocess.Popen(
         list(command),
         env=_environment(model, environment or {}),
@@ -105,12 +107,12 @@ def running(
         process.communicate(timeout=STOP_TIMEOUT_S)
 
 
-def _wait_ready(process: subprocess.Popen[str]) -> Ready:
+def _wait_ready(process: subprocess.Popen[str]) -> ReadyServer:
     lines: list[str] = []
     assert process.stdout is not None
     for line in process.stdout:
         if (match := READY.match(line)) is not None:
-            return Ready(match[2], float(match[1]), tuple(lines))
+            return ReadyServer(match[2], float(match[1]), tuple(lines))
         lines.append(line.rstrip())
     raise RuntimeError("it did not start:\n" + "\n".join(lines))
 
@@ -121,7 +123,7 @@ def _cpu_of_children() -> float:
 
 
 def _environment(model: str | None, more: Mapping[str, str]) -> dict[str, str]:
-    """This process's, with the code of this checkout and one model."""
+    """This process's environment, with the code of this checkout and one model."""
     kept = {name: value for name, value in os.environ.items() if name != "EPDG_MODEL"}
     chosen = {} if model is None else {"EPDG_MODEL": model}
     return {**kept, "PYTHONPATH": str(REPOSITORY), **chosen, **more}

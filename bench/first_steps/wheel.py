@@ -1,4 +1,6 @@
-"""The wheel, built from this checkout and installed into a fresh environment: `epdg serve` in a folder that has nothing."""
+"""The wheel, built from this checkout and installed into a fresh environment: `epdg serve` in an empty
+folder.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ import sysconfig
 from pathlib import Path
 
 from bench.first_steps.kinds import ask
-from bench.first_steps.launcher import Ready, running, write_config
+from bench.first_steps.launcher import ReadyServer, running, write_config
 from cluster.config.settings import REPOSITORY
 
 WHERE = "import cluster, deploy, pathlib; print(pathlib.Path(cluster.__file__).parents[1])"
 NOT_IN_WHEEL = ("bench", "tests")
 
 
-def run(folder: Path) -> tuple[int, Ready, str]:
-    """Bytes of the wheel, start, answer. The environment's dependencies are this environment's. Raises RuntimeError."""
+def run(folder: Path) -> tuple[int, ReadyServer, str]:
+    """Bytes of the wheel, start, answer. The dependencies are those of the present environment. Raises
+    RuntimeError.
+    """
     wheel = build(folder)
     venv = install(wheel, folder / "venv")
     elsewhere = folder / "elsewhere"
@@ -46,7 +50,9 @@ def build(folder: Path) -> Path:
 
 
 def install(wheel: Path, venv: Path) -> Path:
-    """Into an environment of its own that finds its dependencies in this one's: installing torch again would show nothing."""
+    """Installs the wheel into an environment of its own that uses the present dependencies: installing torch
+    again would prove nothing.
+    """
     _run([sys.executable, "-m", "venv", str(venv)], wheel.parent)
     _run([str(venv / "bin" / "pip"), "install", "--quiet", "--no-deps", str(wheel)], wheel.parent)
     (site,) = (venv / "lib").glob("python*/site-packages")

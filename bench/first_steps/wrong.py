@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.first_steps import folders
-from bench.first_steps.launcher import Ended, run_until_end, write_config
+from bench.first_steps.launcher import FailedStart, run_until_end, write_config
 
 LIMIT_S = 10.0
 LIMIT_BEFORE_RAY_S = 2.0
@@ -56,7 +56,7 @@ def set_ups(folder: Path, taken_port: int) -> list[WrongSetUp]:
     ]  # fmt: skip
 
 
-def run_all(folder: Path) -> Iterator[tuple[WrongSetUp, Ended, str]]:
+def run_all(folder: Path) -> Iterator[tuple[WrongSetUp, FailedStart, str]]:
     """With what is wrong about each answer; empty if nothing is."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for case in set_ups(folder, taken.getsockname()[1]):
@@ -65,7 +65,7 @@ def run_all(folder: Path) -> Iterator[tuple[WrongSetUp, Ended, str]]:
             yield case, ended, fault_of(case, ended)
 
 
-def fault_of(case: WrongSetUp, ended: Ended) -> str:
+def fault_of(case: WrongSetUp, ended: FailedStart) -> str:
     if ended.code != 1:
         return f"exit code {ended.code}"
     if len(ended.errors) != 1:
@@ -93,7 +93,7 @@ def _bloom(good: Path, folder: Path) -> Path:
     import transformers as hf
 
     folders.copied(good, folder)
-    config = hf.BloomConfig(vocab_size=1024, hidden_size=64, n_layer=2, n_head=4, seq_length=512)
+    config = hf.BloomConfig(vocab_size=1024, hidden_size=64, n_layer=2, n_head=4)
     config.max_position_embeddings = 512
     hf.BloomForCausalLM(config).save_pretrained(folder)
     return folder

@@ -1,11 +1,15 @@
-"""Thousands of HTTP requests that are almost right, against a running cluster; then everything must be as before.
+"""Thousands of almost valid HTTP requests against a running cluster; afterwards the cluster must be as it was
+before.
 
     python -m bench.fuzz --url http://127.0.0.1:8000 --num 10000 --seed 1
 
-Sends mutations of valid requests (`bench.fuzz.mutator`) in phases: fuzz, a quarter as many valid requests, nothing; a
-well-behaved stream runs beside all of them. Prints one JSON object: statuses, whatever was the server's fault, the workers before and after, what is
-still held, delays of the door's event loop, and the stream's inter-token latency in each phase. Exit status 1 if the server failed a request,
-lost a worker, held something in the end, or answers another way than before. `--repeat NUMBER` sends one case and prints it.
+Sends mutations of valid requests (`bench.fuzz.mutator`) in phases: mutated requests, a quarter as many valid
+requests, none. A well-behaved stream runs beside all of them. Prints one JSON object: statuses, faults of the
+server, the workers before and after, what is still held, delays of the door's event loop, and the stream's
+inter-token latency in each phase.
+
+Exit status 1 if the server failed a request, lost a worker, still holds something at the end, or answers
+another way than before. `--repeat NUMBER` sends one case and prints it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from typing import Any
@@ -20,11 +25,12 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.fuzz.beside import Beside, percentile
+from bench.fuzz.beside import Beside
 from bench.fuzz.corpus import CHAT, seeds
-from bench.fuzz.mutator import KINDS, Case, Mutator
+from bench.fuzz.mutator import KINDS, HttpCase, Mutator
 from bench.fuzz.wire import Reply, send
 from bench.soak import wait_idle
+from cluster.simulator.results import percentile
 
 QUIET_S = 8.0
 PHASE_CASES = 500
@@ -57,14 +63,14 @@ class Fuzz:
             beside.cancel()
             await asyncio.gather(beside, return_exceptions=True)
 
-    async def one(self, number: int, kinds: tuple[str, ...] = KINDS) -> tuple[Case, Reply]:
+    async def one(self, number: int, kinds: tuple[str, ...] = KINDS) -> tuple[HttpCase, Reply]:
         case = self._mutator.case(number, kinds)
         async with self._slots:
             return case, await send(self._url, case)
 
     async def _phase(self, name: str, numbers: range, kinds: tuple[str, ...]) -> None:
         before = await self._lag()
-        self.beside.phase = f"{name} {numbers.start}"  # a stream that spans two phases counts for none
+        self.beside.phase = f"{name} {numbers.start}"  # a stream that spans two phases counts for neither
         for task in asyncio.as_completed([self._judged(number, kinds) for number in numbers]):
             await task
         if not numbers:
@@ -73,7 +79,9 @@ class Fuzz:
 
     async def _judged(self, number: int, kinds: tuple[str, ...]) -> None:
         case, reply = await self.one(number, kinds)
-        is_broken = not reply.status and case.kind != "wire"  # a server may cut a client that speaks no HTTP
+        is_broken = (
+            not reply.status and case.kind != "wire"
+        )  # a server may disconnect a client that does not speak HTTP
         outcome = "overload" if reply.is_overload else str(reply.status or reply.error)
         self.statuses[f"{case.kind} {outcome}"] += 1
         if is_broken or (reply.status >= 500 and not reply.is_overload):
@@ -89,7 +97,9 @@ class Fuzz:
             )
 
     async def _lag(self) -> Counter[str]:
-        """Ticks of the door's event loop that came later than a bound, also where the door's process itself was busy so long."""
+        """Ticks of the door's event loop that were late by more than a bound ("late"), and those in which the
+        door's process itself computed for longer than the bound ("busy").
+        """
         async with httpx.AsyncClient(timeout=30) as client:
             families = text_string_to_metric_families((await client.get(f"{self._url}/metrics")).text)
         samples = [sample for family in families for sample in family.samples]
@@ -117,13 +127,18 @@ def control(url: str, model_id: str) -> str:
 
 
 def latencies(beside: Beside) -> dict[str, dict[str, float]]:
-    """Of the stream beside, in milliseconds, over all phases of a name."""
+    """Of the stream beside the cases, in milliseconds, over all phases of a name."""
     report = {}
     for name in ("quiet", "valid", "fuzz"):
         gaps_s = [gap_s for phase, some in beside.gaps_s.items() if phase.startswith(name) for gap_s in some]
+        if gaps_s:
+            p50_s, p99_s = (percentile(gaps_s, share) for share in (0.5, 0.99))
+        else:
+            p50_s = p99_s = math.nan
         report[name] = {
             "tokens": len(gaps_s),
-            **{f"p{100 * share:g}_ms": round(1e3 * percentile(gaps_s, share), 2) for share in (0.5, 0.99)},
+            "p50_ms": round(1e3 * p50_s, 2),
+            "p99_ms": round(1e3 * p99_s, 2),
         }
     return report
 

@@ -1,4 +1,6 @@
-"""A well-behaved client beside the fuzz: streams one request after the other and notes the gaps between its tokens."""
+"""A well-behaved client beside the fuzz: streams one request after the other and records the gaps between its
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ ANSWER_TOKENS = 64
 
 
 class Beside:
-    """`gaps_s`: by phase, each token of a stream that began and ended in it."""
+    """`gaps_s`: gaps by phase, of the streams that began and ended in that phase."""
 
     def __init__(self, url: str, model_id: str):
         self._url = url
@@ -29,7 +31,7 @@ class Beside:
         self.num_failed = 0
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as client:
             while True:
                 phase = self.phase
@@ -53,8 +55,3 @@ class Beside:
             self.num_failed += 1
             await asyncio.sleep(1)
         return gaps_s
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

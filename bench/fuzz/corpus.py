@@ -1,4 +1,4 @@
-"""Valid requests of both endpoints, with every kind of media and every field: what the mutator starts from."""
+"""Valid requests of both endpoints, with every kind of media and every field: the seeds of the mutator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Seed:
 
 
 def seeds(model_id: str) -> list[Seed]:
-    """The same for the same model."""
+    """The same seeds for the same model."""
     image, photo = part("image", "png", "red_circle.png"), part("image", "jpeg", "blue_triangle.jpg")
     video, sound = part("video", "mp4", "moving_right.mp4"), part("audio", "wav", "seven.wav")
     heard = {"data": encoded("seven.wav"), "format": "wav"}

@@ -1,10 +1,10 @@
-"""Requests that are almost right. Equal seeds give equal requests, whatever was sent before.
+"""Almost valid requests. Equal seeds and numbers give equal requests, independent of what was sent before.
 
 tree     some values of the JSON are replaced, removed, repeated, wrapped, swapped or moved
 media    bytes of a media file are flipped, cut or repeated behind its valid header
 bytes    bytes of the JSON text are flipped, cut, inserted or removed
 wire     headers, methods, lengths and chunks that do not fit the body
-valid    nothing is wrong: the cluster goes on serving
+valid    nothing is wrong: the cluster must answer it
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ Node = tuple[Any, Any]  # (container, key or index)
 
 
 @dataclass(frozen=True)
-class Case:
-    """One request. `length`: what content-length says; None: the body is sent in chunks of `chunk_bytes`."""
+class HttpCase:
+    """One request. `length`: the content-length header; if it is None, the body is sent in chunks of
+    `chunk_bytes`.
+    """
 
     kind: str
     path: str
@@ -46,7 +48,7 @@ class Case:
     headers: tuple[tuple[str, str], ...] = (("content-type", "application/json"),)
     length: int | None = None
     chunk_bytes: int = 0
-    is_cut: bool = False  # the client leaves before the body is over
+    is_cut: bool = False  # the client disconnects before the end of the body
 
 
 class Mutator:
@@ -54,7 +56,7 @@ class Mutator:
         self._seeds = seeds
         self._seed = seed
 
-    def case(self, number: int, kinds: Sequence[str] = KINDS) -> Case:
+    def case(self, number: int, kinds: Sequence[str] = KINDS) -> HttpCase:
         rng = random.Random(f"{self._seed}/{number}")
         weights = [WEIGHTS[KINDS.index(kind)] for kind in kinds]
         kind = rng.choices(kinds, weights)[0]
@@ -63,7 +65,7 @@ class Mutator:
             seed = rng.choice([each for each in self._seeds if _files(each.body)])
         body = copy.deepcopy(seed.body)
         if kind == "tree":
-            with contextlib.suppress(RecursionError):  # it nests too deep to be copied once more
+            with contextlib.suppress(RecursionError):  # nested too deeply to be copied again
                 for _ in range(rng.choice((1, 1, 1, 2, 3, 5))):
                     _change(rng, body, rng.choice(self._seeds).body)
         if kind == "media":
@@ -74,11 +76,13 @@ class Mutator:
             text = _flipped(rng, text)
         if kind == "wire":
             return _wire(rng, seed.path, text)
-        return Case(kind, seed.path, text, length=len(text))
+        return HttpCase(kind, seed.path, text, length=len(text))
 
 
 def _written(rng: random.Random, body: Any) -> bytes:
-    """Sometimes as UTF-8, sometimes escaped; lone surrogates can only be escaped, and what nests too deep is all nesting."""
+    """UTF-8 or escaped. Lone surrogates can only be escaped; a body nested too deeply for JSON becomes pure
+    nesting.
+    """
     try:
         return json.dumps(body, ensure_ascii=rng.random() < 0.5).encode()
     except UnicodeEncodeError:
@@ -88,7 +92,7 @@ def _written(rng: random.Random, body: Any) -> bytes:
 
 
 def _nodes(value: Any) -> list[Node]:
-    """Every value inside, with its place."""
+    """Every value inside, as (container, key)."""
     found: list[Node] = []
     waiting = [value]
     while waiting:
@@ -108,7 +112,7 @@ def _files(body: Any) -> list[Node]:
 
 
 def _change(rng: random.Random, body: Any, other: Any) -> None:
-    """One operation on one value. `other`: another request, to take values from."""
+    """One operation on one value. `other`: another request whose values may be used."""
     nodes = _nodes(body)
     if not nodes:
         return
@@ -151,7 +155,7 @@ def _change(rng: random.Random, body: Any, other: Any) -> None:
 
 
 def _broken_file(rng: random.Random, url: str) -> str:
-    """Its data changed; now and then the base64 itself."""
+    """The data URI with its data changed; sometimes the base64 text itself is changed."""
     start = url.find(",") + 1
     data = bytearray(base64.b64decode(url[start:]))
     operation = rng.choice(("flip", "flip", "flip", "cut", "repeat", "zero", "base64"))
@@ -191,17 +195,17 @@ def _flipped(rng: random.Random, text: bytes) -> bytes:
     return bytes(data)
 
 
-def _wire(rng: random.Random, path: str, body: bytes) -> Case:
+def _wire(rng: random.Random, path: str, body: bytes) -> HttpCase:
     json_type = ("content-type", "application/json")
     match rng.choice(("type", "method", "path", "short", "long", "chunks", "cut", "headers", "empty")):
         case "type":
             kind = rng.choice(
                 ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded", "", "\xe9")
             )
-            return Case("wire", path, body, headers=(("content-type", kind),), length=len(body))
+            return HttpCase("wire", path, body, headers=(("content-type", kind),), length=len(body))
         case "method":
             method = rng.choice(("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE"))
-            return Case("wire", path, body, method, length=len(body))
+            return HttpCase("wire", path, body, method, length=len(body))
         case "path":
             wrong = rng.choice(
                 (
@@ -214,20 +218,22 @@ def _wire(rng: random.Random, path: str, body: bytes) -> Case:
                     "/%2e%2e",
                 )
             )
-            return Case("wire", wrong, body, length=len(body))
+            return HttpCase("wire", wrong, body, length=len(body))
         case "short":
-            return Case("wire", path, body, length=rng.randrange(len(body)))
+            return HttpCase("wire", path, body, length=rng.randrange(len(body)))
         case "long":
-            return Case("wire", path, body, length=len(body) + 10, is_cut=True)
+            return HttpCase("wire", path, body, length=len(body) + 10, is_cut=True)
         case "chunks":
-            return Case("wire", path, body, chunk_bytes=rng.choice((1 + len(body) // 200, 4096, len(body))))
+            return HttpCase(
+                "wire", path, body, chunk_bytes=rng.choice((1 + len(body) // 200, 4096, len(body)))
+            )
         case "cut":
-            return Case("wire", path, body[: rng.randrange(len(body))], chunk_bytes=4096, is_cut=True)
+            return HttpCase("wire", path, body[: rng.randrange(len(body))], chunk_bytes=4096, is_cut=True)
         case "headers":
             more = rng.choice(
                 (("authorization", "x" * 4000), ("authorization", "\xff"), ("traceparent", "00-zz"), ("x-epdg-ledger", "1"),
                  ("expect", "100-continue"), ("content-encoding", "gzip"), ("accept", "nothing/*"))
             )  # fmt: skip
-            return Case("wire", path, body, headers=(json_type, more), length=len(body))
+            return HttpCase("wire", path, body, headers=(json_type, more), length=len(body))
         case _:
-            return Case("wire", path, b"", length=0)
+            return HttpCase("wire", path, b"", length=0)

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 request as bytes, right or wrong, and what comes back. A connection each, closed by the server or after the answer."""
+"""One HTTP/1.1 request as bytes, valid or not, and the reply. Each request has a connection of its own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import contextlib
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from bench.fuzz.mutator import Case
+from bench.fuzz.mutator import HttpCase
 
 TIMEOUT_S = 150.0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """`status`: 0 where none came. `error`: what ended the connection instead."""
+    """`status`: 0 if no answer came; then `error` says how the connection ended."""
 
     status: int
     headers: dict[str, str]
@@ -26,8 +26,8 @@ class Reply:
         return self.status in (429, 503) and "retry-after" in self.headers
 
 
-async def send(url: str, case: Case) -> Reply:
-    """Never raises."""
+async def send(url: str, case: HttpCase) -> Reply:
+    """Raises nothing."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -40,16 +40,16 @@ async def send(url: str, case: Case) -> Reply:
         return Reply(0, {}, b"", type(error).__name__)
 
 
-async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, case: Case) -> Reply:
+async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, case: HttpCase) -> Reply:
     reading = asyncio.ensure_future(_read(reader))
-    with contextlib.suppress(OSError):  # refused early: the answer is there
+    with contextlib.suppress(OSError):  # the server refused before it read all: the answer has been sent
         await _write(writer, case)
     if case.is_cut:
         writer.write_eof()
     return await reading
 
 
-async def _write(writer: asyncio.StreamWriter, case: Case) -> None:
+async def _write(writer: asyncio.StreamWriter, case: HttpCase) -> None:
     length = (
         "transfer-encoding: chunked" if case.chunk_bytes else f"content-length: {case.length}"
     )  # fmt: skip

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from random import Random
 from statistics import fmean, median
 
-from bench.encoder.records import Record
-from bench.engine.measure import percentile
+from bench.records import Record
 from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B
 from cluster.simulator.layouts import Layout, workers
+from cluster.simulator.results import percentile
 from cluster.simulator.simulation import SCHEDULING
 from cluster.types.media import Modality
 from cluster.types.members import Role
 from cluster.types.messages import LoadReport
 from router.policy import ClusterView, ItemView, JointPolicy, RequestView, Worker
-from router.policy.predict import Outlook
+from router.policy.estimate import Estimate
 from router.policy.search import Search
 
 MOST_QUEUED = {Role.ENCODE: 8000, Role.PREFILL: 16_000, Role.DECODE: 64}  # units
@@ -58,18 +58,16 @@ def decisions(num_workers: int, num_decisions: int = 200, seed: int = 0) -> list
 
 def loss(request: RequestView, cluster: ClusterView) -> float:
     """By what part the cost of the placement that is found exceeds that of the best of many more."""
-    outlook = Outlook(request, cluster, 1.0)
-    best = Search(outlook, len(cluster.prefills), UNLIMITED_STEPS).best()
-    return Search(outlook).best().cost_s / best.cost_s - 1
+    estimate = Estimate(request, cluster, 1.0)
+    best = Search(estimate, len(cluster.prefills), UNLIMITED_STEPS).best()
+    return Search(estimate).best().cost_s / best.cost_s - 1
 
 
 def loaded_cluster(num_workers: int, rng: Random) -> ClusterView:
     """Equal workers with queues of any length."""
     cluster = ClusterView(SCHEDULING, VL_7B.kv_bytes_per_token, VL_7B.num_layers)
     for spec in workers(Layout(num_workers, num_workers, num_workers), VL_7B, H200):
-        worker = Worker(
-            spec.replica_id, spec.role, spec.num_blocks, spec.hardware, spec.device, tuple(spec.curves.encode)
-        )
+        worker = Worker(spec.replica_id, spec.role, spec.num_blocks, spec.hardware, tuple(spec.curves.encode))
         cluster.add(worker)
         cluster.measured(spec.replica_id, spec.curves)
         num_requests = rng.randint(0, 8)

@@ -6,8 +6,8 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from bench.encoder.records import Record
-from bench.engine.measure import percentile
+from bench.records import Record
+from cluster.simulator.results import percentile
 
 NUM_RESAMPLES = 300
 BASELINE = "least_loaded"

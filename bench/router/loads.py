@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.encoder.overlap import Texts
 from bench.encoder.serving import NO_END
-from bench.engine.client import Endpoint, Request
+from bench.engine.client import ChatRequest, Endpoint
 from bench.engine.prompts import Part, Prompts, user
 from bench.router.client import Call
 
@@ -129,7 +129,7 @@ class Composer:
         headers: Mapping[str, str] | None = None,
     ) -> Call:
         """`more`: fields of the body."""
-        body = self._endpoint.body(Request(messages, ANSWER_TOKENS, kind)) | dict(more or {})
+        body = self._endpoint.body(ChatRequest(messages, ANSWER_TOKENS, kind)) | dict(more or {})
         return Call(at_s, kind, json.dumps(body).encode(), ANSWER_TOKENS, headers or {})
 
     def _media(self, shape: Shape, key: tuple[object, ...]) -> list[Part]:

@@ -24,9 +24,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.encoder import records
-from bench.encoder.records import Record
-from bench.engine.measure import percentile
+from bench import records
+from bench.records import Record
 from bench.router.client import Answer, Call
 from bench.router.devices import EMULATED
 from bench.router.driver import capacity, open_loop
@@ -34,6 +33,7 @@ from bench.router.live import CONCURRENCY, COUNTS, NUM_TO_MEASURE, cluster_args
 from bench.router.loads import PHASES, Composer, arrivals, first_shapes
 from bench.router.workers import Cluster, cluster, end_on_signals, specs
 from cluster.errors import ClusterError
+from cluster.simulator.results import percentile
 
 SLOWDOWN = 2.0  # of all workers: the door and the clients share one process, which must keep up at three times the capacity
 HEAVY_SHARE = 10 / 11  # of all requests come with the key "heavy"

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench.charts import box, label, svg
-from bench.encoder.records import Record
+from bench.records import Record
 from bench.router.cases import DATA_PARALLEL, POLICY_NAMES, SLOS, SPLITS
 from bench.router.policies import ORACLE
+from cluster.simulator.charts import box, label, svg
 from cluster.simulator.results import interval
 
 COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#888888")

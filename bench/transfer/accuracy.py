@@ -1,21 +1,26 @@
-"""What coded KV does to a model's answers: the demo model's evaluation set, asked of two halves with a hand-over in between.
+"""How coded KV changes a model's answers: the demo model's evaluation set, with a hand-over between two
+halves of the model.
 
-Encoder half, prefill into one block memory, hand-over of the prompt's blocks to a second one through the sender and receiver that
-serve (whole groups of 64 tokens coded, the rest as it is), greedy decoding from the second. fp32 on the CPU, one process.
+Encoder half, prefill into one block memory, hand-over of the prompt's blocks to a second memory, greedy
+decoding from the second. The hand-over uses the sender and receiver of the services (whole groups of 64
+tokens coded, the rest as it is). fp32 on the CPU, one process.
 
-The hand-over over `raw` is what the others are compared with:
+The other codecs are compared with the hand-over over `raw`:
 
-    right          whole answers equal to the one that counts, as `deploy.demo_model.training.evaluate` judges
+    right          whole answers equal to the right one, as `deploy.demo_model.training.evaluate` judges
     lost, won      answers that are right over raw and wrong over this codec, and the other way round
-    positions      tokens of the raw answer that are predicted over KV that travelled
+    positions      tokens of the raw answer that are predicted over transferred KV
     same_top       those whose likeliest token is the raw answer's, with the raw answer as input
     same_answers   whole greedy answers equal to the raw ones
     divergence     nats, Kullback-Leibler, mean over positions
 
-Prompts: "short" is the evaluation set as it is; prefill draws the first token, which no codec can change, so it is no position.
-"long" is harsher than serving: a conversation about text stands before the question and its media, drawn so that hardly a
-token is left over behind the last whole group, and decode runs the prompt's last token again, so that the first token rests on
-KV that travelled as well. The model has not learnt media behind such turns: over raw, too, it is right less often.
+"short" prompts are the evaluation set as it is. Prefill draws the first token, which no codec can change, so
+it is no position.
+
+"long" prompts are harsher than serving. A conversation about text stands before the question and its media,
+drawn so that hardly a token is left over behind the last whole group. Decode also runs the prompt's last
+token again, so that the first token, too, depends on transferred KV. The model was not trained on media
+behind such turns: over raw, too, it is right less often.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, PromptPositions, SequenceChunk
-from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart, TextPart
+from cluster.text.chat import ChatMedia, ChatMessage, ChatText, LaidOutMedia
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaProbe, Modality
 from cluster.types.request import Prompt
@@ -45,24 +50,25 @@ from deploy.demo_model.training.data import Turn
 from deploy.demo_model.training.evaluate import MAX_NEW_TOKENS, Sample, draw_samples
 from deploy.demo_model.training.speech import WordBank
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.codecs.codecs import GROUP_TOKENS, CodecName
-from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.receiver import Completed
+from kv_transfer.codecs.quantisation import GROUP_TOKENS, CodecName
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.events import Completed
 from kv_transfer.lease.transfer_engine import TransferEngine
 
 Carrier = Literal["raw"] | CodecName
 Prompts = Literal["short", "long"]
 BATCH = 32
 MAX_TOKENS = 512  # of a prompt and its answer
-RUBBISH = 1e4  # in the second memory before anything arrives: what is read and did not travel must show
+# Fills the second memory before anything arrives, so that reading a block that did not travel changes answers.
+RUBBISH = 1e4
 EARLIER_TURNS = 3
-NUM_DRAWS = 64  # of earlier turns, of which those are taken that leave the fewest tokens over
+NUM_DRAWS = 64  # of earlier turns; the draw that leaves the fewest tokens over is used
 TTL_S = 60.0
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A prompt that prefill can run, and the answer that counts."""
+class EvaluationPrompt:
+    """A prompt that prefill can run, and its right answer."""
 
     prompt: Prompt
     positions: PromptPositions
@@ -75,32 +81,32 @@ class Asked:
 
 
 @dataclass
-class Placed:
-    """A prompt whose KV lies in both memories."""
+class PlacedPrompt:
+    """A prompt with its blocks in both memories."""
 
-    asked: Asked
+    asked: EvaluationPrompt
     source: list[int]  # blocks, of the prompt and the answer
     target: list[int]
-    first_token: int = -1  # as prefill draws it
-    start: int = 0  # tokens whose KV is taken as it arrived; decode runs what follows
+    first_token: int = -1  # drawn by prefill
+    start: int = 0  # tokens whose KV is used as it arrived; decode computes the rest
 
     def given(self, answer: Sequence[int]) -> list[int]:
-        """What decode runs when the answer is known: every token but the last from `start` on."""
+        """Tokens that decode runs if the answer is known: all from `start` on but the last."""
         return [*self.asked.prompt.token_ids, *answer][self.start : -1]
 
     def predicted(self, answer: Sequence[int]) -> list[int]:
-        """What should follow each token of `given`."""
+        """The tokens that follow each token of `given`."""
         return [*self.asked.prompt.token_ids, *answer][self.start + 1 :]
 
     def is_over(self, line: Sequence[int], end_ids: Sequence[int]) -> bool:
-        """`line`: the prompt with what was generated."""
+        """`line`: the prompt and the generated tokens."""
         num_generated = len(line) - self.asked.num_tokens
         return num_generated == MAX_NEW_TOKENS or (num_generated > 0 and line[-1] in end_ids)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Of one batch over one carrier."""
+class BatchOutcome:
+    """Of one batch and one codec."""
 
     answers: list[list[int]]  # greedy, with the end token
     is_right: list[bool]
@@ -108,7 +114,7 @@ class Outcome:
 
 
 @dataclass
-class Score:
+class CodecScore:
     samples: int = 0
     right: int = 0
     lost: int = 0
@@ -120,15 +126,15 @@ class Score:
     prompt_tokens: int = 0
     coded_tokens: int = 0
     coded_prompts: int = 0  # with at least one coded group
-    raw_bytes: int = 0  # that travelled as they are
+    raw_bytes: int = 0  # transferred without coding
     coded_bytes: int = 0
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
-class Halves:
-    """The two halves of a model folder with the text and media processing that stand before them."""
+class ModelHalves:
+    """The two halves of a model folder, and the text and media processing before them."""
 
     def __init__(self, folder: Path):
         media = MediaProcessor.load(folder)
@@ -140,7 +146,7 @@ class Halves:
         self.encoder = EncoderModel.load(folder, dtype=torch.float32)
         self.language = LanguageModel.load(folder, dtype=torch.float32)
 
-    def ask(self, sample: Sample, prompts: Prompts, rng: random.Random) -> Asked:
+    def ask(self, sample: Sample, prompts: Prompts, rng: random.Random) -> EvaluationPrompt:
         decoded = decoded_media(sample)
         draws = [()] if prompts == "short" else [_earlier_turns(rng) for _ in range(NUM_DRAWS)]
         laid_out = [
@@ -157,7 +163,7 @@ class Halves:
             (rows,) = self.encoder.encode(modality, [self.media.prepare(modality, array)])
             for token, row, count in placed.pieces(0, len(prompt.token_ids)):
                 features.append(FeatureSlice(token, rows[row : row + count]))
-        return Asked(prompt, self.language.positions(prompt), tuple(features), sample.turn.answer)
+        return EvaluationPrompt(prompt, self.language.positions(prompt), tuple(features), sample.turn.answer)
 
     def said(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True).strip()
@@ -189,21 +195,23 @@ def _probe(modality: Modality, array: np.ndarray) -> MediaProbe:
 
 def conversation(sample: Sample, earlier: Sequence[Turn]) -> list[ChatMessage]:
     """Earlier turns with their right answers, then the media and the question."""
-    media = tuple(MediaPart(modality) for modality, _ in decoded_media(sample))
+    media = tuple(ChatMedia(modality) for modality, _ in decoded_media(sample))
     messages = []
     for turn in earlier:
         messages += [ChatMessage("user", turn.question), ChatMessage("assistant", turn.answer)]
-    return [*messages, ChatMessage("user", (*media, TextPart(sample.turn.question)))]
+    return [*messages, ChatMessage("user", (*media, ChatText(sample.turn.question)))]
 
 
 # --------------------------------------------------------------------------------------------------------- the hand-over
 
 
 class HandOver:
-    """Two movers of one process, one over the memory that prefill writes, one over that which decode reads."""
+    """Two transfer engines in one process: one over the memory that prefill writes, one over the memory that
+    decode reads.
+    """
 
     def __init__(self, carrier: Carrier, source: BlockMemory, target: BlockMemory):
-        """Before the memories hold anything: making a wire measures the codec in them."""
+        """The memories must be empty: making a wire measures the codec in them."""
         network, self._events = InProcessNetwork(), []
         num_tokens = source.num_blocks * source.layout.segments[0].rows
         wires = [None if carrier == "raw" else Wire(kv, carrier, num_tokens) for kv in (source, target)]
@@ -218,8 +226,8 @@ class HandOver:
             incoming_wire=wires[1],
         )
 
-    def carry(self, source: Sequence[int], target: Sequence[int], num_tokens: int, score: Score) -> None:
-        """The blocks of one prompt. RuntimeError if they do not arrive."""
+    def carry(self, source: Sequence[int], target: Sequence[int], num_tokens: int, score: CodecScore) -> None:
+        """Transfers the blocks of one prompt. Raises RuntimeError if they do not arrive."""
         before, number = self._writer.sent, len(self._events)
         grant = self._owner.grant(f"lease-{number}", target, [0] * len(target), TTL_S, [num_tokens])
         outgoing = self._writer.open(grant.received(SystemClock().now()))
@@ -243,9 +251,9 @@ class HandOver:
 
 
 class Comparison:
-    """Both memories, and between them a hand-over for each carrier; `raw` is always among them, and first."""
+    """Both memories, and a hand-over between them for each codec; the first is always `raw`."""
 
-    def __init__(self, halves: Halves, carriers: Sequence[Carrier]):
+    def __init__(self, halves: ModelHalves, carriers: Sequence[Carrier]):
         language = halves.language
         num_blocks = BATCH * MAX_TOKENS // language.block_size
         self._halves, self._language = halves, language
@@ -256,11 +264,11 @@ class Comparison:
         }
 
     @torch.inference_mode()
-    def compare(self, asked: Sequence[Asked], prompts: Prompts) -> dict[Carrier, Score]:
-        scores: dict[Carrier, Score] = {carrier: Score() for carrier in self._hand_overs}
+    def compare(self, asked: Sequence[EvaluationPrompt], prompts: Prompts) -> dict[Carrier, CodecScore]:
+        scores: dict[Carrier, CodecScore] = {carrier: CodecScore() for carrier in self._hand_overs}
         for first in range(0, len(asked), BATCH):
             placed = self._prefill(asked[first : first + BATCH], prompts)
-            raw: Outcome | None = None
+            raw: BatchOutcome | None = None
             for carrier, score in scores.items():
                 self._carry(carrier, placed, score)
                 answers = self._answers(placed)
@@ -269,12 +277,12 @@ class Comparison:
                     for each, answer in zip(placed, answers, strict=True)
                 ]
                 logprobs = self._logprobs(placed, answers if raw is None else raw.answers)
-                outcome = Outcome(answers, is_right, logprobs)
+                outcome = BatchOutcome(answers, is_right, logprobs)
                 raw = raw or outcome
                 _count(score, placed, outcome, raw)
         return scores
 
-    def _prefill(self, asked: Sequence[Asked], prompts: Prompts) -> list[Placed]:
+    def _prefill(self, asked: Sequence[EvaluationPrompt], prompts: Prompts) -> list[PlacedPrompt]:
         placed, next_block = [], 0
         for one in asked:
             num_tokens = one.num_tokens + MAX_NEW_TOKENS
@@ -284,7 +292,7 @@ class Comparison:
             source = list(range(next_block, end))
             target = [self._target.num_blocks - 1 - block for block in source]
             start = one.num_tokens if prompts == "short" else one.num_tokens - 1
-            placed.append(Placed(one, source, target, start=start))
+            placed.append(PlacedPrompt(one, source, target, start=start))
             next_block = end
         chunks = [
             SequenceChunk(
@@ -297,7 +305,7 @@ class Comparison:
             each.first_token = token
         return placed
 
-    def _carry(self, carrier: Carrier, placed: Sequence[Placed], score: Score) -> None:
+    def _carry(self, carrier: Carrier, placed: Sequence[PlacedPrompt], score: CodecScore) -> None:
         for segment in self._target.segments:
             segment.fill_(RUBBISH)
         for each in placed:
@@ -305,8 +313,8 @@ class Comparison:
             count = -(-num_tokens // self._language.block_size)
             self._hand_overs[carrier].carry(each.source[:count], each.target[:count], num_tokens, score)
 
-    def _logprobs(self, placed: Sequence[Placed], answers: Sequence[Sequence[int]]) -> Tensor:
-        """What decode predicts after each token that it runs when these are the answers."""
+    def _logprobs(self, placed: Sequence[PlacedPrompt], answers: Sequence[Sequence[int]]) -> Tensor:
+        """The predictions of decode after each token that it runs, given these answers."""
         chunks = []
         for each, answer in zip(placed, answers, strict=True):
             given = each.given(answer)
@@ -315,7 +323,7 @@ class Comparison:
                 chunks.append(SequenceChunk(given, position_ids, each.start, each.target))
         return self._language.verify(chunks, self._target).double().log_softmax(-1)
 
-    def _answers(self, placed: Sequence[Placed]) -> list[list[int]]:
+    def _answers(self, placed: Sequence[PlacedPrompt]) -> list[list[int]]:
         """Greedy, with the end token."""
         lines = [[*each.asked.prompt.token_ids, each.first_token][: each.start + 1] for each in placed]
         while running := [
@@ -335,7 +343,9 @@ class Comparison:
         return [line[each.asked.num_tokens :] for each, line in zip(placed, lines, strict=True)]
 
 
-def _count(score: Score, placed: Sequence[Placed], outcome: Outcome, raw: Outcome) -> None:
+def _count(
+    score: CodecScore, placed: Sequence[PlacedPrompt], outcome: BatchOutcome, raw: BatchOutcome
+) -> None:
     pairs = zip(placed, raw.answers, strict=True)
     expected = torch.tensor([token for each, answer in pairs for token in each.predicted(answer)])
     score.samples += len(placed)
@@ -350,7 +360,7 @@ def _count(score: Score, placed: Sequence[Placed], outcome: Outcome, raw: Outcom
 
 
 def measure(
-    halves: Halves,
+    halves: ModelHalves,
     words: WordBank,
     seed: int,
     num_samples: int,
@@ -358,7 +368,7 @@ def measure(
     prompts: Sequence[Prompts],
     tasks: Sequence[str],
 ) -> Iterator[dict[str, object]]:
-    """A record for each kind of prompts, task and carrier."""
+    """A record for each kind of prompts, task and codec."""
     comparison = Comparison(halves, carriers)
     for kind in prompts:
         for task in tasks:

@@ -1,9 +1,14 @@
-"""How much of the KV transfer hides behind the prefill: a prompt goes through prefill and decode over a link of a given speed, once
-layer by layer while prefill computes, once after it, once with what would not hide left to decode to compute.
+"""How much of the KV transfer hides behind the prefill.
 
-One process, real services and engines; the in-process agent with a link: bytes count as arrived when the link could have
-carried them. What shows of a transfer is the time from prefill's first token to the lease's completion at decode. Hidden
-share: 1 - (what shows, pipelined) / (what shows when nothing is sent before the first token).
+A prompt goes through prefill and decode over a link of a given speed, in three modes:
+* pipelined: layer by layer while prefill computes;
+* after prefill: everything is sent after the first token;
+* recomputed: as pipelined, but decode computes the part that would not hide.
+
+One process, real services and engines; the in-process agent with an emulated link: bytes count as arrived
+when the link could have carried them. The visible time of a transfer is the time from prefill's first token
+to the lease's completion at decode. Hidden share: 1 - (visible time, pipelined) / (visible time, after
+prefill).
 """
 
 from __future__ import annotations
@@ -21,28 +26,30 @@ from unittest.mock import patch
 
 import numpy as np
 
+from bench.in_process import started
 from cluster.config.settings import ClusterArgs
 from cluster.ids import new_request_id
-from cluster.types.members import Role
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from decode_service.service import DecodeService
 from kv_transfer.agents.agent import TransferState
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.lease.receiver import Completed
+from kv_transfer.lease.events import Completed
 from prefill_service import engine as prefill_engine
 from prefill_service import transfer as prefill_transfer
 from prefill_service.service import PrefillService
+from prefill_service.state import PrefillRequest
 from prefill_service.transfer import send_computed
 from router.door import Door
+from router.telemetry.timeline import RequestTimeline
 
 NUM_GENERATED = 3
 TIMEOUT_S = 300.0
 
 
 class SlowLink:
-    """An agent whose writes take as long as a link of `bytes_per_s` would, one after the other."""
+    """An agent whose writes take as long as on a link of `bytes_per_s`, one after the other."""
 
-    def __init__(self, agent: Any, link: Link):
+    def __init__(self, agent: Any, link: EmulatedLink):
         self._agent = agent
         self._link = link
         self._free_at = 0.0
@@ -66,13 +73,13 @@ class SlowLink:
 
 
 @dataclass
-class Link:
+class EmulatedLink:
     bytes_per_s: float
     num_bytes: int = 0
 
 
 @dataclass
-class Times:
+class RequestTimes:
     """Of one request, as perf_counter reads; tokens at the door."""
 
     started_at: float = 0.0
@@ -82,7 +89,7 @@ class Times:
 
 
 class NoPush:
-    """In the place of `StepPush`: nothing goes while the step runs."""
+    """Replaces `StepPush`: nothing is sent while the step runs."""
 
     def __init__(self, *_: object):
         pass
@@ -124,54 +131,44 @@ MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 @asynccontextmanager
-async def cluster(args: ClusterArgs, link: Link, times: Times):
-    """Prefill, decode and a door in this process. `times` is filled in by whichever request runs."""
+async def cluster(args: ClusterArgs, link: EmulatedLink, times: RequestTimes):
+    """Prefill, decode and a door in this process. `times` receives the times of the request that runs."""
     network = InProcessNetwork()
     unique = secrets.token_hex(4)
     with patch(
-        "cluster.worker.process.make_agent", lambda transport, name, host: SlowLink(network.agent(name), link)
+        "cluster.worker.process.make_agent", lambda transport, name, *_: SlowLink(network.agent(name), link)
     ):
         prefill = PrefillService(args, f"p-{unique}")
         decode = DecodeService(args, f"d-{unique}")
     _watch(prefill, decode, times)
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))
-    members = [await prefill.start(), await decode.start()]
-    for role in Role:
-        door.update_members(role, [member for member in members if member.role is role])
-    async with asyncio.timeout(10):
-        while len(door.peers) < len(members):
-            await asyncio.sleep(0.005)
-    try:
+    async with started(door, (prefill, decode)):
         yield door
-    finally:
-        await door.aclose()
-        await prefill.stop()
-        await decode.stop()
 
 
-def _watch(prefill: PrefillService, decode: DecodeService, times: Times) -> None:
-    tell, on_event = prefill._engine._tell_first_tokens, decode._process.transfer_engine._on_event
+def _watch(prefill: PrefillService, decode: DecodeService, times: RequestTimes) -> None:
+    report, on_event = prefill._engine._tell_first_tokens, decode._process.transfer_engine._on_event
 
-    def tell_first_tokens(*rest: Any) -> None:
+    def report_first_tokens(request: PrefillRequest, token_ids: tuple[int, ...]) -> None:
         times.prefilled_at = time.perf_counter()
-        tell(*rest)
+        report(request, token_ids)
 
     def on_lease(event: Any) -> None:
         if isinstance(event, Completed):
             times.complete_at = time.perf_counter()
         on_event(event)
 
-    prefill._engine._tell_first_tokens = tell_first_tokens
+    prefill._engine._tell_first_tokens = report_first_tokens
     decode._process.transfer_engine._on_event = on_lease
 
 
-async def _ask(door: Door, num_tokens: int, draw: random.Random, times: Times) -> None:
+async def _ask(door: Door, num_tokens: int, draw: random.Random, times: RequestTimes) -> None:
     prompt = Prompt(tuple(draw.randrange(1000, 20000) for _ in range(num_tokens)))
     sampling = SamplingParams(temperature=0.0)
     request = GenerateRequest(new_request_id(), prompt, (sampling,), StopParams(NUM_GENERATED, ()))
     times.tokens_at.clear()
     times.started_at = time.perf_counter()
-    (events,) = door._dispatcher.generate(request, (), ())
+    (events,) = door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
     async with asyncio.timeout(TIMEOUT_S):
         async for event in events:
             times.tokens_at += [time.perf_counter()] * len(event.token_ids)
@@ -180,10 +177,11 @@ async def _ask(door: Door, num_tokens: int, draw: random.Random, times: Times) -
 async def measure(
     args: ClusterArgs, lengths: Sequence[int], links: Sequence[float], repeats: int
 ) -> list[dict[str, object]]:
-    """`links`: GB/s. Each length is computed once over each link before the clock starts, so that its speed is known; modes take
-    turns."""
+    """`links`: GB/s. Before the clock starts, each length is computed once over each link, so that the
+    cluster knows its speed. The modes alternate.
+    """
     records: list[dict[str, object]] = []
-    times, link, draw = Times(), Link(1e12), random.Random(0)
+    times, link, draw = RequestTimes(), EmulatedLink(1e12), random.Random(0)
     async with cluster(args, link, times) as door:
         for length, speed in itertools.product(lengths, links):
             link.bytes_per_s = speed * 1e9

@@ -1,10 +1,11 @@
-"""How fast blocks get from one process to another: per agent, codec and number of blocks, beside a memcpy through shared memory
-and a plain TCP socket.
+"""How fast blocks get from one process to another: per agent, codec and number of blocks, beside a memcpy
+through shared memory and a plain TCP socket. A lane is one of these ways.
 
-Every lane has an owner, a process of its own, and blocks scattered over memories larger than the last cache. A shipment is timed
-from the writer's first call until the owner's event: connection known, checksum compared, coded blocks decoded; of `nixl-write` only
-the agent's write, until it is done. The lanes take
-turns, so that all of one size and repetition are milliseconds apart. perf_counter is the host's, so two processes' readings compare.
+Every lane has an owner, a process of its own, and blocks scattered over memories larger than the last cache.
+A shipment is timed from the writer's first call to the owner's event: connection known, checksum compared,
+coded blocks decoded. `nixl-write` is only the agent's write, until it is done. The lanes alternate, so that
+their times for one size and repetition are milliseconds apart. perf_counter is the host's, so readings of two
+processes are comparable.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout, block_descriptors
 from cluster.model.kv_format import kv_segments
 from kv_transfer.agents.agent import TransferState
 from kv_transfer.agents.factory import Transport, make_agent
-from kv_transfer.codecs.codecs import CodecName
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.quantisation import CodecName
+from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.transfer_engine import TransferEngine
 
 BLOCK_SIZE, HEADS, WIDTH = 16, 4, 128  # bfloat16: 16 KiB a block and segment
@@ -43,7 +44,7 @@ MAX_VECTORS = 512  # of one sendmsg
 
 @dataclass(frozen=True)
 class Shipment:
-    """Blocks here, and as many there."""
+    """Blocks to copy, and as many blocks to copy them to."""
 
     local_ids: Sequence[int]
     remote_ids: Sequence[int]
@@ -58,14 +59,14 @@ class Lane(Protocol):
     codec: str
 
     def ship(self, shipment: Shipment) -> tuple[float, int]:
-        """Seconds until all is there, and bytes that travelled."""
+        """Seconds until all blocks have arrived, and transferred bytes."""
         ...
 
 
 # ------------------------------------------------------------------------------------------------------------- our agents
 
 
-class MoverLane:
+class TransferEngineLane:
     def __init__(self, transport: Transport, codec: str, stack: ExitStack):
         self.name, self.codec = transport, codec
         self._pipe, child = multiprocessing.Pipe()
@@ -152,7 +153,7 @@ def _wire(memory: BlockMemory, codec: str) -> Wire | None:
 
 
 class WriteLane:
-    """The agent's write and nothing around it: no lease, no checksum, no notification, no other thread."""
+    """The agent's write alone: no lease, no checksum, no notification, no other thread."""
 
     def __init__(self, transport: Transport, stack: ExitStack):
         self.name, self.codec = f"{transport}-write", "raw"
@@ -167,7 +168,7 @@ class WriteLane:
         self._agent = make_agent(transport, f"write-{time.time_ns()}", "127.0.0.1")
         stack.callback(self._agent.close)
         self._agent.register(self._memory)
-        metadata, self._base = MoverLane._received(self._pipe)
+        metadata, self._base = TransferEngineLane._received(self._pipe)
         self._peer = self._agent.connect(metadata)
 
     def ship(self, shipment: Shipment) -> tuple[float, int]:
@@ -191,7 +192,7 @@ def _own_memory(pipe: Connection, transport: Transport) -> None:
     agent.register(memory)
     pipe.send((agent.metadata(), memory.base_address))
     while not pipe.poll(0.001):
-        agent.notifications()  # drives the transport
+        agent.notifications()  # lets the transport make progress
     agent.close()
 
 
@@ -199,7 +200,7 @@ def _own_memory(pipe: Connection, transport: Transport) -> None:
 
 
 class MemcpyLane:
-    """Block by block into memory that another process has mapped as well; nobody is told."""
+    """Block by block into memory that another process has mapped as well; without a notification."""
 
     name, codec = "memcpy", "raw"
 
@@ -208,8 +209,9 @@ class MemcpyLane:
         self._shared = SharedMemory(create=True, size=NUM_BLOCKS * LAYOUT.block_bytes)
         stack.callback(self._shared.unlink)
         stack.callback(self._close)
+        assert self._shared.buf is not None
         self._target = np.frombuffer(self._shared.buf, dtype=np.uint8)
-        self._target[:] = 0  # so that its pages are there
+        self._target[:] = 0  # so that its pages exist
         self._base = self._target.ctypes.data
 
     def ship(self, shipment: Shipment) -> tuple[float, int]:
@@ -298,12 +300,14 @@ def lanes(transports: Sequence[Transport], codecs: Sequence[str]) -> Iterator[li
             MemcpyLane(stack),
             SocketLane(stack),
             *([WriteLane("nixl", stack)] if "nixl" in transports else []),
-            *(MoverLane(transport, codec, stack) for transport in transports for codec in codecs),
+            *(TransferEngineLane(transport, codec, stack) for transport in transports for codec in codecs),
         ]
 
 
 def measure(every: Sequence[Lane], block_counts: Sequence[int], repeats: int) -> Iterator[dict[str, object]]:
-    """One record per lane, size and repetition. `num_blocks` counts pieces of 16 KiB; a first round is not counted."""
+    """A record for each lane, size and repetition. `num_blocks` counts pieces of 16 KiB; the first round is
+    not recorded.
+    """
     draw = random.Random(0)
     for count in block_counts:
         for repetition in range(-1, repeats):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bench.charts import box, label, svg
+from cluster.simulator.charts import box, label, svg
 
 Record = dict[str, Any]
 COLOURS = ("#999999", "#cccccc", "#2f6fb0", "#7fb2de", "#b9d4ec", "#e08a2c", "#eeb878", "#f5d9b5")
@@ -40,23 +40,27 @@ def hidden_table(records: Iterable[Record]) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for length, link in dict.fromkeys(key[:2] for key in cells):
-        early, late, anew = (cells[length, link, mode] for mode in HIDDEN_MODES)
-        shows = [_median(each, "shows_s") for each in (early, late)]
-        share = statistics.median(1 - a["shows_s"] / b["shows_s"] for a, b in zip(early, late, strict=True))
-        sent = _median(anew, "bytes") / _median(early, "bytes")
+        pipelined, late, recomputed = (cells[length, link, mode] for mode in HIDDEN_MODES)
+        shows = [_median(each, "shows_s") for each in (pipelined, late)]
+        share = statistics.median(
+            1 - a["shows_s"] / b["shows_s"] for a, b in zip(pipelined, late, strict=True)
+        )
+        sent = _median(recomputed, "bytes") / _median(pipelined, "bytes")
         times = (
-            " · ".join(f"{1e3 * _median(cell, name):.0f}" for cell in (early, late, anew))
+            " · ".join(f"{1e3 * _median(cell, name):.0f}" for cell in (pipelined, late, recomputed))
             for name in ("ttft_s", "second_token_s")
         )
         lines.append(
-            f"| {length} | {link:g} | {early[0]['bytes'] / 1e6:.1f} | {1e3 * shows[0]:.1f} · {1e3 * shows[1]:.1f} | "
+            f"| {length} | {link:g} | {pipelined[0]['bytes'] / 1e6:.1f} | {1e3 * shows[0]:.1f} · {1e3 * shows[1]:.1f} | "
             f"{share:.0%} | {' | '.join(times)} | {sent:.0%} |"
         )
     return lines
 
 
 def accuracy_table(records: Iterable[Record]) -> list[str]:
-    """One row for each kind of prompts and task, and one for all tasks; figures of several codecs in the order of the headline."""
+    """A row for each kind of prompts and task, and one for all tasks; figures of several codecs in the order
+    of the header.
+    """
     found = list(records)
     codecs = list(dict.fromkeys(record["codec"] for record in found))
     coded = [codec for codec in codecs if codec != "raw"]
@@ -78,7 +82,7 @@ def accuracy_table(records: Iterable[Record]) -> list[str]:
 
 
 def _accuracy_cells(sums: dict[str, Counter[str]], coded: Sequence[str]) -> str:
-    """`sums`: by codec; raw is among them."""
+    """`sums`: by codec, with raw among them."""
     raw, others = sums["raw"], [sums[codec] for codec in coded]
     most = max(others, key=lambda one: one["coded_tokens"], default=raw)
     right = [str(one["right"]) for one in sums.values()]

@@ -1,8 +1,16 @@
-"""What the operator decides: `settings` (a frozen value, made once, without I/O) and `environment` (its one reader)."""
+"""What the operator decides, and what is known before a model is loaded.
+
+* `settings`: the arguments of a cluster, a frozen value.
+* `environment`: the only reader of environment variables.
+* `checkpoint`, `hub`: what a model folder says about itself, and how it gets onto this machine.
+* `families`: what differs between multimodal model types.
+* `machine`: what the kernel says about this machine.
+"""
 
 from cluster.config.environment import Environment, read_environment
 from cluster.config.settings import ClusterArgs, DecodeArgs, DoorArgs, EncodeArgs, PrefillArgs, resolve
 
 __all__ = [
-    "ClusterArgs", "DecodeArgs", "DoorArgs", "EncodeArgs", "Environment", "PrefillArgs", "read_environment", "resolve",
+    "ClusterArgs", "DecodeArgs", "DoorArgs", "EncodeArgs", "Environment", "PrefillArgs", "read_environment",
+    "resolve",
 ]  # fmt: skip

@@ -1,10 +1,11 @@
-"""The only file that reads the environment. Everything else is handed a frozen value.
+"""The only file that reads environment variables. All other code gets a frozen value.
 
 EPDG_MODEL           model folder or hub id, unless the application's arguments name one
 EPDG_SOCKET_DIR      folder of Unix sockets and locks (default /tmp/epdg-<uid>), private to this user
 EPDG_CLUSTER_SECRET  shared by all hosts of one cluster; needed when side channels run over TCP
-HF_HUB_OFFLINE       of the Hugging Face hub's own variables the one that is looked at here: no model is downloaded
-RAY_AUTH_MODE        Ray's own; whether its token authentication is on. Ray hands it to all processes of a cluster
+HF_HUB_OFFLINE       the Hugging Face hub's own variable: no model is downloaded
+RAY_AUTH_MODE        Ray's own variable: whether its token authentication is on. Ray passes it to all
+                     processes of a cluster
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 class Environment(msgspec.Struct, frozen=True):
     model: str | None
     socket_dir: Path
-    cluster_secret: str | None  # never logged, never part of ClusterArgs: the dashboard shows those
+    cluster_secret: str | None  # never logged; not part of ClusterArgs, because the dashboard shows those
     is_hub_offline: bool = False
     is_ray_authenticated: bool = False
 
@@ -36,18 +37,18 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def tell_local_rank(rank: int) -> None:
-    """To transformers, whose tensor parallelism reads it there, and to Gloo that all ranks are on this host. Changes this
-    process's environment."""
+    """Tells transformers, whose tensor parallelism reads it there, the rank, and tells Gloo that all ranks
+    are on this host. Changes this process's environment."""
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def tell_net_devices(devices: Sequence[str]) -> None:
-    """To UCX, which otherwise listens on every interface of the host. It looks when an agent is made. Changes this process's
-    environment."""
+    """Tells UCX its network devices; otherwise it listens on every interface of the host. UCX reads them when
+    an agent is made. Changes this process's environment."""
     os.environ["UCX_NET_DEVICES"] = ",".join(devices)
 
 
 def child_environment(**overrides: str) -> dict[str, str]:
-    """This process's environment for a child, with what the launcher changes."""
+    """This process's environment with `overrides`, for a child process."""
     return {**os.environ, **overrides}

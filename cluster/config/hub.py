@@ -1,7 +1,7 @@
-"""Models that are named by their id on the Hugging Face hub ("org/name") instead of a folder.
+"""Models named by their id on the Hugging Face hub ("org/name") instead of a folder.
 
-`download` asks huggingface_hub, which shows progress, resumes what was interrupted and keeps files in the user's cache. The
-launcher calls it before anything starts; what it starts sees the local folder only.
+`download` uses huggingface_hub, which shows progress, resumes interrupted downloads and keeps files in the
+user's cache. The launcher calls it before anything starts; the started processes see the local folder only.
 """
 
 from __future__ import annotations
@@ -13,17 +13,8 @@ from cluster.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 NOT_WANTED = (
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.ckpt",
-    "*.h5",
-    "*.msgpack",
-    "*.gguf",
-    "*.onnx",
-    "*.tflite",
-    "original/*",
-)
+    "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.tflite", "original/*",
+)  # fmt: skip
 CONTACT_TIMEOUT_S = 5.0
 
 
@@ -32,8 +23,8 @@ def is_hub_id(model: str) -> bool:
 
 
 def download(model_id: str, *, is_offline: bool, endpoint: str | None = None) -> Path:
-    """The folder of this model in the cache, fetched or completed if the hub may be asked. Blocks while it downloads; raises
-    ConfigError. `endpoint`: another hub than the environment's."""
+    """The folder of this model in the cache. Unless `is_offline`, missing files are downloaded first. Blocks
+    meanwhile. Raises ConfigError. `endpoint`: another hub than the environment's."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -49,13 +40,13 @@ def download(model_id: str, *, is_offline: bool, endpoint: str | None = None) ->
         )
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"no folder '{model_id}', and the hub knows no such model, or does not show it to this user",
+            f"no folder '{model_id}', and the hub has no such model, or does not show it to this user",
             param="model",
         ) from error
-    except Exception as error:  # what its HTTP client raises changes with its version
+    except Exception as error:  # the exceptions of its HTTP client change with its version
         reason = "HF_HUB_OFFLINE is set" if is_offline else f"the hub cannot be reached: {_first_line(error)}"
         raise ConfigError(
-            f"no folder '{model_id}', the hub's cache on this machine has no whole copy, and {reason}",
+            f"no folder '{model_id}', the hub's cache on this machine has no complete copy, and {reason}",
             param="model",
         ) from error
 

@@ -1,4 +1,4 @@
-"""What this machine has, asked of its kernel."""
+"""What the kernel says about this machine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What one cluster is: `ClusterArgs`, the `args` of the application in deploy/cluster.yaml.
+"""The settings of one cluster: `ClusterArgs`, the `args` of the application in deploy/cluster.yaml.
 
-Frozen, without I/O. An unknown name is refused with the nearest known one. `resolve` fills in what depends on the
-machine (the model's absolute path, downloaded if it is named by a hub id, and thread counts); everything after the composition
-root sees resolved values only.
+The values are frozen and made without I/O. An unknown name is refused, and the error names the nearest known
+one. `resolve` fills in what depends on the machine: the model's absolute path (after a download, if a hub id
+names it) and thread counts. Everything behind the composition root sees resolved values only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from cluster.config import hub
 from cluster.config.environment import Environment
 from cluster.errors import ConfigError
 
-REPOSITORY = Path(__file__).parents[
-    2
-]  # of an installed wheel site-packages: `deploy` lies beside the packages in both
+# for an installed wheel: site-packages. `deploy` lies beside the packages in both cases
+REPOSITORY = Path(__file__).parents[2]
 MIB = 1 << 20
 
 
@@ -40,129 +39,135 @@ class _Args(BaseModel):
 
 
 class _PoolArgs(_Args):
-    """Where a pool runs on CPUs. Replicas that share cores take turns: cluster/worker/cpu_slots.py."""
+    """Where a pool runs on CPUs. Replicas that share cores share CPU slots: cluster/worker/cpu_slots.py."""
 
-    threads: int = Field(0, ge=0)  # of a replica; 0: one per core, encoders half as many
-    cores: tuple[int, ...] = ()  # that its replicas may run on, as the kernel numbers them; empty: all
+    threads: int = Field(0, ge=0)  # per replica; 0: one per core, for encoders half as many
+    cores: tuple[int, ...] = ()  # cores that its replicas may run on, by the kernel's numbers; empty: all
 
 
 class EncodeArgs(_PoolArgs):
     max_batch_items: int = Field(8, ge=1)  # media items in one encoder step
     cache_bytes: int = Field(256 * MIB, ge=0)  # embeddings kept for media seen before
-    # preprocessed media that wait for the encoder: a long video (19 KiB a row in Qwen2.5-VL, 16,384 rows) and images beside it
+    # preprocessed media that wait for the encoder; room for a long video (Qwen2.5-VL: 19 KiB a row, 16,384
+    # rows) and some images
     max_prepared_bytes: int = Field(512 * MIB, ge=1)
-    # embedding rows not yet encoded, beyond which new items are refused (429). A GPU that makes 10,000 in a second is busy with so many
-    # for about as long as a request waits for its first token: what came later would only run into that deadline
+    # embedding rows that wait for the encoder; beyond this number new items are refused (429). A GPU that
+    # makes 10,000 rows a second needs about `first_token_timeout_s` for so many: later items would only miss
+    # that deadline
     max_queued_rows: int = Field(1 << 20, ge=1)
 
 
 class SchedulingArgs(_Args):
-    """What decides who goes first; see cluster/scheduling/keys.py."""
+    """Which request goes first; see cluster/scheduling/keys.py."""
 
-    aging_s: float = Field(
-        5.0, ge=0
-    )  # how much earlier a request of the next lower class must come to go first
-    tokens_per_s: float = Field(2000.0, gt=0)  # prompt tokens that count like a second of waiting
-    text_share: float = Field(0.3, ge=0, le=1)  # of prefill's steps and blocks, for requests without media
+    # a request goes before requests of the next higher class that arrived this much later
+    aging_s: float = Field(5.0, ge=0)
+    tokens_per_s: float = Field(2000.0, gt=0)  # prompt tokens that weigh as much as one second of waiting
+    # share of prefill's steps and blocks for requests without media
+    text_share: float = Field(0.3, ge=0, le=1)
 
 
 class SpeculationArgs(_Args):
     method: Literal["off", "ngram", "draft"] = "off"
-    max_draft_tokens: int = Field(4, ge=1, le=32)  # guesses in one step of one choice
-    draft_model: str = ""  # folder; same tokenizer; for the method "draft"
+    max_draft_tokens: int = Field(4, ge=1, le=32)  # draft tokens in one step of one choice
+    draft_model: str = ""  # for the method "draft": folder of a model with the same tokenizer
     draft_kv_blocks: int = Field(1024, ge=2)
 
 
 class PrefillArgs(_PoolArgs):
-    kv_blocks: int = Field(2048, ge=2)  # KV of the prompts in work, and the prefix cache
+    kv_blocks: int = Field(2048, ge=2)  # for prompts in work and the prefix cache
     max_batch_tokens: int = Field(2048, ge=1)  # prompt tokens in one step, over all requests
-    step_target_s: float = Field(0.5, gt=0)  # … and so many that a step is expected to last no longer
+    step_target_s: float = Field(0.5, gt=0)  # and no more than are expected to take this long
     feature_bytes: int = Field(128 * MIB, ge=0)  # memory that encoders write embeddings into
 
 
 class DecodeArgs(_PoolArgs):
-    kv_blocks: int = Field(4096, ge=2)  # KV of whole conversations
-    max_batch_sequences: int = Field(
-        256, ge=1
-    )  # in one step; a request has one per choice, twice that if guided
+    kv_blocks: int = Field(4096, ge=2)  # for whole conversations
+    # in one step; a request has one sequence per choice, with guidance two
+    max_batch_sequences: int = Field(256, ge=1)
     speculation: SpeculationArgs = SpeculationArgs()
 
 
 class TransferArgs(_Args):
     """How KV travels from prefill to decode."""
 
-    # raw: exactly as computed; int8, int4: coded, a half or a quarter of the bytes, a little less exact, int4 only where a probe
-    # of the model allows it; auto: int8 where that is predicted to be sooner there, else raw
+    # raw: exactly as computed
+    # int8, int4: half or a quarter of the bytes, a little less exact; int4 only if a probe of the model
+    # allows it
+    # auto: int8 if that is predicted to arrive sooner, else raw
     codec: Literal["raw", "int8", "int4", "auto"] = "raw"
-    wire_tokens: int = Field(16_384, ge=64)  # that may be on their way coded, of each worker; others go raw
-    # auto: over links so slow that it is sooner there, decode computes the end of a prompt anew
+    # tokens that may travel coded at once, per worker; others travel raw
+    wire_tokens: int = Field(16_384, ge=64)
+    # auto: decode computes the end of a prompt itself if its KV would arrive later over a slow link
     recompute: Literal["never", "auto"] = "never"
-    # of a private network that joins the hosts, as UCX names them ("eth1", "mlx5_0:1"): NIXL listens there, and whatever reaches it
-    # may write into the workers' memory. Needed with side_channel: tcp; on one host NIXL keeps to loopback
+    # network devices of a private network between the hosts, by UCX's names ("eth1", "mlx5_0:1"). NIXL
+    # listens there, and everything that reaches it may write into the workers' memory. Needed with
+    # side_channel: tcp; on one host NIXL uses loopback only
     net_devices: tuple[str, ...] = ()
 
     @property
     def codecs(self) -> tuple[Literal["raw", "int8", "int4"], ...]:
-        """In which KV may travel; a coded one, if there is any, is the last."""
+        """The codecs in which KV may travel; a coded one, if there is one, is the last."""
         return ("raw", "int8") if self.codec == "auto" else (self.codec,)
 
 
 class FetchArgs(_Args):
-    """Which URLs the door reads media from; see cluster/media/fetch/policy.py for how hosts are written."""
+    """From which URLs the door reads media; cluster/media/fetch/policy.py says how hosts are written."""
 
-    allowed_hosts: tuple[str, ...] = ()  # empty: any public one
+    allowed_hosts: tuple[str, ...] = ()  # empty: any public host
     denied_hosts: tuple[str, ...] = ()
-    internal_hosts: tuple[
-        str, ...
-    ] = ()  # trusted: may speak http and have any address; every client may read all of them
-    total_timeout_s: float = Field(30.0, gt=0)  # of one item
-    cache_bytes: int = Field(256 * MIB, ge=0)  # of fetched files, while their hosts allow it
-    max_concurrent: int = Field(32, ge=1)  # downloads at once
+    # trusted: may use http and have any address; every client may read from all of them
+    internal_hosts: tuple[str, ...] = ()
+    total_timeout_s: float = Field(30.0, gt=0)  # for one item
+    cache_bytes: int = Field(256 * MIB, ge=0)  # of fetched files, as long as their hosts allow it
+    max_concurrent: int = Field(32, ge=1)  # simultaneous downloads
 
 
 class MediaArgs(_Args):
     fetch: FetchArgs = FetchArgs()
-    max_items: int = Field(64, ge=1)  # of one request
-    max_request_bytes: int = Field(
-        256 * MIB, ge=1
-    )  # of one request's files, equal ones counted once (413 beyond)
-    max_held_bytes: int = Field(
-        2048 * MIB, ge=1
-    )  # of all requests in work at a door; half for a tenant (429 beyond)
-    max_tokens: int = Field(
-        0, ge=0
-    )  # of all items of a request; 0: as many as the model's context has room for
-    # rows that encoders compute, before pooling: for one image (they attend to each other), and for all items of a request
+    max_items: int = Field(64, ge=1)  # per request
+    # of one request's files; equal files count once; beyond it 413
+    max_request_bytes: int = Field(256 * MIB, ge=1)
+    # of all requests in work at a door, half of it for one tenant; beyond it 429
+    max_held_bytes: int = Field(2048 * MIB, ge=1)
+    # of all items of a request; 0: as many as the model's context has room for
+    max_tokens: int = Field(0, ge=0)
+    # rows that encoders compute, before pooling: for one image (its rows attend to each other), and for all
+    # items of a request
     max_picture_rows: int = Field(16_384, ge=1)
     max_rows: int = Field(65_536, ge=1)
-    # From so many embedding rows in the shortest queue of an encoder on, new media is looked at less closely: the longer the queue
-    # the less, down to a quarter of its tokens. Clients are told. 0: never
+    # When the shortest encoder queue has this many embedding rows, new media is reduced: the longer the queue
+    # the more, down to a quarter of its tokens. The answer tells the client. 0: never
     reduce_from_queued_rows: int = Field(0, ge=0)
 
 
 class AdmissionClassArgs(_Args):
-    """Requests of like importance."""
+    """Requests of the same importance."""
 
     name: str
-    max_priority: int | None = None  # takes requests up to it that no class before takes; None: all others
-    max_wait_s: float = Field(60.0, gt=0)  # at the door; who would wait longer is refused at once
-    target_ttft_s: float = Field(0.0, ge=0)  # who would miss it is refused at once; 0: none
-    weight: float = Field(1.0, gt=0)  # of its share of the work while several classes wait
+    max_priority: int | None = (
+        None  # highest priority number in this class; None: all that no earlier class takes
+    )
+    max_wait_s: float = Field(60.0, gt=0)  # at the door; a request that would wait longer is refused at once
+    target_ttft_s: float = Field(0.0, ge=0)  # a request that would miss it is refused at once; 0: no target
+    weight: float = Field(1.0, gt=0)  # share of the work while several classes wait
 
 
 class AdmissionArgs(_Args):
-    """Who goes from the door into the cluster, who waits at the door and who is refused (429); see docs/admission.md."""
+    """Which requests enter the cluster, wait at the door, or are refused (429); see docs/admission.md."""
 
-    # the most important class first; the last is shed first
+    # the most important class first; the last one is refused first
     classes: tuple[AdmissionClassArgs, ...] = (
         AdmissionClassArgs(name="interactive", max_priority=0, weight=8.0),
         AdmissionClassArgs(name="batch", max_wait_s=300.0),
     )
-    # predicted work in the cluster, for each worker of a pool; more waits at the door. Two of prefill's steps: less leaves workers idle,
-    # more makes urgent requests wait behind what cannot be called back
+    # predicted work in the cluster per worker of a pool; further requests wait at the door. Two of prefill's
+    # steps: less would leave workers idle, more would make urgent requests wait behind work that cannot be
+    # recalled
     max_outstanding_s: float = Field(1.0, gt=0)
-    max_queued: int = Field(1024, ge=1)  # requests that wait at this door: it holds their media
-    # that share the cluster evenly, each admitting its part; 1: each takes what load reports say is free
+    max_queued: int = Field(1024, ge=1)  # requests that wait at this door, which holds their media
+    # doors that share the cluster evenly, each admitting its part; 1: a door takes all that load reports say
+    # is free
     num_doors: int = Field(1, ge=1)
 
     @model_validator(mode="after")
@@ -177,52 +182,51 @@ class AdmissionArgs(_Args):
         return self
 
 
+POLICY = r"^(joint|least_loaded|round_robin|per_stage|linear|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+
+
 class DoorArgs(_Args):
     request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
     first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token, once a request has been let in
-    # who serves a request. joint: everybody together, so that the first tokens come soonest; the others are there to compare with
-    policy: Literal["joint", "least_loaded", "round_robin", "per_stage", "linear"] = "joint"
-    otlp_traces_endpoint: str = (
-        ""  # of an OpenTelemetry collector, as http://localhost:4318/v1/traces; empty: no traces
-    )
-    min_priority: int = Field(
-        0, ge=-8, le=0
-    )  # the most urgent that a client may ask for; lower is more urgent
-    share_caches: bool = (
-        False  # tenants find each other's KV and embeddings, and can tell what others have sent
-    )
-    show_workers: bool = False  # to clients that ask for a ledger
-    held_body_bytes: int = Field(1 << 30, ge=1)  # of all requests in work; beyond it they are refused (429)
+    # how requests are placed. joint: all workers of a request together, for the earliest first token. Else the
+    # import path of another policy, package.module:Class. The names of the comparison policies are aliases for
+    # one release.
+    policy: str = Field("joint", pattern=POLICY)
+    # of an OpenTelemetry collector, such as http://localhost:4318/v1/traces; empty: no traces
+    otlp_traces_endpoint: str = ""
+    # the most urgent priority that a client may ask for; lower is more urgent
+    min_priority: int = Field(0, ge=-8, le=0)
+    # tenants share KV and embeddings, and can therefore find out what others have sent
+    share_caches: bool = False
+    show_workers: bool = False  # to clients that ask for a request's timeline
+    # of all requests in work; beyond it requests are refused (429)
+    held_body_bytes: int = Field(1 << 30, ge=1)
     media: MediaArgs = MediaArgs()
     admission: AdmissionArgs = AdmissionArgs()
 
 
 class ClusterArgs(_Args):
-    # folder, relative to the working directory, else to the repository; or a hub id, "org/name"
+    # folder, relative to the working directory or else to the repository; or a hub id, "org/name"
     model: str = "deploy/demo_model"
     model_id: str = ""  # the name clients use; empty: the folder's name, or the hub id
-    max_model_len: int = Field(0, ge=0)  # prompt and answer, tokens; 0: what the model says
+    max_model_len: int = Field(0, ge=0)  # tokens of prompt and answer; 0: the model's own
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
-    kv_cache_dtype: Literal["auto", "int8"] = (
-        "auto"  # auto: as dtype; int8: half the bytes of 16 bit, a little less exact
-    )
-    weight_dtype: Literal["auto", "int8"] = (
-        "auto"  # of the language half's linears; int8: CPU only, less exact
-    )
-    tensor_parallel_size: int = Field(
-        1, ge=1
-    )  # GPUs that share the model, of each prefill and decode replica
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: what the replica finds
+    # auto: the dtype; int8: half the bytes of 16 bit, a little less exact
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    # of the language half's linears; int8: CPU only, less exact
+    weight_dtype: Literal["auto", "int8"] = "auto"
+    # GPUs of each prefill and decode replica, which share the model
+    tensor_parallel_size: int = Field(1, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if the replica finds it
     block_size: int = Field(16, ge=1)  # tokens in one KV block
-    transport: Literal["nixl", "collective", "in_process"] = (
-        "nixl"  # collective: Gloo, NCCL; in_process: tests
-    )
+    # collective: Gloo, NCCL; in_process: tests
+    transport: Literal["nixl", "collective", "in_process"] = "nixl"
     side_channel: Literal["unix", "tcp"] = "unix"  # tcp: pools on several hosts
-    # a worker whose engine or transfer thread has work and has not moved for so long is replaced; longer than any single layer takes
+    # a worker is replaced if its engine or transfer thread has work and has not moved for so long; any single
+    # layer takes less
     hang_timeout_s: float = Field(60.0, gt=0)
-    host: str = (
-        "127.0.0.1"  # where other hosts reach this replica; with side_channel: tcp the replica fills it in
-    )
+    # address of this replica for other hosts; with side_channel: tcp the replica sets it
+    host: str = "127.0.0.1"
     encode: EncodeArgs = EncodeArgs()
     prefill: PrefillArgs = PrefillArgs()
     decode: DecodeArgs = DecodeArgs()
@@ -234,23 +238,24 @@ class ClusterArgs(_Args):
     def _check_network(self) -> ClusterArgs:
         if self.side_channel == "tcp" and self.transport == "nixl" and not self.transfer.net_devices:
             raise ValueError(
-                'side_channel: tcp needs transfer.net_devices, the network devices that NIXL may use between hosts (as "eth1" '
+                "side_channel: tcp needs transfer.net_devices, the network devices that NIXL may use between "
+                'hosts (as "eth1" '
                 'or "mlx5_0:1"): of a private network, because NIXL does not authenticate what writes there'
             )
         return self
 
     @property
     def net_devices(self) -> tuple[str, ...]:
-        """What a worker's NIXL agent may listen on."""
+        """The devices that a worker's NIXL agent may listen on."""
         return self.transfer.net_devices if self.side_channel == "tcp" else ("lo",)
 
 
 def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> ClusterArgs:
-    """Explicit arguments win over the environment, the environment over defaults. Raises ConfigError."""
+    """Explicit arguments win over the environment, and the environment over defaults. Raises ConfigError."""
     given = args.model if "model" in args.model_fields_set else environment.model or args.model
     model = _find(given, environment)
     model_id = args.model_id or (model.name if _is_folder(given) else given)
-    half = max(1, num_cores // 2)  # an encoder's many small operators: more threads wait for each other
+    half = max(1, num_cores // 2)  # with more threads, an encoder's many small operators wait for each other
     pools = {
         name: pool.model_copy(update={"threads": pool.threads or len(pool.cores) or threads})
         for name, pool, threads in (
@@ -267,7 +272,7 @@ def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> C
 
 
 def _find(model: str, environment: Environment) -> Path:
-    """A folder here wins over a model of the hub with that name."""
+    """A local folder wins over a model of the hub with the same name."""
     for candidate in _candidates(model):
         if (candidate / "config.json").is_file():
             return candidate.resolve()

@@ -1,1 +1,3 @@
-"""Paged memory: `memory` (bytes and layout), `blocks` (who owns which block, prefix cache), `hashing` (block hashes)."""
+"""Paged memory: `memory` (bytes and layout), `blocks` (which requests hold a block, prefix cache), `hashing`
+(block hashes).
+"""

@@ -1,9 +1,9 @@
-"""Block pool: who may use which block, and which blocks still hold a known prefix.
+"""Block pool: which blocks are in use, and which blocks still hold a known prefix.
 
 A block is in exactly one of three states:
 
-    free        no content that anyone may rely on; on the free list
-    referenced  one or more requests (or leases) hold it; it may carry a hash, then others can join
+    free        its content is not valid; on the free list
+    referenced  one or more requests (or leases) hold it; if it has a hash, other requests can share it
     cached      no request holds it, but its content is known by a hash; the oldest is evicted first
 
     free --allocate--> referenced --free (no hash)--> free
@@ -11,9 +11,9 @@ A block is in exactly one of three states:
                                                       cached --allocate (evicted)--> referenced
 
 Each block has a generation. It grows whenever the block's content stops being valid (freed without a hash, or
-evicted), so that (block id, generation) names content, not just space. Owns no bytes and no clock; "last use"
-is the order of `free` calls. Not thread-safe: one engine owns one pool. Every call costs O(blocks named in
-it), whatever the pool's size.
+evicted). So (block id, generation) names content, not only space. Owns no bytes and no clock; the order of
+`free` calls defines which block was used last. Not thread-safe: one engine owns one pool. Every call costs
+O(blocks named in it), whatever the size of the pool.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}  # hash -> block; referenced or cached
         self._cached: OrderedDict[int, None] = OrderedDict()  # unreferenced blocks with a hash, oldest first
-        self._changed: dict[bytes, None] | None = (
-            None  # hashes that came or went, in order; None: nobody asks
-        )
+        # Hashes that were added or removed since `take_changes`, in order. None: the pool is not watched.
+        self._changed: dict[bytes, None] | None = None
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out now: free ones and cached ones."""
+        """Blocks that `allocate` can give now: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -55,29 +54,13 @@ class BlockPool:
     def num_referenced(self) -> int:
         return self.num_blocks - self.num_free
 
-    def generation(self, block_id: int) -> int:
-        return self._generations[block_id]
-
     def generations(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """`generation` of each block, as a grant carries them."""
+        """The generation of each block, as a grant carries them."""
         return tuple(self._generations[block_id] for block_id in block_ids)
 
-    def num_references(self, block_id: int) -> int:
-        return self._num_references[block_id]
-
-    def peek(self, hashes: Sequence[bytes]) -> int:
-        """Length in blocks of the prefix that `lookup` would return; changes nothing."""
-        num_found = 0
-        for block_hash in hashes:
-            if block_hash not in self._block_of:
-                break
-            num_found += 1
-        return num_found
-
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """The longest prefix of `hashes` whose blocks are known. The caller gets one reference to each of
-        them.
-        """
+        """The longest prefix of `hashes` whose blocks are known. The caller gets one reference to each
+        block."""
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
@@ -90,9 +73,8 @@ class BlockPool:
         return found
 
     def try_allocate(self, num_blocks: int) -> list[int] | None:
-        """`num_blocks` blocks with one reference each and no valid content, or None (and no change) if too
-        few.
-        """
+        """`num_blocks` blocks without valid content, one reference each. None, and no change, if there are
+        too few."""
         if num_blocks < 0:
             raise ValueError(f"cannot allocate {num_blocks} blocks")
         if num_blocks > self.num_free:
@@ -105,9 +87,7 @@ class BlockPool:
         return allocated
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Like `try_allocate`; raises `OverloadedError` when there are too few, and the caller waits or
-        refuses.
-        """
+        """Like `try_allocate`. Raises `OverloadedError` if there are too few; the caller waits or refuses."""
         allocated = self.try_allocate(num_blocks)
         if allocated is None:
             raise OverloadedError(
@@ -116,16 +96,16 @@ class BlockPool:
         return allocated
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """One more reference to each block, which somebody must hold already. Nobody may write to a shared block."""
+        """One more reference to each block. The blocks must be referenced already. A shared block must not be
+        written."""
         for block_id in block_ids:
             if self._num_references[block_id] == 0:
                 raise BookkeepingError(f"block {block_id} is shared but no request holds it")
             self._num_references[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give one reference to each block back. `block_ids` is in prompt order; its tail is evicted first,
-        because a prefix is worth more than what hangs on it.
-        """
+        """Gives one reference to each block back. `block_ids` is in prompt order; its tail is evicted first,
+        because a prefix is worth more than the blocks that follow it."""
         for block_id in reversed(block_ids):
             if self._num_references[block_id] == 0:
                 raise BookkeepingError(f"block {block_id} is freed but no request holds it")
@@ -139,10 +119,9 @@ class BlockPool:
                 self._cached[block_id] = None
 
     def register(self, block_id: int, block_hash: bytes) -> None:
-        """Make a full, computed block findable. The first block registered for a hash stays the one that is
-        found; a second one with equal content keeps working for its holder and becomes free with its last
-        reference.
-        """
+        """Makes a full, computed block findable. The first block that was registered for a hash stays the one
+        that is found. A second one with equal content stays valid for its holder and becomes free with its
+        last reference."""
         if self._num_references[block_id] == 0:
             raise BookkeepingError(f"block {block_id} is registered but no request holds it")
         known = self._hash_of[block_id]
@@ -155,7 +134,7 @@ class BlockPool:
             self._note(block_hash)
 
     def forget_all(self) -> None:
-        """Drop the prefix cache: cached blocks become free, referenced ones lose their hash."""
+        """Drops the prefix cache: cached blocks become free, referenced ones lose their hash."""
         while self._cached:
             self._free.append(self._evict())
         for block_hash, block_id in self._block_of.items():
@@ -164,7 +143,7 @@ class BlockPool:
         self._block_of.clear()
 
     def watch(self) -> None:
-        """From now on `take_changes` says what comes and goes."""
+        """From now on `take_changes` reports what is added and evicted."""
         self._changed = {}
 
     def content(self) -> tuple[bytes, ...]:
@@ -172,8 +151,8 @@ class BlockPool:
         return tuple(self._block_of)
 
     def take_changes(self) -> BlocksChanged | None:
-        """Hashes that `lookup` finds since the last call, and those that it does not find any more; None: no change. Of a pool that is
-        watched."""
+        """Hashes that `lookup` finds since the last call, and hashes that it does not find any more. None: no
+        change. Only for a pool that is watched."""
         if not self._changed:
             return None
         changed, self._changed = self._changed, {}
@@ -183,9 +162,8 @@ class BlockPool:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state and all tables agree.
-        O(num_blocks).
-        """
+        """Raises AssertionError unless every block is in exactly one state and all tables agree.
+        O(num_blocks)."""
         free = set(self._free)
         cached = set(self._cached)
         referenced = {b for b in range(self.num_blocks) if self._num_references[b] > 0}
@@ -199,7 +177,7 @@ class BlockPool:
         assert not free & set(hashed), "a free block has a hash"
 
     def _evict(self) -> int:
-        """Take the cached block that was used longest ago; its content is gone."""
+        """Takes the cached block that was used longest ago. Its content is lost."""
         block_id, _ = self._cached.popitem(last=False)
         block_hash = self._hash_of[block_id]
         assert block_hash is not None

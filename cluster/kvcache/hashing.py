@@ -1,13 +1,13 @@
 """Block hashes: the name of a full block's content, given everything before it.
 
     hash[-1] = H(the prompt's cache salt, block size)
-    hash[i]  = H(hash[i-1], token ids of block i, what stands in its placeholders)
+    hash[i]  = H(hash[i-1], token ids of block i, contents of its placeholders)
 
-Placeholder tokens are equal for all images of a model, so each run of an item's rows in a block adds
+Placeholder tokens are equal for all images of a model. So each run of an item's rows in a block adds
 (modality, media hash, first row, position in the block, number of rows): blocks of two images never share a
-name, nor do blocks that start at different rows of one image. Text behind an image differs too, through the
-chain. Names are equal in all processes of one cluster (little- and big-endian hosts must not be mixed) and
-are used as cache keys only.
+name, and blocks that start at different rows of one image do not either. Text behind an image differs too,
+through the chain. Names are equal in all processes of one cluster (little- and big-endian hosts must not be
+mixed) and are used as cache keys only.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from hashlib import blake2b
 from cluster.types.media import PlacedMedia
 from cluster.types.request import Prompt
 
-_DIGEST_BYTES = 32  # a client chooses prompts freely, so collisions must stay out of an attacker's reach
+_DIGEST_BYTES = 32  # a client chooses prompts freely, so it must not be able to find collisions
 
 
 def block_hashes(prompt: Prompt, block_size: int) -> list[bytes]:
-    """One hash per full block of the prompt, `len(token_ids) // block_size` of them. Ranges of `prompt.media` do not overlap."""
+    """One hash per full block of the prompt: `len(token_ids) // block_size` hashes. Ranges of `prompt.media`
+    do not overlap."""
     num_blocks = len(prompt.token_ids) // block_size
     token_bytes = memoryview(array("q", prompt.token_ids).tobytes())
     stride = block_size * 8  # bytes of one block's token ids
@@ -44,7 +45,8 @@ def block_hashes(prompt: Prompt, block_size: int) -> list[bytes]:
 
 
 def _media_parts(media: Sequence[PlacedMedia], block_size: int, num_blocks: int) -> dict[int, bytes]:
-    """What the items add to each block they touch; each part's length is part of it, so none can imitate two."""
+    """What the items add to each block that they touch. The length of each part is included in it, so no part
+    can imitate two parts."""
     parts: dict[int, bytes] = {}
     for item in media:
         name = f"{item.modality}:{item.media_hash}".encode()

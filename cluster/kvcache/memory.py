@@ -1,12 +1,12 @@
-"""Block memory: one flat buffer cut into equal blocks, the only memory that peers ever write into.
+"""Block memory: one flat buffer cut into equal blocks, the only memory that other workers ever write into.
 
-A memory has S segments (KV: two per layer, K then V; features: one). Each segment is an array of `num_blocks` blocks of
-`segment_bytes[s]` bytes. Segment-major order keeps every layer's K (or V) one contiguous tensor, which is what attention
-kernels want, while a block id still names the same token positions in all segments.
+A memory has S segments (KV: two per layer, K then V; features: one). Each segment is an array of `num_blocks`
+blocks of `segment_bytes[s]` bytes. Segment-major order makes every layer's K (or V) one contiguous tensor, as
+attention kernels need it, while a block id names the same token positions in all segments.
 
     address(s, b) = base + num_blocks * sum(segment_bytes[:s]) + b * segment_bytes[s]
 
-Owns the bytes only. Who may use which block is `BlockPool`'s business.
+Owns the bytes only. `BlockPool` knows which blocks are in use.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SegmentSpec:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """What two peers must agree on before bytes move."""
+    """What two workers must agree on before bytes are transferred."""
 
     segments: tuple[SegmentSpec, ...]
 
@@ -55,22 +55,21 @@ class MemoryLayout:
 
 
 def feature_layout(feature_width: int, rows_per_block: int, dtype: torch.dtype) -> MemoryLayout:
-    """How embedding rows lie in memory; equal in encoders and prefill workers of one model."""
+    """How embedding rows lie in memory. Equal in encoders and prefill workers of one model."""
     return MemoryLayout((SegmentSpec(rows_per_block, (feature_width,), dtype),))
 
 
 class BlockMemory:
     """The buffer and typed views into it.
 
-    `segments[s]` is a view [num_blocks, rows, *row_shape] of segment s.
-    """
+    `segments[s]` is a view [num_blocks, rows, *row_shape] of segment s."""
 
     def __init__(self, layout: MemoryLayout, num_blocks: int, device: torch.device | str = "cpu"):
         self.layout = layout
         self.num_blocks = num_blocks
         num_bytes = num_blocks * layout.block_bytes
         if torch.device(device).type == "cpu":
-            self.buffer = on_huge_pages(num_bytes).zero_()  # touched: from here on the memory is there
+            self.buffer = on_huge_pages(num_bytes).zero_()  # touched, so the memory is allocated now
         else:
             self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.segments: list[torch.Tensor] = []
@@ -86,14 +85,14 @@ class BlockMemory:
         return self.buffer.data_ptr()
 
     def synchronize(self) -> None:
-        """Waits until everything this thread has queued on the device is in the buffer: call it before bytes are sent.
-        Nothing to do on the CPU."""
+        """Waits until everything that this thread has enqueued on the device is in the buffer. Call it before
+        bytes are sent. Does nothing on the CPU."""
         if self.buffer.device.type == "cuda":
             torch.cuda.current_stream(self.buffer.device).synchronize()
 
     def mark(self) -> Callable[[], bool] | None:
-        """Tells later, from any thread and without waiting, whether what this thread has queued by now is in the buffer. None:
-        it is. Untried on hardware."""
+        """A function that says whether everything that this thread has enqueued so far is in the buffer. Any
+        thread may call it; it does not wait. None: it is. Not yet tried on hardware."""
         if self.buffer.device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -101,23 +100,26 @@ class BlockMemory:
         return event.query
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Block targets[i] becomes a copy of block sources[i], in every segment. On CUDA: enqueued."""
+        """Block targets[i] becomes a copy of block sources[i], in every segment. On CUDA the copy is
+        enqueued."""
         source_ids = torch.tensor(sources, device=self.buffer.device)
         target_ids = torch.tensor(targets, device=self.buffer.device)
         for segment in self.segments:
             segment.index_copy_(0, target_ids, segment.index_select(0, source_ids))
 
     def descriptors(self, block_ids: Sequence[int], segment_ids: Sequence[int] | None = None) -> np.ndarray:
-        """Address and length of each block in each segment: [len(segments) * len(block_ids), 2] uint64, segment-major."""
+        """Address and length of each block in each segment: [len(segments) * len(block_ids), 2] uint64,
+        segment-major."""
         return block_descriptors(self.layout, self.base_address, self.num_blocks, block_ids, segment_ids)
 
 
 def on_huge_pages(num_bytes: int) -> torch.Tensor:
-    """[num_bytes] uint8 zeros on the CPU, where the kernel has huge pages on those: what streams through them misses the TLB less,
-    and the kernel's copies between processes, which look every page up, take two thirds of the time."""
-    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory gets none
-    memory = mmap.mmap(-1, num_bytes + mmap.PAGESIZE, flags=kind)  # a page behind keeps neighbours apart
-    with contextlib.suppress(AttributeError, OSError):  # a system, a kernel without them
+    """[num_bytes] uint8 zeros on the CPU, on huge pages if the kernel has them. Reading them misses the TLB
+    less often, and the kernel's copies between processes, which look up every page, take two thirds of the
+    time."""
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory gets no huge pages
+    memory = mmap.mmap(-1, num_bytes + mmap.PAGESIZE, flags=kind)  # a page behind it keeps neighbours apart
+    with contextlib.suppress(AttributeError, OSError):  # a system or a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
@@ -129,7 +131,8 @@ def block_descriptors(
     block_ids: Sequence[int],
     segment_ids: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """`BlockMemory.descriptors` for a memory that may live in another process: pure arithmetic on a grant's fields."""
+    """`BlockMemory.descriptors` for a memory that may be in another process: pure arithmetic on the fields of
+    a grant."""
     sizes = [segment.block_bytes for segment in layout.segments]
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.uint64) * np.uint64(num_blocks)
     wanted = range(len(sizes)) if segment_ids is None else segment_ids

@@ -1,7 +1,7 @@
-"""The box structure of MP4 and its kin, as far as it must be read before a library may see the file.
+"""The box structure of MP4 and related formats, as far as it must be checked before FFmpeg may open the file.
 
-An index of a few bytes can declare billions of samples, for which FFmpeg would reserve memory and time when it opens
-the file. `check_index` adds up what is declared; it allocates nothing.
+An index of a few bytes can declare billions of samples, and FFmpeg would reserve memory and time for them
+when it opens the file. `check_index` adds up the declared numbers and allocates nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from cluster.errors import MediaError
 
 PARENTS = frozenset((b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts", b"moof", b"traf"))
 MAX_DEPTH = 8
-MAX_BOXES = 500_000  # a clip in fragments of one frame has about ten for each
-MAX_EDITS = 1_000  # per file; FFmpeg walks all samples for each
+MAX_BOXES = 500_000  # a clip with one fragment per frame has about ten per frame
+MAX_EDITS = 1_000  # per file; for each edit FFmpeg visits all samples
 
 
 def boxes(
     data: bytes, start: int = 0, end: int | None = None, depth: int = 0
 ) -> Iterator[tuple[bytes, int, int]]:
-    """(type, start and end of the payload) of every box, parents before their children. Ends where the structure does."""
+    """(type, start and end of the payload) of every box, parents before their children. Stops at the first
+    malformed box."""
     end = len(data) if end is None else end
     while start + 8 <= end:
         size, kind, header = int.from_bytes(data[start : start + 4]), data[start + 4 : start + 8], 8
@@ -35,7 +36,7 @@ def boxes(
 
 
 def check_index(data: bytes, max_samples: int) -> None:
-    """Raises MediaError when the file declares more samples, edits or boxes than any that this server decodes."""
+    """Raises MediaError if the file declares more samples, edits or boxes than this server accepts."""
     num_samples = num_edits = 0
     for num_boxes, (kind, start, _) in enumerate(boxes(data), start=1):
         if kind == b"stsz":
@@ -49,7 +50,8 @@ def check_index(data: bytes, max_samples: int) -> None:
 
 
 def frame_times(data: bytes, max_frames: int) -> tuple[list[int], int]:
-    """Durations of the first track's samples, [] without a track, and the units of time in a second. Raises MediaError."""
+    """Durations of the first track's samples ([] without a track), and time units per second. Raises
+    MediaError."""
     durations: list[int] = []
     timescale = 1
     for kind, start, end in boxes(data):

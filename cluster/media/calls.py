@@ -1,6 +1,7 @@
-"""The calls to a transformers processor for one item: inputs of the encoder and the text that stands for the item.
+"""The calls to a transformers processor for one item: inputs of the encoder and the text that stands for the
+item.
 
-The processor may be the real one or its `shapes_only` copy; whoever calls passes pixels and waveforms, or blanks.
+The processor is the real one, which gets pixels and waveforms, or its `shapes_only` copy, which gets blanks.
 """
 
 from __future__ import annotations
@@ -11,26 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cluster.config.families import ModelFamily
 from cluster.errors import MediaError, UnsupportedError
 from cluster.types.media import MediaOptions, MediaProbe
 
 if TYPE_CHECKING:
     import torch
 
-# Whose rows lie on a grid and carry no deep-stack features.
-POOLED_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker")
-CLIP_AREA_MODELS = ("qwen3_vl", "qwen3_vl_moe")  # their bounds for pixels are those of all frames of a clip
 AREA_KEYS = ("shortest_edge", "longest_edge")  # of a processor that bounds the number of pixels
 
-_TENSORS = {
-    "return_tensors": "pt",
-    "input_data_format": "channels_first",
-}  # a guess fails at three pixels of height
+# The layout is stated, because the processors' guess is wrong for an image three pixels high.
+_TENSORS = {"return_tensors": "pt", "input_data_format": "channels_first"}
 
 
 @dataclass(frozen=True)
 class Processed:
-    """`inputs`: what the processor calls them, each for a batch of one. `text`: stands for the item in the prompt."""
+    """`inputs`: by the processor's names, for a batch of one. `text`: replaces the item in the prompt."""
 
     inputs: dict[str, Any]
     text: str
@@ -38,15 +35,13 @@ class Processed:
 
 
 class ProcessorCalls:
-    """Thread safe. Everything raises MediaError or UnsupportedError for what the client can help, and what the processor raises."""
+    """Thread safe. All calls raise MediaError or UnsupportedError if the client can fix it, and whatever the
+    processor raises."""
 
-    def __init__(self, processor: Any, family: str, call_kwargs: Mapping[str, Any]):
-        """call_kwargs: call-time arguments that the model folder asks for."""
-        from transformers.processing_utils import OmniModalProcessorMixin
-
+    def __init__(self, processor: Any, family: ModelFamily, call_kwargs: Mapping[str, Any]):
+        """call_kwargs: call-time arguments from the model folder."""
         self._processor = processor
         self._family = family
-        self._is_omni = isinstance(processor, OmniModalProcessorMixin)
         self._kwargs = processor._merge_kwargs(
             tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **call_kwargs
         )
@@ -76,14 +71,16 @@ class ProcessorCalls:
     def video(
         self, frames: torch.Tensor, probe: MediaProbe, options: MediaOptions, sound: np.ndarray | None = None
     ) -> Processed:
-        """frames: [T, 3, height, width] uint8. sound: [samples] float32, of a clip that is heard."""
+        """frames: [T, 3, height, width] uint8. sound: [samples] float32, if the clip is heard."""
         processor = self._processor
         kwargs = {**self._kwargs["videos_kwargs"], **_TENSORS}
         kwargs |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [_metadata(probe)]}
-        share = probe.num_frames if self._family in CLIP_AREA_MODELS else 1
+        share = probe.num_frames if self._family.bounds_whole_clips else 1
         kwargs |= _area(processor.video_processor, kwargs, options, share)
         heard = None
-        if self._is_omni:  # they tell time by the rate that was asked for, not by the clip's own
+        if (
+            self._family.hears_clips
+        ):  # these processors compute times from the requested rate, not from the clip's own
             kwargs |= {} if options.fps is None else {"fps": options.fps}
             kwargs = {**self._kwargs, "videos_kwargs": kwargs}
             if sound is not None:
@@ -94,7 +91,9 @@ class ProcessorCalls:
                     "video_to_audio_indices": [0],
                 }
         elif sound is not None:
-            raise UnsupportedError("audio_in_video: this model does not hear its clips", param="messages")
+            raise UnsupportedError(
+                "audio_in_video: this model does not take the sound of a clip", param="messages"
+            )
         inputs, (text,) = processor._process_videos([frames], **kwargs)
         if self._is_pooled(options):
             inputs["video_grid_thw"] = self._pooled(
@@ -124,15 +123,17 @@ class ProcessorCalls:
             return False
         if min(options.temporal_pooling, options.spatial_pooling) < 1:
             raise MediaError("temporal_pooling and spatial_pooling must be at least 1")
-        if self._family not in POOLED_MODELS:
+        if not self._family.can_pool:
             raise UnsupportedError(
-                f"temporal_pooling and spatial_pooling are not supported for {self._family} models",
+                f"temporal_pooling and spatial_pooling are not supported for {self._family.model_type} "
+                "models",
                 param="messages",
             )
         return True
 
     def _pooled(self, grids: torch.Tensor, part: Any, options: MediaOptions) -> torch.Tensor:
-        """[1, 3] patches before merging → the same of the pooled rows."""
+        """[1, 3] patches before merging → the grid with which the processor writes as many tokens as there
+        are pooled rows."""
         import torch
 
         time, height, width = grids[0].tolist()
@@ -148,25 +149,26 @@ def _has_vision_options(options: MediaOptions) -> bool:
 
 
 def _area(part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: int = 1) -> dict[str, Any]:
-    """Call arguments for `min_pixels` and `max_pixels`; of the model's own bounds, one that contradicts the client's gives way, but
-    nothing is enlarged beyond the most that the model itself looks at. share:
-    images that are bounded together. Only processors that bound the number of pixels take them: where the model knows one size alone,
-    shrinking its input first would lose detail and save nothing."""
+    """Call arguments for `min_pixels` and `max_pixels`. share: number of images that are bounded together.
+
+    * If one of the model's own bounds contradicts the client's, the client's wins. However, nothing is
+      enlarged beyond the model's own upper bound.
+    * Only processors that bound the number of pixels take these arguments. If a model has fixed sizes,
+      shrinking its input first would lose detail and save nothing."""
     if options.min_pixels is None and options.max_pixels is None:
         return {}
     size = kwargs.get("size") or part.size
-    own_least, own_most = (size.get(key) for key in AREA_KEYS)
-    if own_least is None or own_most is None:
-        raise UnsupportedError(
-            "min_pixels and max_pixels: this model sees everything in sizes of its own", param="messages"
-        )
-    if options.min_pixels is not None and options.min_pixels > own_most:
+    own_min, own_max = (size.get(key) for key in AREA_KEYS)
+    if own_min is None or own_max is None:
+        raise UnsupportedError("min_pixels and max_pixels: this model uses fixed sizes", param="messages")
+    if options.min_pixels is not None and options.min_pixels > own_max:
         raise MediaError(
-            f"min_pixels is {options.min_pixels}; nothing is enlarged beyond this model's own limit of {own_most}",
+            f"min_pixels is {options.min_pixels}; nothing is enlarged beyond this model's own limit of "
+            f"{own_max}",
             param="mm_processor_kwargs.min_pixels",
         )
-    least = own_least if options.min_pixels is None else options.min_pixels * share
-    most = own_most if options.max_pixels is None else options.max_pixels * share
+    least = own_min if options.min_pixels is None else options.min_pixels * share
+    most = own_max if options.max_pixels is None else options.max_pixels * share
     if options.min_pixels is None:
         least = min(least, most)
     elif options.max_pixels is None:

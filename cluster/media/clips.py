@@ -1,7 +1,9 @@
-"""Two kinds of files with moving pictures behind one protocol: containers (FFmpeg) and animated images (Pillow).
+"""Two kinds of files with moving pictures behind one protocol: containers (FFmpeg) and animated images
+(Pillow).
 
-A `Clip` tells when its frames are shown without decoding (`timeline`) and decodes them in order (`pictures`). FFmpeg here
-reads no animated WebP and of an AVIF sequence only its cover, hence Pillow; GIF and APNG go through FFmpeg.
+A `Clip` says without decoding when its frames are shown (`timeline`), and decodes them in order (`pictures`).
+Pillow reads WebP and AVIF, because this FFmpeg reads no animated WebP and only the cover of an AVIF sequence.
+FFmpeg reads GIF and APNG.
 """
 
 from __future__ import annotations
@@ -22,23 +24,24 @@ from cluster.media.budget import DecodeBudget
 from cluster.media.container import first_stream, open_container
 from cluster.media.images import image_format, open_image
 
-LUMA_SIDE = 64  # about so many samples of each row and column are looked at for cuts
-DEFAULT_FRAME_MS = 100  # of an animation's frame that says 0, as browsers have it
+LUMA_SIDE = 64  # samples of each row and column in which cuts are looked for, approximately
+DEFAULT_FRAME_MS = 100  # duration of an animation's frame that says 0, as in browsers
+# pixel formats whose first plane is 8-bit luma
 _PLANAR_LUMA = frozenset(
     ("gray", "nv12", "yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p", "yuvj444p")
-)  # pixel formats whose first plane is 8-bit luma
+)
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """When frames are shown, in the order in which they are."""
+    """When frames are shown, in display order."""
 
-    times: tuple[int, ...] | None  # in the file's units; None: it says nothing
-    key_idx: tuple[int, ...]  # frames stored whole
+    times: tuple[int, ...] | None  # in the file's units; None: the file does not say
+    key_idx: tuple[int, ...]  # key frames: stored whole
     num_frames: int
     source_fps: float
 
     def idx_at(self, time: int | None, position: int) -> int:
-        """The frame shown at this time; without times the one at this place."""
+        """The frame shown at this time; without times the one at this position."""
         return position if self.times is None or time is None else bisect_left(self.times, time)
 
 
@@ -53,11 +56,11 @@ class Picture(Protocol):
     def height(self) -> int: ...
     @property
     def turns(self) -> int:
-        """Quarter turns, counter-clockwise, that it is shown at."""
+        """Quarter turns, counter-clockwise, by which it is rotated for display."""
         ...
 
     def rgb(self, width: int, height: int) -> np.ndarray:
-        """[height, width, 3] uint8, not turned."""
+        """[height, width, 3] uint8, not rotated."""
         ...
 
     def luma(self) -> np.ndarray:
@@ -103,7 +106,7 @@ class ContainerClip:
         self._budget = budget
 
     def timeline(self) -> Timeline:
-        """Reads all packets. A packet is taken for a frame; `pictures` may yield fewer (VP8's hidden frames)."""
+        """Reads all packets and counts each as a frame. `pictures` may yield fewer (VP8's hidden frames)."""
         times, ends, keys = [], [], []
         with open_container(self._data, self._budget) as container:
             stream = first_stream(container, "video", self._budget)
@@ -126,7 +129,7 @@ class ContainerClip:
             )
 
     def pictures(self, *, only_keys: bool = False, num_threads: int = 0) -> Iterator[Picture]:
-        """`only_keys`: nothing but the packets of key frames reaches the decoder. `num_threads` 0: one per CPU."""
+        """`only_keys`: only packets of key frames reach the decoder. `num_threads` 0: one per CPU."""
         with open_container(self._data, self._budget) as container:
             stream = first_stream(container, "video", self._budget)
             stream.codec_context.thread_count = num_threads
@@ -141,7 +144,8 @@ class ContainerClip:
                     yield ContainerPicture(frame)
 
     def _check_size(self, width: int, height: int) -> None:
-        """FFmpeg was told about the limit, too: it forgets a size far beyond it, and decodes no such frame."""
+        """FFmpeg has the limit as well: for a size far beyond it FFmpeg reports no size and decodes no
+        frame."""
         max_pixels = self._budget.limits.max_pixels
         if not 0 < width * height <= max_pixels:
             raise MediaError(f"frames of more than {max_pixels} pixels, or of unknown size, are not accepted")
@@ -191,7 +195,7 @@ class AnimationClip:
 
 
 def _webp_durations(data: bytes, max_frames: int) -> list[int]:
-    """Milliseconds that each frame of an animation is shown, [] for a still image. Raises MediaError."""
+    """Display time of each frame in milliseconds; [] for a still image. Raises MediaError."""
     durations: list[int] = []
     start = 12
     while start + 8 <= len(data):
@@ -210,12 +214,12 @@ def _sparse(luma: np.ndarray) -> np.ndarray:
 
 
 def _source_fps(stream: Any, times: list[int | None], ends: list[int]) -> float:
-    """Frames per second over the clip's whole length; the header's rate where the packets carry no times."""
+    """Frames per second over the clip's whole length. If the packets carry no times: the header's rate."""
     known = [time for time in times if time is not None]
     if len(known) == len(times):
         seconds = float((max(ends) - min(known)) * stream.time_base)
         if max(ends) == max(known) and len(times) > 1:
-            # no durations: the last frame lasts as long as the others
+            # the packets have no durations: the last frame is assumed to last as long as the others
             seconds *= len(times) / (len(times) - 1)
         if seconds > 0:
             return len(times) / seconds

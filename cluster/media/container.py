@@ -1,6 +1,9 @@
-"""Opens video and audio containers. The demuxer is chosen by magic bytes from a fixed list and forced on FFmpeg, which
-would otherwise also try playlists and other formats that make it open further files or addresses. Decoders are those of files
-that people have; the hundreds of others that FFmpeg carries are never run."""
+"""Opens video and audio containers.
+
+Magic bytes select the demuxer from a fixed list, and FFmpeg is forced to use it. Otherwise FFmpeg would also
+try playlists and other formats that make it open further files or addresses. Only decoders of common codecs
+may run, not the hundreds of others in FFmpeg.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,20 @@ from cluster.media.budget import DecodeBudget
 
 av.logging.set_level(None)
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs")
-# FFmpeg's limit also holds for a decoder's own buffers, which are larger than the frames of tiny videos.
+# FFmpeg's limit also applies to a decoder's own buffers, which are larger than the frames of tiny videos.
 MIN_BUFFER_PIXELS = 2**20
 VIDEO_CODECS = frozenset((
-    "h264", "hevc", "vvc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg",
-    "h263", "flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "wmv3", "vc1", "theora", "prores", "dnxhd", "gif", "apng", "png",
+    "h264", "hevc", "vvc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4", "mpeg2video",
+    "mpeg1video", "mjpeg",
+    "h263", "flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "wmv3", "vc1", "theora", "prores", "dnxhd", "gif",
+    "apng", "png",
     "rawvideo", "vp6f", "vp6a",
 ))  # fmt: skip
 AUDIO_CODECS = frozenset((
-    "aac", "aac_latm", "mp1", "mp1float", "mp2", "mp2float", "mp3", "mp3float", "opus", "libopus", "vorbis", "flac", "alac",
-    "ac3", "eac3", "dca", "wmav1", "wmav2", "wmapro", "amrnb", "amrwb", "libopencore_amrnb", "libopencore_amrwb", "speex", "gsm", "gsm_ms",
+    "aac", "aac_latm", "mp1", "mp1float", "mp2", "mp2float", "mp3", "mp3float", "opus", "libopus", "vorbis",
+    "flac", "alac",
+    "ac3", "eac3", "dca", "wmav1", "wmav2", "wmapro", "amrnb", "amrwb", "libopencore_amrnb",
+    "libopencore_amrwb", "speex", "gsm", "gsm_ms",
     "adpcm_ima_wav", "adpcm_ms", "adpcm_ima_qt", "adpcm_swf", "g722", "g726",
     *(name for name in av.codecs_available if name.startswith("pcm_")),
 ))  # fmt: skip
@@ -50,7 +57,7 @@ _BY_FIRST_BYTES = {
 
 
 def container_format(data: bytes) -> str | None:
-    """FFmpeg's demuxer name for these bytes, None when they are not of an accepted format."""
+    """FFmpeg's demuxer name for these bytes; None if they are not of an accepted format."""
     head = data[:16]
     if head[4:8] in _MP4_FIRST_BOXES:
         return None if head[8:12] in HEIC_BRANDS else "mp4"
@@ -74,7 +81,7 @@ def container_format(data: bytes) -> str | None:
 
 @contextmanager
 def open_container(data: bytes, budget: DecodeBudget) -> Iterator[InputContainer]:
-    """Raises MediaError for unknown formats, and whatever PyAV raises for broken ones."""
+    """Raises MediaError for unknown formats, and whatever PyAV raises for broken files."""
     name = container_format(data)
     if name is None:
         raise MediaError("not a container format this server accepts")
@@ -92,9 +99,10 @@ def open_container(data: bytes, budget: DecodeBudget) -> Iterator[InputContainer
 
 
 def first_stream(container: InputContainer, kind: Literal["video", "audio"], budget: DecodeBudget) -> Any:
-    """The stream that is decoded, its decoder limited to the budget. (PyAV types video and audio streams apart.)"""
+    """The stream to decode, with its decoder limited to the budget. (PyAV has different types for video and
+    audio streams.)"""
     streams = [stream for stream in container.streams if stream.type == kind]
-    if kind == "video":  # the cover of a song is no video
+    if kind == "video":  # the cover of a song is not a video
         streams = [s for s in streams if not s.disposition & av.stream.Disposition.attached_pic]
     if not streams:
         raise MediaError("has no sound track" if kind == "audio" else "has no video stream")

@@ -1,7 +1,7 @@
-"""One image: its header (door) and its pixels (encoder), the same as transformers' `load_image` gives.
+"""One image: its header (door) and its pixels (encoder), the same as from transformers' `load_image`.
 
-That is: upright by EXIF orientation, then Pillow's conversion to RGB, which drops transparency and ignores colour
-profiles. The format is found by magic bytes, never by a declared type.
+The image is rotated by its EXIF orientation. Then Pillow converts it to RGB, which drops transparency and
+ignores colour profiles. Magic bytes decide the format, not a declared type.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from cluster.errors import MediaError
 from cluster.media.budget import DecodeBudget
 from cluster.media.container import HEIC_BRANDS
 
-# Broken metadata of a client's file is nothing to log, and the cap on pixels is ours.
+# Broken metadata of a client's file is not worth a log line, and this module has its own limit on pixels.
 warnings.filterwarnings("ignore", module="PIL")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")  # none of them runs another program
-MAX_JPEG_SCANS = 100  # each goes over the whole image; encoders write about ten
+MAX_JPEG_SCANS = 100  # each scan covers the whole image; encoders write about ten
 MAX_JPEG_SEGMENTS = 10_000
-_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # begins a segment; the others stand inside of scans
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # begins a segment; other markers lie inside scans
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that turn an image by a quarter
 _PNG_ORIENTATION_MARKS = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type")
 
 
 class OpenedImage(msgspec.Struct, frozen=True):
-    """Nothing is decoded yet. Width and height are those after orientation."""
+    """An image that is not decoded yet. Width and height are those after rotation."""
 
     image: Image.Image
     width: int
@@ -36,7 +36,7 @@ class OpenedImage(msgspec.Struct, frozen=True):
 
 
 def image_format(data: bytes) -> str | None:
-    """WEBP or AVIF, None for anything else."""
+    """WEBP or AVIF; None for any other format."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
     return "AVIF" if data[4:12] in (b"ftypavif", b"ftypavis") else None
@@ -68,12 +68,13 @@ def decode_image(data: bytes, budget: DecodeBudget) -> np.ndarray:
     opened = open_image(data, budget)
     image = ImageOps.exif_transpose(opened.image).convert("RGB")
     if image.size != (opened.width, opened.height):
-        raise MediaError("its header and its content disagree about the size")
-    return np.array(image)  # a copy of its own, which torch can share
+        raise MediaError("its header and its content have different sizes")
+    return np.array(image)  # a writable copy, which torch can share
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:
-    """Pillow decodes a PNG to look for orientation behind its pixels: not where there is none."""
+    """EXIF orientation. To look for it behind the pixels of a PNG, Pillow decodes the image, so a PNG without
+    marks is skipped."""
     if image.format == "PNG" and not any(mark in data for mark in _PNG_ORIENTATION_MARKS):
         return 1
     return image.getexif().get(0x0112, 1)
@@ -85,7 +86,8 @@ def _check_size(width: int, height: int, budget: DecodeBudget) -> None:
 
 
 def _check_jpeg_scans(data: bytes) -> None:
-    """A progressive image of a few kilobytes can take minutes. Looks at the first image alone, not at what phones append."""
+    """Refuses images with many scans: a progressive image of a few kilobytes can take minutes. Checks only
+    the first image, not the ones that phones append."""
     place, num_scans = 2, 0
     for _ in range(MAX_JPEG_SEGMENTS):
         found = _JPEG_MARKER.search(data, place)
@@ -99,7 +101,7 @@ def _check_jpeg_scans(data: bytes) -> None:
 
 
 def _webp_canvas(data: bytes) -> tuple[int, int]:
-    """Width and height from the first chunk: Pillow reserves the canvas when it opens the file."""
+    """Width and height from the first chunk, before Pillow opens the file and reserves the canvas."""
 
     def little(start: int, size: int) -> int:
         return int.from_bytes(data[start : start + size], "little")

@@ -1,4 +1,4 @@
-"""From what a processor says of an item to its layout in a prompt. Pure."""
+"""From the output of a processor for one item to the item's layout in a prompt. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from cluster.types.media import MediaGeometry, MediaLayout, Modality
 
 
 def make_layout(processed: Processed, modality: Modality, row_tokens: Mapping[Modality, str]) -> MediaLayout:
-    """row_tokens: what the processor writes once for each embedding row. Raises MediaError for an item without any row."""
+    """row_tokens: the token that the processor writes once for each embedding row. Raises MediaError for an
+    item without rows."""
     inputs = [(modality, processed.inputs)]
     if processed.sound_inputs is not None:
         inputs.append((Modality.AUDIO, processed.sound_inputs))
     text, runs = cut_runs(processed.text, [row_tokens[kind] for kind, _ in inputs])
     num_rows = [sum(length for part, length in runs if part == i) for i in range(len(inputs))]
     if 0 in num_rows:
-        raise MediaError("too small or too short for this model to notice")
+        raise MediaError("too small or too short for this model: it has no embedding row")
     geometries = (_geometry(kind, given, rows) for (kind, given), rows in zip(inputs, num_rows, strict=True))
     parts = tuple(zip((kind for kind, _ in inputs), geometries, strict=True))
     return MediaLayout(text, tuple(runs), parts)
 
 
 def cut_runs(text: str, tokens: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
-    """The text with every run of one of the tokens cut to one, and (index of the token, length) of each run."""
+    """The text with every run of one of the tokens shortened to one token, and (index of the token, length)
+    of each run."""
     runs: list[tuple[int, int]] = []
 
     def cut(match: re.Match[str]) -> str:
@@ -39,7 +41,7 @@ def cut_runs(text: str, tokens: Sequence[str]) -> tuple[str, list[tuple[int, int
 
 
 def _geometry(modality: Modality, inputs: Mapping[str, Any], num_rows: int) -> MediaGeometry:
-    """Processors with multimodal positions name what these need; the others name none of it."""
+    """Only processors of models with multimodal positions return the fields that the positions need."""
     grid = inputs.get(f"{modality}_grid_thw")
     seconds = inputs.get("second_per_grid_ts", inputs.get("video_second_per_grid"))
     mask = inputs.get("feature_attention_mask")

@@ -1,8 +1,10 @@
-"""What an item is, before it goes anywhere: size and length, within the limits. Blocks; for a door it runs in a process of its
-own (`surveyors`).
+"""Size and length of an item, checked against the limits, before the item goes anywhere. Blocks; a door runs
+it in processes of its own (`surveyors`).
 
-Images are known from their header. Videos are planned from their packets and first frame; the strategy "scenes" decodes all
-frames. Audio is decoded, because no header gives an exact sample count."""
+* Image: the header is enough.
+* Video: packets and the first frame are enough; the strategy "scenes" decodes all frames.
+* Audio: it is decoded, because no header gives an exact sample count.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def probe(
     *,
     item_idx: int | None = 0,
 ) -> MediaProbe:
-    """Raises MediaError, whose message names the item, unless it is None."""
+    """Raises MediaError, whose message names the item unless `item_idx` is None."""
     with naming(modality, item_idx):
         found = survey(modality, data, settings, options, DecodeBudget(settings.limits))
         return probe_of(modality, found, settings, options)

@@ -1,11 +1,13 @@
 """The model's own preprocessing (transformers), with and without the pixels.
 
-`layout` is the door's half: which text and how many embedding rows stand for an item, asked of the processor itself about an item of
-that size without content (`shapes`). `prepare` is the encoder's half: the tensors that `get_image_features`, `get_video_features` and
-`get_audio_features` take, for one item. Both make the same calls (`calls`), so they agree.
+* `layout`, for the door: the text and the number of embedding rows of an item. The processor itself is asked
+  about an item of that size without content (`shapes`).
+* `prepare`, for the encoder: the tensors of one item that `get_image_features`, `get_video_features` and
+  `get_audio_features` take.
 
-`mm_processor_kwargs.json` in the model folder holds call-time arguments; some processors (Qwen2.5-Omni's) ignore parts
-of their own saved configuration without them.
+Both make the same calls (`calls`), so they agree. `mm_processor_kwargs.json` in the model folder holds
+call-time arguments; without them some processors (Qwen2.5-Omni's) ignore parts of their own saved
+configuration.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from cluster.config.checkpoint import check_family, read_config, read_json, takes_media
+from cluster.config.checkpoint import check_family, placeholder_ids, read_config, read_json, takes_media
+from cluster.config.families import family_of_type
 from cluster.errors import ConfigError, MediaError, UnsupportedError
-from cluster.media.calls import CLIP_AREA_MODELS, ProcessorCalls
+from cluster.media.calls import ProcessorCalls
 from cluster.media.layout import make_layout
 from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling, naming
 from cluster.media.shapes import blank_audio, blank_image, blank_video, shapes_only
@@ -32,11 +35,10 @@ if TYPE_CHECKING:
 
 DEFAULT_LIMITS = MediaLimits()
 DEFAULT_OPTIONS = MediaOptions()
-NUM_CACHED_LAYOUTS = 4096  # a few KB each: a long clip's timestamps
-FALLBACK_FPS = 2.0  # for processors that name no rate
-FALLBACK_NUM_FRAMES = (
-    32  # for those that name no number of frames either; LLaVA-OneVision was trained with it
-)
+NUM_CACHED_LAYOUTS = 4096  # a few KB each for the timestamps of a long clip
+FALLBACK_FPS = 2.0  # for processors without a rate
+# for processors without a rate and a number of frames; LLaVA-OneVision was trained with it
+FALLBACK_NUM_FRAMES = 32
 TRIAL_ITEMS = {
     Modality.IMAGE: MediaProbe(Modality.IMAGE, 64, 64),
     Modality.VIDEO: MediaProbe(Modality.VIDEO, 64, 64, num_frames=4, fps=2.0),
@@ -59,8 +61,7 @@ class MediaProcessor:
         self.fingerprint = fingerprint
         self._row_tokens = _row_tokens(processor, config)
         self.modalities = tuple(self._row_tokens)
-        family = config["model_type"]
-        self._family = family
+        self._family = family = family_of_type(config["model_type"])
         self._calls = ProcessorCalls(processor, family, call_kwargs)
         self._shape_calls = ProcessorCalls(shapes_only(processor), family, call_kwargs)
         self.settings = self._make_settings(limits)
@@ -68,13 +69,13 @@ class MediaProcessor:
 
     @classmethod
     def load(cls, path: str | Path, limits: MediaLimits = DEFAULT_LIMITS) -> MediaProcessor | None:
-        """None for a text-only model. Raises ConfigError for a model whose processor cannot be used this way. Takes seconds."""
+        """None for a text-only model. Raises ConfigError for a model whose processor cannot be used in this
+        way. Takes seconds."""
         folder = Path(path)
         config = read_config(folder)
         check_family(config)
         if not takes_media(config):
             return None
-        family = config["model_type"]
         from cluster.media.torchvision_compat import ensure_torchvision
 
         ensure_torchvision()
@@ -90,7 +91,7 @@ class MediaProcessor:
             [processor.to_dict(), call_kwargs], enc_hook=str, order="deterministic"
         )
         loaded = cls(processor, config, call_kwargs, limits, hashlib.sha256(settings).hexdigest()[:16])
-        loaded._try_out(family)
+        loaded._try_out()
         return loaded
 
     def layout(
@@ -101,8 +102,9 @@ class MediaProcessor:
         *,
         item_idx: int = 0,
     ) -> MediaLayout:
-        """Exactly what the processor would make of such an item. `sound`: of a clip that is to be heard, its sound track. No decoding;
-        milliseconds, and microseconds for what was asked before. Raises MediaError, UnsupportedError."""
+        """Exactly what the processor would make of such an item. `sound`: the sound track of a clip that is
+        heard. Decodes nothing. Takes milliseconds, or microseconds for a repeated question. Raises
+        MediaError, UnsupportedError."""
         self._check_modality(probe.modality)
         with naming(probe.modality, item_idx):
             return self._cached_layout(probe, options, sound)
@@ -110,16 +112,17 @@ class MediaProcessor:
     def geometry(
         self, probe: MediaProbe, options: MediaOptions = DEFAULT_OPTIONS, *, item_idx: int = 0
     ) -> MediaGeometry:
-        """That of the layout, of an item by itself."""
+        """The geometry of an item without its sound track."""
         return self.layout(probe, options, item_idx=item_idx).geometry
 
     @property
     def bounds_whole_clips(self) -> bool:
-        """Whether the fewer frames of a clip are taken, the larger they may be."""
-        return self._family in CLIP_AREA_MODELS
+        """Whether the pixel bounds hold for all frames of a clip together: fewer frames may then be
+        larger."""
+        return self._family.bounds_whole_clips
 
     def patch_side(self, modality: Modality) -> int:
-        """Pixels of the side of a patch, of which a geometry with a grid counts."""
+        """Side of a patch in pixels. A geometry with a grid counts patches."""
         processor = self.transformers_processor
         part = processor.video_processor if modality is Modality.VIDEO else processor.image_processor
         return part.patch_size
@@ -132,8 +135,8 @@ class MediaProcessor:
         *,
         item_idx: int | None = 0,
     ) -> dict[str, torch.Tensor]:
-        """Model inputs of one item that `decode` made an array, as the processor gives them for a batch of one; pooling comes behind the encoder and changes nothing
-        here. Raises MediaError, UnsupportedError."""
+        """Model inputs of one item from the array that `decode` made, as the processor gives them for a batch
+        of one. Pooling follows the encoder and changes nothing here. Raises MediaError, UnsupportedError."""
         self._check_modality(modality)
         options = msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
         with naming(modality, item_idx):
@@ -151,7 +154,7 @@ class MediaProcessor:
                     processed = calls.video(blank_video(probe), probe, options, heard)
                 case Modality.AUDIO:
                     processed = calls.audio(self._blank_audio(probe), options)
-        except ValueError as error:  # what a processor says of sizes that it does not take
+        except ValueError as error:  # raised by processors for sizes that they do not take
             raise MediaError(f"this model's processor refuses it: {error}") from error
         return make_layout(processed, probe.modality, self._row_tokens)
 
@@ -184,9 +187,8 @@ class MediaProcessor:
             if isinstance(value, torch.Tensor) and key not in unused
         }
         if modality is Modality.VIDEO and self._row_tokens[modality] == self._row_tokens.get(Modality.IMAGE):
-            frames = tensors.pop(
-                "pixel_values_videos", None
-            )  # [1, T, 3, h, w]: to the model these are T images
+            # [1, T, 3, h, w]: to the model these are T images
+            frames = tensors.pop("pixel_values_videos", None)
             if frames is not None:
                 tensors["pixel_values"] = frames.flatten(0, 1)
         return tensors
@@ -207,35 +209,38 @@ class MediaProcessor:
         if modality not in self.modalities:
             raise UnsupportedError(f"this model takes no {modality} input", param="messages")
 
-    def _try_out(self, family: str) -> None:
-        """Raises ConfigError where the processor cannot be asked about an item without content."""
+    def _try_out(self) -> None:
+        """Raises ConfigError if the processor cannot be asked about an item without content."""
         if not self.modalities:
             raise ConfigError(
-                f"model type {family!r} is not supported: its processor names no placeholder token"
+                f"model type {self._family.model_type!r} is not supported: its processor names no "
+                "placeholder token"
             )
         for modality in self.modalities:
             try:
                 self.layout(TRIAL_ITEMS[modality])
             except Exception as error:
-                reason = f"its processor cannot say what stands for an item of type {modality}: {error!r}"
-                raise ConfigError(f"model type {family!r} is not supported: {reason}") from error
+                reason = f"its processor cannot lay out an item of type {modality}: {error!r}"
+                raise ConfigError(
+                    f"model type {self._family.model_type!r} is not supported: {reason}"
+                ) from error
 
 
 def _row_tokens(processor: Any, config: Mapping[str, Any]) -> dict[Modality, str]:
-    """For each modality that the processor takes, the token that it writes once for each embedding row. A model without one for
-    videos sees their frames as images."""
+    """For each modality that the processor takes: the token that it writes once for each embedding row. A
+    model without a video token takes the frames of a video as images."""
     parts = {
         Modality.IMAGE: "image_processor",
         Modality.VIDEO: "video_processor",
         Modality.AUDIO: "feature_extractor",
     }
+    ids = placeholder_ids(config)
     tokens: dict[Modality, str] = {}
     for modality, part in parts.items():
         if getattr(processor, part, None) is None or getattr(processor, f"{modality}_token", None) is None:
             continue
-        token_id = config.get(f"{modality}_token_id", config.get(f"{modality}_token_index"))
-        if token_id is not None:
-            tokens[modality] = processor.tokenizer.convert_ids_to_tokens(token_id)
+        if modality in ids:
+            tokens[modality] = processor.tokenizer.convert_ids_to_tokens(ids[modality])
         elif modality is Modality.VIDEO and Modality.IMAGE in tokens:
             tokens[modality] = tokens[Modality.IMAGE]
     return tokens
@@ -258,9 +263,11 @@ def _sampling(part: Any, kwargs: Mapping[str, Any]) -> VideoSampling:
 
 
 def _max_samples(processor: Any, audio_kwargs: Mapping[str, Any]) -> int | None:
-    """Samples of the longest sound that the processor does not cut; None: it takes any."""
+    """Samples of the longest sound that the processor takes without truncating it; None: it takes any."""
     extractor = processor.feature_extractor
     window = int(extractor.sampling_rate * extractor.chunk_length)
-    if (seconds := getattr(processor, "max_audio_len", None)) is not None:  # it cuts windows itself
+    if (
+        seconds := getattr(processor, "max_audio_len", None)
+    ) is not None:  # the processor makes the windows itself
         return window * int(seconds // extractor.chunk_length)
     return extractor.n_samples if audio_kwargs.get("truncation", True) else None

@@ -1,4 +1,4 @@
-"""Limits and sampling policy for media. Frozen, made once; part of every media hash through its fingerprint."""
+"""Limits and sampling policy for media. Frozen and made once. Its fingerprint is part of every media hash."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ DEFAULT_OPTIONS = MediaOptions()
 
 
 class MediaLimits(msgspec.Struct, frozen=True):
-    """What the operator allows one item to be."""
+    """The operator's limits for one item."""
 
     max_bytes: int = 32 * 2**20
     max_pixels: int = 64 * 10**6  # of an image or of one video frame, before resizing
-    max_video_pixels: int = 512 * 10**6  # of all sampled frames together; decoding holds 3 bytes for each
+    max_video_pixels: int = 512 * 10**6  # of all sampled frames together; decoding needs 3 bytes per pixel
     max_video_s: float = 600.0
     max_audio_s: float = 600.0
-    max_decode_s: float = (
-        60.0  # wall time of one `probe` or `decode`; checked wherever the file is read, and between frames
-    )
-    max_request_decode_s: float = 60.0  # … of all `probe`s that a door has made for one request
-    max_packets: int = 300_000  # of the stream that is decoded, and declared by a file's index
+    # wall time of one `probe` or `decode`; checked wherever the file is read, and between frames
+    max_decode_s: float = 60.0
+    max_request_decode_s: float = 60.0  # wall time of all `probe`s of one request at a door
+    max_packets: int = 300_000  # in the decoded stream, and in a file's index
     max_streams: int = 32  # in one container
 
 
 class VideoSampling(msgspec.Struct, frozen=True):
-    """About `fps` frames a second, between min_frames and max_frames, a multiple of `multiple`."""
+    """About `fps` frames per second, between min_frames and max_frames, in a multiple of `multiple`."""
 
     fps: float = 2.0
     min_frames: int = 4
@@ -39,15 +38,17 @@ class VideoSampling(msgspec.Struct, frozen=True):
 
 
 class MediaSettings(msgspec.Struct, frozen=True):
-    """All that decides what the bytes of an item turn into before the processor."""
+    """Everything that determines what `decode` makes of the bytes of an item."""
 
     limits: MediaLimits = MediaLimits()
     video: VideoSampling = VideoSampling()
     sampling_rate: int = 16000  # of the audio the model takes, in Hz
-    max_audio_samples: int | None = None  # at that rate; what the feature extractor takes without cutting
+    max_audio_samples: int | None = (
+        None  # at that rate; most that the feature extractor takes without truncating; None: any number
+    )
 
     def audio_cap(self) -> int:
-        """Most samples an item may have."""
+        """Most samples that an item may have."""
         cap = int(self.limits.max_audio_s * self.sampling_rate)
         return cap if self.max_audio_samples is None else min(cap, self.max_audio_samples)
 
@@ -58,7 +59,8 @@ def item_name(modality: Modality, item_idx: int) -> str:
 
 @contextmanager
 def naming(modality: Modality, item_idx: int | None) -> Iterator[None]:
-    """Puts the item's name, if it has an index here, before every error; what a decoder throws at broken bytes becomes a MediaError."""
+    """Puts the item's name before every error, unless `item_idx` is None. Turns any exception of a decoder
+    into a MediaError."""
     prefix = "" if item_idx is None else f"{item_name(modality, item_idx)}: "
     try:
         yield

@@ -1,8 +1,8 @@
-"""A processor that is asked about sizes alone: the model's own transformers processor, run on inputs that hold no pixels and no
-sound.
+"""The model's own transformers processor, run on inputs without pixels and sound, to learn only sizes.
 
-Image and video processors run on meta tensors, which have a shape and no memory, and their metadata (grids, tile counts, sizes)
-comes out as real numbers. Feature extractors get silence, and skip the spectrum: its frames follow from the padding alone.
+Image and video processors run on meta tensors, which have a shape and no memory. Their metadata (grids, tile
+counts, sizes) are real numbers. Feature extractors get silence and skip the spectrum, because its number of
+frames depends only on the padding.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def blank_audio(probe: MediaProbe) -> np.ndarray:
 
 
 class _Shapes:
-    """An image or video processor whose meta outputs are shown as zeros: processors look at the shapes of what comes out, and some
-    by way of numpy."""
+    """An image or video processor that replaces its meta outputs by zeros. Processors read the shapes of the
+    outputs, and some of them through numpy."""
 
     def __init__(self, processor: Any):
         self._processor = processor
@@ -70,14 +70,15 @@ class _Shapes:
 
 
 def _zeros(shape: Sequence[int]) -> torch.Tensor:
-    """One zero, seen many times: no memory."""
+    """A view of a single zero, so it needs no memory."""
     import torch
 
     return torch.zeros(()).expand(*shape)
 
 
 def _silent(extractor: Any) -> Any:
-    """A copy of a Whisper feature extractor that computes no spectrum; others, which are not known to allow it, as they are."""
+    """A copy of a Whisper feature extractor that computes no spectrum. Other extractors are returned
+    unchanged, because it is not known whether they work without."""
     from transformers import WhisperFeatureExtractor
 
     if not isinstance(extractor, WhisperFeatureExtractor):
@@ -87,5 +88,5 @@ def _silent(extractor: Any) -> Any:
     def no_frames(waveforms: np.ndarray, *_: Any) -> np.ndarray:
         return np.zeros((len(waveforms), extractor.feature_size, 0), np.float32)
 
-    setattr(silent, "_torch_extract_fbank_features", no_frames)  # noqa: B010 - not declared on the class's type
+    setattr(silent, "_torch_extract_fbank_features", no_frames)  # noqa: B010 - not declared
     return silent

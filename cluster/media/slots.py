@@ -1,6 +1,8 @@
-"""A few places for many tenants' work: the tenant with the fewest places goes next, and none has all of them.
+"""A few slots for many tenants' work. The tenant with the fewest slots goes next, and no tenant has more than
+its maximum.
 
-Belongs to one event loop. Within a tenant the order is that of arrival. A caller that is cancelled gives up its place, or its wait.
+Belongs to one event loop. Within a tenant the order is that of arrival. A cancelled caller frees its slot, or
+stops waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ class FairSlots:
         self._num_free = num_slots
         self._max_per_tenant = max_per_tenant
         self._held: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # tenants in the order of their last turn
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # tenants in the order of their last grant
 
     @property
     def num_waiting(self) -> int:
@@ -24,17 +26,17 @@ class FairSlots:
 
     @asynccontextmanager
     async def slot(self, tenant: str) -> AsyncIterator[None]:
-        """Waits for a place; it is free again at the end of the block."""
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
+        """Waits for a slot and frees it at the end of the block."""
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(granted)
         self._grant()
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._release(tenant)  # granted and cancelled at once
+            if granted.done() and not granted.cancelled():
+                self._release(tenant)  # granted and cancelled at the same time
             else:
-                self._forget(tenant, turn)
+                self._forget(tenant, granted)
             raise
         try:
             yield
@@ -47,20 +49,20 @@ class FairSlots:
             if not able:
                 return
             tenant = min(able, key=self._held.__getitem__)
-            turns = self._waiting.pop(tenant)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[tenant] = turns  # behind the others
-            if not turn.done():
+            queue = self._waiting.pop(tenant)
+            granted = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue  # behind the others
+            if not granted.done():
                 self._num_free -= 1
                 self._held[tenant] += 1
-                turn.set_result(None)
+                granted.set_result(None)
 
-    def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        turns = self._waiting.get(tenant)
-        if turns is not None and turn in turns:
-            turns.remove(turn)
-            if not turns:
+    def _forget(self, tenant: str, granted: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(tenant)
+        if queue is not None and granted in queue:
+            queue.remove(granted)
+            if not queue:
                 del self._waiting[tenant]
 
     def _release(self, tenant: str) -> None:

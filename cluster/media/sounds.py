@@ -1,6 +1,7 @@
 """A sound, or the sound track of a video: one mono waveform at the model's rate.
 
-No header gives an exact number of samples after resampling, so the door decodes, too, and keeps nothing (`count_samples`).
+No header gives the exact number of samples after resampling. The door therefore decodes as well, without
+keeping the samples (`count_samples`).
 """
 
 from __future__ import annotations
@@ -15,25 +16,26 @@ from cluster.media.budget import DecodeBudget
 from cluster.media.container import first_stream, open_container
 from cluster.media.settings import MediaSettings
 
-SAMPLE_RATES = range(2_000, 768_001)  # Hz; outside, resampling makes too much of too little, or too slowly
+# Hz; outside this range resampling makes huge outputs from small files, or is too slow
+SAMPLE_RATES = range(2_000, 768_001)
 
-MONO_IS_THE_MEAN = {
-    "rematrix_maxval": "1.0"
-}  # else FFmpeg makes two equal channels 3 dB louder; other libraries take the mean
+# Otherwise FFmpeg makes two equal channels 3 dB louder; other libraries take the mean.
+MONO_IS_THE_MEAN = {"rematrix_maxval": "1.0"}
 
 
 def count_samples(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> int:
-    """Samples that `decode_audio` gives. Raises MediaError."""
+    """Number of samples that `decode_audio` returns. Raises MediaError."""
     return sum(map(len, _pieces(data, settings, budget)))
 
 
 def decode_audio(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> np.ndarray:
-    """[num_samples] float32: the first audio stream, mixed to mono and resampled by FFmpeg. Raises MediaError."""
+    """[num_samples] float32: the first audio stream, mixed to mono and resampled by FFmpeg. Raises
+    MediaError."""
     return np.concatenate(list(_pieces(data, settings, budget)))
 
 
 def _pieces(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> Iterator[np.ndarray]:
-    """Consecutive stretches of the waveform, at least one; no longer than the settings allow, all finite."""
+    """Consecutive pieces of the waveform, at least one. Raises MediaError if it is too long or not finite."""
     num_samples, cap = 0, settings.audio_cap()
     for frame in _resampled(data, settings.sampling_rate, budget):
         piece = frame.to_ndarray().reshape(-1)
@@ -43,7 +45,7 @@ def _pieces(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> Itera
                 f"longer than {cap / settings.sampling_rate:g} seconds, the most this server takes"
             )
         if not np.isfinite(piece).all():
-            raise MediaError("samples that are not finite numbers")
+            raise MediaError("it has samples that are not finite numbers")
         yield piece
     if not num_samples:
         raise MediaError("no audio samples")
@@ -58,6 +60,6 @@ def _resampled(data: bytes, sampling_rate: int, budget: DecodeBudget) -> Iterato
             for frame in packet.decode():
                 if frame.sample_rate not in SAMPLE_RATES:
                     raise MediaError(f"a sampling rate of {frame.sample_rate} Hz is not accepted")
-                frame.pts = None  # gaps in the times are not filled: the samples are what counts
+                frame.pts = None  # otherwise the resampler would fill gaps in the times with silence
                 yield from resampler.resample(frame)
         yield from resampler.resample(None)

@@ -1,4 +1,5 @@
-"""Where an item's bytes come from. Data URIs are read here, remote URLs by `fetch`; no path is ever opened."""
+"""Where an item's bytes come from. This module reads data URIs, `fetch` reads remote URLs, and no path is
+ever opened."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ from cluster.errors import MediaError
 from cluster.media.settings import item_name
 from cluster.types.media import MediaOptions, Modality
 
-PIECE_CHARS = 2**18  # whole groups of four; 0.5 ms
+PIECE_CHARS = 2**18  # a multiple of four; takes 0.5 ms
 
 
 class MediaSource(msgspec.Struct, frozen=True):
-    """One item as the client wrote it, not yet looked at."""
+    """One item as the client wrote it, not checked yet."""
 
     modality: Modality
     url: str
-    param: str = "messages"  # the request field it stood in
-    options: MediaOptions = MediaOptions()  # how it is to be looked at
+    param: str = "messages"  # the request field that contained it
+    options: MediaOptions = MediaOptions()  # the client's wishes for it
 
 
 def read_source(source: MediaSource, max_bytes: int, item_idx: int = 0) -> tuple[bytes, str]:
-    """The item's bytes and the type it was declared as (a hint: its magic bytes decide).
+    """The item's bytes and its declared type (only a hint: the magic bytes decide).
 
     Raises MediaError for anything that is not a valid data URI within `max_bytes`.
     """
@@ -52,7 +53,8 @@ def read_source(source: MediaSource, max_bytes: int, item_idx: int = 0) -> tuple
 
 
 def _decoded(url: str, start: int) -> bytes:
-    """Base64 from `start` on, in pieces: one call would hold the interpreter's lock, and the event loop, for all of it."""
+    """Decodes base64 from `start` on, in pieces. A single call would hold the interpreter's lock, and so
+    block the event loop, until the end."""
     data = io.BytesIO()
     for begin in range(start, len(url), PIECE_CHARS):
         piece = base64.b64decode(url[begin : begin + PIECE_CHARS], validate=True)

@@ -1,7 +1,9 @@
-"""What one look at a file finds, whatever a client asks of it, and what follows from that for one client's options.
+"""What opening a file once tells about it (the survey), and what follows for one client's options (the
+probe).
 
-A survey needs the file and FFmpeg or Pillow (`probe.survey`); a probe is arithmetic on it. So a file is opened once however
-many options it is asked with, and the two may be made in different processes (`surveyors`).
+A survey needs the file and FFmpeg or Pillow (`probe.survey`). A probe is arithmetic on a survey. A file is
+therefore opened once for any number of options, and survey and probe may be made in different processes
+(`surveyors`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from cluster.types.media import FrameStrategy, MediaOptions, MediaProbe, Modalit
 
 
 class MediaSurvey(msgspec.Struct, frozen=True, array_like=True):
-    """One image, clip or sound."""
+    """What is known of one image, clip or sound."""
 
     width: int = 0  # pixels, as shown; 0 for audio
     height: int = 0
@@ -23,9 +25,8 @@ class MediaSurvey(msgspec.Struct, frozen=True, array_like=True):
     num_frames: int = 0  # of a clip, all of them
     source_fps: float = 0.0
     key_idx: tuple[int, ...] = ()  # frames that are stored whole
-    cut_idx: tuple[
-        int, ...
-    ] = ()  # first frames after cuts, the strongest first; looked for where scenes are asked for
+    # first frames after cuts, strongest cut first; only looked for with the strategy "scenes"
+    cut_idx: tuple[int, ...] = ()
 
 
 def probe_of(
@@ -51,7 +52,7 @@ def probe_of(
 
 
 def taken_frames(survey: MediaSurvey, settings: MediaSettings, options: MediaOptions) -> list[int]:
-    """Among all frames of a clip, in the order in which they are shown. Raises MediaError."""
+    """Indices among all frames of a clip, in display order. Raises MediaError."""
     wanted = sampling.video_sampling(settings.video, options)
     if options.strategy is FrameStrategy.KEYFRAMES:
         if not survey.key_idx:

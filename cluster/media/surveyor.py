@@ -1,10 +1,11 @@
-"""The process in which a door has files opened: FFmpeg and Pillow run here, on bytes that strangers sent.
+"""The process in which a door opens media files. FFmpeg and Pillow run here, on untrusted bytes.
 
-A crash of theirs ends this process and no stream of the door. It imports neither torch nor transformers, opens no path and no
-address, and knows nothing but the order in work. It ends when its socket does, so also when the door is killed.
+If one of them crashes, only this process ends; the door's streams go on. The process imports neither torch
+nor transformers, opens no path and no address, and has no data but the current order. It ends when its socket
+ends, also when the door is killed.
 
     door → here  SurveyOrder, then the file's bytes
-    here → door  Surveyed or Refused
+    here → door  Surveyed or SurveyRefused
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ HEADER_BYTES = 4  # length of a frame, little endian
 
 
 class SurveyOrder(msgspec.Struct, frozen=True, array_like=True):
-    """One look at one file."""
+    """One survey of one file."""
 
     modality: Modality
     options: MediaOptions
     settings: MediaSettings
     num_bytes: int  # of the file, which follows
     timeout_s: float
-    decodes: bool = (
-        False  # all of it, as an encoder would: the client wants to go on without an item that cannot be
-    )
+    # decode the whole file, as an encoder would: the client wants the answer without items that cannot be
+    # decoded
+    decodes: bool = False
 
 
 class Surveyed(msgspec.Struct, frozen=True, tag=True):
@@ -41,23 +42,23 @@ class Surveyed(msgspec.Struct, frozen=True, tag=True):
     sound: MediaSurvey | None = None  # of a clip that is heard
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class SurveyRefused(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
 
 
-Answer = Surveyed | Refused
+SurveyAnswer = Surveyed | SurveyRefused
 _encoder = msgspec.msgpack.Encoder()
 order_decoder = msgspec.msgpack.Decoder(SurveyOrder)
 
 
-def framed(message: SurveyOrder | Answer | None) -> bytes:
-    """None: the process is ready."""
+def framed(message: SurveyOrder | SurveyAnswer | None) -> bytes:
+    """The message as a frame. None: the process is ready."""
     payload = _encoder.encode(message)
     return len(payload).to_bytes(HEADER_BYTES, "little") + payload
 
 
 def look(order: SurveyOrder, data: bytes) -> Surveyed:
-    """Raises MediaError, which does not name the item."""
+    """Surveys one file. Raises MediaError, which does not name the item."""
     from cluster.media.budget import DecodeBudget
     from cluster.media.decode import decode_within
     from cluster.media.probe import survey
@@ -74,17 +75,17 @@ def look(order: SurveyOrder, data: bytes) -> Surveyed:
 
 
 def serve(stream: BinaryIO) -> None:
-    """Until the other end is gone."""
+    """Answers orders until the other end closes."""
     while header := stream.read(HEADER_BYTES):
         order = order_decoder.decode(stream.read(int.from_bytes(header, "little")))
         data = stream.read(order.num_bytes)
         if len(data) < order.num_bytes:
             return
-        answer: Answer
+        answer: SurveyAnswer
         try:
             answer = look(order, data)
         except ClusterError as error:
-            answer = Refused(to_info(error))
+            answer = SurveyRefused(to_info(error))
         del data
         stream.write(framed(answer))
         stream.flush()
@@ -92,7 +93,7 @@ def serve(stream: BinaryIO) -> None:
 
 def main() -> None:
     import cluster.media.decode
-    import cluster.media.probe  # noqa: F401 - now, not with the first file
+    import cluster.media.probe  # noqa: F401 - now instead of with the first file
 
     with socket.socket(fileno=int(sys.argv[1])) as end, end.makefile("rwb") as stream:
         try:

@@ -1,12 +1,17 @@
-"""A door's surveyor processes: files are opened there (`surveyor`), never in the door, whose event loop and streams they cannot touch.
+"""A door's surveyor processes. Files are opened there (`surveyor`) and not in the door, whose event loop and
+streams stay unaffected.
 
-    survey   wait for a place among the tenants' looks → an idle process, or a new one → order and bytes go out, the answer comes in
+Steps of a survey: it waits for a slot among all tenants' surveys → takes an idle process, or starts one →
+sends order and bytes → receives the answer.
 
-A look that is not wanted any more or takes too long ends with its process, at once; the next look starts another one. A process
-that dies over a file has its file tried once more by another; a file that ends two of them is bad.
+* If a survey is cancelled or takes too long, its process is killed at once. The next survey starts another
+  one.
+* If a process dies over a file, another process tries the file once more. A file that ends two processes is
+  refused.
+* Long surveys (clips, sounds, whole decodes) leave one process for headers of images, which take a
+  millisecond, and one for other tenants.
 
-Long looks (clips, sounds, whole decodes) leave a process for images' headers, which take a millisecond, and a process for other
-tenants. Belongs to one event loop. Processes are started when they are needed; `warm_up` starts the first one early.
+Belongs to one event loop. Processes start when they are needed; `warm_up` starts the first one early.
 """
 
 from __future__ import annotations
@@ -27,43 +32,43 @@ from cluster.config.environment import child_environment
 from cluster.errors import MediaError, OverloadedError, UnavailableError, from_info
 from cluster.media.budget import too_slow
 from cluster.media.slots import FairSlots
-from cluster.media.surveyor import HEADER_BYTES, Answer, Refused, Surveyed, SurveyOrder, framed
+from cluster.media.surveyor import HEADER_BYTES, SurveyAnswer, Surveyed, SurveyOrder, SurveyRefused, framed
 from cluster.types.media import Modality
 
 NUM_PROCESSES = 4
 NUM_LONG = 3
 NUM_LONG_PER_TENANT = 2
-START_TIMEOUT_S = 60.0  # it imports FFmpeg and Pillow: half a second on a busy core
-WAIT_TIMEOUT_S = 60.0  # for a place
-GRACE_S = 1.0  # a process keeps the time limit itself, wherever its libraries let it
+START_TIMEOUT_S = 60.0  # importing FFmpeg and Pillow takes half a second on a busy core
+WAIT_TIMEOUT_S = 60.0  # for a slot
+GRACE_S = 1.0  # beyond the time limit, which the process itself observes where its libraries allow it
 MAX_ANSWER_BYTES = 64 << 20
 RETRY_AFTER_S = 5.0
 
-_decoder = msgspec.msgpack.Decoder(Answer)
+_decoder = msgspec.msgpack.Decoder(SurveyAnswer)
 
 
 @dataclass
 class DecodeTime:
-    """What all looks of one request may take together."""
+    """Seconds that all surveys of one request may take together."""
 
     left_s: float
 
     def bound(self, order: SurveyOrder) -> SurveyOrder:
-        """Raises MediaError when nothing is left."""
+        """The order with at most the remaining time. Raises MediaError if none is left."""
         if self.left_s <= 0:
             raise MediaError("the media of this request take too long to decode")
         return msgspec.structs.replace(order, timeout_s=min(order.timeout_s, self.left_s))
 
 
 class SurveyorEndedError(Exception):
-    """The process has died, or speaks nonsense."""
+    """The process has died or violated the protocol."""
 
 
 class SurveyorProcess:
-    """One look at a time. After an `ask` that was interrupted nothing is left but to `close` it."""
+    """Does one survey at a time. After an interrupted `ask` the process can only be closed."""
 
     def __init__(self, module: str = "cluster.media.surveyor") -> None:
-        """Starts it and does not wait."""
+        """Starts the process without waiting for it."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -71,14 +76,15 @@ class SurveyorProcess:
                 env=child_environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C is the door's
+                start_new_session=True,  # the terminal's Ctrl-C must reach the door only
             )
         ours.setblocking(False)
         self._socket = ours
         self._is_ready = False
 
-    async def ask(self, order: SurveyOrder, data: bytes) -> Answer:
-        """Raises SurveyorEndedError, TimeoutError for a look that takes too long, UnavailableError for a process that does not start."""
+    async def ask(self, order: SurveyOrder, data: bytes) -> SurveyAnswer:
+        """Raises SurveyorEndedError, TimeoutError for a survey that takes too long, UnavailableError if the
+        process does not start."""
         loop = asyncio.get_running_loop()
         try:
             await self._start_up()
@@ -92,11 +98,11 @@ class SurveyorProcess:
             raise SurveyorEndedError from error
 
     def kill(self) -> None:
-        """`ask`, if it is under way, sees the end."""
+        """Ends the process. A running `ask` raises SurveyorEndedError."""
         self._process.kill()
 
     def close(self) -> None:
-        """Not while `ask` is under way."""
+        """Do not call it while `ask` runs."""
         self._socket.close()
         self._process.kill()
         threading.Thread(target=self._process.wait, name="reap-surveyor", daemon=True).start()
@@ -141,21 +147,22 @@ class SurveyorPool:
         return len(self._busy)
 
     def warm_up(self) -> None:
-        """The first client need not wait for a process to start."""
+        """Starts a process early, so that the first client need not wait for it."""
         if not self._idle and not self._busy:
             self._idle.append(self._start())
 
     async def survey(self, tenant: str, order: SurveyOrder, data: bytes, time: DecodeTime) -> Surveyed:
-        """Raises MediaError, which does not name the item, OverloadedError and UnavailableError. May be cancelled at any time."""
-        async with AsyncExitStack() as places:
+        """Raises MediaError, which does not name the item, OverloadedError and UnavailableError. May be
+        cancelled at any time."""
+        async with AsyncExitStack() as slots:
             try:
                 async with asyncio.timeout(WAIT_TIMEOUT_S):
                     if order.modality is not Modality.IMAGE or order.decodes:
-                        await places.enter_async_context(self._long.slot(tenant))
-                    await places.enter_async_context(self._all.slot(tenant))
+                        await slots.enter_async_context(self._long.slot(tenant))
+                    await slots.enter_async_context(self._all.slot(tenant))
             except TimeoutError:
                 raise OverloadedError(
-                    "too many media items wait to be looked at", retry_after_s=RETRY_AFTER_S
+                    "too many media items wait to be opened", retry_after_s=RETRY_AFTER_S
                 ) from None
             for _ in range(2):
                 bounded = time.bound(order)
@@ -165,13 +172,13 @@ class SurveyorPool:
                     continue
                 except TimeoutError:
                     raise MediaError(too_slow(bounded.timeout_s)) from None
-                if isinstance(answer, Refused):
+                if isinstance(answer, SurveyRefused):
                     raise from_info(answer.error)
                 return answer
             raise MediaError("cannot be decoded: the process that opens it dies")
 
     def close(self) -> None:
-        """Ends all processes. Looks that are under way fail."""
+        """Ends all processes. Running surveys fail."""
         self._is_closed = True
         for process in self._idle:
             process.close()
@@ -179,7 +186,7 @@ class SurveyorPool:
             process.kill()
         self._idle.clear()
 
-    async def _ask(self, order: SurveyOrder, data: bytes, time: DecodeTime) -> Answer:
+    async def _ask(self, order: SurveyOrder, data: bytes, time: DecodeTime) -> SurveyAnswer:
         if self._is_closed:
             raise UnavailableError("the server is shutting down")
         process = self._idle.pop() if self._idle else self._start()

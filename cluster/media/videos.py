@@ -1,9 +1,10 @@
 """A video: which of its frames are taken (door and encoder), and their pixels (encoder).
 
-Both go through `survey_clip` and `taken_frames`, so their answers cannot differ. A planned frame is the last one shown at its time, so the number of
-frames is the plan's even where some packets show nothing (VP8's hidden frames) or two share a time. Planning reads packets
-and decodes the first frame; the strategy "scenes" alone decodes all of them, in the door, too, and in the encoder twice.
-The number of frames does not depend on where it finds cuts.
+Door and encoder both use `survey_clip` and `taken_frames`, so their answers cannot differ. A planned frame is
+the last one shown at its time. The number of frames is therefore always the plan's, even if some packets show
+nothing (VP8's hidden frames) or two share a time. Planning reads the packets and decodes the first frame.
+Only the strategy "scenes" decodes all frames, also at the door, and twice at the encoder; the number of
+frames does not depend on the cuts that it finds.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from cluster.types.media import FrameStrategy, MediaOptions
 
 
 class VideoPlan(msgspec.Struct, frozen=True):
-    """Which frames to take. Equal frames may follow each other."""
+    """Which frames to take. The same frame may occur repeatedly."""
 
-    frame_idx: tuple[int, ...]  # among all frames, in the order in which they are shown
+    frame_idx: tuple[int, ...]  # among all frames, in display order
     width: int  # as shown
     height: int
     turns: int  # quarter turns, counter-clockwise, from how frames are stored to how they are shown
-    times: tuple[int, ...] | None  # of the taken frames in the file's units; None: it says nothing
-    only_keys: bool  # all are key frames, nothing else needs decoding
+    times: tuple[int, ...] | None  # of the taken frames in the file's units; None: the file does not say
+    only_keys: bool  # all are key frames, and only these are decoded
 
 
 class SurveyedClip(msgspec.Struct, frozen=True):
@@ -42,8 +43,8 @@ class SurveyedClip(msgspec.Struct, frozen=True):
 def survey_clip(
     data: bytes, settings: MediaSettings, options: MediaOptions, budget: DecodeBudget
 ) -> SurveyedClip:
-    """`options`: whether cuts are looked for, for which all frames are decoded. Raises MediaError."""
-    sampling.video_sampling(settings.video, options)  # wishes that cannot be met cost no look at the file
+    """With the strategy "scenes" in `options` all frames are decoded to find cuts. Raises MediaError."""
+    sampling.video_sampling(settings.video, options)  # refuses impossible options before the file is opened
     clip = open_clip(data, budget)
     timeline = clip.timeline()
     if not timeline.num_frames / timeline.source_fps <= settings.limits.max_video_s:
@@ -93,7 +94,7 @@ def decode_video(data: bytes, plan: VideoPlan, budget: DecodeBudget) -> np.ndarr
 
 
 def _cuts(clip: Clip, timeline: Timeline) -> list[int]:
-    """First frames after cuts, the strongest first."""
+    """First frames after cuts, strongest cut first."""
     histograms, places = [], []
     for position, picture in enumerate(clip.pictures(num_threads=1)):
         histograms.append(sampling.luma_histogram(picture.luma()))
@@ -102,7 +103,7 @@ def _cuts(clip: Clip, timeline: Timeline) -> list[int]:
 
 
 def _taken(clip: Clip, plan: VideoPlan) -> Iterator[Picture]:
-    """One picture for each planned frame: the last of the clip that is not shown after it."""
+    """One picture for each planned frame: the last picture of the clip that is not shown after it."""
     nth, last = 0, None
     for position, picture in enumerate(clip.pictures(only_keys=plan.only_keys)):
         while last is not None and nth < len(plan.frame_idx) and _is_after(picture, position, plan, nth):
@@ -118,7 +119,8 @@ def _taken(clip: Clip, plan: VideoPlan) -> Iterator[Picture]:
 
 
 def _is_after(picture: Picture, position: int, plan: VideoPlan, nth: int) -> bool:
-    """Whether this picture is shown after the plan's nth frame, so that the one before it was on screen then."""
+    """Whether this picture is shown after the plan's nth frame. If so, the picture before it was visible at
+    that time."""
     if plan.times is None or picture.time is None:
         return position > plan.frame_idx[nth]
     return picture.time > plan.times[nth]

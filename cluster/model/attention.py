@@ -1,8 +1,9 @@
-"""The attention function that every text backbone calls: writes new K and V into block memory, then attends over it.
+"""The attention function that every text backbone calls. It writes new K and V into block memory, then
+attends over it.
 
-Registered in transformers' AttentionInterface under `ATTENTION_NAME`; the step's metadata travels through the HF layers
-as the keyword `paged`. transformers builds no mask for a name it does not know, so masks are the backend's business.
-Runs on the engine's thread. Owns no memory.
+It is registered in transformers' AttentionInterface under `ATTENTION_NAME`. The step's metadata passes
+through the HF layers as the keyword `paged`. transformers builds no mask for an unknown name, so each backend
+makes its masks. Runs on the engine's thread. Owns no memory.
 
 Letters: T new tokens of all sequences, B sequences, Hq query heads, Hk KV heads, D key width, Dv value width.
 """
@@ -26,13 +27,14 @@ Span = tuple[int, int]  # absolute positions, half-open
 
 @dataclass
 class PagedBatch:
-    """One packed forward, as attention sees it. Lives for one step; backends keep masks and gathered indices in `memo`."""
+    """One packed forward, as attention sees it. Lives for one step. Backends keep masks and gathered indices
+    in `memo`."""
 
     kv: BlockMemory
     block_size: int  # token positions per block
     slots: Tensor  # [T] int64: block id * block_size + row, where each new token's K and V go
     query_lens: Sequence[int]  # new tokens per sequence
-    context_lens: Sequence[int]  # KV length per sequence, new tokens included
+    context_lens: Sequence[int]  # KV length per sequence, including new tokens
     block_tables: Tensor  # [B, max_blocks] int64, rows padded with block 0
     context_lens_tensor: Tensor  # [B] int64
     bidirectional_spans: Sequence[Sequence[Span]]  # per sequence; positions inside one span see each other
@@ -41,13 +43,13 @@ class PagedBatch:
 
     @property
     def is_decode(self) -> bool:
-        """One new token for every sequence."""
+        """Whether every sequence has one new token."""
         return len(self.query_lens) == self.slots.shape[0]
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What one layer asks for besides plain scaled dot products."""
+    """What one layer needs besides plain scaled dot products."""
 
     scaling: float
     sliding_window: int | None = None  # a query sees itself and the `sliding_window - 1` positions before it
@@ -64,8 +66,8 @@ class AttentionBackend(Protocol):
         self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
         cache: LayerCache,
     ) -> Tensor:  # fmt: skip
-        """query [T, Hq, D], new_key [T, Hk, D], new_value [T, Hk, Dv]; the latter two are in the cache already, and a
-        backend uses them only where the cache gives back exactly what was written. Returns [T, Hq, Dv]."""
+        """query [T, Hq, D], new_key [T, Hk, D], new_value [T, Hk, Dv]. The latter two are already in the
+        cache; a backend uses them only if the cache returns exactly what was written. Returns [T, Hq, Dv]."""
         ...
 
 
@@ -82,10 +84,12 @@ def paged_attention(
     paged: tuple[PagedBatch, AttentionBackend] | None = None,
     **_kwargs: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature. query [1, Hq, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv]; returns
-    [1, T, Hq, Dv]. Keywords that change results are refused when the model is loaded (`language.probe`)."""
+    """transformers' attention signature. query [1, Hq, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv];
+    returns [1, T, Hq, Dv]. Keywords that change results are refused when the model is loaded (`probe`)."""
     if paged is None:
-        raise RuntimeError("a language model that serves from block memory runs only through LanguageModel")
+        raise RuntimeError(
+            "the attention of this model works only inside LanguageModel, which passes the block memory"
+        )
     batch, backend = paged
     layer_idx = cast(int, module.layer_idx)
     cache = layer_cache(batch.kv, layer_idx)
@@ -103,8 +107,8 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 def make_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The fastest backend for the device that is installed. Each reads every cache format and leaves what its kernels do
-    not know to the torch backend."""
+    """The fastest installed backend for the device. Each backend reads every cache format. If its kernels do
+    not support a case, it uses the torch backend."""
     from cluster.model.attention_torch import TorchAttention
 
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):

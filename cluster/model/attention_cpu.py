@@ -1,8 +1,9 @@
-"""Attention over block memory with the kernels of `cpu/attention.cpp`: paged decode and prefill chunks, plain and int8
-caches, windows, soft caps, sinks and two-way spans. What `can_run` refuses goes to the fallback.
+"""Attention over block memory with the kernels of `cpu/attention.cpp`: paged decode and prefill chunks, plain
+and int8 caches, windows, soft caps, sinks and bidirectional spans. Cases that `can_run` refuses use the
+fallback.
 
-What a step shares (visible ranges, pointers) is made once per window and kept in `PagedBatch.memo`. Letters as in
-`attention`.
+Values that the layers of a step share (visible ranges, pointers) are made once per step and window and kept
+in `PagedBatch.memo`. Letters as in `attention`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_GROUP = 128  # kTile
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Step(ctypes.Structure):
+class _AttentionStep(ctypes.Structure):
     """AttentionStep."""
 
     _fields_ = (
@@ -30,32 +31,36 @@ class _Step(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Call(ctypes.Structure):
+class _AttentionCall(ctypes.Structure):
     """AttentionCall."""
 
     _fields_ = (
         ("query", _pointer), ("key", _pointer), ("key_scales", _pointer), ("value", _pointer),
         ("value_scales", _pointer), ("sinks", _pointer), ("out", _pointer), ("query_token_stride", _int64),
         ("query_head_stride", _int64), ("query_heads", _int64), ("kv_heads", _int64), ("key_width", _int64),
-        ("value_width", _int64), ("is_bf16", _int64), ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
+        ("value_width", _int64), ("is_bf16", _int64), ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
     )  # fmt: skip
 
 
-class _Write(ctypes.Structure):
+class _WriteCall(ctypes.Structure):
     """WriteCall."""
 
     _fields_ = (
-        ("rows", _pointer), ("slots", _pointer), ("target", _pointer), ("scales", _pointer), ("tokens", _int64),
-        ("heads", _int64), ("width", _int64), ("token_stride", _int64), ("head_stride", _int64), ("is_bf16", _int64),
+        ("rows", _pointer), ("slots", _pointer), ("target", _pointer), ("scales", _pointer),
+        ("tokens", _int64),
+        ("heads", _int64), ("width", _int64), ("token_stride", _int64), ("head_stride", _int64),
+        ("is_bf16", _int64),
         ("threads", _int64),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class StepView:
-    """A step's arguments and the tensors that they point into. address: of the arguments, while this object lives."""
+    """A step's arguments and the tensors that they point into. address: of the arguments; valid while this
+    object lives."""
 
-    step: _Step
+    step: _AttentionStep
     tensors: tuple[Tensor, ...]
     address: int
 
@@ -66,9 +71,15 @@ class CpuAttention:
     def __init__(self, library: ctypes.CDLL, fallback: AttentionBackend):
         self._fallback = fallback
         self._attend = library.paged_attention
-        self._attend.argtypes, self._attend.restype = (ctypes.POINTER(_Step), ctypes.POINTER(_Call)), None
+        self._attend.argtypes, self._attend.restype = (
+            (ctypes.POINTER(_AttentionStep), ctypes.POINTER(_AttentionCall)),
+            None,
+        )
         self._write = library.write_kv
-        self._write.argtypes, self._write.restype = (ctypes.POINTER(_Write), ctypes.POINTER(_Write)), None
+        self._write.argtypes, self._write.restype = (
+            (ctypes.POINTER(_WriteCall), ctypes.POINTER(_WriteCall)),
+            None,
+        )
 
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         if key.dtype not in _DTYPES or not (_holds(cache.key, key.dtype) and _holds(cache.value, key.dtype)):
@@ -88,17 +99,19 @@ class CpuAttention:
         kv_heads, value_width = cache.value.row_shape
         out = query.new_empty(tokens, heads, value_width)
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
-        call = _Call(
+        call = _AttentionCall(
             query.data_ptr(), *row_pointers(cache.key), *row_pointers(cache.value),
-            None if sinks is None else sinks.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), heads,
-            kv_heads, key_width, value_width, query.dtype == torch.bfloat16, layer.scaling, layer.softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1),
+            heads,
+            kv_heads, key_width, value_width, query.dtype == torch.bfloat16, layer.scaling,
+            layer.softcap or 0.0,
         )  # fmt: skip
         self._attend(step_view(batch, layer.sliding_window).step, call)
         return out
 
 
 def can_run(query: Tensor, cache: LayerCache) -> bool:
-    """Whether the kernels know these types and sizes."""
+    """Whether the kernels support these types and sizes."""
     heads, key_width = query.shape[1:]
     kv_heads, value_width = cache.value.row_shape
     return (
@@ -114,12 +127,12 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _holds(store: RowStore, dtype: torch.dtype) -> bool:
-    """Whether the store keeps rows of `dtype`, as they are or quantised."""
+    """Whether the store keeps rows of `dtype`, plain or quantised."""
     return isinstance(store, QuantizedRows) or (isinstance(store, PlainRows) and store.data.dtype == dtype)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
-    """Any strides but a row's own."""
+    """The tensor with contiguous rows; its other strides may have any value."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -131,23 +144,24 @@ def row_pointers(store: RowStore) -> tuple[int, int | None]:
     return store.data.data_ptr(), None
 
 
-def _write_call(batch: PagedBatch, store: RowStore, rows: Tensor) -> _Write:
+def _write_call(batch: PagedBatch, store: RowStore, rows: Tensor) -> _WriteCall:
     target, scales = row_pointers(store)
     tokens, heads, width = rows.shape
-    return _Write(
-        rows.data_ptr(), batch.slots.data_ptr(), target, scales, tokens, heads, width, rows.stride(0), rows.stride(1),
+    return _WriteCall(
+        rows.data_ptr(), batch.slots.data_ptr(), target, scales, tokens, heads, width, rows.stride(0),
+        rows.stride(1),
         rows.dtype == torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
 
 
 def step_view(batch: PagedBatch, window: int | None) -> StepView:
-    """Made once per step and window."""
+    """The arguments of this step and window; made once."""
     memo_key = ("cpu", window)
     if memo_key not in batch.memo:
         begins, ends = visible_ranges(batch, window)
         starts = torch.tensor([0, *batch.query_lens]).cumsum(0).int()
         tables = batch.block_tables.contiguous()
-        step = _Step(
+        step = _AttentionStep(
             tables.data_ptr(), starts.data_ptr(), begins.data_ptr(), ends.data_ptr(), len(batch.query_lens),
             tables.shape[1], batch.block_size, torch.get_num_threads(),
         )  # fmt: skip
@@ -156,8 +170,8 @@ def step_view(batch: PagedBatch, window: int | None) -> StepView:
 
 
 def visible_ranges(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor]:
-    """Each new token sees the key positions [begin, end) of its sequence; both [T] int32. A two-way span moves the end: it
-    never reaches behind the chunk."""
+    """Each new token sees the key positions [begin, end) of its sequence; both [T] int32. A bidirectional
+    span moves the end, but never behind the chunk."""
     if batch.is_decode:
         ends = batch.context_lens_tensor.int()
         positions = ends - 1

@@ -1,7 +1,7 @@
 """The encoder half: media tensors in, embedding rows out.
 
-Wraps transformers' unmodified encoders and projectors. Owns the weights and nothing else. Runs on the engine's thread,
-one call at a time; calls block and synchronise the device.
+Wraps transformers' unmodified encoders and projectors. Owns the weights and nothing else. Runs on the
+engine's thread, one call at a time. Calls block and synchronise the device.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from transformers import PreTrainedModel
 from cluster.errors import ConfigError
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.cuda.uploads import Uploads
-from cluster.model.families import family_of, num_deepstack_layers
 from cluster.model.loading import Half, fingerprint, load_half
-from cluster.model.media_calls import Cut
+from cluster.model.media_calls import CALLS, Splitter
+from cluster.model.support import family_of, num_deepstack_layers
 from cluster.types.media import Modality
 
 
 class EncoderModel:
-    """feature_width: columns of an embedding row: the embedding, then one block of hidden_size columns for every
-    deep-stack layer (zeros where a modality has none)."""
+    """feature_width: columns of an embedding row. These are the embedding, then hidden_size columns for every
+    deep-stack layer (zeros for a modality without them)."""
 
     def __init__(self, model: PreTrainedModel):
         config = model.config
@@ -35,7 +35,7 @@ class EncoderModel:
             )
         self.config = config
         self._base = model.model
-        self._calls = family.encode
+        self._calls = {modality: CALLS[form] for modality, form in family.encoders.items()}
         self.modalities: tuple[Modality, ...] = family.modalities
         self.feature_width: int = config.get_text_config().hidden_size * (1 + num_deepstack_layers(config))
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -48,8 +48,8 @@ class EncoderModel:
     def load(
         cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> EncoderModel:
-        """Reads only the encoder half of the checkpoint. On the CPU its linears, gated MLPs and norms run on native kernels where
-        they can be built. Raises ConfigError for models that are not supported."""
+        """Reads only the encoder half of the checkpoint. On the CPU its linears, gated MLPs and norms run on
+        native kernels, if these can be built. Raises ConfigError for models that are not supported."""
         encoder = cls(load_half(path, Half.ENCODER, dtype=dtype, device=device))
         if encoder.device.type == "cpu":
             optimise_modules(encoder._base)
@@ -60,29 +60,33 @@ class EncoderModel:
         return cls(model.eval())
 
     def on_block(self, function: Callable[[], None]) -> None:
-        """`function` is called after every block of an encoder, on the thread that encodes."""
+        """Calls `function` after every block of an encoder, on the thread that encodes."""
         for module in self._base.modules():
             if isinstance(module, nn.ModuleList):
                 for block in module:
                     block.register_forward_hook(lambda *_: function())
 
-    def cut(self, modality: Modality) -> Cut | None:
-        """How items of this modality are cut into pieces, each an item of its own for `encode`; None: they are not."""
-        return self._calls[modality].cut
+    def splitter(self, modality: Modality) -> Splitter | None:
+        """Splits items of this modality into pieces, each of which `encode` takes as an item; None: items
+        cannot be split."""
+        return self._calls[modality].splitter
 
     def upload(self, item: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The item where `encode` reads it: on a GPU its copy there. Any thread but the engine's: blocks until the copy is done,
-        and the device goes on computing. On the CPU the item itself."""
+        """The item in the memory where `encode` reads it: on a GPU a copy there, on the CPU the item itself.
+        Call it on any thread but the engine's. It blocks until the copy is done, while the device continues
+        to compute."""
         return item if self._uploads is None else self._uploads.copy(item)
 
     @torch.inference_mode()
     def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """One [num_tokens, feature_width] tensor per item, equal to encoding the item alone up to rounding (1e-5).
+        """One [num_tokens, feature_width] tensor per item, equal up to rounding (1e-5) to encoding the item
+        alone.
 
-        items: the HF processor's tensors for one media item each, batch dimension included, e.g. `pixel_values`
-        [patches, d] + `image_grid_thw` [1, 3], or `input_features` [1, mels, frames] + `feature_attention_mask`.
+        items: for each media item the HF processor's tensors, batch dimension included, e.g. `pixel_values`
+        [patches, d] + `image_grid_thw` [1, 3], or `input_features` [1, mels, frames] +
+        `feature_attention_mask`.
         """
-        outputs = self._calls[modality](self._base, [self._on_device(item) for item in items])
+        outputs = self._calls[modality].run(self._base, [self._on_device(item) for item in items])
         return [self._full_width(rows) for rows in outputs]
 
     def _on_device(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:

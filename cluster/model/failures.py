@@ -1,4 +1,4 @@
-"""What an exception says about the device that it came from."""
+"""Which exceptions mean a lost device or too little memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import torch
 
 
 class DeviceLostError(Exception):
-    """The device, or a process that shares the model, cannot be used any more: the worker has to be replaced."""
+    """The device, or a process that shares the model, cannot be used any more. The worker must be
+    replaced."""
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """CUDA's errors stick: every later call fails, too. cuBLAS and cuDNN report theirs without a class of their own."""
+    """After a CUDA error every later call fails as well. cuBLAS and cuDNN report errors without an exception
+    class of their own."""
     if isinstance(error, DeviceLostError | torch.AcceleratorError):
         return True
     return isinstance(error, RuntimeError) and "CUDA error" in str(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Also what torch's CPU allocator raises, which has no class of its own."""
+    """Includes the error of torch's CPU allocator, which has no exception class of its own."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()

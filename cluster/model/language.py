@@ -1,7 +1,8 @@
 """The language half: token ids and embedding rows in, logits out, KV in the caller's block memory.
 
-Wraps transformers' unmodified text backbone and head. Owns the weights; the KV, the block tables and the choice of what
-to run belong to the engine. Runs on the engine's thread, one call at a time; calls block and may synchronise the device.
+Wraps transformers' unmodified text backbone and head. Owns the weights. The engine owns the KV and the block
+tables and decides what to run. Runs on the engine's thread, one call at a time. Calls block and may
+synchronise the device.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from cluster.model.attention_flash import FlashAttention
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, optimise_layers
 from cluster.model.cpu.modules import WeightDtype, optimise
 from cluster.model.cuda.copies import DecodeInputs
-from cluster.model.families import check_class, family_of, num_deepstack_layers, post_head
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.loading import Half, fingerprint, load_half
-from cluster.model.positions import PromptPositions
+from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import check_post_head, kv_row_shapes, probe_backbone, window_of_all
+from cluster.model.support import check_class, family_of, num_deepstack_layers, post_head
 from cluster.types.request import Prompt
 
 __all__ = ["FeatureSlice", "LanguageModel", "PromptPositions", "SequenceChunk"]
@@ -51,18 +52,19 @@ class SequenceChunk:
     num_computed_tokens: int  # tokens of this sequence whose KV is in the block memory
     block_table: Sequence[int]  # block ids that cover num_computed_tokens + n tokens
     features: tuple[FeatureSlice, ...] = ()
-    bidirectional_spans: tuple[
-        Span, ...
-    ] = ()  # absolute [start, end) of media that see both ways; all of the prompt's
-    wants_logits: bool = True  # False: more of the same prompt is to come
+    # absolute [start, end) of all media in the prompt whose tokens see each other
+    bidirectional_spans: tuple[Span, ...] = ()
+    wants_logits: bool = True  # False: further chunks of the same prompt follow
 
 
 class LanguageModel:
     """Attributes are fixed at load.
 
-    kv_layout: K and V of every layer as `kv_format` says. feature_width: hidden_size * (1 + deep-stack layers).
-    sliding_window: what no layer looks beyond, in tokens, the own one included; None if some layer sees everything.
-    chunk_cut_spans: the family forbids a chunk that ends inside a media span (the span's tokens see each other).
+    kv_layout: K and V of every layer, in the format of `kv_format`.
+    feature_width: hidden_size * (1 + deep-stack layers).
+    sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer
+    has no window.
+    chunk_cut_spans: a chunk must not end inside a media span, because the span's tokens see each other.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int, kv_cache_dtype: KvCacheDtype = "auto"):
@@ -76,9 +78,9 @@ class LanguageModel:
         self._embed = cast(nn.Embedding, model.get_input_embeddings())
         self._head = cast(nn.Linear, model.get_output_embeddings())
         self._post_head = post_head(config)
-        self._position_rule = family.positions
+        self._position_rule = RULES[family.positions]
         self.family: str = config.model_type
-        self.chunk_cut_spans: bool = family.bidirectional_media
+        self.chunk_cut_spans: bool = family.is_media_bidirectional
         self.hidden_size: int = text_config.hidden_size
         self.vocab_size: int = self._head.weight.shape[0]
         self.num_layers: int = text_config.num_hidden_layers
@@ -112,12 +114,13 @@ class LanguageModel:
         weight_dtype: WeightDtype = "auto",
         num_ranks: int = 1,
     ) -> LanguageModel:
-        """Reads only the language half of the checkpoint, or this rank's share of it (cluster/model/parallel.py). On the CPU a
-        whole one runs on native kernels where they can be built. `weight_dtype` "int8": linears with 8 bit weights, CPU only.
-        Raises ConfigError for what is not supported."""
+        """Reads only the language half of the checkpoint, or this rank's share of it
+        (cluster/model/parallel.py). On the CPU a whole half runs on native kernels, if these can be built.
+        `weight_dtype` "int8": linears with 8 bit weights, CPU only. Raises ConfigError for everything that is
+        not supported."""
         if num_ranks > 1 and weight_dtype != "auto":
             raise ConfigError(
-                f"weight_dtype {weight_dtype} does not go with tensor_parallel_size {num_ranks}"
+                f"weight_dtype {weight_dtype} cannot be combined with tensor_parallel_size {num_ranks}"
             )
         half = load_half(path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks)
         language = cls(half, block_size, kv_cache_dtype)
@@ -129,7 +132,8 @@ class LanguageModel:
     def from_model(
         cls, model: PreTrainedModel, *, block_size: int = 16, kv_cache_dtype: KvCacheDtype = "auto"
     ) -> LanguageModel:
-        """Takes the language half of a model in memory. Its text backbone runs only through this object afterwards."""
+        """Uses the language half of a model in memory. Afterwards its text backbone runs only through this
+        object."""
         return cls(model.eval(), block_size, kv_cache_dtype)
 
     def _use_native_kernels(self, weight_dtype: WeightDtype) -> None:
@@ -140,21 +144,22 @@ class LanguageModel:
             head = optimise(self._text, self._head, weight_dtype)
         if weight_dtype != "auto" and head is None:
             raise ConfigError(
-                f"weight_dtype {weight_dtype} needs the native CPU kernels; see the log for why"
+                f"weight_dtype {weight_dtype} needs the native CPU kernels; the log says why they are missing"
             )
         if head is not None:
             self._head = head
 
     def positions(self, prompt: Prompt) -> PromptPositions:
-        """Positions of every prompt token, from ids and media geometries. CPU work only; any thread."""
+        """Positions of every prompt token, from ids and media geometries. CPU only; any thread."""
         return self._position_rule.of_prompt(self._base, prompt)
 
     @torch.inference_mode()
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """Writes the chunks' KV and returns [n, vocab_size] float32 logits of the last tokens of the n chunks that want them.
-        `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA: enqueued)."""
+        """Writes the chunks' KV. Returns [n, vocab_size] float32: the logits of the last tokens of the n
+        chunks that want logits. `on_layer(i)` is called when layer i's KV of this forward is written (on
+        CUDA: enqueued)."""
         hidden = self._packed_hidden(chunks, kv, on_layer)
         ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
         rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.wants_logits]
@@ -171,8 +176,9 @@ class LanguageModel:
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
     ) -> Tensor:
-        """One token for each of B sequences. context_lens[i]: KV length before this token, which is its index.
-        block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32 logits."""
+        """Computes one token for each of B sequences. context_lens[i]: KV length before this token, which is
+        its index. block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32
+        logits."""
         contexts = torch.tensor(context_lens)
         tables = _padded_tables(block_tables, max(context_lens) // self.block_size + 1)
         blocks = tables.gather(1, (contexts // self.block_size)[:, None])[:, 0]
@@ -191,7 +197,8 @@ class LanguageModel:
         return self._logits(hidden)
 
     def decode_step(self, inputs: DecodeInputs, kv: BlockMemory) -> Tensor:
-        """`decode` over tensors of fixed addresses, for a CUDA graph: nothing here looks at the host. Untried on hardware."""
+        """`decode` over tensors at fixed addresses, for a CUDA graph. Reads nothing from the host. Untried on
+        hardware."""
         num_sequences, max_blocks = inputs.block_tables.shape
         batch = PagedBatch(
             kv,
@@ -215,9 +222,9 @@ class LanguageModel:
 
     @torch.inference_mode()
     def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:
-        """Like `forward`, but [T, vocab_size] float32 logits of all T new tokens, chunk after chunk: row i of a chunk is
-        what follows its i-th token. The KV of tokens that are then rejected is overwritten by the next call that starts
-        behind the accepted ones."""
+        """Like `forward`, but returns [T, vocab_size] float32 logits of all T new tokens, chunk after chunk.
+        Row i of a chunk predicts the token after its i-th. The next call starts behind the accepted tokens
+        and overwrites the KV of rejected ones."""
         return self._logits(self._packed_hidden(chunks, kv, None))
 
     @torch.inference_mode()
@@ -228,7 +235,7 @@ class LanguageModel:
     def _packed_hidden(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None
     ) -> Tensor:
-        """Writes the chunks' KV and returns [T, hidden_size] of their T new tokens."""
+        """Writes the chunks' KV and returns [T, hidden_size] for their T new tokens."""
         batch = self._packed_batch(chunks, kv, on_layer)
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         embeds = self._embed_tokens(token_ids)
@@ -263,15 +270,16 @@ class LanguageModel:
         return self._post_head(self._head(hidden)).float()
 
     def _embed_tokens(self, token_ids: Sequence[int]) -> Tensor:
-        """[T, hidden_size]. Placeholder ids may lie outside the embedding table; their rows are replaced anyway."""
+        """[T, hidden_size]. Placeholder ids may lie outside the embedding table; their rows are replaced
+        later."""
         ids = torch.tensor(token_ids, device=self.device)
         return self._embed(ids.masked_fill_(ids >= self._embed.num_embeddings, 0))
 
     def _place_features(
         self, embeds: Tensor, chunks: Sequence[SequenceChunk]
     ) -> tuple[list[slice], list[Tensor] | None]:
-        """Writes the feature rows into `embeds`. Returns where, in order, and one [rows, hidden_size] tensor per deep-stack layer
-        (None: no such layers, or no media in this forward)."""
+        """Writes the feature rows into `embeds`. Returns their places, in order, and one [rows, hidden_size]
+        tensor per deep-stack layer (None: no such layers, or no media in this forward)."""
         places, deep_rows, chunk_start = [], [], 0
         for chunk in chunks:
             for piece in sorted(chunk.features, key=lambda piece: piece.start):
@@ -315,7 +323,8 @@ def _own_share(parameter: Tensor) -> Tensor:
 
 
 def _visible_spans(chunk: SequenceChunk, context_len: int) -> list[Span]:
-    """The spans that reach into this chunk. One that goes on behind it would get wrong KV, silently."""
+    """The spans that overlap this chunk. Raises InternalError for a span that goes on behind it: its KV would
+    be wrong."""
     spans = [
         (a, b) for a, b in chunk.bidirectional_spans if a < context_len and b > chunk.num_computed_tokens
     ]
@@ -327,14 +336,14 @@ def _visible_spans(chunk: SequenceChunk, context_len: int) -> list[Span]:
 
 
 def _padded_tables(block_tables: Sequence[Sequence[int]], width: int) -> Tensor:
-    """[B, width] int64 on the CPU: cut to `width` (a table may reserve blocks for later), padded with block 0, which
-    masks hide."""
+    """[B, width] int64 on the CPU. Each table is cut to `width` (it may reserve blocks for later) or padded
+    with block 0, which the masks hide."""
     padding = (0,) * width
     return torch.tensor([[*table[:width], *padding[len(table) :]] for table in block_tables])
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """As `generate` sees them: the generation configuration first, then the text configuration."""
+    """As in `generate`: from the generation configuration, or else from the text configuration."""
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     if eos is None:
         eos = getattr(model.config.get_text_config(), "eos_token_id", None)

@@ -1,8 +1,9 @@
 """Loads one half of a checkpoint with transformers' own `from_pretrained`.
 
-A subclass made on the fly drops the other half right after construction. `from_pretrained` constructs on the meta
-device, so the dropped modules never take memory, and their tensors, now unexpected, are never read. Renamed keys and
-merged experts of hub checkpoints keep working, because transformers finds its conversions by class and model type.
+A subclass made at run time drops the other half right after construction. `from_pretrained` constructs on the
+meta device, so the dropped modules never take memory. Their tensors are then unexpected and never read.
+Renamed keys and merged experts of hub checkpoints work as usual, because transformers finds its conversions
+by class and model type.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from cluster.config.checkpoint import THINKER_CLASSES, check_weights
+from cluster.config.checkpoint import check_weights
+from cluster.config.families import MEDIA_FAMILIES, part_of_whole
 from cluster.errors import ConfigError
-from cluster.model.families import FAMILIES, check_class, family_of
+from cluster.model.support import check_class, family_of
 
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
 
@@ -34,12 +36,12 @@ class Half(StrEnum):
 
 
 class AbsentHalf(nn.Module):
-    """Stands where the other half was. Keeps its configuration, holds no weights."""
+    """Replaces the other half. Keeps its configuration and has no weights."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.config = config
-        self.device = torch.device("cpu")  # Qwen2-Audio's forward asks for it even when there is no audio
+        self.device = torch.device("cpu")  # Qwen2-Audio's forward reads it even without audio
 
     def forward(self, *_args: object, **_kwargs: object) -> None:
         raise RuntimeError("this worker does not hold these weights")
@@ -48,9 +50,12 @@ class AbsentHalf(nn.Module):
 def load_half(
     path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str, num_ranks: int = 1
 ) -> PreTrainedModel:
-    """transformers' model with only `half` in memory, and of it only this rank's share. Blocks while reading; raises ConfigError
-    when the folder is no model, a file of weights is missing or cut short, the model type is not supported, it has no such half, it
-    cannot be shared out, or a weight is not finite."""
+    """transformers' model with only this rank's share of `half` in memory. Blocks while reading.
+
+    Raises ConfigError if the folder is not a model, the model type is not supported, the model has no such
+    half, a weight file is missing or truncated, a weight is not finite, or the model cannot be distributed to
+    the ranks.
+    """
     config = read_config(path)
     family = family_of(config)
     model_class = _model_class(config)
@@ -77,8 +82,8 @@ def load_half(
 
 
 def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
-    """Files carry no checksum; of flipped bits only those that make a weight infinite or no number show. One sum per tensor, at the
-    speed of memory."""
+    """Weight files have no checksum. This finds only flipped bits that make a weight infinite or NaN. It
+    takes one sum per tensor, at the speed of memory."""
     for name, weight in model.named_parameters():
         own = weight.to_local() if isinstance(weight, DTensor) else weight
         if own.is_floating_point() and own.numel() and not own.sum().isfinite():
@@ -106,7 +111,8 @@ def _read_share(
     dtype: torch.dtype,
     num_ranks: int,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """By transformers' plan for the model, which says what is cut how; all ranks of the group at once."""
+    """Reads this rank's share by transformers' sharding plan for the model. All ranks of the group call it
+    together."""
     check_heads(config.get_text_config(), num_ranks)
     try:
         loaded: Any = half_class.from_pretrained(
@@ -118,7 +124,7 @@ def _read_share(
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"transformers cannot share model type '{config.model_type}' out to {num_ranks} ranks: {error}",
+            f"transformers cannot distribute model type '{config.model_type}' to {num_ranks} ranks: {error}",
             param="tensor_parallel_size",
         ) from error
     if not loaded[0].tp_plan:
@@ -130,40 +136,42 @@ def _read_share(
 
 
 def check_heads(text_config: PreTrainedConfig, num_ranks: int) -> None:
-    """Raises ConfigError when the heads cannot be dealt out evenly."""
+    """Raises ConfigError if the heads cannot be distributed evenly."""
     heads = text_config.num_attention_heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
     if heads % num_ranks or kv_heads % num_ranks:
         raise ConfigError(
-            f"{heads} attention heads with {kv_heads} KV heads cannot be dealt out evenly to {num_ranks} ranks",
+            f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to {num_ranks} "
+            "ranks",
             param="tensor_parallel_size",
         )
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
-    """The configuration of the part that is served. Raises ConfigError when the folder has none."""
+    """The configuration of the part that is served. Raises ConfigError if the folder has none."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"'{path}' holds no model configuration that transformers knows: {error}"
-        ) from error
-    if config.model_type in THINKER_CLASSES:
-        thinker = config.thinker_config
-        thinker.architectures = [THINKER_CLASSES[config.model_type]]
-        return thinker
-    return config
+        raise ConfigError(f"'{path}' has no model configuration that transformers knows: {error}") from error
+    if (served := part_of_whole(config.model_type)) is None:
+        return config
+    _, whole = served
+    part = getattr(config, whole.part_key)
+    part.architectures = [whole.part_class]
+    return part
 
 
 def fingerprint(config: PreTrainedConfig, dtype: torch.dtype) -> str:
-    """Equal for all workers that may serve together: model type, configuration, dtype. Not the weights."""
+    """Equal for all workers that may serve together. Depends on model type, configuration and dtype, not on
+    the weights."""
     text = json.dumps(_without_volatile(config.to_dict()), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{config.model_type}-{digest}-{str(dtype).removeprefix('torch.')}"
 
 
 def _without_volatile(value: object) -> object:
-    """Drops what depends on how and by whom the model was loaded, at every depth."""
+    """Drops, at every depth, entries that depend on how the model was loaded and on the version of
+    transformers."""
     if isinstance(value, dict):
         return {str(key): _without_volatile(entry) for key, entry in value.items() if key not in _VOLATILE}
     return value
@@ -174,7 +182,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     model_class = getattr(transformers, name, None)
     if model_class is None:
         raise ConfigError(f"model type '{config.model_type}': transformers has no class '{name}'")
-    if config.model_type not in FAMILIES and not name.endswith(("ForCausalLM", "LMHeadModel")):
+    if config.model_type not in MEDIA_FAMILIES and not name.endswith(("ForCausalLM", "LMHeadModel")):
         raise ConfigError(f"model type '{config.model_type}': class '{name}' is not a causal language model")
     return model_class
 
@@ -191,7 +199,7 @@ def _encoder_class(model_class: type[PreTrainedModel], text_module: str) -> type
             self._tied_weights_keys = self.model._tied_weights_keys = self.all_tied_weights_keys = {}
 
         def tie_weights(self, *_args: object, **_kwargs: object) -> None:
-            """The tied pair is in the language half."""
+            """Does nothing: the tied pair is in the language half."""
 
     return _named_like(EncoderHalf, model_class)
 
@@ -210,7 +218,7 @@ def _language_class(model_class: type[PreTrainedModel], text_module: str) -> typ
 
 
 def _named_like(half_class: type, model_class: type) -> type:
-    """transformers looks conversions and quantizers up by class name and module."""
+    """Copies name and module: transformers looks up conversions and quantizers by them."""
     half_class.__name__ = half_class.__qualname__ = model_class.__name__
     half_class.__module__ = model_class.__module__
     return half_class

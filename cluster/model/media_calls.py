@@ -1,47 +1,49 @@
-"""How each kind of media encoder in transformers is called with several items, and how its output becomes one
-[num_tokens, feature_width] tensor per item.
+"""Calls to the media encoders of transformers with several items, one function for each `EncoderForm`.
 
-An item is the HF processor's tensors for one media item, batch dimension included. `base` is `model.model` of the
-transformers class. Calls that cannot be batched without padding take equal shapes together and the rest one by one.
+Each function turns the encoder's output into one [num_tokens, feature_width] tensor per item. An item is the
+HF processor's tensors for one media item, batch dimension included. `base` is `model.model` of the
+transformers class. A call that cannot be batched without padding runs items of equal shape together and all
+others one by one.
 
-A call says whether an item can be cut (`Cut`): then its pieces, encoded one by one, give the rows of the whole, in order. So it is
-where no part of the item sees another: Qwen's vision attends inside one temporal patch, others inside one frame, tile or window.
+Some forms have a `Splitter`, because no part of an item sees another part: Qwen's vision attends inside one
+temporal patch, other encoders inside one frame, tile or window. The pieces of such an item, encoded one by
+one, give the rows of the whole, in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask
 
-from cluster.types.media import Modality
+from cluster.config.families import EncoderForm
 
 Item = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How an item is cut into pieces of whole units: temporal patches, frames, tiles or windows of equal cost."""
+class Splitter:
+    """Splits an item into pieces of whole units: temporal patches, frames, tiles or windows of equal cost."""
 
     num_units: Callable[[Item], int]
     piece: Callable[[Item, int, int], Item]  # units [start, end); views, nothing is copied
-    num_end_rows: int = 0  # rows that every call appends behind the last unit; only the last piece's count
+    # rows that every call appends behind the last unit; only those of the last piece count
+    num_end_rows: int = 0
 
 
 @dataclass(frozen=True)
 class EncodeCall:
     run: Callable[[nn.Module, Sequence[Item]], list[Tensor]]
-    cut: Cut | None = None  # None: an item is encoded whole
-
-    def __call__(self, base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-        return self.run(base, items)
+    splitter: Splitter | None = None  # None: an item is encoded whole
 
 
-def _along(axis: int, *keys: str, num_end_rows: int = 0) -> Cut:
-    """A unit is one index of `axis` in each of those `keys` that an item has; all have the same number of them."""
+def _along(axis: int, *keys: str, num_end_rows: int = 0) -> Splitter:
+    """A unit is one index of `axis` in each of those `keys` that an item has; all keys have the same number
+    of units."""
 
     def num_units(item: Item) -> int:
         return item[keys[0]].shape[axis]
@@ -52,10 +54,10 @@ def _along(axis: int, *keys: str, num_end_rows: int = 0) -> Cut:
             for key, value in item.items()
         }
 
-    return Cut(num_units, piece, num_end_rows)
+    return Splitter(num_units, piece, num_end_rows)
 
 
-def _along_grid(pixels_key: str, grid_key: str) -> Cut:
+def _along_grid(pixels_key: str, grid_key: str) -> Splitter:
     """A unit is a temporal patch: h * w rows of the pixels, by the item's grid [1, 3] of (t, h, w)."""
 
     def num_units(item: Item) -> int:
@@ -67,32 +69,30 @@ def _along_grid(pixels_key: str, grid_key: str) -> Cut:
         grid[0, 0] = end - start
         return {pixels_key: item[pixels_key][start * num_patches : end * num_patches], grid_key: grid}
 
-    return Cut(num_units, piece)
+    return Splitter(num_units, piece)
 
 
-def _encoded(cut: Cut | None = None) -> Callable[..., EncodeCall]:
-    return lambda run: EncodeCall(run, cut)
-
-
-def packed_patches(modality: Modality) -> EncodeCall:
-    """Qwen: patches of all items in one sequence, cut apart by their grids; deep-stack features become columns."""
-    video = modality is Modality.VIDEO
-    pixels_key, grid_key = (
-        ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
+def _packed_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    output = base.get_image_features(
+        _joined(items, "pixel_values"), _joined(items, "image_grid_thw"), return_dict=True
     )
-
-    @_encoded(_along_grid(pixels_key, grid_key))
-    def encode(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-        method = base.get_video_features if video else base.get_image_features
-        output = method(_joined(items, pixels_key), _joined(items, grid_key), return_dict=True)
-        deep = output.get("deepstack_features") or []
-        return [torch.cat(columns, dim=-1) for columns in zip(output.pooler_output, *deep, strict=True)]
-
-    return encode
+    return _with_deep_columns(output)
 
 
-@_encoded(_along(0, "pixel_values"))
-def tiled_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+def _packed_videos(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    output = base.get_video_features(
+        _joined(items, "pixel_values_videos"), _joined(items, "video_grid_thw"), return_dict=True
+    )
+    return _with_deep_columns(output)
+
+
+def _with_deep_columns(output: Any) -> list[Tensor]:
+    """Qwen cuts the packed rows apart by the items' grids; deep-stack features become further columns."""
+    deep = output.get("deepstack_features") or []
+    return [torch.cat(columns, dim=-1) for columns in zip(output.pooler_output, *deep, strict=True)]
+
+
+def _tiled_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     """LLaVA, InternVL, Gemma3: [tiles, 3, h, w] per item, the same number of rows from every tile."""
 
     def encode(group: Sequence[Item]) -> list[Tensor]:
@@ -103,10 +103,9 @@ def tiled_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     return _by_shape(items, ("pixel_values",), encode)
 
 
-@_encoded()
-def sized_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Mistral3, LLaVA-NeXT and -OneVision: pixels padded to a common size plus the true `image_sizes`. The rows of LLaVA's tiles
-    are woven into lines of the whole image, so an image is not cut."""
+def _sized_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    """Mistral3, LLaVA-NeXT and -OneVision: pixels padded to a common size plus the true `image_sizes`. An
+    image cannot be split, because LLaVA interleaves the rows of its tiles into lines of the whole image."""
 
     def encode(group: Sequence[Item]) -> list[Tensor]:
         output = base.get_image_features(
@@ -117,8 +116,7 @@ def sized_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     return _by_shape(items, ("pixel_values",), encode)
 
 
-@_encoded(_along(1, "pixel_values_videos", num_end_rows=1))
-def stacked_videos(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+def _stacked_videos(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     """LLaVA-OneVision: [1, frames, 3, h, w] per item; the newline embedding ends each clip."""
 
     def encode(group: Sequence[Item]) -> list[Tensor]:
@@ -128,8 +126,7 @@ def stacked_videos(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     return _by_shape(items, ("pixel_values_videos",), encode)
 
 
-@_encoded(_along(1, "pixel_values", "pixel_attention_mask"))
-def masked_tiles(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+def _masked_tiles(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     """Idefics3, SmolVLM: [1, tiles, 3, h, w] and optionally `pixel_attention_mask` [1, tiles, h, w]."""
 
     def encode(group: Sequence[Item]) -> list[Tensor]:
@@ -141,25 +138,26 @@ def masked_tiles(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     return _by_shape(items, ("pixel_values", "pixel_attention_mask"), encode)
 
 
-def windowed_mels(mask_key: str | None) -> EncodeCall:
-    """Voxtral, AudioFlamingo3, GLM-ASR: [windows, mels, frames] per item, flat rows out. Items run one by one: only
-    then the rows of an item are known without repeating the family's length formula."""
-
-    @_encoded(_along(0, "input_features", *([] if mask_key is None else [mask_key])))
-    def encode(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-        side = [{} if mask_key is None else {mask_key: item[mask_key]} for item in items]
-        outputs = [
-            base.get_audio_features(item["input_features"], return_dict=True, **extra)
-            for item, extra in zip(items, side, strict=True)
-        ]
-        return [output.pooler_output.flatten(0, -2) for output in outputs]
-
-    return encode
+def _mel_windows(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    """Voxtral: [windows, mels, frames] per item, flat rows out. Items run one by one: only then the rows of
+    an item are known without a copy of the family's length formula."""
+    outputs = [base.get_audio_features(item["input_features"], return_dict=True) for item in items]
+    return [output.pooler_output.flatten(0, -2) for output in outputs]
 
 
-@_encoded()
-def qwen2_5_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Mels are padded to the longest item; the encoder drops the padding by the mask before it looks at them."""
+def _masked_mel_windows(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    """AudioFlamingo3, GLM-ASR: as `_mel_windows`, with a mask."""
+    outputs = [
+        base.get_audio_features(
+            item["input_features"], return_dict=True, input_features_mask=item["input_features_mask"]
+        )
+        for item in items
+    ]
+    return [output.pooler_output.flatten(0, -2) for output in outputs]
+
+
+def _qwen2_5_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    """Mels are padded to the longest item; the encoder first drops the padding by the mask."""
     features = _padded([item["input_features"][0] for item in items])
     mask = _padded([item["feature_attention_mask"][0] for item in items])
     flat = base.get_audio_features(features, feature_attention_mask=mask, return_dict=True).last_hidden_state
@@ -167,10 +165,10 @@ def qwen2_5_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     return list(flat.split(rows.tolist()))
 
 
-@_encoded()
-def qwen3_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """One by one: transformers pads the chunks of a call to the longest, and its convolutions then leak bias from the
-    padding into the last rows of shorter ones (0.03 on a random model), so a batch would change the numbers."""
+def _qwen3_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    """One item per call. transformers pads the chunks of a call to the longest one, and its convolutions then
+    leak bias from the padding into the last rows of shorter ones (0.03 on a random model): a batch would
+    change the numbers."""
     return [
         base.get_audio_features(
             item["input_features"], feature_attention_mask=item["feature_attention_mask"], return_dict=True
@@ -179,9 +177,9 @@ def qwen3_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     ]
 
 
-@_encoded()
-def qwen2_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Fixed 30 s windows and a mask. transformers 5.23 has no get_audio_features here; this repeats its forward."""
+def _qwen2_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    """Fixed windows of 30 s and a mask. transformers 5.23 has no get_audio_features for it, so this repeats
+    its forward."""
     tower = base.audio_tower
     conv_lengths, rows = tower._get_feat_extract_output_lengths(_mel_lengths(items))
     features = _joined(items, "input_features")
@@ -221,7 +219,8 @@ def _regroup(tiles: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
 def _by_shape(
     items: Sequence[Item], keys: Sequence[str], encode: Callable[[Sequence[Item]], list[Tensor]]
 ) -> list[Tensor]:
-    """Runs items of equal shape (all axes but the first) in one call each; results in the order of `items`."""
+    """Runs items of equal shape (all axes but the first) in one call each; results in the order of
+    `items`."""
     groups: dict[tuple, list[int]] = {}
     for i, item in enumerate(items):
         groups.setdefault(tuple(item[key].shape[1:] for key in keys if key in item), []).append(i)
@@ -229,3 +228,22 @@ def _by_shape(
     for members in groups.values():
         results.update(zip(members, encode([items[i] for i in members]), strict=True))
     return [results[i] for i in range(len(items))]
+
+
+CALLS: Mapping[EncoderForm, EncodeCall] = {
+    EncoderForm.PACKED_IMAGES: EncodeCall(_packed_images, _along_grid("pixel_values", "image_grid_thw")),
+    EncoderForm.PACKED_VIDEOS: EncodeCall(
+        _packed_videos, _along_grid("pixel_values_videos", "video_grid_thw")
+    ),
+    EncoderForm.TILED_IMAGES: EncodeCall(_tiled_images, _along(0, "pixel_values")),
+    EncoderForm.SIZED_IMAGES: EncodeCall(_sized_images),
+    EncoderForm.STACKED_VIDEOS: EncodeCall(_stacked_videos, _along(1, "pixel_values_videos", num_end_rows=1)),
+    EncoderForm.MASKED_TILES: EncodeCall(_masked_tiles, _along(1, "pixel_values", "pixel_attention_mask")),
+    EncoderForm.MEL_WINDOWS: EncodeCall(_mel_windows, _along(0, "input_features")),
+    EncoderForm.MASKED_MEL_WINDOWS: EncodeCall(
+        _masked_mel_windows, _along(0, "input_features", "input_features_mask")
+    ),
+    EncoderForm.PADDED_MELS: EncodeCall(_qwen2_5_omni_audio),
+    EncoderForm.SINGLE_MELS: EncodeCall(_qwen3_omni_audio),
+    EncoderForm.FIXED_MEL_WINDOW: EncodeCall(_qwen2_audio),
+}

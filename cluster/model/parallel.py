@@ -1,13 +1,15 @@
-"""Tensor parallelism: one model over several processes of one host, a GPU each, by transformers' own sharding plans.
+"""Tensor parallelism: one model over several processes of one host, one GPU each, by transformers' own
+sharding plans.
 
-Rank 0 is the worker process with engine, queues and sockets. It tells every model call to the other ranks, which do
-nothing but repeat it (`follow`), because the model's layers meet in collectives inside each call. The logits are whole on
-every rank; only rank 0 samples. Block ids mean the same positions on all ranks; each rank's `BlockMemory` holds its own
-share of the KV heads (all of them where a family's plan leaves attention whole), so KV travels from rank i of one
-pool to rank i of the other: kv_transfer/lease/group.py.
-
-A group lives and dies as one: a rank that is lost makes the others' collectives fail. Calls travel over pipes, where a
-rank may wait for days; embeddings over the model's own group (NCCL, or Gloo on the CPU). NCCL is untried on hardware.
+* Rank 0 is the worker process with engine, queues and sockets. It sends every model call to the other ranks,
+  which only repeat the calls (`follow`), because the model's layers meet in collectives inside each call.
+* All ranks have the whole logits; only rank 0 samples.
+* Block ids mean the same positions on all ranks. Each rank's `BlockMemory` holds its own share of the KV
+  heads, or all heads if the family's plan does not split attention. KV travels from rank i of one pool to
+  rank i of the other: kv_transfer/lease/group.py.
+* If one rank is lost, the collectives of the others fail, so the whole group ends.
+* Calls travel over pipes, on which a rank may wait for days. Embeddings travel over the model's own group
+  (NCCL, or Gloo on the CPU). NCCL is untried on hardware.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from cluster.model.language import FeatureSlice, SequenceChunk
 from cluster.model.step_model import StepModel
 from cluster.types.transfer import Mark
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # one rank may read its share of the weights so much faster
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # ranks may read their shares of the weights at different speeds
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,16 @@ class ParallelGroup:
 
 
 def join_group(rank: int, size: int, meeting: Path, device_type: str) -> ParallelGroup:
-    """Blocks until all `size` processes have joined. meeting: a file that does not exist yet, the same for all. Call before the
-    model is loaded, once per process: it makes torch's default group, and tells transformers the rank in the environment
-    variable that it reads. Raises ConfigError when there are fewer GPUs."""
+    """Blocks until all `size` processes have joined. Makes torch's default group and sets the environment
+    variable in which transformers reads the rank. Call it once per process, before the model is loaded.
+    meeting: a file that does not exist yet, the same for all ranks. Raises ConfigError if there are fewer
+    GPUs."""
     device = torch.device(device_type)
     if device_type == "cuda":
         if torch.cuda.device_count() < size:
             raise ConfigError(
-                f"tensor_parallel_size {size} needs as many GPUs; this replica sees {torch.cuda.device_count()} "
+                f"tensor_parallel_size {size} needs as many GPUs; this replica sees "
+                f"{torch.cuda.device_count()} "
                 "(num_gpus in its ray_actor_options)",
                 param="tensor_parallel_size",
             )
@@ -66,30 +70,32 @@ def join_group(rank: int, size: int, meeting: Path, device_type: str) -> Paralle
 
 
 def leave_group() -> None:
-    """The process can join another one afterwards."""
+    """Leaves the group; the process may then join another one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-class Progress:
-    """How far a rank's forwards are. Rank 0 says which moment it means, the others when they have come there. Marks are made
-    by the thread that runs the model; any thread may ask."""
+class ForwardProgress:
+    """How far a rank's forwards are. Rank 0 makes a mark (`now`), and the other ranks report when they have
+    reached it (`has`). The thread that runs the model records progress; any thread may ask."""
 
     def __init__(self) -> None:
         self._number = 0  # of the forward that runs or ran last
-        self._done = 0  # … of the last one whose bytes are all in the memory
+        self._done = 0  # number of the last forward whose bytes are all in memory
         self._layers: list[Callable[[], bool] | None] = []
 
     def begin(self) -> None:
-        self._layers = []  # before the number, or a layer of the last forward could pass for one of this
+        # before the number changes: otherwise a layer of the last forward could count for this one
+        self._layers = []
         self._number += 1
 
     def layer(self, ready: Callable[[], bool] | None) -> None:
-        """The next layer's KV is written, once `ready` says so."""
+        """Records that the next layer's KV is written as soon as `ready` returns True; None: it is written
+        now."""
         self._layers.append(ready)
 
     def end(self) -> None:
-        """The device has caught up."""
+        """Records that the device has finished this forward."""
         self._done = self._number
 
     @property
@@ -108,18 +114,18 @@ class Progress:
 
 
 class LeadingModel:
-    """Rank 0's model: every call is told to the others, then made. One thread. A call that raises here leaves the others in the middle of
-    it, whatever the reason: DeviceLostError."""
+    """Rank 0's model: it sends every call to the other ranks, then makes the call itself. One thread. If a
+    call raises here, the other ranks are still inside it, so every error becomes a DeviceLostError."""
 
     def __init__(
         self,
         model: StepModel,
         others: Sequence[Connection],
-        progress: Progress,
+        progress: ForwardProgress,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """dtype, device: of the model, in and on which embeddings travel."""
+        """dtype, device: of the model; embeddings travel in this dtype between these devices."""
         self._model = model
         self._others = others
         self._dtype = dtype
@@ -159,7 +165,7 @@ class LeadingModel:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         with _in_step():
-            self._tell(_Copy(sources, targets))
+            self._tell(_CopyCall(sources, targets))
             self._model.copy_blocks(sources, targets, kv)
 
     def _tell_chunks(self, kind: type[_Forward] | type[_Verify], chunks: Sequence[SequenceChunk]) -> None:
@@ -168,8 +174,8 @@ class LeadingModel:
         if rows:
             dist.broadcast(torch.cat(rows), src=0)
 
-    def _tell(self, call: _Call) -> None:
-        """Raises OSError when one of them is gone."""
+    def _tell(self, call: _RankCall) -> None:
+        """Raises OSError if a rank is gone."""
         data = _encoder.encode(call)
         for other in self._others:
             other.send_bytes(data)
@@ -180,7 +186,7 @@ def _in_step() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise DeviceLostError("the ranks of this worker are not in step any more") from error
+        raise DeviceLostError("the ranks of this worker are no longer at the same call") from error
 
 
 def follow(
@@ -188,11 +194,12 @@ def follow(
     kv: BlockMemory,
     group: ParallelGroup,
     calls: Connection,
-    progress: Progress,
+    progress: ForwardProgress,
     dtype: torch.dtype,
     feature_width: int,
 ) -> None:
-    """Repeats rank 0's calls until it closes the pipe. Blocks; raises what the collectives raise when another rank is lost."""
+    """Repeats rank 0's calls until rank 0 closes the pipe. Blocks. If another rank is lost, raises the error
+    of the collective."""
 
     def chunks_of(call: _Forward | _Verify) -> list[SequenceChunk]:
         return _with_features(call.chunks, dtype, group.device, feature_width)
@@ -205,7 +212,7 @@ def follow(
         match call:
             case _Decode(token_ids, context_lens, deltas, block_tables):
                 model.decode(token_ids, context_lens, deltas, block_tables, kv)
-            case _Copy(sources, targets):
+            case _CopyCall(sources, targets):
                 model.copy_blocks(sources, targets, kv)
             case _Verify():
                 model.verify(chunks_of(call), kv)
@@ -217,11 +224,11 @@ def follow(
                 progress.end()
 
 
-# ------------------------------------------------------------------------------------------------------- on the pipe
+# Messages on the pipe
 
 
 class _WireChunk(msgspec.Struct, array_like=True):
-    """A `SequenceChunk` without its feature rows, which follow as one tensor for all chunks."""
+    """A `SequenceChunk` without its feature rows. The rows of all chunks follow as one tensor."""
 
     token_ids: Sequence[int]
     position_ids: bytes  # int64
@@ -248,14 +255,14 @@ class _Decode(msgspec.Struct, array_like=True, tag=True):
     block_tables: Sequence[Sequence[int]]
 
 
-class _Copy(msgspec.Struct, array_like=True, tag=True):
+class _CopyCall(msgspec.Struct, array_like=True, tag=True):
     sources: Sequence[int]
     targets: Sequence[int]
 
 
-_Call = _Forward | _Verify | _Decode | _Copy
+_RankCall = _Forward | _Verify | _Decode | _CopyCall
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Call)
+_decoder = msgspec.msgpack.Decoder(_RankCall)
 
 
 def _to_wire(chunk: SequenceChunk) -> _WireChunk:

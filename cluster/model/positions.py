@@ -1,18 +1,20 @@
-"""Rotary positions of a prompt, from token ids and media geometries alone: no pixels, no embeddings.
+"""Rotary positions of a prompt, from token ids and media geometries only, without pixels and embeddings.
 
-Multimodal rotary positions come from transformers' own `get_rope_index`, which needs only its model's configuration, so
-it runs in a process that has dropped the encoder's weights. It sees a prompt as the client sent it. Generated tokens of a resumed
-prompt go on from there as decode does, whatever their ids: `get_rope_index` would take a generated marker of media for media.
+Multimodal rotary positions come from transformers' own `get_rope_index`. It needs only the model's
+configuration, so it runs in a process without the encoder's weights. It gets the prompt without generated
+tokens. Generated tokens of a resumed prompt continue from there, as in decode: `get_rope_index` would mistake
+a generated placeholder token for media.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from cluster.config.families import PositionForm
 from cluster.errors import UnsupportedError
 from cluster.types.media import Modality, PlacedMedia
 from cluster.types.request import Prompt
@@ -27,10 +29,10 @@ class PromptPositions:
 @dataclass(frozen=True)
 class PositionRule:
     axes: int  # 1, or 3 for multimodal rotary positions
-    as_asked: Callable[[nn.Module, Prompt], PromptPositions]  # of a prompt without generated tokens
+    as_asked: Callable[[nn.Module, Prompt], PromptPositions]  # for a prompt without generated tokens
 
     def of_prompt(self, base: nn.Module, prompt: Prompt) -> PromptPositions:
-        """`base`: `model.model` of transformers' class."""
+        """Positions of a whole prompt. `base`: `model.model` of transformers' class."""
         asked = self.as_asked(base, prompt.as_asked)
         if prompt.num_generated == 0:
             return asked
@@ -45,7 +47,7 @@ def _one_dimensional(_base: nn.Module, prompt: Prompt) -> PromptPositions:
 
 
 def _qwen_vl(base: nn.Module, prompt: Prompt) -> PromptPositions:
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: image and video ranges are marked by token type."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: token types mark image and video ranges."""
     ids = torch.tensor([prompt.token_ids])
     token_types = torch.zeros_like(ids)
     for item in prompt.media:
@@ -63,7 +65,8 @@ def _qwen_vl(base: nn.Module, prompt: Prompt) -> PromptPositions:
 
 
 def _qwen_omni(base: nn.Module, prompt: Prompt) -> PromptPositions:
-    """Time-aligned positions of the Omni thinkers. Either all clips of a prompt are heard or none: `get_rope_index` knows no mix."""
+    """Time-aligned positions of the Omni thinkers. `get_rope_index` supports no mix: either all clips of a
+    prompt are heard, or none."""
     ids = torch.tensor([prompt.token_ids])
     sounds = _items(prompt, Modality.AUDIO)
     mel_frames = [sound.geometry.num_mel_frames for sound in sounds]
@@ -96,25 +99,27 @@ def _grids(prompt: Prompt, modality: Modality) -> Tensor | None:
 
 
 def _seconds(prompt: Prompt) -> Tensor | None:
-    """[videos] float32: seconds per temporal patch; 1 where the geometry does not say, as transformers assumes."""
+    """[videos] float32: seconds per temporal patch; 1 if the geometry does not say, as in transformers."""
     seconds = [clip.geometry.second_per_grid for clip in _items(prompt, Modality.VIDEO)]
     return torch.tensor([1.0 if s is None else s for s in seconds]) if seconds else None
 
 
 def _prompt_positions(position_ids: Tensor) -> PromptPositions:
-    """position_ids [3, T]. `generate` goes on counting from the last prompt token, not from transformers' own rope delta;
-    the two differ where a clip's time axis runs ahead of the text that follows it (Qwen2.5-VL)."""
+    """position_ids [3, T]. `generate` continues counting from the last prompt token, not from transformers'
+    own rope delta. The two differ if a clip's time axis runs ahead of the text after it (Qwen2.5-VL)."""
     following = {float(p) + 1 for p in position_ids[:, -1]}
     if len(following) != 1:
         raise UnsupportedError("a prompt must end with text, not with a media item")
     delta = following.pop() - position_ids.shape[-1]
     if delta != int(delta):
         raise UnsupportedError(
-            f"a clip's frame rate gives fractional positions after it (offset {delta}); use another"
+            f"this clip's frame rate gives fractional positions after it (offset {delta}); use another rate"
         )
     return PromptPositions(position_ids, int(delta))
 
 
-ONE_DIMENSIONAL = PositionRule(1, _one_dimensional)
-QWEN_VL = PositionRule(3, _qwen_vl)
-QWEN_OMNI = PositionRule(3, _qwen_omni)
+RULES: Mapping[PositionForm, PositionRule] = {
+    PositionForm.ONE_DIMENSIONAL: PositionRule(1, _one_dimensional),
+    PositionForm.QWEN_VL: PositionRule(3, _qwen_vl),
+    PositionForm.QWEN_OMNI: PositionRule(3, _qwen_omni),
+}

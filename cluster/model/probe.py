@@ -1,5 +1,6 @@
-"""One dummy token through a text backbone, to learn what no configuration says in one way for all families: K and V
-widths per layer. Refuses, by name, a backbone that wants something from attention that ours would silently ignore."""
+"""Runs one dummy token through a text backbone to learn the widths of K and V per layer, which configurations
+express differently in each family. Refuses, by name, a backbone that needs something from attention that our
+backends would silently ignore."""
 
 from __future__ import annotations
 
@@ -14,23 +15,25 @@ from transformers import AttentionInterface, PreTrainedModel
 from cluster.errors import ConfigError
 
 _PROBE_NAME = "epdg_probe"
-_HARMLESS = frozenset(  # keywords that families pass along and that no attention function reads, or that ours reads
-    ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "use_cache", "output_attentions",
-     "cache_position", "position_embeddings", "return_dict", "output_router_logits", "is_causal")
+# keywords that families pass along and that no attention function reads, or that ours reads
+_HARMLESS = frozenset(
+    ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "use_cache",
+     "output_attentions", "cache_position", "position_embeddings", "return_dict", "output_router_logits",
+     "is_causal")
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Row shapes of one layer's K and V, and how far it looks back."""
+    """Row shapes of one layer's K and V, and its window."""
 
     key: tuple[int, int]  # (kv heads, key width)
-    value: tuple[int, int]  # (kv heads, value width); differs from the key's in MLA
-    window: int | None  # a token sees itself and the `window - 1` before it; None: all
+    value: tuple[int, int]  # (kv heads, value width); the width differs from the key's in MLA
+    window: int | None  # a token sees itself and the `window - 1` tokens before it; None: all
 
 
-class _Recorder:
-    """Shapes by layer, and what makes the backbone unusable."""
+class _ShapeRecorder:
+    """Shapes by layer, and the reasons why the backbone cannot be used."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -62,7 +65,7 @@ def _probe_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    probe: _Recorder,
+    probe: _ShapeRecorder,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     probe.see(module, key, value, attention_mask, kwargs)
@@ -74,9 +77,10 @@ AttentionInterface.register(_PROBE_NAME, _probe_attention)
 
 @torch.inference_mode()
 def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerShape]:
-    """Leaves the backbone with another attention implementation: the caller sets the one it wants."""
+    """One shape per layer. Changes the backbone's attention implementation; the caller must set the final
+    one."""
     text_model.set_attn_implementation(_PROBE_NAME)
-    recorder = _Recorder()
+    recorder = _ShapeRecorder()
     dummy = torch.zeros(1, 1, hidden_size, dtype=text_model.dtype, device=text_model.device)
     text_model(inputs_embeds=dummy, use_cache=False, probe=recorder)
     config = text_model.config
@@ -93,8 +97,8 @@ def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerS
     return [recorder.shapes[i] for i in range(num_layers)]
 
 
-def _check_windows(config: object, recorder: _Recorder) -> None:
-    """A window that is expressed in the mask alone would be lost."""
+def _check_windows(config: object, recorder: _ShapeRecorder) -> None:
+    """Objects to a window that exists only in the mask, because it would be lost."""
     for layer_idx, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         shape = recorder.shapes.get(layer_idx)
         if layer_type == "sliding_attention" and (shape is None or shape.window is None):
@@ -105,27 +109,31 @@ def _check_windows(config: object, recorder: _Recorder) -> None:
 def check_post_head(
     model: PreTrainedModel, text_model: PreTrainedModel, post_head: Callable[[Tensor], Tensor]
 ) -> None:
-    """Compares `post_head(head(backbone))` with the logits of the model's own forward, for one text token. Call between
-    `probe_backbone` and the choice of the final attention implementation."""
+    """Compares `post_head(head(backbone))` with the logits of the model's own forward for one text token.
+    Call it after `probe_backbone` and before the final attention implementation is set. Raises
+    ConfigError."""
     token = torch.tensor([[1]], device=text_model.device)
     embedded = model.get_input_embeddings()(token)
-    hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=_Recorder()).last_hidden_state
+    hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=_ShapeRecorder()).last_hidden_state
     head = cast(nn.Module, model.get_output_embeddings())
     ours = post_head(head(hidden)).float()
-    reference = model(input_ids=token, attention_mask=None, use_cache=False, probe=_Recorder()).logits.float()
+    reference = model(
+        input_ids=token, attention_mask=None, use_cache=False, probe=_ShapeRecorder()
+    ).logits.float()
     if not torch.allclose(ours, reference, rtol=1e-2, atol=1e-3):
         raise ConfigError(
-            f"model type '{model.config.model_type}' is not supported: its logits differ from head(backbone) by a rule "
-            "that is not known here"
+            f"model type '{model.config.model_type}' is not supported: its logits differ from head(backbone) "
+            "by a rule "
+            "that this cluster does not know"
         )
 
 
 def kv_row_shapes(shapes: list[LayerShape]) -> list[tuple[int, int]]:
-    """(heads, width) of K, then of V, of every layer."""
+    """For every layer: (heads, width) of K, then of V."""
     return [row for shape in shapes for row in (shape.key, shape.value)]
 
 
 def window_of_all(shapes: list[LayerShape]) -> int | None:
-    """How far back the model looks: its layers' largest window, or None if a layer sees everything."""
+    """The largest window of all layers; None if a layer has none."""
     windows = [shape.window for shape in shapes if shape.window is not None]
     return max(windows) if windows and len(windows) == len(shapes) else None

@@ -1,4 +1,4 @@
-"""The calls that move a language model forward: what wraps a model offers the same ones."""
+"""The calls that compute steps of a language model. Objects that wrap a model offer the same calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from cluster.model.language import SequenceChunk
 
 
 class StepModel(Protocol):
-    """What a runner calls: `LanguageModel`, or in its place `LeadingModel` or `GraphedModel`, which pass calls on."""
+    """The model that a runner calls: a `LanguageModel`, or a `LeadingModel` or `GraphedModel` that wraps
+    one."""
 
     def forward(
         self,

@@ -1,7 +1,12 @@
 """The side channel: typed messages between a door and its workers, over one persistent connection per pair.
 
-`frames` cuts a byte stream into messages, `address` names a socket, `handshake` decides whom to trust, `connection`
-is one end of a pair, `server` accepts. Owns sockets and nothing else: what a message means is its receiver's business.
+* `frames` cuts a byte stream into messages.
+* `address` names a socket.
+* `handshake` authenticates the peer.
+* `connection` is one end of a pair.
+* `server` listens and dials.
+
+The package owns sockets and nothing else; it does not interpret messages.
 """
 
 from cluster.rpc.address import new_address

@@ -1,16 +1,20 @@
 """One end of a side-channel connection.
 
-Life: socket opens → handshake → `on_open` → `on_message` for every message, in order → `on_close`, exactly once,
-however the connection ends. A connection that fails before `on_open` never reaches its owner's callbacks.
+Life cycle: socket opens → handshake → `on_open` → `on_message` for every message, in order → `on_close`,
+exactly once, however the connection ends. A connection that fails before `on_open` calls no callback of its
+owner.
 
-All callbacks run synchronously on the event loop's thread inside the socket's read callback; no task is made per
-message, and a read that brings many frames delivers them in one go. A callback must not block. One that raises ends the
-connection: a half-handled stream of messages cannot be trusted.
+All callbacks run synchronously on the event loop's thread inside the socket's read callback. No task is made
+per message, and one read delivers all frames that it contains. A callback must not block. If a callback
+raises, the connection ends, because the message may be half handled.
 
-`send` never blocks. While the transport's buffer is full, messages wait here, in order, and are written as it drains; other
-peers are not affected. A media file that waits is not copied, and its request's Cancel withdraws it. A peer that reads nothing
-for `STALL_TIMEOUT_S`, or for which more than `max_buffered_bytes` of other messages wait, is cut. Sending on a connection that
-has ended does nothing; `on_close` has told the owner, or is about to.
+`send` never blocks:
+
+* While the transport's buffer is full, messages wait here in order and are written as the buffer drains.
+  Other peers are not affected. A waiting media file is not copied; a Cancel of its request removes it.
+* If the peer reads nothing for `STALL_TIMEOUT_S`, or if more than `max_buffered_bytes` of other messages wait
+  for it, the connection is cut.
+* On an ended connection `send` does nothing; `on_close` tells the owner.
 """
 
 from __future__ import annotations
@@ -36,11 +40,11 @@ from cluster.types.messages import AnyMessage, Cancel, StartEncode
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 2.0  # time a closing connection has to flush what was sent
+CLOSE_TIMEOUT_S = 2.0  # time for a closing connection to flush its buffers
 MAX_BUFFERED_BYTES = 2 * MAX_FRAME_BYTES
-HIGH_WATER_BYTES = (
-    1 << 20
-)  # in the transport's buffer: the kernel's has the next bytes while the loop does something else
+# of the transport's buffer: enough that the kernel always has bytes to send while the event loop does other
+# work
+HIGH_WATER_BYTES = 1 << 20
 STALL_TIMEOUT_S = 30.0
 
 OnMessage = Callable[["Connection", AnyMessage], None]
@@ -48,7 +52,7 @@ OnConnection = Callable[["Connection"], None]
 
 
 class Connection(asyncio.Protocol):
-    """Made by `connect` and `Server` only."""
+    """One end of a connection. Only `connect` and `Server` make it."""
 
     def __init__(
         self,
@@ -95,7 +99,7 @@ class Connection(asyncio.Protocol):
         if isinstance(message, Cancel):
             self._withdraw(message)
         if isinstance(message, StartEncode):
-            encode_message(without_file(message))  # what cannot be encoded is the sender's error, now
+            encode_message(without_file(message))  # an encoding error must reach the sender now
             self._waiting.append(message)
             return
         data = encode_message(message)
@@ -105,15 +109,16 @@ class Connection(asyncio.Protocol):
             self._fail(UnavailableError(f"{self.peer_name} reads too slowly; its connection was cut"))
 
     async def wait_open(self) -> None:
-        """Returns after the handshake; raises ClusterError when the peer is refused or refuses."""
+        """Returns after the handshake. Raises ClusterError if one side refuses the other."""
         await asyncio.shield(self._opened)
 
     def when_greeted(self, callback: Callable[[], None]) -> None:
-        """Run `callback` from the event loop once the handshake is over, or the connection has ended in it."""
+        """Runs `callback` from the event loop when the handshake has succeeded or failed."""
         self._opened.add_done_callback(lambda _: callback())
 
     async def aclose(self) -> None:
-        """Send what is buffered, close, and wait until `on_close` has run. May be called at any time, repeatedly."""
+        """Sends what is buffered, closes, and waits until `on_close` has run. May be called at any time and
+        repeated."""
         if self._is_open:
             self._write_waiting(to_the_end=True)
         self._is_open = False
@@ -125,7 +130,7 @@ class Connection(asyncio.Protocol):
                 await self._ended
 
     def abort(self) -> None:
-        """Cut the connection now; what is buffered is lost. `on_close` follows from the event loop."""
+        """Cuts the connection now; buffered messages are lost. The event loop calls `on_close` afterwards."""
         self._is_open = False
         self._is_aborted = True
         if self._transport is not None:
@@ -137,7 +142,7 @@ class Connection(asyncio.Protocol):
         self.abort()
 
     def _withdraw(self, cancel: Cancel) -> None:
-        """Media of a cancelled item, or of all items of its request, need not be sent any more."""
+        """Drops waiting media of a cancelled item, or of all items of a cancelled request."""
         self._waiting = deque(
             entry
             for entry in self._waiting
@@ -158,7 +163,7 @@ class Connection(asyncio.Protocol):
     def _check_progress(self, num_bytes_before: int) -> None:
         num_bytes = self._transport.get_write_buffer_size()
         if num_bytes >= num_bytes_before:
-            self._fail(UnavailableError(f"{self.peer_name} has stopped to read; its connection was cut"))
+            self._fail(UnavailableError(f"{self.peer_name} has stopped reading; its connection was cut"))
         else:
             self._watch()
 
@@ -197,7 +202,7 @@ class Connection(asyncio.Protocol):
                 elif self._is_open:
                     self._on_message(self, decode_message(payload))
                 else:
-                    return  # closed by a callback: the rest of this read is nobody's
+                    return  # closed by a callback: the rest of this read is dropped
         except FrameError as error:
             logger.warning("connection to %s cut: %s", self.peer_name or "an unknown peer", error)
             self._fail(UnavailableError(f"{self.peer_name or 'the peer'} broke the protocol: {error}"))
@@ -220,9 +225,10 @@ class Connection(asyncio.Protocol):
             self.error = UnavailableError(f"connection to {self.peer_name or 'the peer'} lost: {exc}")
         if not self._opened.done():
             self._opened.set_exception(
-                self.error or UnavailableError(f"the peer hung up where {waiting_for} was expected")
+                self.error
+                or UnavailableError(f"the peer closed the connection instead of sending {waiting_for}")
             )
-            self._opened.exception()  # seen: a server has nobody waiting for it
+            self._opened.exception()  # marks it as retrieved: on a server nothing waits for it
         if not self._ended.done():
             self._ended.set_result(None)
         if was_greeted:

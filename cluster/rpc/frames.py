@@ -1,6 +1,7 @@
-"""Frames: 4 bytes of length (little endian), then that many bytes. A message is one frame of msgpack.
+"""Frames: a length of 4 bytes (little endian), then as many bytes. A message is one frame of msgpack.
 
-Pure: no sockets, no clock. `FrameBuffer` belongs to one connection and keeps the tail of a frame until the rest comes.
+Pure: no sockets, no clock. `FrameBuffer` belongs to one connection and keeps an incomplete frame until the
+rest comes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 class FrameError(ValueError):
-    """The byte stream is not what the protocol says; the connection cannot go on."""
+    """The byte stream violates the protocol; the connection must end."""
 
 
 def frame(payload: bytes) -> bytes:
@@ -39,7 +40,7 @@ def encode_message(message: AnyMessage) -> bytearray:
 
 
 def without_file(message: StartEncode) -> StartEncode:
-    """The same message, and few bytes."""
+    """The same message without the bytes of its media file."""
     return replace(message, item=replace(message.item, data=b""))
 
 
@@ -52,14 +53,15 @@ def decode_message(payload: bytes | memoryview) -> AnyMessage:
 
 
 class FrameBuffer:
-    """Bytes in, whole payloads out, however the bytes were cut."""
+    """Turns received bytes, in pieces of any size, into whole payloads."""
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES):
-        self.max_frame_bytes = max_frame_bytes  # may be raised once the peer is trusted
+        self.max_frame_bytes = max_frame_bytes  # raised once the peer is authenticated
         self._tail = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Whole payloads in order. The iterator must be exhausted or the buffer thrown away."""
+        """Whole payloads in order. Exhaust the iterator, or do not use the buffer again. Raises
+        FrameError."""
         if self._tail:
             self._tail += data
             if not self._has_frame():
@@ -80,7 +82,8 @@ class FrameBuffer:
             self._tail += data[start:]
 
     def _has_frame(self) -> bool:
-        """Whether the tail can be cut (or refused) now; keeps a large frame from being copied on every read."""
+        """Whether the tail holds a whole frame or one to refuse. Without this check every read would copy a
+        large incomplete frame."""
         if len(self._tail) < HEADER_BYTES:
             return False
         size = int.from_bytes(self._tail[:HEADER_BYTES], "little")

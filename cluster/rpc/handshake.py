@@ -1,22 +1,26 @@
-"""Who may talk. Runs once per connection, before any message is delivered; pure (bytes in, bytes out).
+"""Authenticates the peer, once per connection, before any message is delivered. Pure: bytes in, bytes out.
 
-Order, S the accepting side, C the dialling side:
+Order, with S the accepting side and C the dialling side:
 
     TCP only:  S → C  nonce_s
                C → S  nonce_c + proof of the client
                S → C  proof of the server
     always:    C → S  Hello,  S → C  Hello
 
-Both sides prove that they know the cluster secret without sending it. A proof is HMAC-SHA256(secret, [LABEL, side, address,
-nonce_s, nonce_c]). Each side has drawn one of the nonces for this connection, so no proof of another connection fits. The
-side is part of it, so a peer cannot send a proof back to its author. The address that the client dialled is part of it,
-so a host in between that listens at another address cannot pass the proofs on.
+Both sides prove that they know the cluster secret without sending it. A proof is HMAC-SHA256(secret, [LABEL,
+side, address, nonce_s, nonce_c]):
 
-The handshake keeps strangers and misdirected clusters out; it does not encrypt or sign what follows. A network on which others
-can read or alter packets needs a tunnel underneath. TLS in this place would not change that: the KV cache and the embeddings
-travel beside the side channel, through transports that have neither encryption nor authentication, so the network between
-hosts must be private in any case (SECURITY.md). Nor would it be smaller: Python's ssl module has no pre-shared keys before
-3.13, so every host would need a certificate.
+* Each side draws one of the nonces for this connection, so a proof from another connection does not fit.
+* The proof contains the side, so a peer cannot send a proof back to its author.
+* The proof contains the address that the client dialled, so a host in between, which listens at another
+  address, cannot relay it.
+
+The handshake refuses strangers and members of other clusters. It does not encrypt or sign what follows: a
+network on which others can read or alter packets needs a tunnel underneath. TLS here would not change that.
+The KV cache and the embeddings travel beside the side channel, through transports with neither encryption nor
+authentication, so the network between hosts must be private in any case (SECURITY.md). TLS would not be
+smaller either: Python's ssl module has no pre-shared keys before 3.13, so every host would need a
+certificate.
 """
 
 from __future__ import annotations
@@ -31,9 +35,9 @@ from cluster.errors import ConfigError
 from cluster.rpc.frames import FrameError, decode_message, encode_message, frame
 from cluster.types.messages import PROTOCOL_VERSION, Hello
 
-LABEL = "epdg side channel 2"  # what the proofs are about; another number for another kind of proof
+LABEL = "epdg side channel 2"  # changes with the content of the proof
 NONCE_BYTES = 32
-MAX_HANDSHAKE_FRAME_BYTES = 4096  # before a peer is trusted it cannot make us keep more than this
+MAX_HANDSHAKE_FRAME_BYTES = 4096  # most that an unauthenticated peer can make this process keep
 
 
 class _Expect(StrEnum):
@@ -45,10 +49,12 @@ class _Expect(StrEnum):
 
 
 class Handshake:
-    """One side of it. Feed frames until `peer` is set; raises FrameError or ConfigError when the peer is refused."""
+    """One side of the handshake. Feed frames until `peer` is set. Raises FrameError or ConfigError to refuse
+    the peer."""
 
     def __init__(self, name: str, *, is_server: bool, address: str, secret: bytes | None):
-        """`address` is what the client dials; both sides must name it alike. `secret` None: a Unix socket, without proofs."""
+        """`address`: what the client dials; both sides must write it alike. `secret` None: a Unix socket,
+        without proofs."""
         self.peer: Hello | None = None
         self._is_server = is_server
         self._address = address
@@ -66,13 +72,13 @@ class Handshake:
         return self._expect.value
 
     def opening(self) -> bytes:
-        """What to send when the socket is open."""
+        """Bytes to send when the socket is open."""
         if self._secret is None:
             return b"" if self._is_server else bytes(self._hello)
         return frame(self._nonce_s) if self._is_server else b""
 
     def feed(self, payload: bytes) -> bytes:
-        """One frame from the peer; returns what to send."""
+        """Takes one frame from the peer and returns bytes to send."""
         match self._expect:
             case _Expect.NONCE:
                 return self._answer(payload)
@@ -109,7 +115,8 @@ class Handshake:
         return answer
 
     def check_version(self) -> None:
-        """To be called once `peer` is set and the last answer is sent, so that both sides can say what is wrong."""
+        """Raises ConfigError for another version. Call it once `peer` is set and the last answer is sent, so
+        that both sides can report the mismatch."""
         if self.peer is not None and self.peer.protocol_version != PROTOCOL_VERSION:
             raise ConfigError(
                 f"{self.peer.name} speaks side-channel protocol {self.peer.protocol_version}, this process "

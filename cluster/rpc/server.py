@@ -1,11 +1,11 @@
 """Listening and dialling. A worker listens, a door dials; both get `Connection`s.
 
 The event loop that runs `start` or `connect` runs every callback. A server owns its listening socket and the
-connections it has accepted; `aclose` ends them all.
+connections that it has accepted; `aclose` ends them all.
 
-A connection is a stranger's until its handshake is over, for which it has `HANDSHAKE_TIMEOUT_S`. A server keeps at most
-`MAX_STRANGERS` of them. One more ends the oldest, not itself: strangers that say nothing cannot keep a door out, whose
-handshake takes milliseconds.
+A new connection is pending until its handshake is over, for at most `HANDSHAKE_TIMEOUT_S`. A server keeps at
+most `MAX_PENDING` pending connections. One more ends the oldest of them and not itself. Peers that connect
+and say nothing therefore cannot keep out a door, whose handshake takes milliseconds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from cluster.rpc.connection import (
 )
 from cluster.rpc.handshake import Handshake
 
-# A host that vanishes sends no end-of-file: probe an idle link after 2 s, give it up after 3 more seconds.
+# A host that fails sends no end-of-file: an idle link is probed after 2 s and given up 3 s later.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 _UNACKNOWLEDGED_MS = 5000
-MAX_STRANGERS = 64
+MAX_PENDING = 64
 
 
 def _nothing(connection: Connection) -> None:
@@ -35,7 +35,7 @@ def _nothing(connection: Connection) -> None:
 
 
 def _key(address: str, secret: str | None) -> bytes | None:
-    """The handshake's key, None on a Unix socket. Raises ConfigError for TCP without a secret."""
+    """The key of the handshake; None on a Unix socket. Raises ConfigError for TCP without a secret."""
     if parse_unix(address) is not None:
         return None
     if not secret:
@@ -56,7 +56,8 @@ def _watch_peer(connection: Connection) -> None:
 
 
 class Server:
-    """`on_connect(connection)` once per peer that passed the handshake, then messages, then `on_close`."""
+    """Calls `on_connect(connection)` once per peer that passed the handshake, then `on_message`, then
+    `on_close`."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Server:
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ):
-        self.address = address  # after `start`: with the real port
+        self.address = address  # after `start`: with the actual port
         self._name = name
         self._key = _key(address, secret)
         self._on_connect = on_connect
@@ -79,11 +80,11 @@ class Server:
         self._max_buffered_bytes = max_buffered_bytes
         self._handshake_timeout_s = handshake_timeout_s
         self._connections: set[Connection] = set()
-        self._strangers: dict[Connection, None] = {}  # the oldest first
+        self._pending: dict[Connection, None] = {}  # the oldest first
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Bind and accept from now on. Raises ConfigError or OSError when the address cannot be had."""
+        """Binds and accepts from now on. Raises ConfigError or OSError if the address cannot be used."""
         loop = asyncio.get_running_loop()
         path = parse_unix(self.address)
         if path is not None:
@@ -95,13 +96,13 @@ class Server:
         self.address = f"tcp:{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def aclose(self) -> None:
-        """Stop listening, flush and close every connection. May be repeated."""
+        """Stops listening, then flushes and closes every connection. May be repeated."""
         if self._server is None:
             return
         server, self._server = self._server, None
         server.close()
-        for stranger in self._strangers:
-            stranger.abort()
+        for connection in self._pending:
+            connection.abort()
         if self._connections:
             await asyncio.gather(*(connection.aclose() for connection in list(self._connections)))
         path = parse_unix(self.address)
@@ -109,11 +110,11 @@ class Server:
             path.unlink(missing_ok=True)
 
     def _accept(self) -> Connection:
-        if len(self._strangers) == MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+        if len(self._pending) == MAX_PENDING:
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
             oldest.abort()
-        stranger = Connection(
+        connection = Connection(
             Handshake(self._name, is_server=True, address=self.address, secret=self._key),
             on_open=self._opened,
             on_message=self._on_message,
@@ -121,12 +122,12 @@ class Server:
             max_buffered_bytes=self._max_buffered_bytes,
             handshake_timeout_s=self._handshake_timeout_s,
         )
-        self._strangers[stranger] = None
-        stranger.when_greeted(lambda: self._strangers.pop(stranger, None))
-        return stranger
+        self._pending[connection] = None
+        connection.when_greeted(lambda: self._pending.pop(connection, None))
+        return connection
 
     def _opened(self, connection: Connection) -> None:
-        self._strangers.pop(connection, None)
+        self._pending.pop(connection, None)
         if self._server is None:
             connection.abort()
         _watch_peer(connection)
@@ -148,9 +149,9 @@ async def connect(
     secret: str | None = None,
     max_buffered_bytes: int = MAX_BUFFERED_BYTES,
 ) -> Connection:
-    """Dial a worker. The first messages may be delivered before this returns: they are in the same read as the
-    handshake's end. Raises UnavailableError when nobody answers in time, ConfigError for a peer of another version
-    or cluster."""
+    """Dials a worker. `on_message` may be called before this returns, because the first messages may come in
+    the same read as the end of the handshake. Raises UnavailableError if there is no answer in time, and
+    ConfigError for a peer of another version or cluster."""
     loop = asyncio.get_running_loop()
     key = _key(address, secret)
 

@@ -1,11 +1,15 @@
-"""Which prompts get memory next, where media requests also wait for room for their embeddings.
+"""Which prompts get memory next, if media requests also wait for room for their embeddings.
 
-Text requests are ordered by virtual deadline. Media requests keep their order of arrival, because room for embeddings is
-given in that order, too: two resources that are handed out in one order cannot be waited for in a circle. Of the two
-heads the more urgent one goes first, and nobody overtakes it, with one exception: behind a media request that must wait,
-text may go on as long as it holds less than `text_share` of the blocks. In turn media never holds more than the rest
-(unless one request alone is larger), so a pool full of videos that are still being encoded does not keep text out, and
-what text may take while a video waits is bounded, so the video gets its blocks.
+There are two class queues:
+* Text requests are ordered by virtual deadline.
+* Media requests keep their order of arrival, because room for embeddings is given in that order, too. If two
+  resources are given in one order, requests cannot wait for each other in a circle.
+
+Of the two heads, the more urgent one goes first. No request overtakes it, with one exception: behind a media
+request that must wait, text requests may go on as long as text holds less than `text_share` of the blocks. On
+the other side, media never holds more than the rest of the blocks, unless a single request is larger. So a
+pool full of videos that are still being encoded does not keep text out. And what text may take while a video
+waits is bounded, so the video gets its blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from cluster.scheduling.queue import WaitingQueue
 
 
 class PromptAdmission:
-    """Counts the blocks of the requests it has let in, by class."""
+    """Counts the blocks of the requests that were admitted, by class."""
 
     def __init__(self, policy: SchedulingPolicy, num_blocks: int):
         self._policy = policy
@@ -39,7 +43,8 @@ class PromptAdmission:
             self._media[ticket.request_id] = ticket
 
     def heads(self) -> list[Ticket]:
-        """Who may be tried now, in this order. The second one only if the first cannot be served."""
+        """Requests that may be tried now, in this order. Try the second one only if the first one cannot be
+        admitted."""
         text = self._text.peek() if self._text else None
         media = next(iter(self._media.values()), None)
         if text is None or media is None:
@@ -49,19 +54,19 @@ class PromptAdmission:
         return [media, text] if self._num_text_held < self._text_blocks else [media]
 
     def has_share(self, ticket: Ticket, num_blocks: int) -> bool:
-        """Whether the ticket's class may take so many blocks more, whatever the pool has."""
+        """Whether the class of the ticket may have this many more blocks, whatever is free in the pool."""
         if ticket.is_text or self._num_media_held == 0:
             return True
         return self._num_media_held + num_blocks <= self._media_blocks
 
     def admit(self, ticket: Ticket, num_blocks: int) -> None:
-        """It has got its blocks."""
+        """The request has got its blocks."""
         self.remove(ticket.request_id)
         self._held[ticket.request_id] = (ticket.is_text, num_blocks)
         self._count(ticket.is_text, num_blocks)
 
     def remove(self, request_id: str) -> None:
-        """It has ended, waiting or not. Unknown ones are ignored."""
+        """The request has ended, admitted or not. Unknown requests are ignored."""
         self._text.remove(request_id)
         self._media.pop(request_id, None)
         is_text, num_blocks = self._held.pop(request_id, (True, 0))

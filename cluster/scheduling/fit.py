@@ -1,46 +1,54 @@
-"""How long a step lasts, learnt from every step: step_s ≈ fixed + per_unit · units + per_pair · units · context.
+"""How long a step lasts, learnt from every step: step_s ≈ fixed + per_unit · units + per_pair · units ·
+context.
 
-All parts are at least zero. Least squares with directional forgetting (Cao and Schwartz, "A directional forgetting algorithm based on
-the decomposition of the information matrix", 2000): a step takes the place of others like it, and what is known beside it fades more
-slowly, so that hundreds of small steps leave what is known of large ones. Solved by a few sweeps of projected coordinate descent that
-start from the last answer. Where the data says nothing (all steps alike) the answer stays where it was instead of running away.
+All coefficients are at least zero. Least squares with directional forgetting (Cao and Schwartz, "A
+directional forgetting algorithm based on the decomposition of the information matrix", 2000): a step replaces
+what was known of similar steps, while what is known of other steps fades more slowly. So hundreds of small
+steps do not erase what is known of large ones. Solved by a few sweeps of projected coordinate descent that
+start from the last answer. If the data says nothing (all steps are alike), the answer stays where it was and
+does not diverge.
 
-A hiccup only ever adds time. So a slow step counts as at most twice its prediction, while a step of less than half
-its prediction is believed at once: what was remembered then loses most of its weight. A lasting slowdown is followed
-by doubling.
+A hiccup only adds time. Therefore a slow step counts as at most twice its prediction. A step of less than
+half its prediction is believed at once: what was known loses most of its weight. A lasting slowdown is
+followed by doubling.
 """
 
 from __future__ import annotations
 
 from cluster.types.curves import Curve
 
-# On simulated devices with 10% noise and hiccups of 20 times a step in 3% of them, a device that becomes three times slower or faster
-# is followed in 20 to 80 steps. After 400 steps of one sequence, those of 64 are predicted within a quarter; were all steps forgotten
-# alike, at 0.4 to 4 times what they last.
-MEMORY_STEPS = 16  # a step's weight has fallen to 1/e after this many more like it …
-LONG_MEMORY_STEPS = 96  # … or this many of whatever kind
+# On simulated devices with 10% noise and hiccups of 20 times a step in 3% of the steps, a device that becomes
+# three times slower or faster is followed in 20 to 80 steps. After 400 steps of one sequence, steps of 64
+# sequences are predicted within a quarter; if all steps were forgotten alike, at 0.4 to 4 times their
+# duration.
+MEMORY_STEPS = 16  # the weight of a step has fallen to 1/e after this many more steps like it …
+LONG_MEMORY_STEPS = 96  # … or this many steps of any kind
 MAX_SURPRISE = 2.0  # a step counts as at most this many times its prediction
-FAST_STEP_RATIO = 0.5  # below this part of its prediction, the past is wrong
-KEPT_AFTER_FAST_STEP = 0.25  # weight left to the past then
+FAST_STEP_RATIO = 0.5  # if a step takes less than this part of its prediction, the past is wrong
+KEPT_AFTER_FAST_STEP = 0.25  # weight that is left to the past then
 NUM_SWEEPS = 4  # eight fit no better, one overshoots after a change of speed
-FAINT = 1e-12  # a part of less weight stays where it is: a step of next to no context says nothing of what context costs
-FIT_ORDER = (1, 2, 0)  # what cannot be told apart is put down to the units: the careful reading
+# A coefficient with less weight stays: a step of almost no context says nothing about the cost of context.
+FAINT = 1e-12
+FIT_ORDER = (1, 2, 0)  # what cannot be separated is attributed to the units, which is the cautious reading
 
 
 class StepFit:
-    """Belongs to one engine's thread. Durations in seconds; what a unit is, and what it sees, is the owner's matter."""
+    """Used on one engine's thread. Durations in seconds. The owner defines what a unit is, and what a unit
+    sees."""
 
     def __init__(self, large_units: int, large_context: int):
-        """A large step's units and context: both are divided by that, so that the sweeps converge."""
+        """Units and context of a large step. Both are divided by these values, so that the sweeps
+        converge."""
         self._large_units = large_units
         self._large_context = large_context
-        self._parts = [0.0, 0.0, 0.0]  # fixed, per unit, per pair; of the features of `_features`
+        # Fixed, per unit, per pair: coefficients of the features of `_features`.
+        self._parts = [0.0, 0.0, 0.0]
         self._moments = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
-        self._usual: tuple[float, float] | None = None  # units and context of the steps of late, on average
+        self._usual: tuple[float, float] | None = None  # mean units and context of recent steps
 
     def observe(self, units: float, context: float, step_s: float) -> None:
-        """A step computed `units` units, each seeing `context` on average, in `step_s`."""
+        """A step computed `units` units in `step_s`. Each unit saw a context of `context` on average."""
         predicted_s = self.predicted_s(units, context)
         kept = 1 - 1 / MEMORY_STEPS
         if predicted_s > 0:
@@ -66,7 +74,7 @@ class StepFit:
         return sum(part * x for part, x in zip(self._parts, self._features(units, context), strict=True))
 
     def curve(self) -> Curve | None:
-        """What has been learnt; None before the first observation."""
+        """What has been learnt. None before the first observation."""
         if self._usual is None:
             return None
         fixed, per_unit, per_pair = self._parts
@@ -75,7 +83,8 @@ class StepFit:
         )
 
     def has_deviated(self, told: Curve | None, ratio: float) -> bool:
-        """Whether a step like those of late is predicted by more than `ratio` otherwise than `told` predicts it."""
+        """Whether the prediction for a step like the recent ones differs from that of `told` by more than
+        `ratio`."""
         curve = self.curve()
         if told is None or curve is None or self._usual is None:
             return told is not curve
@@ -88,7 +97,8 @@ class StepFit:
         return 1.0, share, share * context / self._large_context
 
     def _forget(self, features: tuple[float, float, float], share: float) -> None:
-        """This share of what is known about such a step, nothing of what is known beside it."""
+        """Forgets this share of what is known about such a step, and nothing of what is known about other
+        steps."""
         known = [sum(m * x for m, x in zip(row, features, strict=True)) for row in self._moments]
         weight = sum(x * k for x, k in zip(features, known, strict=True))
         if weight <= 0:

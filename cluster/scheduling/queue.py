@@ -1,7 +1,8 @@
 """Requests that wait for room, the most urgent first.
 
-A binary heap over static keys. A removed entry stays in the heap until it comes to the top or until dead entries outnumber
-the living; then the heap is rebuilt, so memory is O(waiting) and every call O(log n) amortised.
+A binary heap over static keys. A removed entry stays in the heap until it comes to the top, or until dead
+entries outnumber live entries; then the heap is rebuilt. So memory is O(waiting) and every call O(log n)
+amortised.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from heapq import heapify, heappop, heappush
 
 from cluster.scheduling.keys import OrderKey, SchedulingPolicy, Ticket, order_key
 
-MIN_DEAD_ENTRIES = 64  # below this a rebuild is not worth its call
+MIN_DEAD_ENTRIES = 64  # with fewer, a rebuild is not worth its cost
 
 
 class WaitingQueue:
@@ -37,13 +38,13 @@ class WaitingQueue:
         heappush(self._heap, (order_key(ticket, self._policy), self._num_pushed, ticket))
 
     def peek(self) -> Ticket:
-        """Who goes next. Raises IndexError if nobody waits."""
+        """The request that goes next. Raises IndexError if the queue is empty."""
         while self._is_dead(self._heap[0]):
             heappop(self._heap)
         return self._heap[0][2]
 
     def pop(self) -> Ticket:
-        """Take who goes next. Raises IndexError if nobody waits."""
+        """Removes the request that goes next. Raises IndexError if the queue is empty."""
         ticket = self.peek()
         heappop(self._heap)
         del self._living[ticket.request_id]
@@ -51,7 +52,7 @@ class WaitingQueue:
         return ticket
 
     def remove(self, request_id: str) -> None:
-        """Forget a request. Unknown ones are ignored."""
+        """Removes a request. Unknown requests are ignored."""
         if self._living.pop(request_id, None) is not None:
             self._drop_dead()
 

@@ -1,5 +1,10 @@
-"""The only code, with `cluster.app`, that imports Ray: it wraps the plain classes late and carries nothing per token.
+"""The adapters between Ray Serve and our plain classes. With `cluster.app`, the only code that imports Ray;
+nothing passes per token.
 
-`replicas` wraps a worker service, `door` wraps the HTTP door, `hook_router` tells doors who is in the cluster and sends a
-call to one chosen replica, `membership` is the door's end of that, `launch` starts a cluster on this machine.
+* `replicas`: wraps a worker service. `door`: wraps the HTTP door.
+* `hook_router`: tells doors which replicas exist, and sends a call to one chosen replica. `membership`: the
+  door's end of that.
+* `published`: a `Member` as Serve carries it. `exposure`: which addresses Ray and Serve listen on.
+* `command`, `launch`, `preflight`, `local_environment`, `status`: start, watch and stop a cluster on this
+  machine.
 """

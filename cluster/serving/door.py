@@ -1,8 +1,12 @@
 """The adapter between Serve and the door: one HTTP replica.
 
-Serve builds it on the replica's event loop: `__init__` makes the door and subscribes it to the pools' membership,
-`__serve_build_asgi_app__` hands Serve the HTTP application (the class decorator must stay at module level), `__del__`
-closes. HTTP goes straight to the application; nothing per request passes through this class but `call_decode`.
+Serve builds it on the replica's event loop:
+
+1. `__init__` makes the door and subscribes it to the pools' membership.
+2. `__serve_build_asgi_app__` gives Serve the HTTP application. The class decorator must stay at module level.
+3. `__del__` closes the door.
+
+HTTP goes straight to the application. Per request, only `_call_decode` passes through this class.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ class DoorReplica:
         self._unsubscribe = MEMBERSHIP.subscribe(self._door.update_members)
         for handle in (*pools[:-1], self._decode):
             if not handle.is_initialized:
-                handle._init()  # starts the membership push now, not with the first call
+                handle._init()  # starts the membership push now instead of with the first call
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api

@@ -1,11 +1,15 @@
-"""Serve's request router for the worker pools. Runs in every process that holds a handle to one, on Serve's router thread.
+"""Serve's request router for the worker pools. Runs in every process that holds a handle to a pool, on
+Serve's router thread.
 
-Two jobs: tell this process's `Membership` which replicas are listed, and send a call to the replica that the caller chose
-(`handle.options(session_id=replica_id)`), failing at once when it is gone.
+It has two jobs:
 
-Serve pickles this class by value, so a module global in here would be a copy: shared state is imported inside methods.
-Two things that would hang every later call of the process are avoided: an exception out of `choose_replicas`, and an
-answer without candidates unless `should_backoff` is set.
+* It tells this process's `Membership` which replicas Serve lists.
+* It sends a call to the replica that the caller chose (`handle.options(session_id=replica_id)`). If the
+  replica is gone, the call fails at once.
+
+Serve pickles this class by value, so a module global here would be a copy. Shared state is therefore imported
+inside methods. Two things would hang every later call of the process and are avoided: an exception from
+`choose_replicas`, and an answer without candidates unless `should_backoff` is set.
 """
 
 from __future__ import annotations

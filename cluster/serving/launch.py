@@ -1,9 +1,16 @@
-"""One cluster on this machine, from start to a clean end. `LocalCluster` is the process part of `epdg serve` (`command`).
+"""One cluster on this machine, from start to end. `LocalCluster` does the process work of `epdg serve`
+(`command`).
 
-Checks what can be known before (`preflight`), runs `serve run` with the environment that a private local cluster needs, follows Serve's
-account of the start (`status`) until `/health` answers, and at the end stops everything it started and nothing else. What it started
-is known by a folder of its own: every process of this cluster has it as RAY_TMPDIR in its environment. After a failure the logs in
-that folder stay; after a clean end nothing does. Imports no Ray; the cluster runs in child processes.
+Life cycle:
+
+1. `preflight` checks everything that can be known before the start.
+2. `serve run` starts with the environment of a private local cluster (`local_environment`).
+3. `status` follows Serve's report of the start until `/health` answers.
+4. The end stops every process of this cluster and no other. Such a process has the cluster's own folder as
+   RAY_TMPDIR in its environment. After a failure the logs in that folder stay; after a clean end the folder
+   is removed.
+
+Imports no Ray; the cluster runs in child processes.
 """
 
 from __future__ import annotations
@@ -28,17 +35,19 @@ import yaml
 from cluster.config.environment import child_environment
 from cluster.serving import preflight
 from cluster.serving.local_environment import cluster_environment
-from cluster.serving.status import ClusterFailed, Progress, ServeStatus, are_running, own_message
+from cluster.serving.status import ClusterFailed, ServeStatus, StartProgress, are_running, own_message
 
-READY_TIMEOUT_S = 1800.0  # failures end it much sooner; large models on slow disks take long
+READY_TIMEOUT_S = 1800.0  # large models on slow disks take long; failures are noticed much sooner
 POLL_S = 0.2
-HEALTH_TIMEOUT_S = 10.0  # asked once Serve says that all run; a client that gives up is a line in Serve's log
-STOP_TIMEOUT_S = 30.0  # for running requests to end and Serve to shut down, before what is left is killed
+HEALTH_TIMEOUT_S = (
+    10.0  # asked when Serve says that all deployments run; each timeout leaves a line in Serve's log
+)
+STOP_TIMEOUT_S = 30.0  # for running requests and Serve to end, before remaining processes are killed
 NOISE_LINES = 60
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Every living process that was started under this folder."""
+    """Process ids of all living processes that were started under this folder."""
     mark = f"RAY_TMPDIR={folder}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -50,25 +59,28 @@ def processes_of(folder: Path) -> list[int]:
 
 
 def _in_silence(line: str) -> None:
-    """For callers that want no lines of progress."""
+    """The default of `say`: no lines of progress."""
 
 
 class LocalCluster:
-    """A context manager: inside it the cluster runs. `url` is where it answers, `folder` where its logs are."""
+    """A context manager inside which the cluster runs. `url`: where it answers. `folder`: where its logs
+    are."""
 
     def __init__(self, config: Path, *, say: Callable[[str], None] = _in_silence, **environment: str):
-        """`say` takes lines of progress. Raises ConfigError for a file that is no Serve configuration."""
+        """`say` receives lines of progress. Raises ConfigError for a file that is not a Serve
+        configuration."""
         self._config = config
         self.host, self.port = preflight.address_of(preflight.read_serve_file(config))
         self.url = f"http://{self.host}:{self.port}"
-        self.folder = Path(tempfile.mkdtemp(prefix="epdg-", dir="/tmp"))  # short: socket paths have 107 bytes
+        # a short path, because socket paths have at most 107 bytes
+        self.folder = Path(tempfile.mkdtemp(prefix="epdg-", dir="/tmp"))
         self._log = self.folder / "serve.log"
         self._say = say
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalCluster:
-        """Raises ConfigError for what cannot work, before anything is started."""
+        """Raises ConfigError, before anything is started, for a configuration that cannot work."""
         try:
             plan = preflight.check(self._config, child_environment(**self._environment))
         except BaseException:
@@ -85,9 +97,9 @@ class LocalCluster:
         self.stop(has_failed=isinstance(error, ClusterFailed))
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Blocks until /health is 200. Raises ClusterFailed with one line; the logs then outlive this cluster."""
+        """Blocks until /health answers 200. Raises ClusterFailed with one line; the logs are then kept."""
         deadline = time.monotonic() + timeout_s
-        progress = Progress()
+        progress = StartProgress()
         status: ServeStatus | None = None
         while True:
             if self.has_ended():
@@ -104,7 +116,8 @@ class LocalCluster:
             time.sleep(POLL_S)
 
     def wait_ended(self) -> None:
-        """Blocks for as long as the cluster runs, then raises ClusterFailed: it should have run until `stop`."""
+        """Blocks while the cluster runs. Raises ClusterFailed when it ends by itself, because it should run
+        until `stop`."""
         while not self.has_ended():
             time.sleep(0.5)
         raise ClusterFailed(f"the cluster has ended: {own_message(self.log_end())}")
@@ -116,19 +129,21 @@ class LocalCluster:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-NOISE_LINES:])
 
     def dashboard_url(self) -> str | None:
-        """Ray takes the next free port when its usual one is taken; its log says which."""
+        """From Ray's log: if its usual port is taken, Ray uses the next free one. None: not in the log
+        yet."""
         found = re.search(r"dashboard at.*?(127\.0\.0\.1:\d+)", self._log.read_text(errors="replace"))
         return f"http://{found[1]}" if found else None
 
     def stop(self, *, has_failed: bool = False) -> None:
-        """Orderly first, then by process id; after a failure by process id alone, and the logs stay. Blocks; may be repeated."""
+        """Stops Serve in an orderly way, then kills remaining processes. After a failure it only kills, and
+        keeps the logs. Blocks; may be repeated."""
         process, self._process = self._process, None
         if process is not None and not has_failed:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_TIMEOUT_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self._end(number, patience_s=2.0)
+            self._end(number, timeout_s=2.0)
         if process is not None:
             process.wait()
         if has_failed:
@@ -136,7 +151,7 @@ class LocalCluster:
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, plan: preflight.Plan) -> None:
+    def _start(self, plan: preflight.StartPlan) -> None:
         config = self.folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(dict(plan.content), sort_keys=False))
         self._variables = {**cluster_environment(self.folder), **self._environment}
@@ -148,7 +163,7 @@ class LocalCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # the terminal's Ctrl-C comes to us alone
+                start_new_session=True,  # the terminal's Ctrl-C reaches only this process
                 preexec_fn=_listen_to_sigint,
             )
 
@@ -157,7 +172,7 @@ class LocalCluster:
         return None if url is None else ServeStatus(url, _ray_token(self._variables))
 
     def _keep_logs(self) -> None:
-        """What Ray wrote, beside our own log; everything else in the folder goes."""
+        """Keeps Ray's logs, our own log and the configuration; removes everything else in the folder."""
         for logs in self.folder.glob("ray/session_2*/logs"):
             shutil.move(logs, self.folder / "logs")
         for entry in self.folder.iterdir():
@@ -171,8 +186,8 @@ class LocalCluster:
         except (urllib.error.URLError, OSError):
             return False
 
-    def _end(self, number: int, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
+    def _end(self, number: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         for pid in processes_of(self.folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -181,12 +196,12 @@ class LocalCluster:
 
 
 def _listen_to_sigint() -> None:
-    """A shell without job control starts background jobs deaf to SIGINT, and children inherit that."""
+    """A shell without job control starts background jobs that ignore SIGINT, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _ray_token(variables: Mapping[str, str]) -> str | None:
-    """With which the processes of this environment call each other, where Ray asks for a token."""
+    """The token with which processes of this environment call each other; None if Ray requires none."""
     if token := variables.get("RAY_AUTH_TOKEN"):
         return token
     file = variables.get("RAY_AUTH_TOKEN_PATH")

@@ -1,8 +1,9 @@
-"""The environment of a private cluster on one machine: what Ray, Serve, NIXL and torch read from it, and its ports.
+"""The environment variables of a private cluster on one machine, for Ray, Serve, NIXL and torch, and its
+ports.
 
-Nothing of the cluster listens on other addresses than loopback, or on Unix sockets outside its private folder, and Ray's APIs ask
-for a token that lies there. tests/serve/test_listening.py holds this. Imports no Ray; `launch` gives the environment to the
-processes that it starts.
+The cluster listens only on loopback and on Unix sockets in its private folder, and Ray's APIs require a token
+from that folder. tests/serve/test_listening.py checks this. Imports no Ray; `launch` gives the environment to
+the processes that it starts.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from cluster.config.environment import child_environment
 from cluster.config.settings import REPOSITORY
 
 FREE_PORTS = range(20_000, 32_768)
-# Ray's own timers in every process, slowed down: with these, and Serve's health check at 5 s instead of 0.5, an idle
-# cluster's four replicas cost 2.4 % of a core instead of 4.4 % (`python -m bench.footprint`). None of them is on a request's path; deaths are noticed by end-of-file.
+# Slower timers in every process of Ray. With these, and Serve's health check every 5 s instead of 0.5 s, the
+# four replicas of an idle cluster use 2.4 % of a core instead of 4.4 % (`python -m bench.footprint`). No
+# timer is on a request's path, and doors notice a death by end-of-file.
 QUIET = {
     "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "60000",
     "RAY_SERVE_EVENT_LOOP_MONITORING_INTERVAL_S": "60",
@@ -33,9 +35,9 @@ QUIET = {
     "RAY_report_worker_backlog_interval_ms": "10000",
     "RAY_task_events_report_interval_ms": "10000",
 }
-POOL_SLOTS = 16  # replicas of one pool that this machine takes
-# Ray writes HAProxy's configuration, in which statistics and metrics listen on every interface. This script, which Ray starts in HAProxy's
-# place (arguments: -db -f FILE …), keeps them on loopback.
+POOL_SLOTS = 16  # most replicas of one pool on this machine
+# In the configuration that Ray writes for HAProxy, statistics and metrics listen on every interface. Ray
+# starts this script instead of HAProxy (arguments: -db -f FILE …), and the script changes both to loopback.
 HAPROXY_SCRIPT = r"""#!/bin/sh
 set -e
 sed -i -e '/^frontend prometheus$/,/^frontend http_frontend$/ s/bind :/bind 127.0.0.1:/' \
@@ -45,53 +47,57 @@ exec "$HAPROXY_BINARY" "$@"
 
 
 def cluster_environment(folder: Path) -> dict[str, str]:
-    """What a private cluster on one machine needs, beside the environment this process has. Writes into the folder, which must be
-    private, what the environment names: Ray's token and the script that starts HAProxy."""
-    # Packages of a wheel are found without it; site-packages ahead of the standard library would hide modules of the latter.
+    """This process's environment with everything that a private cluster on one machine needs. Writes Ray's
+    token and the script that starts HAProxy into `folder`, which must be private."""
+    # Only for a checkout. A wheel's packages are found anyway, and site-packages before the standard library
+    # would hide its modules.
     checkout = {"PYTHONPATH": str(REPOSITORY)} if (REPOSITORY / "pyproject.toml").is_file() else {}
     _token_path(folder).touch(mode=0o600)
     _token_path(folder).write_text(secrets.token_hex(32))
     script = folder / "haproxy"
     script.touch(mode=0o700)
     script.write_text(HAPROXY_SCRIPT)
-    proxy = folder / "proxy"  # Ray makes it
+    proxy = folder / "proxy"  # made by Ray
     return child_environment(
         **checkout,
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}:/usr/local/bin",
-        RAY_ADDRESS="local",  # never join a cluster that happens to run here
-        # Ray's word for a machine that is a cluster of its own: its address is 127.0.0.1, and all its processes listen there
+        RAY_ADDRESS="local",  # never join another cluster that runs here
+        # Ray's setting for a cluster of one machine: its address is 127.0.0.1, and all its processes listen
+        # there
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_AUTH_MODE="token",
-        RAY_AUTH_TOKEN="",  # of another cluster; it would win over the file
+        RAY_AUTH_TOKEN="",  # a value from another cluster would win over the file
         RAY_AUTH_TOKEN_PATH=str(_token_path(folder)),
         RAY_OVERRIDE_RESOURCES=json.dumps(
             {f"{pool}_pool": POOL_SLOTS for pool in ("encode", "prefill", "decode")}
         ),
         RAY_TMPDIR=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
-        RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",  # nothing big passes through it; default: 30 % of RAM
+        # only small objects pass through it; default: 30 % of RAM
+        RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",
         **QUIET,
         RAY_SERVE_ENABLE_HA_PROXY="1",  # the Python proxy would relay every chunk of every stream
-        RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # else every stop takes 30 s
-        RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S="60",  # for a client's headers, and without reading or sending; default: an hour
-        RAY_SERVE_HAPROXY_STATS_PORT=str(
-            free_port()
-        ),  # the defaults are fixed: a second cluster could not start
+        RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # otherwise every stop takes 30 s
+        # longest time for a client's headers, and without any read or write; default: an hour
+        RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S="60",
+        # the default ports are fixed: a second cluster could not start
+        RAY_SERVE_HAPROXY_STATS_PORT=str(free_port()),
         RAY_SERVE_HAPROXY_METRICS_PORT=str(free_port()),
         RAY_SERVE_FALLBACK_PROXY_HTTP_PORT=str(free_port()),
         RAY_SERVE_HAPROXY_BINARY_PATH=str(script),
         HAPROXY_BINARY=get_haproxy_binary(),
         RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=str(proxy / "haproxy.cfg"),
-        RAY_SERVE_HAPROXY_SOCKET_PATH=str(
-            proxy / "admin.sock"
-        ),  # whatever reaches it commands HAProxy; default: in /tmp, for all users
+        # any process that reaches this socket controls HAProxy; default: in /tmp, for all users
+        RAY_SERVE_HAPROXY_SOCKET_PATH=str(proxy / "admin.sock"),
         RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH=str(proxy / "metrics.sock"),
         RAY_SERVE_HAPROXY_SERVER_STATE_BASE=str(proxy),
         RAY_SERVE_HAPROXY_SERVER_STATE_FILE=str(proxy / "server-state"),
-        RAY_SERVE_HAPROXY_LOG_TARGET=str(proxy / "log"),  # is not there; default: a UDP port
+        RAY_SERVE_HAPROXY_LOG_TARGET=str(proxy / "log"),  # does not exist; default: a UDP port
         EPDG_SOCKET_DIR=str(folder / "s"),
-        OMP_WAIT_POLICY="passive",  # threads of a pool that waits leave the cores to the others …
-        GOMP_SPINCOUNT="20000",  # … after a short while: between the layers of a step they stay awake
+        # Threads of a waiting pool leave the cores to others, but only after a short while: between the
+        # layers of a step they spin.
+        OMP_WAIT_POLICY="passive",
+        GOMP_SPINCOUNT="20000",
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_VERBOSITY="error",
         HF_HUB_DISABLE_PROGRESS_BARS="1",
@@ -100,7 +106,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
 
 
 def ray_headers(folder: Path) -> dict[str, str]:
-    """What an HTTP request to the dashboard or an agent of the cluster in this folder must carry."""
+    """Headers of an HTTP request to the dashboard or an agent of the cluster in this folder."""
     return {"Authorization": f"Bearer {_token_path(folder).read_text()}"}
 
 
@@ -109,8 +115,8 @@ def _token_path(folder: Path) -> Path:
 
 
 def free_port() -> int:
-    """Nobody listens there now; it is below the ports that the system gives to connections, so that none takes it before it is used.
-    Raises OSError when there is none."""
+    """A port on which no process listens. It lies below the range that the system gives to connections, so
+    that no connection takes it before it is used. Raises OSError if there is none."""
     for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

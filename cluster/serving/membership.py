@@ -1,8 +1,8 @@
-"""The door process's end of Serve's membership push: which replicas does Serve list now, per role.
+"""The door process's end of Serve's membership push: the replicas that Serve lists now, per role.
 
-One registry per process. Serve's router thread writes (`HookRouter.update_replicas`), the door's event loop reads
-(`subscribe`). A subscriber is told the current state at once and every later change, in order, on its own loop.
-No Ray in here.
+One registry per process. Serve's router thread writes (`HookRouter.update_replicas`) and the door's event
+loop reads (`subscribe`). A subscriber gets the current state at once and then every change, in order, on its
+own loop. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Membership:
         self._subscribers: list[tuple[asyncio.AbstractEventLoop, OnMembers]] = []
 
     def publish(self, role: Role, members: list[Member]) -> None:
-        """Any thread. The list replaces the role's previous one."""
+        """Any thread. The list replaces the previous one of the role."""
         with self._lock:
             self._members[role] = members
             for loop, callback in self._subscribers:
@@ -31,7 +31,7 @@ class Membership:
                     loop.call_soon_threadsafe(callback, role, members)
 
     def subscribe(self, callback: OnMembers) -> Callable[[], None]:
-        """To be called on the loop that is to run `callback`; returns what ends the subscription."""
+        """Call it on the loop that shall run `callback`. Returns a function that ends the subscription."""
         entry = (asyncio.get_running_loop(), callback)
         with self._lock:
             self._subscribers.append(entry)
@@ -46,4 +46,4 @@ class Membership:
         return cancel
 
 
-MEMBERSHIP = Membership()  # of this process
+MEMBERSHIP = Membership()  # the one of this process

@@ -1,8 +1,8 @@
-"""What can be known before Ray starts: whether a Serve file, its settings, the model and this machine fit together.
+"""Checks, before Ray starts, whether a Serve file, its settings, the model and this machine fit together.
 
-`check` reads the file and the model folder's headers and asks the kernel, in well under a second; it starts nothing, and imports
-neither Ray nor torch. Its `Plan` is the file as it is to be run: the model an absolute path, pools that the model has no use for left
-out. Every ConfigError is one line.
+`check` reads the file and the headers in the model folder and asks the kernel. It takes well under a second,
+starts nothing and imports neither Ray nor torch. Its result, a `StartPlan`, is the file to run: the model as
+an absolute path, without pools that the model does not need. Every ConfigError is one line.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from cluster.serving.local_environment import POOL_SLOTS
 
 BUILDER = "cluster.app:build"
 DEPLOYMENTS = ("Encode", "Prefill", "Decode", "Door")
-_SERVE_SECTIONS = (  # Serve ignores a name that it does not know
-    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
+_SERVE_SECTIONS = (  # Serve would ignore an unknown name
+    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config",
+    "tracing_config",
     "applications", "target_capacity",
 )  # fmt: skip
 _GIB = 1 << 30
@@ -37,16 +38,16 @@ _ITEM_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}  # auto: on a CPU
 
 
 @dataclass(frozen=True)
-class Plan:
+class StartPlan:
     content: Mapping[str, Any]  # of the Serve file to run
     host: str
     port: int
-    notes: tuple[str, ...]  # what was decided, for the operator
+    notes: tuple[str, ...]  # for the operator
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks ask it."""
+    """What the checks need to know of the machine."""
 
     cores: Collection[int]
     available_memory: Callable[[], int] = available_memory
@@ -54,31 +55,34 @@ class Machine:
 
 
 def address_of(content: Mapping[str, Any]) -> tuple[str, int]:
-    """Where the file wants HTTP to be served. Raises ConfigError."""
+    """Host and port for HTTP in this file. Raises ConfigError."""
     options = content.get("http_options") or {}
     host, port = options.get("host", "127.0.0.1"), options.get("port", 8000)
     if not isinstance(port, int) or not 0 < port < 1 << 16:
-        raise ConfigError(f"http_options.port: {port!r} is no port")
+        raise ConfigError(f"http_options.port: {port!r} is not a port")
     return str(host), port
 
 
 def read_serve_file(file: Path) -> dict[str, Any]:
-    """Raises ConfigError for a file that is no Serve configuration."""
+    """Raises ConfigError for a file that is not a Serve configuration."""
     try:
         content = yaml.safe_load(file.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
-        raise ConfigError(f"{file} is no Serve configuration: it has no list of applications")
+        raise ConfigError(f"{file} is not a Serve configuration: it has no list of applications")
     for name in content:
         _check_name(name, _SERVE_SECTIONS, f"{file}: section")
     return content
 
 
-def check(file: Path, variables: Mapping[str, str] | None = None, machine: Machine | None = None) -> Plan:
-    """Raises ConfigError, which says what to change. Blocks while a model that is named by its hub id is downloaded."""
+def check(
+    file: Path, variables: Mapping[str, str] | None = None, machine: Machine | None = None
+) -> StartPlan:
+    """Raises ConfigError, which says what to change. Blocks while a model named by its hub id is
+    downloaded."""
     content = copy.deepcopy(read_serve_file(file))
     host, port = address_of(content)
     check_port(host, port)
@@ -88,11 +92,11 @@ def check(file: Path, variables: Mapping[str, str] | None = None, machine: Machi
             notes += _complete(
                 application, file, read_environment(variables), machine or Machine(os.sched_getaffinity(0))
             )
-    return Plan(content, host, port, tuple(notes))
+    return StartPlan(content, host, port, tuple(notes))
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigError when no server can listen there."""
+    """Raises ConfigError if no server can listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -110,7 +114,8 @@ def check_port(host: str, port: int) -> None:
 def _complete(
     application: dict[str, Any], file: Path, environment: Environment, machine: Machine
 ) -> list[str]:
-    """Checks one application of ours and fills in what is known now. Returns what to tell the operator."""
+    """Checks one application that `cluster.app` builds and fills in what is known now. Returns notes for the
+    operator."""
     args = _settings(application.get("args") or {}, file)
     resolved = resolve(args, environment, num_cores=len(machine.cores))
     config, weights = check_checkpoint(Path(resolved.model))
@@ -151,12 +156,12 @@ def _check_machine(args: ClusterArgs, environment: Environment, machine: Machine
 
 
 def check_memory(args: ClusterArgs, config: Mapping[str, Any], weights: Weights, machine: Machine) -> None:
-    """The part of each worker's arithmetic (cluster/worker/memory_plan.py) that needs no model, from below, on CPUs. Raises ConfigError
-    for what cannot fit."""
+    """A lower bound, on CPUs, of what cluster/worker/memory_plan.py computes with the model in memory. Raises
+    ConfigError if a pool cannot fit."""
     if args.device == "cuda" or (args.device == "auto" and machine.has_gpu()):
         return
     item_bytes = _ITEM_BYTES[args.dtype]
-    # Of a multimodal checkpoint a worker holds a half.
+    # A worker holds only one half of a multimodal checkpoint; how much that is, is not known here.
     weight_bytes = 0 if takes_media(config) else weights.num_parameters * item_bytes
     if args.weight_dtype == "int8":
         weight_bytes //= item_bytes
@@ -166,14 +171,15 @@ def check_memory(args: ClusterArgs, config: Mapping[str, Any], weights: Weights,
         num_tokens = num_blocks * args.block_size
         if num_tokens * row_bytes + weight_bytes > available:
             raise ConfigError(
-                f"{name} needs {num_tokens * row_bytes / _GIB:,.1f} GiB of KV ({name}.kv_blocks {num_blocks:,} × {args.block_size} "
-                f"tokens × {row_bytes:,} bytes) and {weight_bytes / _GIB:,.1f} GiB of weights; {available / _GIB:,.1f} GiB are available",
+                f"{name} needs {num_tokens * row_bytes / _GIB:,.1f} GiB of KV ({name}.kv_blocks "
+                f"{num_blocks:,} × {args.block_size} tokens × {row_bytes:,} bytes) and "
+                f"{weight_bytes / _GIB:,.1f} GiB of weights; {available / _GIB:,.1f} GiB are available",
                 param=f"{name}.kv_blocks",
             )
 
 
 def _kv_row_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
-    """Of one token in all layers; 0 where the config does not say it plainly."""
+    """Bytes of one token's KV in all layers; 0 if the configuration does not say it directly."""
     text = text_config(config)
     heads, width = text.get("num_attention_heads"), text.get("hidden_size")
     layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads
@@ -185,15 +191,16 @@ def _kv_row_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
 def _check_deployments(
     application: dict[str, Any], file: Path, *, has_encoder: bool, model: str
 ) -> list[str]:
-    """Removes what the model has no use for. Raises ConfigError for a name that Serve would refuse later and for more replicas than
-    this machine takes."""
+    """Removes deployments that the model does not need. Raises ConfigError for a name that Serve would refuse
+    later, and for more replicas than this machine takes."""
     kept = list(application.get("deployments") or [])
     for deployment in kept:
         _check_name(deployment.get("name"), DEPLOYMENTS, f"{file}: deployment")
         for number in _replica_counts(deployment):
             if number > POOL_SLOTS:
                 raise ConfigError(
-                    f"{file}: {deployment['name']}: {number} replicas; this machine takes {POOL_SLOTS} of a pool"
+                    f"{file}: {deployment['name']}: {number} replicas; "
+                    f"this machine takes {POOL_SLOTS} of a pool"
                 )
     if has_encoder:
         return []

@@ -1,4 +1,4 @@
-"""A `Member` as Serve carries it: replica metadata is a dict of plain values. No Ray in here."""
+"""A `Member` as Serve carries it: replica metadata is a dict of plain values. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -17,5 +17,6 @@ def encode_member(member: Member) -> dict[str, str]:
 
 
 def decode_members(metadata: Iterable[dict[str, Any]]) -> list[Member]:
-    """Replicas that have not published yet are left out; they come with the next push."""
+    """The published members. Replicas that have not published yet are left out; a later push contains
+    them."""
     return [msgspec.json.decode(entry[_KEY], type=Member) for entry in metadata if _KEY in entry]

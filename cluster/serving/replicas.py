@@ -1,10 +1,16 @@
 """The adapter between Serve and a worker service: one process of one pool.
 
-Order: `__init__` imports and builds the service (torch is loaded here, in the replica only, never in the process that
-composes the application) → `record_replica_metadata` opens its side channel and publishes its `Member` → `check_health`
-every period → Serve takes it off the list and drains its calls → `__del__` waits until the doors, which see the list, have nothing
-left here, then stops the service. Only decode's requests are calls of Serve's: without that wait encode and prefill workers would look
-idle in the middle of their work. Serve runs all of it on the replica's user loop, apart from `__init__`, which may block.
+Life cycle:
+
+1. `__init__` imports and builds the service. torch is loaded here, in the replica, and never in the process
+   that composes the application. It may block, because it does not run on the replica's user loop; all other
+   steps do.
+2. `record_replica_metadata` opens the side channel and publishes the service's `Member`.
+3. `check_health` runs every period.
+4. Serve removes the replica from its list and drains its calls.
+5. `__del__` waits until the doors, which see the list, have no requests left here, and stops the service. The
+   wait is necessary because only decode's requests are Serve calls: encode and prefill workers look idle to
+   Serve while they work.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from cluster.serving.exposure import bind_to_node_address
 from cluster.serving.published import encode_member
 from cluster.types.members import Member
 
-DRAIN_S = 14.0  # of the time that Serve gives a replica to end (cluster.app); the rest is for stopping
+DRAIN_S = 14.0  # part of the time that Serve gives a replica to end (cluster.app); the rest is for stopping
 
 
 class WorkerService(Protocol):
@@ -42,26 +48,27 @@ class WorkerService(Protocol):
 
 
 def freeze_what_is_loaded() -> None:
-    """Modules, models and tokenizers stay for good. Collections that visited them all held the door's event loop up; bench/fuzz/README.md
-    has the figures."""
+    """Excludes modules, models and tokenizers from garbage collection, because they stay until the process
+    ends. Collections that visited all of them blocked the door's event loop; bench/fuzz/README.md has the
+    figures."""
     gc.collect()
     gc.freeze()
 
 
 def load(path: str) -> Any:
-    """ "package.module:Name" → the object."""
+    """The object at an import path "package.module:Name"."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 class Replica:
-    """Encode and prefill: everything a request needs goes over the side channel."""
+    """An encode or prefill replica. Requests use the side channel only."""
 
     def __init__(self, args: ClusterArgs, service: str, threads: int, cores: Sequence[int]):
-        """Raises ConfigError for cores that this host has not got."""
+        """Raises ConfigError for cores that this host does not have."""
         bind_to_node_address()
         if cores:
-            _bind_to(cores)  # before torch makes threads
+            _bind_to(cores)  # before torch starts threads
         import torch  # the composing process must not load it
 
         torch.set_num_threads(threads)
@@ -87,7 +94,7 @@ class Replica:
 
 
 def _bind_to(cores: Sequence[int]) -> None:
-    """This process with all its threads, so also those that exist already."""
+    """Binds this process with all its threads, including those that exist already."""
     here = os.sched_getaffinity(0)
     if not here.issuperset(cores):
         raise ConfigError(
@@ -99,7 +106,8 @@ def _bind_to(cores: Sequence[int]) -> None:
 
 
 class DecodeReplica(Replica):
-    """Decode: one Serve call per request, open for as long as it generates, so that Serve's drain and limits see it."""
+    """A decode replica. One Serve call per request stays open while the request generates, so that Serve's
+    drain and limits see it."""
 
     async def run(self, request_id: str) -> None:
         try:

@@ -1,7 +1,8 @@
-"""Serve's account of an application that starts, as lines for the operator: what loads, what is ready, what failed and why.
+"""Serve's report of a starting application as lines for the operator: which pools load, which are ready, what
+failed and why.
 
-`ServeStatus` asks the dashboard's REST API; `Progress` turns its successive answers into lines and raises `ClusterFailed` at the first
-sign of a failure, while Serve would still try again. Imports no Ray.
+`ServeStatus` asks the dashboard's REST API. `StartProgress` turns successive answers into lines. At the first
+sign of a failure it raises `ClusterFailed`, although Serve would still retry. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from typing import Any
 ANSWER_TIMEOUT_S = 5.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR_LINE = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit))(?:: (.*))?$")
-_BY_NAME_ALONE = ("ConfigError",)  # our own messages are whole sentences
+_BY_NAME_ALONE = ("ConfigError",)  # our own messages need no class name
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
-_FAILED_ONCE = "failed to start"  # in a deployment's message while Serve tries again
+_FAILED_ONCE = "failed to start"  # in a deployment's message while Serve retries
 
 
 class ClusterFailed(RuntimeError):
-    """One line; what the cluster wrote is in its logs."""
+    """The message is one line; the cluster's logs have the rest."""
 
 
 class ServeStatus:
     def __init__(self, url: str, token: str | None):
-        """`url`: of Ray's dashboard. `token`: Ray's, where it asks for one."""
+        """`url`: of Ray's dashboard. `token`: Ray's; None if it requires none."""
         self._request = urllib.request.Request(f"{url}/api/serve/applications/")
         if token is not None:
             self._request.add_header("Authorization", f"Bearer {token}")
@@ -41,13 +42,14 @@ class ServeStatus:
             return None
 
 
-class Progress:
+class StartProgress:
     def __init__(self) -> None:
         self._loading_since: dict[str, float] = {}
         self._ready: set[str] = set()
 
     def update(self, applications: Mapping[str, Any], now: float) -> list[str]:
-        """What has become known since the last call. `now`: Unix time. Raises ClusterFailed."""
+        """Lines for everything that has changed since the last call. `now`: Unix time. Raises
+        ClusterFailed."""
         lines = []
         for application in applications.values():
             for name, deployment in application.get("deployments", {}).items():
@@ -77,7 +79,8 @@ def are_running(applications: Mapping[str, Any]) -> bool:
 
 
 def own_message(text: str) -> str:
-    """What the innermost error of a traceback says, in one line; of a text without one its last line."""
+    """The message of the innermost error of a traceback, in one line. Of a text without a traceback: its last
+    line."""
     lines = _COLOUR.sub("", text).rstrip().splitlines()
     found = [(number, match) for number, line in enumerate(lines) if (match := _ERROR_LINE.match(line))]
     if not found:

@@ -27,7 +27,7 @@ from cluster.simulator.results import Slo, fields
 from cluster.simulator.scale import scale
 from cluster.simulator.search import run_once
 from cluster.simulator.workload import WORKLOADS
-from router.policy import POLICIES
+from router.policy import make_policy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--layout", type=_layout, default=Layout(1, 4, 3), help="encode,prefill,decode workers")
     run.add_argument("--accelerator", choices=ACCELERATORS, default="h200")
     run.add_argument("--rate", type=float, required=True, help="requests a second")
-    run.add_argument("--policy", choices=POLICIES, default="joint")
+    run.add_argument("--policy", default="joint")
     planner = commands.add_parser("plan", help="how to divide GPUs among the phases")
     planner.add_argument(
         "--gpus", type=_devices, required=True, help=f"NAME:COUNT,… of {','.join(ACCELERATORS)}"
@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--slo-tpot-s", type=float, default=math.inf)
     big = commands.add_parser("scale", help="how long a large cluster takes to simulate")
     big.add_argument("--replicas", type=int, default=1000)
-    big.add_argument("--policy", choices=POLICIES, default="joint")
+    big.add_argument("--policy", default="joint")
     big.add_argument("--media", action="store_true", help="an image in every prompt; else text alone")
     for command, num_requests in ((run, 3000), (planner, 1500), (big, 1_000_000)):
         command.add_argument("--requests", type=int, default=num_requests)
@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     summary = run_once(
         workers(args.layout, MODELS[args.model], ACCELERATORS[args.accelerator]),
-        lambda _: POLICIES[args.policy](),
+        lambda _: make_policy(args.policy),
         MODELS[args.model],
         WORKLOADS[args.workload],
         args.rate,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.charts import box, label, svg
+from cluster.simulator.charts import box, label, svg
 from cluster.simulator.planner import Plan
 
 WIDTH, LEFT, BAR, VALUES = 760, 260, 15, 150

@@ -17,7 +17,7 @@ from cluster.simulator.results import Slo, Summary
 from cluster.simulator.search import highest_rate, run_once
 from cluster.simulator.worker import WorkerSpec
 from cluster.simulator.workload import Workload
-from router.policy import POLICIES
+from router.policy import make_policy
 
 NUM_COARSE = 4  # divisions that are simulated before the fine search
 
@@ -56,7 +56,7 @@ def plan(
 
             def run(rate: float) -> Summary:
                 return run_once(
-                    specs, lambda _: POLICIES["joint"](), model, workload, rate, num_requests, seed, slo
+                    specs, lambda _: make_policy("joint"), model, workload, rate, num_requests, seed, slo
                 )
 
             rate, summary = highest_rate(run, slo, 0.8 * estimates[division])

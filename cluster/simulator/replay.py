@@ -24,16 +24,16 @@ from typing import Any
 
 import msgspec
 
-from bench.engine.measure import percentile
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import UnavailableError
 from cluster.simulator.client import name_of
 from cluster.simulator.overheads import Overheads, links_of, slowed
 from cluster.simulator.recording import Block, Recorded, Recording
+from cluster.simulator.results import percentile
 from cluster.simulator.simulation import NOISE, MakePolicy, Simulation
 from cluster.simulator.whole import unpredicted
 from cluster.types.curves import ServiceCurves
-from router.policy import POLICIES, ClusterView, Decision, ItemView, Placement, RequestView
+from router.policy import ClusterView, Decision, ItemView, Placement, RequestView, make_policy
 
 IDLE_S = 1.0  # between two blocks
 NUM_RUNS = 5  # simulated, against one live run
@@ -177,7 +177,7 @@ def _make_simulation(
 ) -> Simulation:
     """With a door for each policy."""
     followed = AsRecorded(recording.blocks)
-    makers: list[MakePolicy] = [lambda _, name=policy: POLICIES[name]() for policy in policies]
+    makers: list[MakePolicy] = [lambda _, name=policy: make_policy(name) for policy in policies]
     return Simulation(
         recording.workers,
         [lambda _: followed] * len(policies) if follows else makers,

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from bench.engine.measure import percentile
 from cluster.simulator.outcome import Outcome
 
 WARM_UP_SHARE = 0.1  # of the requests, in order of arrival, do not count
@@ -133,3 +132,14 @@ def _mean(values: Sequence[float]) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Linear between neighbours; 0 without values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * fraction
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

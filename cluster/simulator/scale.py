@@ -13,7 +13,7 @@ from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.outcome import Outcome
 from cluster.simulator.simulation import Simulation
 from cluster.simulator.workload import Workload, image_prompts, text
-from router.policy import POLICIES
+from router.policy import make_policy
 
 LOAD = 0.7  # of what the narrowest phase can serve
 
@@ -36,7 +36,7 @@ def scale(num_replicas: int, num_requests: int, policy: str, media: bool, seed: 
 
     gc.set_threshold(100_000, 50, 50)  # there are few cycles: looking for them takes a quarter of the time
     began_s = time.perf_counter()
-    simulation = Simulation(specs, [lambda _: POLICIES[policy]()], VL_7B, seed, on_outcome=ended)
+    simulation = Simulation(specs, [lambda _: make_policy(policy)], VL_7B, seed, on_outcome=ended)
     simulation.run(workload.requests(rate, num_requests, seed))
     took_s = time.perf_counter() - began_s
     ttfts.sort()

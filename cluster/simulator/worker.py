@@ -71,7 +71,6 @@ def member(spec: WorkerSpec, model: Model) -> Member:
         num_blocks=spec.num_blocks,
         modalities=tuple(spec.curves.encode),
         hardware=spec.hardware,
-        device=spec.device,
         block_bytes=token_bytes * model.block_size,
         num_layers=model.num_layers,
     )

@@ -1,6 +1,9 @@
-"""Text in and out of token ids. CPU only, no I/O after loading; the tokenizer and the template are transformers' own.
+"""Text to token ids and back. CPU only, no I/O after loading. The tokenizer and the chat template are
+transformers' own.
 
-`chat`: a conversation as the template sees it. `tokenizer`: conversation to prompt, placeholders to ranges.
-`detokenizer`: token ids to text, piece by piece. `stop`: stop strings over a stream. `defaults`: what the model's
-folder says about drawing and stopping.
+* `chat`: a conversation as the template gets it.
+* `tokenizer`: a conversation to a prompt, placeholders to ranges.
+* `detokenizer`: token ids to text, piece by piece.
+* `stop`: stop strings over a stream.
+* `defaults`: what the model's folder says about drawing and stopping.
 """

@@ -1,4 +1,4 @@
-"""A conversation as the chat template sees it: roles, text, and places where media items stand."""
+"""A conversation as the chat template gets it: roles, text, and places of media items."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import msgspec
 from cluster.types.media import MediaLayout, Modality
 
 
-class TextPart(msgspec.Struct, frozen=True, tag="text"):
+class ChatText(msgspec.Struct, frozen=True, tag="text"):
     text: str
 
 
-class MediaPart(msgspec.Struct, frozen=True, tag="media"):
-    """The place of one media item; the items themselves travel beside the messages, in the same order."""
+class ChatMedia(msgspec.Struct, frozen=True, tag="media"):
+    """The place of one media item. The items themselves are passed beside the messages, in the same order."""
 
     modality: Modality
 
 
 class LaidOutMedia(msgspec.Struct, frozen=True):
-    """What stands in the place of one media item."""
+    """What replaces one media item in the prompt."""
 
     layout: MediaLayout
     media_hashes: tuple[str, ...]  # of each part of the layout
@@ -28,12 +28,13 @@ class LaidOutMedia(msgspec.Struct, frozen=True):
 
 class ChatMessage(msgspec.Struct, frozen=True):
     role: str
-    content: str | tuple[TextPart | MediaPart, ...]  # as the client sent it: templates may tell the two apart
+    # a string or parts, as the client sent it, because templates may treat the two differently
+    content: str | tuple[ChatText | ChatMedia, ...]
 
     def modalities(self) -> tuple[Modality, ...]:
         if isinstance(self.content, str):
             return ()
-        return tuple(part.modality for part in self.content if isinstance(part, MediaPart))
+        return tuple(part.modality for part in self.content if isinstance(part, ChatMedia))
 
 
 def media_order(messages: Iterable[ChatMessage]) -> tuple[Modality, ...]:

@@ -1,4 +1,5 @@
-"""How the model's own folder wants it to be drawn and stopped (`generation_config.json`, then `config.json`)."""
+"""How tokens are drawn and when generation stops by default, from `generation_config.json`, then
+`config.json`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.config.checkpoint import read_config, read_json, text_config
+from cluster.config.families import part_of_whole
 from cluster.errors import ConfigError
 
 
@@ -17,7 +19,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int | None = None  # None: whatever the context has room for
+    max_tokens: int | None = None  # None: as many as the context has room for
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -40,16 +42,18 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 
 def context_length(path: str | Path) -> int:
-    """Tokens of prompt and answer that the model was made for: what its config says or, as configs of the hub leave out what equals
-    its family's default, that default. Raises ConfigError when neither says it."""
+    """Tokens of prompt and answer for which the model was made. If its configuration does not say, the
+    family's default is meant: configurations on the hub leave out values that equal the default. Raises
+    ConfigError if there is none either."""
     config = read_config(path)
     for part in (config, text_config(config)):
         if part.get("max_position_embeddings"):
             return int(part["max_position_embeddings"])
     from transformers import AutoConfig
 
-    whole = AutoConfig.from_pretrained(path)
-    served = getattr(whole, "thinker_config", whole)
+    served = AutoConfig.from_pretrained(path)
+    if part := part_of_whole(served.model_type):
+        served = getattr(served, part[1].part_key)
     length = getattr(served.get_text_config(), "max_position_embeddings", None)
     if not length:
         raise ConfigError(f"{path}/config.json names no max_position_embeddings; set max_model_len")

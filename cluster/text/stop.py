@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cuts a stream before the first stop string, and holds back only what could still become one.
+    """Cuts a stream before the first stop string. Holds back only text that could still become a stop string.
 
-    The first match is the one that ends first; of several that end together, the one that starts first. That is the
-    only choice which does not depend on how the text was split into pieces.
+    The first match is the one that ends first; of several with the same end, the one that starts first. Only
+    this rule does not depend on how the text is split into pieces.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -20,7 +20,8 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that may be shown now, and the stop string that was found. After a match nothing comes any more."""
+        """The text that may go out now, and the stop string if one was found. After a match all further text
+        is dropped."""
         if not self._stops:
             return text, None
         if self._matched is not None:
@@ -35,7 +36,7 @@ class StopStrings:
         return text[:cut], None
 
     def flush(self) -> str:
-        """The end of the stream: what was held back turned out to be ordinary text."""
+        """The end of the stream: the text that was held back is ordinary text."""
         held, self._held = self._held, ""
         return held
 
@@ -47,7 +48,7 @@ class StopStrings:
         return start, stop
 
     def _hold_from(self, text: str) -> int:
-        """Where the longest suffix starts that is the beginning of a stop string."""
+        """Start of the longest suffix that is the beginning of a stop string."""
         cut = len(text)
         for stop in self._stops:
             start = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -1,16 +1,21 @@
-"""Conversations and raw text to token ids, and media items to the ranges where their embeddings stand.
+"""Conversations and raw text to token ids, and media items to the ranges of their embeddings.
 
-Owns the model's tokenizer and chat template (both from transformers). Thread safe: encoding changes the tokenizer's
-state for a moment, so it holds a lock; detokenizers share a copy of their own, which nothing ever changes.
+Owns the model's tokenizer and chat template (both from transformers). Thread safe: encoding changes the
+tokenizer's state for a moment, so it holds a lock. Detokenizers share a copy that never changes.
 
-A chat becomes a prompt in three steps, each as the model's own processor does it: the template writes text with one placeholder
-for each item; the item's layout replaces its placeholder; the whole is encoded. A layout holds one token for each run of equal row
-tokens; it is repeated behind the encoder, which gives the same ids and costs nothing.
+A chat becomes a prompt in three steps, each as in the model's own processor:
 
-Policy for special tokens typed by a client: in a chat they are encoded as ordinary text (transformers'
-`sanitize_control_tokens`), so "<|im_end|>" or an image placeholder in a message is only letters to the model. In a raw
-completion the prompt belongs to the client, so special tokens count, but media placeholders are refused: a completion
-carries no media.
+1. The template writes text with one placeholder for each item.
+2. The item's layout replaces its placeholder. A layout holds one token for each run of equal row tokens.
+3. The whole is encoded. Then each row token is repeated as often as its run has rows, which gives the same
+   ids at no cost.
+
+Special tokens typed by a client:
+
+* In a chat they are encoded as ordinary text (transformers' `sanitize_control_tokens`). "<|im_end|>" or an
+  image placeholder in a message is only letters to the model.
+* In a raw completion the client writes the whole prompt, so special tokens count. Media placeholders are
+  refused, because a completion has no media.
 """
 
 from __future__ import annotations
@@ -24,9 +29,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from cluster.config.checkpoint import check_tokenizer, read_config, text_config
+from cluster.config.checkpoint import check_tokenizer, placeholder_ids, read_config, text_config
 from cluster.errors import ConfigError, RequestError
-from cluster.text.chat import ChatMessage, LaidOutMedia, TextPart, media_order
+from cluster.text.chat import ChatMessage, ChatText, LaidOutMedia, media_order
 from cluster.text.detokenizer import Detokenizer
 from cluster.types.media import Modality, PlacedMedia
 from cluster.types.request import Prompt
@@ -38,7 +43,7 @@ class TextProcessor:
     def __init__(
         self, tokenizer: Any, placeholder_ids: Mapping[Modality, int], vocab_size: int, processor: Any = None
     ):
-        """processor: transformers' own, of a model that takes media; `tokenizer` is its tokenizer."""
+        """processor: transformers' own, for a model that takes media; `tokenizer` is its tokenizer."""
         self._tokenizer = tokenizer
         self._encoding = threading.Lock()
         self.placeholder_ids = placeholder_ids
@@ -58,8 +63,8 @@ class TextProcessor:
 
     @classmethod
     def load(cls, path: str | Path, processor: Any = None) -> TextProcessor:
-        """Read tokenizer, template and placeholder ids from a model folder. `processor`: of a model that takes media, transformers'
-        own, which brings tokenizer and template. Raises ConfigError."""
+        """Reads tokenizer, template and placeholder ids from a model folder. `processor`: transformers' own,
+        for a model that takes media; it contains tokenizer and template. Raises ConfigError."""
         from transformers import AutoTokenizer
 
         config = read_config(path)
@@ -74,9 +79,11 @@ class TextProcessor:
         return cls(tokenizer, placeholder_ids(config), vocab_size, processor)
 
     def chat_prompt(self, messages: Sequence[ChatMessage], media: Sequence[LaidOutMedia] = ()) -> Prompt:
-        """The conversation, ready for the assistant's answer. `media`: one for each media part of the messages, in their order.
+        """The prompt for the assistant's answer. `media`: one for each media part of the messages, in their
+        order.
 
-        Raises RequestError when the template refuses the conversation or has no place for one of its media items.
+        Raises RequestError if the template refuses the conversation or has no place for one of its media
+        items.
         """
         unknown = [kind for kind in media_order(messages) if kind not in self._placeholders.values()]
         if unknown:
@@ -87,13 +94,13 @@ class TextProcessor:
         return _placed(self._encode(text), self._row_ids, runs, media)
 
     def text_prompt(self, text: str) -> list[int]:
-        """Token ids of a raw completion prompt, with whatever tokens the tokenizer adds at its start."""
+        """Token ids of a raw completion prompt, with the tokens that the tokenizer adds at its start."""
         with self._encoding:
             token_ids = self._tokenizer.encode(text)
         return self.checked_prompt(token_ids)
 
     def checked_prompt(self, token_ids: Sequence[int]) -> list[int]:
-        """A raw prompt that is already token ids. Raises RequestError for ids that the model does not have."""
+        """A raw prompt of token ids. Raises RequestError for ids that the model does not have."""
         if not token_ids:
             raise RequestError("the prompt is empty", param="prompt")
         if any(not 0 <= token_id < self.vocab_size for token_id in token_ids):
@@ -106,7 +113,7 @@ class TextProcessor:
         return Detokenizer(self._decode, self._special_ids)
 
     def _rendered(self, messages: Sequence[ChatMessage]) -> str:
-        """What the template writes, special tokens that a client typed marked."""
+        """The output of the template, in which special tokens typed by a client are marked."""
         conversation = [self._template_message(message) for message in messages]
         try:
             return self._render(conversation)
@@ -126,14 +133,15 @@ class TextProcessor:
         return self._templates.apply_chat_template(marked[0], add_generation_prompt=True, tokenize=False)
 
     def _renders_strings(self) -> bool:
-        """Whether the template takes a message's content as a string; some know lists of parts alone."""
+        """Whether the template takes a message's content as a string; some take only lists of parts."""
         try:
             return "words" in self._render([{"role": "user", "content": "words"}])
         except Exception:  # templates are programs
             return False
 
     def _with_media(self, text: str, media: Sequence[LaidOutMedia]) -> tuple[str, list[Run]]:
-        """The k-th placeholder of a modality belongs to the k-th item of that modality, whatever order the template chose."""
+        """The k-th placeholder of a modality belongs to the k-th item of that modality, in any order that the
+        template chooses."""
         found = Counter(
             self._placeholders[match[1]] for match in self._placeholder.finditer(text) if match[1]
         )
@@ -141,7 +149,8 @@ class TextProcessor:
         for modality in Modality:
             if found[modality] != expected[modality]:
                 raise RequestError(
-                    f"the prompt has {found[modality]} {modality} placeholders for {expected[modality]} {modality} items",
+                    f"the prompt has {found[modality]} {modality} placeholders for {expected[modality]} "
+                    f"{modality} items",
                     param="messages",
                 )
         waiting = {
@@ -161,8 +170,8 @@ class TextProcessor:
         return self._placeholder.sub(replace, text), runs
 
     def _encode(self, text: str) -> list[int]:
-        """Ids of a rendered chat. As in transformers, a processor adds its tokenizer's own tokens where the template writes no
-        beginning of sequence, and a tokenizer by itself never does."""
+        """Ids of a rendered chat. As in transformers: if the template writes no beginning of sequence, a
+        processor adds its tokenizer's own tokens; a tokenizer alone never does."""
         with self._encoding:
             encoded = self._tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)
         token_ids = encoded["input_ids"]
@@ -177,41 +186,33 @@ class TextProcessor:
             parts = [{"type": "text", "text": message.content}]
             return {"role": message.role, "content": parts if self._wants_parts else message.content}
         if not self._placeholders:  # templates of text-only models expect a string
-            texts = [part.text for part in message.content if isinstance(part, TextPart)]
+            texts = [part.text for part in message.content if isinstance(part, ChatText)]
             return {"role": message.role, "content": "\n".join(texts)}
         parts = [
             {"type": "text", "text": part.text}
-            if isinstance(part, TextPart)
+            if isinstance(part, ChatText)
             else {"type": part.modality.value}
             for part in message.content
         ]
         return {"role": message.role, "content": parts}
 
 
-def placeholder_ids(config: Mapping[str, Any]) -> dict[Modality, int]:
-    """Ids of the tokens that stand for embedding rows, from a model's `read_config`."""
-    ids = {
-        modality: config.get(f"{modality}_token_id", config.get(f"{modality}_token_index"))
-        for modality in Modality
-    }
-    return {modality: token_id for modality, token_id in ids.items() if token_id is not None}
-
-
 def _placeholders(processor: Any) -> dict[str, Modality]:
-    """What a chat template writes for an item."""
+    """The text that a chat template writes for an item, by modality."""
     tokens = {modality: getattr(processor, f"{modality}_token", None) for modality in Modality}
     return {token: modality for modality, token in tokens.items() if token is not None}
 
 
 def _unmarked(pattern: str) -> re.Pattern[str]:
-    """Group 1 is what the pattern matches outside the marks that transformers puts around a client's special tokens."""
+    """Group 1: a match of the pattern outside the marks that transformers puts around a client's special
+    tokens."""
     from transformers.utils.chat_template_utils import _CONTROL_TOKEN_END, _CONTROL_TOKEN_START
 
     return re.compile(f"{_CONTROL_TOKEN_START}.*?{_CONTROL_TOKEN_END}|({pattern or '(?!)'})")
 
 
 def _added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind any text."""
+    """The ids that the tokenizer puts before and behind any text."""
     bare, whole = tokenizer.encode("x", add_special_tokens=False), tokenizer.encode("x")
     start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     return whole[:start], whole[start + len(bare) :]
@@ -220,7 +221,7 @@ def _added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
 def _placed(
     token_ids: Sequence[int], row_ids: frozenset[int], runs: Iterable[Run], media: Sequence[LaidOutMedia]
 ) -> Prompt:
-    """Repeats each row token as often as its run has rows."""
+    """The prompt in which each row token is repeated as often as its run has rows."""
     left = deque(runs)
     if sum(token_id in row_ids for token_id in token_ids) != len(left):
         raise RequestError("the media of these messages do not fit the prompt", param="messages")

@@ -1,4 +1,4 @@
-"""Who is in the cluster, as every door sees it."""
+"""The workers of the cluster, as every door sees them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ class Role(StrEnum):
 
 
 class ProcessId(msgspec.Struct, frozen=True, array_like=True):
-    """One process among all that ever run; see `kv_transfer.lease.processes`."""
+    """One process, distinguished from all others that ever run; see `kv_transfer.lease.processes`."""
 
-    boot_id: str  # of the host's running kernel
-    namespace: int  # in which the pid counts
+    boot_id: str  # identifies one boot of the host's kernel
+    namespace: int  # the pid namespace
     pid: int
-    started_at: int  # clock ticks after the kernel's start: pids are used again
+    started_at: int  # clock ticks after the kernel's start, because pids are reused
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One live replica. Published once when it becomes ready; never changes for one incarnation."""
+    """One live replica. Published once, when the replica becomes ready; constant for one incarnation."""
 
     replica_id: str
     role: Role
     address: str  # side channel: "unix:/path" or "tcp:host:port"
-    model: str  # fingerprint of the model's configuration and dtype, not of its weights
+    model: str  # fingerprint of the model's configuration and dtype, without its weights
     layout: str  # fingerprint of the KV layout (prefill, decode) or feature layout (encode)
     num_blocks: int  # capacity of the replica's block memory
     modalities: tuple[str, ...] = ()  # encode only
-    hardware: str = ""  # workers of one role and an equal one are equally fast when nothing disturbs them
-    device: str = ""  # host and device; workers of an equal one take it from each other
-    block_bytes: int = 0  # of one block, with the KV (embeddings) of as many tokens (rows) as it holds
+    hardware: str = ""  # undisturbed workers of one role with equal hardware are equally fast
+    block_bytes: int = 0  # bytes of one block: the KV of its tokens, or the embeddings of its rows
     num_layers: int = 1  # of the model; prefill and decode
-    processes: tuple[ProcessId, ...] = ()  # of all its ranks: what writes to others' memories
+    # of all its ranks: the processes that write into other workers' memory
+    processes: tuple[ProcessId, ...] = ()

@@ -1,4 +1,5 @@
-"""What is to be generated: a valid prompt, and how to draw and stop. One value per generated choice."""
+"""What is to be generated: a valid prompt, how to draw tokens, and when to stop. One `SamplingParams` per
+choice."""
 
 from __future__ import annotations
 
@@ -18,62 +19,64 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class StopParams(msgspec.Struct, frozen=True):
-    """When generation ends inside the engine. Stop strings are the door's business: they need text."""
+    """When generation ends inside the engine. The door handles stop strings, because they need text."""
 
-    max_tokens: int  # generated tokens at most, at least 1
-    stop_token_ids: tuple[
-        int, ...
-    ] = ()  # includes the model's end-of-sequence ids unless the client ignores them
+    max_tokens: int  # most generated tokens; at least 1
+    # includes the model's end-of-sequence ids unless the client ignores them
+    stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0  # stop tokens are not drawn before that many others
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """Token ids with placeholders expanded, and what stands in the placeholder ranges, in order of each item's first.
+    """Token ids with expanded placeholders, and the media in the placeholder ranges, ordered by each item's
+    first range.
 
-    The ranges alone say which tokens are media. A token outside them is text, also where its id is that of a placeholder: a
-    model may generate any id, and a resumed prompt contains what was generated."""
+    Only the ranges say which tokens are media. A token outside them is text even if its id is a
+    placeholder's: a model may generate any id, and a resumed prompt contains generated tokens."""
 
     token_ids: tuple[int, ...]
     media: tuple[PlacedMedia, ...] = ()
-    cache_salt: str = ""  # only prompts with an equal one share KV
+    cache_salt: str = ""  # only prompts with an equal salt share KV
     num_generated: int = 0  # tokens at the end that an earlier attempt generated
 
     @property
     def as_asked(self) -> Prompt:
-        """Without what was generated."""
+        """The prompt without generated tokens."""
         if self.num_generated == 0:
             return self
         return Prompt(self.token_ids[: -self.num_generated], self.media, self.cache_salt)
 
 
 class Guidance(msgspec.Struct, frozen=True):
-    """Classifier-free guidance (Ho and Salimans 2022): a companion sequence runs beside every choice, with the same
-    generated tokens under another prompt, and pushes the choice away from what it would say."""
+    """Classifier-free guidance (Ho and Salimans 2022). Beside every choice runs a negative sequence: the same
+    generated tokens under a negative prompt. The tokens of the choice are pushed away from what the negative
+    sequence makes likely."""
 
     scale: float  # 1: no effect
     negative_prompt: Prompt  # text only, at least one token
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """One prompt and the choices to generate for it, as the engines see it. The choices, and their companions, live and
-    die together at every worker."""
+    """One prompt and the choices to generate for it, as the engines see it. At every worker the choices and
+    their negative sequences start and end together."""
 
     request_id: str
     prompt: Prompt
     sampling: tuple[SamplingParams, ...]  # one per choice
     stop: StopParams
     guidance: Guidance | None = None
-    priority: int = 0  # lower runs sooner; waiting makes up for it
-    waited_s: float = 0.0  # since the client asked, when the door sent this
+    priority: int = 0  # lower runs sooner; waiting time compensates for it
+    waited_s: float = 0.0  # time since the client asked, when the door sent this
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """The prompt, and the companion's if there is one: what has to be computed before the first token."""
+        """The prompt, and the negative prompt if there is one: both are computed before the first token."""
         return (self.prompt,) if self.guidance is None else (self.prompt, self.guidance.negative_prompt)
 
     def max_blocks(self, block_size: int, window: int | None = None) -> int:
-        """KV blocks that the whole answer may come to need where it is decoded: the choices share full prompt blocks. With a
-        window, blocks that lie behind the last `window` tokens are given back, those of the prompt once it is there."""
+        """Most KV blocks that the whole answer may need where it is decoded. The choices share full prompt
+        blocks. With a window, blocks older than the last `window` tokens are freed; those of the prompt once
+        the prompt has arrived."""
         total = 0
         for prompt in self.prompts:
             num_shared = len(prompt.token_ids) // block_size
@@ -85,14 +88,15 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         return total
 
     def num_prompt_blocks(self, block_size: int) -> int:
-        """KV blocks of all prompts."""
+        """KV blocks of the prompt and the negative prompt."""
         return sum(-(-len(prompt.token_ids) // block_size) for prompt in self.prompts)
 
     def resumed(
         self, request_id: str, choice_idx: int, token_ids: tuple[int, ...], waited_s: float
     ) -> GenerateRequest:
-        """What is left of one choice after `token_ids`: computed anew as part of the prompts, drawn on from there with
-        the same noise, so that the answer goes on as if nothing had happened."""
+        """A request for the rest of one choice after `token_ids`. The generated tokens become part of the
+        prompts and are computed again. Drawing continues with the same noise, so the answer is the same as
+        without the interruption."""
         guidance = self.guidance
         if guidance is not None:
             guidance = Guidance(guidance.scale, _extended(guidance.negative_prompt, token_ids))
@@ -107,7 +111,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 
 def num_window_blocks(window: int, block_size: int) -> int:
-    """Blocks that `window` successive tokens touch at most."""
+    """Most blocks that `window` successive tokens touch."""
     return (window + block_size - 2) // block_size + 1
 
 

@@ -1,1 +1,3 @@
-"""What every worker process shares: the engine's thread (`loop`), its answers (`outbox`), its sockets (`shell`)."""
+"""What every worker process shares: the engine's thread (`loop`), its messages to the doors (`outbox`), its
+sockets (`shell`).
+"""

@@ -1,13 +1,17 @@
 """What an exception on an engine's thread costs: the request that was being handled, and nothing else.
 
-An engine hands each piece of work for one request to `Blame.run`, and each step of a whole batch to `Blame.together`. If the work
-raises, the log has the traceback, the request fails by name, what it held is freed, and the engine goes on.
+An engine hands each piece of work for one request to `Blame.run`, and each step of a batch to
+`Blame.together`. If the work raises:
+* the log has the traceback;
+* the request fails by name, and what it held is freed;
+* the engine goes on.
 
-The engine ends, so that its worker is replaced, where going on would harm other requests:
-* its device is lost, or memory of the process is used up;
-* what a request held could not be freed, or a pool's books are wrong: `BookkeepingError` (`bookkeeping`).
+The engine ends, so that its worker is replaced, if going on would harm other requests:
+* its device is lost, or the memory of the process is used up;
+* what a request held could not be freed, or the books of a pool are wrong: `BookkeepingError`
+  (`bookkeeping`).
 
-Costs a call while nothing is raised.
+While nothing is raised, the cost is one call.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from cluster.model.failures import is_device_lost
 
 logger = logging.getLogger(__name__)
 
-UNEXPECTED = "the request could not be handled; see the worker's log"  # all that its door is told
+UNEXPECTED = "the request could not be handled; see the worker's log"  # all that the door is told
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,18 +34,18 @@ Part = TypeVar("Part")
 
 
 class Blame:
-    """Belongs to one engine's thread."""
+    """Used on one engine's thread."""
 
     def __init__(self, fail: Callable[[str, ClusterError], None]):
-        """`fail(name, error)`: the request of this name has failed. Tells its door and frees what it holds; ignores unknown names. What
-        it raises ends the engine."""
+        """`fail(name, error)`: the request of this name has failed. It tells the door and frees what the
+        request holds; it ignores unknown names. An exception that it raises ends the engine."""
         self._fail = fail
 
     def run(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """`function(*args)`, on behalf of one request. None: it has failed."""
+        """`function(*args)`, on behalf of one request. None: the request has failed."""
         try:
             return function(*args, **kwargs)
-        except Exception as error:  # whatever one request does to the code that handles it
+        except Exception as error:  # one request may make its code raise anything
             self.take(name, error)
             return None
 
@@ -56,9 +60,10 @@ class Blame:
         name_of: Callable[[Part], str],
         probe: Callable[[], None],
     ) -> list[tuple[Part, T]]:
-        """`run(parts)`, one result for each. If that raises, each part is run alone, and those that raise again have failed: the others
-        are returned. `run` must be repeatable until it has returned. `probe` is a step that belongs to no request; if no part
-        succeeds and `probe` raises, too, the device is broken, and so is the engine."""
+        """`run(parts)`, one result for each part. If it raises, each part is run alone: parts that raise
+        again have failed, the others are returned. `run` must be repeatable until it has returned. `probe` is
+        a step that belongs to no request: if no part succeeds and `probe` raises, too, the device is broken,
+        and the engine ends."""
         try:
             return list(zip(parts, run(parts), strict=True))
         except Exception as error:
@@ -83,7 +88,7 @@ class Blame:
 
 
 def named(name: str, error: Exception) -> ClusterError:
-    """What the door is told; the log has the rest. Raises the error again if it ends the engine."""
+    """What the door is told; details are in the log. Raises the error again if it ends the engine."""
     if ends_engine(error):
         raise error
     if isinstance(error, ClusterError):
@@ -97,7 +102,7 @@ def ends_engine(error: Exception) -> bool:
 
 
 def bookkeeping(function: Callable[P, T]) -> Callable[P, T]:
-    """For a function that takes things on or frees them: whatever it raises, something may be held for ever."""
+    """For a function that allocates or frees. If it raises, something may be held for ever."""
 
     @functools.wraps(function)
     def kept(*args: P.args, **kwargs: P.kwargs) -> T:

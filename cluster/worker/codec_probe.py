@@ -1,5 +1,7 @@
-"""What a lossy codec does to this model, measured before it serves: tokens are predicted over KV as it was computed and as it
-would arrive, and compared. The prompt is made of random token ids."""
+"""Measures what a lossy codec does to this model, before the worker serves: tokens are predicted over the KV
+as it was computed and over the KV as it would arrive, and both are compared. The prompt consists of random
+token ids.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel, SequenceChunk
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.wire_memory import Wire
 
 CODED_TOKENS, PREDICTED_TOKENS = 256, 64
 MIN_AGREEMENT = 0.98  # of the most probable tokens
@@ -19,7 +21,7 @@ MAX_DIVERGENCE = 0.01  # nats, Kullback-Leibler, mean over positions
 
 @dataclass(frozen=True)
 class CodecError:
-    agreement: float  # positions whose most probable token stays the same, of all
+    agreement: float  # share of positions whose most probable token stays the same
     divergence: float  # nats
 
     @property
@@ -31,19 +33,20 @@ class CodecError:
 
 
 def check_codec(model: LanguageModel, kv: BlockMemory, wire: Wire) -> CodecError:
-    """Raises ConfigError, with the figures, where answers would change too much. Overwrites the first blocks of `kv`."""
+    """Raises ConfigError, with the figures, if answers would change too much. Overwrites the first blocks of
+    `kv`."""
     error = codec_error(model, kv, wire)
     if not error.is_small:
         raise ConfigError(
-            f"transfer.codec {wire.codec.name} changes this model's answers too much: {error}; at least {MIN_AGREEMENT:.0%} and at "
-            f"most {MAX_DIVERGENCE} are asked for",
+            f"transfer.codec {wire.codec.name} changes this model's answers too much: {error}; "
+            f"at least {MIN_AGREEMENT:.0%} and at most {MAX_DIVERGENCE} are required",
             param="transfer.codec",
         )
     return error
 
 
 def codec_error(model: LanguageModel, kv: BlockMemory, wire: Wire) -> CodecError:
-    """Raises ConfigError where `kv` is too small for the probe."""
+    """Raises ConfigError if `kv` is too small for the probe."""
     num_tokens = CODED_TOKENS + PREDICTED_TOKENS
     block_table = list(range(-(-num_tokens // model.block_size)))
     if len(block_table) > kv.num_blocks:
@@ -58,7 +61,7 @@ def codec_error(model: LanguageModel, kv: BlockMemory, wire: Wire) -> CodecError
     model.forward([chunk(0, CODED_TOKENS)], kv)
     computed = model.verify([chunk(CODED_TOKENS, num_tokens)], kv).log_softmax(-1)
     layers, length = range(wire.codec.num_layers), wire.blocks_per_group
-    for first in wire.first_blocks([CODED_TOKENS]):  # one by one: the wire may be small
+    for first in wire.first_blocks([CODED_TOKENS]):  # one by one: the wire memory may be small
         group = [block_table[first : first + length]]
         wire.encode(group, [0], layers)
         wire.decode([0], group)

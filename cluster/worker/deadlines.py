@@ -1,4 +1,4 @@
-"""When waiting requests run out of time, in O(log n) per change and nothing per step."""
+"""When waiting requests run out of time: O(log n) per change, nothing per step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from cluster.clock import Clock
 
 
 class Deadlines:
-    """A heap of (instant, key). A key whose wait has ended is simply asked for again by its owner, who ignores it."""
+    """A heap of (instant, key). If the wait for a key has ended, the key is yielded nevertheless, and its
+    owner ignores it."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
@@ -25,7 +26,7 @@ class Deadlines:
             yield heapq.heappop(self._heap)[1]
 
     def wait_s(self) -> float | None:
-        """Seconds until the next deadline; None when there is none."""
+        """Seconds until the next deadline. None: there is none."""
         if not self._heap:
             return None
         return max(0.001, self._heap[0][0] - self._clock.now())

@@ -1,7 +1,8 @@
-"""A process of rank 1 or higher: its share of the model repeats rank 0's calls, its mover rank 0's transfers.
+"""A process of rank 1 or higher: its share of the model repeats the calls of rank 0, its transfer engine the
+transfers of rank 0.
 
-`python -m cluster.worker.follower CALLS MOVES`, two inherited pipes; started by cluster/worker/ranks.py. Has no sockets of its own,
-no queue and no will: it ends when its pipes do.
+`python -m cluster.worker.follower CALLS TRANSFERS`, two inherited pipes; started by cluster/worker/ranks.py.
+It has no sockets and no queue of its own, and decides nothing. It ends when its pipes end.
 """
 
 from __future__ import annotations
@@ -15,24 +16,25 @@ from multiprocessing.connection import Connection
 import torch
 
 from cluster.clock import SystemClock
-from cluster.model.parallel import Progress, follow, join_group
+from cluster.model.parallel import ForwardProgress, follow, join_group
 from cluster.types.members import Role
 from cluster.worker.language import load_language
 from cluster.worker.ranks import RankSpec
 from cluster.worker.setup import set_up
 from kv_transfer.agents.factory import make_agent
-from kv_transfer.lease.group import RankMover
+from kv_transfer.lease.rank_follower import RankFollower
+from kv_transfer.lease.rank_messages import RankReady
 from kv_transfer.lease.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
 
-def main(calls_fd: int, moves_fd: int) -> None:
-    calls, moves = Connection(calls_fd), Connection(moves_fd)
-    spec: RankSpec = moves.recv()
-    progress = Progress()
-    rank_mover = RankMover(moves, progress.has)
-    threading.Thread(target=_follow_transfers, args=(rank_mover,), name="transfers", daemon=True).start()
+def main(calls_fd: int, transfers_fd: int) -> None:
+    calls, transfers = Connection(calls_fd), Connection(transfers_fd)
+    spec: RankSpec = transfers.recv()
+    progress = ForwardProgress()
+    rank_follower = RankFollower(transfers, progress.has)
+    threading.Thread(target=_follow_transfers, args=(rank_follower,), name="transfers", daemon=True).start()
     torch.set_num_threads(spec.num_threads)
     args = spec.args
     setup = set_up(args, f"{spec.replica_id}-{spec.rank}")
@@ -42,7 +44,7 @@ def main(calls_fd: int, moves_fd: int) -> None:
     transfer_engine = TransferEngine(
         make_agent(args.transport, setup.replica_id, setup.host, setup.net_devices),
         SystemClock(),
-        rank_mover.on_event,
+        rank_follower.on_event,
         margin_s=spec.lease_margin_s,
         model=language.model.fingerprint,
         outgoing=language.kv if is_writer else None,
@@ -50,20 +52,20 @@ def main(calls_fd: int, moves_fd: int) -> None:
         incoming=None if is_writer else language.kv,
         incoming_wire=None if is_writer else language.wire,
     )
-    rank_mover.attach(transfer_engine)
+    rank_follower.attach(transfer_engine)
     transfer_engine.start()
-    rank_mover.send("ready", spec.rank)
+    rank_follower.report(RankReady(spec.rank))
     model = language.model
     follow(language.steps, language.kv, group, calls, progress, model.dtype, model.feature_width)
     transfer_engine.close()
 
 
-def _follow_transfers(rank_mover: RankMover) -> None:
+def _follow_transfers(rank_follower: RankFollower) -> None:
     try:
-        rank_mover.run()
-    except Exception:  # the process's edge: the log says what, rank 0 says who
+        rank_follower.run()
+    except Exception:  # the process's edge: the log has the error, and rank 0 reports the lost rank
         logger.exception("a transfer order could not be followed")
-    os._exit(1)  # rank 0 is gone, or will be; the main thread may be inside a collective that never ends
+    os._exit(1)  # rank 0 is gone or will be; the main thread may be inside a collective that never ends
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""What prefill and decode workers begin with: the language half of the model, or one rank's share of it, and memory for its KV
-that is known to fit."""
+"""What prefill and decode workers load first: the language half of the model, or one rank's share of it, and
+memory for its KV that is known to fit.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from cluster.types.members import Role
 from cluster.worker.codec_probe import check_codec
 from cluster.worker.memory_plan import MemoryPlan, available_bytes, step_bytes
 from cluster.worker.setup import WorkerSetup
-from kv_transfer.codecs.codecs import GROUP_TOKENS, CodecName, is_available, wire_layout
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.quantisation import GROUP_TOKENS, CodecName, is_available, wire_layout
+from kv_transfer.codecs.wire_memory import Wire
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LanguageSizes:
-    """What a worker's share of the model is given room for; equal on all ranks."""
+    """What the memory of a worker's share of the model is planned for. Equal on all ranks."""
 
-    num_kv_blocks: int  # that requests may use
+    num_kv_blocks: int  # blocks that requests may use
     feature_bytes: int
     max_step_tokens: int
     max_step_sequences: int
@@ -37,9 +38,9 @@ class LanguageSizes:
 @dataclass(frozen=True)
 class Language:
     model: LanguageModel
-    steps: StepModel  # what moves it forward
+    steps: StepModel  # computes the model's steps
     kv: BlockMemory
-    wire: Wire | None  # room for KV that travels coded, where it does
+    wire: Wire | None  # memory for KV that travels coded; None: KV travels raw
 
 
 def load_language(
@@ -49,8 +50,9 @@ def load_language(
     sizes: LanguageSizes,
     group: ParallelGroup | None = None,
 ) -> Language:
-    """Blocks while the weights are read. `group`: this is one of several ranks; all of them call it at once. Raises ConfigError
-    for a model or a codec that is not supported, or memory that is not there."""
+    """Blocks while the weights are read. `group`: this is one of several ranks, and all of them call it at
+    once. Raises ConfigError for a model or a codec that is not supported, and for memory that is not
+    available."""
     if group is not None:
         setup = dataclasses.replace(setup, device=group.device)
     model = LanguageModel.load(
@@ -63,7 +65,7 @@ def load_language(
         num_ranks=1 if group is None else group.size,
     )
     is_recorded = role is Role.DECODE and setup.device.type == "cuda"
-    num_kv_blocks = sizes.num_kv_blocks + is_recorded  # the last one is for the padding of recorded steps
+    num_kv_blocks = sizes.num_kv_blocks + is_recorded  # the last block is for the padding of recorded steps
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
     plan = MemoryPlan(
@@ -97,7 +99,7 @@ def _make_wire(
         logger.info("%s: int4 on the wire: %s", setup.replica_id, check_codec(model, kv, wire))
     logger.info(
         "%s: %s on the wire, %.2f of the bytes; codes %.1f and decodes %.1f GB/s",
-        setup.replica_id, codec, wire.ratio, wire.speed.encode / 1e9, wire.speed.decode / 1e9,
+        setup.replica_id, codec, wire.ratio, 1e-9 / wire.encoding.s_per_byte, 1e-9 / wire.decoding.s_per_byte,
     )  # fmt: skip
     return wire
 
@@ -108,7 +110,7 @@ def _codec(args: ClusterArgs, model: LanguageModel) -> CodecName | None:
         return None
     if codec == "int4" and args.tensor_parallel_size > 1:
         raise ConfigError(
-            "transfer.codec int4 has to pass a probe of the whole model: it does not go with tensor_parallel_size",
+            "transfer.codec int4 has to pass a probe of the whole model, which needs tensor_parallel_size 1",
             param="transfer.codec",
         )
     if is_available(model.kv_layout):
@@ -116,6 +118,7 @@ def _codec(args: ClusterArgs, model: LanguageModel) -> CodecName | None:
     if "raw" in args.transfer.codecs:
         return None
     raise ConfigError(
-        f"transfer.codec {codec} needs plain K and V (kv_cache_dtype auto) in blocks whose size divides {GROUP_TOKENS}",
+        f"transfer.codec {codec} needs plain K and V (kv_cache_dtype auto) "
+        f"in blocks whose size divides {GROUP_TOKENS}",
         param="transfer.codec",
     )

@@ -1,10 +1,12 @@
 """Runs an engine on a thread of its own, so that a model step never blocks the event loop.
 
-Loop: take all queued calls, run them, `engine.step()`, repeat. `step` returns how long the engine can wait: 0 when it
-has more work now, seconds until its next deadline, or None when only a new call can give it work. An idle engine
-sleeps on a condition and costs nothing.
+Loop: take all queued calls, run them, `engine.step()`, repeat. `step` returns how long the engine can wait:
+* 0: it has more work now;
+* seconds until its next deadline;
+* None: only a new call can give it work.
 
-The engine and everything it owns is touched by this thread only; others talk to it through `call`.
+An idle engine sleeps on a condition and costs nothing. Only this thread touches the engine and everything
+that the engine owns. Other threads use `call`.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 class Engine(Protocol):
     def step(self) -> float | None:
-        """Do one bounded piece of work; returns seconds until the next step is wanted, None: when called."""
+        """Does one bounded piece of work. Returns seconds until the next step is wanted. None: after the next
+        call."""
         ...
 
 
 class StepLoop:
     def __init__(self, name: str, engine: Engine, pulse: Pulse | None = None):
-        """`pulse`: the thread's stamps; the engine adds its own where a step is long."""
+        """`pulse`: the heartbeat of the thread. The engine adds beats of its own inside long steps."""
         self._engine = engine
         self._pulse = pulse or Pulse(SystemClock())
         self._calls: deque[Callable[[], None]] = deque()
@@ -40,7 +43,8 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def on_failure(self, function: Callable[[], None]) -> None:
-        """`function` is called, once, on the thread that finds the engine dead; at once, if it is dead already. Set it before `start`."""
+        """`function` is called once, on the thread that finds that the engine has failed; at once, if it has
+        failed already. Set it before `start`."""
         with self._wake:
             self._on_failure = function
             has_failed = self._failure is not None
@@ -51,13 +55,13 @@ class StepLoop:
         self._thread.start()
 
     def call(self, function: Callable[..., None], *args: Any) -> None:
-        """Run `function(*args)` on the engine's thread before its next step. Never blocks; any thread."""
+        """Runs `function(*args)` on the engine's thread before its next step. Never blocks. Any thread."""
         with self._wake:
             self._calls.append(lambda: function(*args))
             self._wake.notify()
 
     def fail(self, error: BaseException) -> None:
-        """The engine is of no use any more, whatever its thread is waiting for. Any thread; the first error counts."""
+        """The engine has failed, whatever its thread is waiting for. Any thread. The first error counts."""
         with self._wake:
             if self._failure is not None:
                 return
@@ -69,7 +73,7 @@ class StepLoop:
             on_failure()
 
     def stop(self, timeout_s: float) -> None:
-        """Finish the current step and end the thread. Blocks up to `timeout_s`."""
+        """Finishes the current step and ends the thread. Blocks up to `timeout_s`."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -77,7 +81,7 @@ class StepLoop:
             self._thread.join(timeout_s)
 
     def check_health(self) -> None:
-        """Raises what ended the thread, if anything did."""
+        """Raises the error that ended the thread, if there is one."""
         if self._failure is not None:
             raise RuntimeError("the engine stopped") from self._failure
 
@@ -87,7 +91,8 @@ class StepLoop:
             while self._take_calls(wait_s):
                 self._pulse.beat()
                 wait_s = self._engine.step()
-        except BaseException as error:  # process edge: check_health reports it and Serve replaces the replica
+        # Process edge: check_health reports the error, and Serve replaces the replica.
+        except BaseException as error:
             logger.exception("engine stopped")
             self.fail(error)
         self._pulse.rest()

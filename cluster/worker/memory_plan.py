@@ -1,5 +1,7 @@
-"""Whether what a worker wants to hold fits, shown as arithmetic. Asked once, after the weights are loaded and
-before any block memory exists, so that a configuration that cannot work fails at start and not at the first long prompt."""
+"""Whether the memory that a worker needs is available, shown as arithmetic. Checked once, after the weights
+are loaded and before any block memory is allocated: a configuration that cannot work fails at the start, and
+not at the first long prompt.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from cluster.config.machine import available_memory
 from cluster.errors import ConfigError
 
 MIB = 1 << 20
-PATCHES_PER_ROW = 4  # merged 2 by 2 in most families; more than in the others
+PATCHES_PER_ROW = 4  # merged 2 by 2 in most families; an upper bound for the others
 EXAMPLES: Mapping[str, int] = {  # prompt and answer, in tokens
     "text of 1,024 + 256 tokens": 1_280,
     "one image of 256 tokens, 64 + 256 of text": 576,
@@ -23,23 +25,23 @@ EXAMPLES: Mapping[str, int] = {  # prompt and answer, in tokens
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes, but for the counts."""
+    """All fields are bytes, except the counts."""
 
     weights: int  # loaded already
     step: int  # the largest intermediate tensors of one step
-    features: int = 0  # embeddings: those that encoders write to prefill, an encoder's cache
+    features: int = 0  # embeddings: the memory that encoders write to in prefill, the cache in an encoder
     kv_per_token: int = 0
     num_kv_tokens: int = 0  # 0 in encoders
-    wire: int = 0  # KV that is on its way coded
-    inputs: int = 0  # preprocessed media that wait for an encoder's next calls
+    wire: int = 0  # KV that travels coded
+    inputs: int = 0  # preprocessed media that wait for the next calls of an encoder
 
     @property
     def wanted(self) -> int:
-        """Beside the weights."""
+        """Bytes beside the weights."""
         return self.kv_per_token * self.num_kv_tokens + self.features + self.step + self.wire + self.inputs
 
     def check(self, available: int) -> None:
-        """Raises ConfigError, with the arithmetic, if less than what is wanted is available."""
+        """Raises ConfigError, with the arithmetic, if less than `wanted` is available."""
         if self.wanted > available:
             raise ConfigError(f"this worker needs more memory than there is:\n{self.describe(available)}")
 
@@ -64,23 +66,23 @@ class MemoryPlan:
 
 
 def step_bytes(num_tokens: int, hidden_size: int, vocab_size: int, num_sequences: int, itemsize: int) -> int:
-    """A layer's widest tensors are about four times the hidden size, and there are some three of them at once, with one
-    copy of the hidden states in float32; the logits are float32, twice. An estimate from above for the families served
-    here, not a measurement."""
+    """The widest tensors of a layer are about four times the hidden size, and about three of them exist at
+    once, with one copy of the hidden states in float32. The logits are float32, twice. An upper estimate for
+    the families that are supported, not a measurement."""
     return num_tokens * hidden_size * (12 * itemsize + 4) + 2 * 4 * num_sequences * vocab_size
 
 
 def encoder_step_bytes(num_rows: int, config: PreTrainedConfig, itemsize: int) -> int:
-    """The same for an encoder call that makes `num_rows` embedding rows, each merged from `PATCHES_PER_ROW` patches or frames,
-    by the widest of the model's encoders."""
+    """The same for an encoder call with `num_rows` embedding rows, each merged from `PATCHES_PER_ROW` patches
+    or frames, by the widest of the model's encoders."""
     encoders = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
-    names = ("hidden_size", "embed_dim", "d_model")  # what families call an encoder's width
+    names = ("hidden_size", "embed_dim", "d_model")  # names that families use for an encoder's width
     widths = [getattr(encoder, name, 0) for encoder in encoders if encoder is not None for name in names]
     return step_bytes(num_rows * PATCHES_PER_ROW, max(widths), 0, 0, itemsize)
 
 
 def available_bytes(device: torch.device) -> int:
-    """What can be allocated on the device now."""
+    """Bytes that can be allocated on the device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_memory()

@@ -1,6 +1,8 @@
-"""What every worker process is made of, whatever its phase: outbox, transfer_engine, cpu_slots, engine thread, sockets.
+"""What every worker process consists of, whatever its phase: outbox, transfer engine, CPU slots, engine
+thread, sockets.
 
-Order: made → the service builds its engine with `mover`, `outbox` and `turns` → `attach` → `start`, on the event loop → `stop`.
+Order: made → the service builds its engine with `transfer_engine`, `outbox` and `cpu_slots` → `attach` →
+`start`, on the event loop → `stop`.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import torch
 
 from cluster.clock import SystemClock
 from cluster.errors import UnavailableError
-from cluster.kvcache.memory import BlockMemory
-from cluster.types.members import ProcessId
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.types.members import Member, ProcessId, Role
 from cluster.types.messages import AnyMessage
 from cluster.worker.cpu_slots import no_cpu_slots, shared_cpu_slots
-from cluster.worker.hardware import device_of, hardware_of
+from cluster.worker.hardware import hardware_of
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.pulse import Pulse, Watch
@@ -27,19 +29,22 @@ from cluster.worker.ranks import Ranks
 from cluster.worker.setup import WorkerSetup
 from cluster.worker.shell import WorkerShell
 from kv_transfer.agents.factory import Transport, make_agent
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.events import TransferEngineFailed, TransferEvent
 from kv_transfer.lease.group import GroupTransferEngine
 from kv_transfer.lease.processes import process_id
-from kv_transfer.lease.transfer_engine import TransferEngine, TransferEngineFailed, TransferEvent
+from kv_transfer.lease.transfer import BlockTransfer
+from kv_transfer.lease.transfer_engine import TransferEngine
 
 STOP_TIMEOUT_S = 5.0
-# How much longer than its writer an owner waits for the writer's word (kv_transfer.lease.receiver). Serve kills a replica that does not answer
-# three health checks of 5 s, each 5 s after the last, and then for 20 s the call to stop
+# How much longer than the writer the owner of a lease waits for the writer's word
+# (kv_transfer.lease.receiver). Serve kills a replica that does not answer three health checks of 5 s, each 5
+# s after the last, and then the call to stop for 20 s.
 LEASE_MARGIN_S = 120.0
 
 
 class WorkerEngine(Protocol):
-    """All of it on the engine's thread."""
+    """All methods are called on the engine's thread."""
 
     def step(self) -> float | None: ...
 
@@ -62,8 +67,8 @@ class WorkerProcess:
         lease_margin_s: float = LEASE_MARGIN_S,
         ranks: Ranks | None = None,
     ):
-        """Opens the transfer agent and registers the memories. `model` and the rest: see `TransferEngine`. `ranks`: the other processes that
-        share the model, which this object ends with itself."""
+        """Opens the transfer agent and registers the memories. `model` and the rest: see `TransferEngine`.
+        `ranks`: the other processes that share the model; this object ends them when it stops."""
         self.clock = SystemClock()
         self.outbox = Outbox(self._deliver)
         self.transfer_engine = TransferEngine(
@@ -77,10 +82,9 @@ class WorkerProcess:
             outgoing_wire=outgoing_wire,
             incoming_wire=incoming_wire,
         )
+        self._model = model
         self._setup = setup
         self._ranks = ranks
-        self.hardware = hardware_of(setup.device, num_ranks=1 if ranks is None else ranks.size)
-        self.device = device_of(setup.device)
         self._group = None
         if ranks is not None:
             progress = ranks.progress
@@ -89,27 +93,54 @@ class WorkerProcess:
             )
         num_threads = torch.get_num_threads() * (1 if ranks is None else ranks.size)
         self._pulse = Pulse(self.clock)  # of the engine's thread
-        folder, on_progress = setup.turns_folder, self._pulse.beat_on
+        folder, on_progress = setup.cpu_slots_folder, self._pulse.beat_on
         self.cpu_slots = (
             no_cpu_slots(self.clock, on_progress)
             if folder is None
             else shared_cpu_slots(self.clock, folder, num_threads, on_progress)
         )
 
+    def member(
+        self,
+        role: Role,
+        layout: MemoryLayout,
+        num_blocks: int,
+        *,
+        modalities: tuple[str, ...] = (),
+        block_bytes: int = 0,
+        num_layers: int = 1,
+    ) -> Member:
+        """How this worker is published, without its address, which is known after `start`."""
+        setup = self._setup
+        return Member(
+            setup.replica_id,
+            role,
+            "",
+            self._model,
+            layout.fingerprint,
+            num_blocks,
+            modalities,
+            hardware_of(setup.device, num_ranks=1 if self._ranks is None else self._ranks.size),
+            block_bytes,
+            num_layers,
+            self.processes,
+        )
+
     @property
     def processes(self) -> tuple[ProcessId, ...]:
-        """All that write to other workers' memories for this one; empty where this system does not tell."""
+        """All processes that write to other workers' memories for this worker. Empty if this system cannot
+        identify processes."""
         pids = [os.getpid(), *(() if self._ranks is None else self._ranks.pids)]
         known = [process_id(pid) for pid in pids]
         return () if None in known else tuple(process for process in known if process is not None)
 
     @property
-    def kv_mover(self) -> TransferEngine | GroupTransferEngine:
-        """Moves what all ranks hold a share of."""
+    def kv_transfer_engine(self) -> BlockTransfer:
+        """Transfers KV, of which all ranks hold a share."""
         return self._group or self.transfer_engine
 
     def attach(self, engine: WorkerEngine, on_message: Callable[[DoorId, AnyMessage], None]) -> None:
-        """Once. `on_message` runs on the event loop and must not block."""
+        """Called once. `on_message` runs on the event loop and must not block."""
         self._engine = engine
         self.loop = StepLoop("engine", engine, self._pulse)
         self.shell = WorkerShell(self._setup, self.outbox, self.loop, engine, on_message)
@@ -121,7 +152,7 @@ class WorkerProcess:
             self._ranks.attach(self._group.on_event, self._on_lost)
 
     async def start(self) -> str:
-        """Listen and run; returns the address to dial."""
+        """Listens and runs. Returns the address to dial."""
         address = await self.shell.start()
         self.transfer_engine.start()
         self.loop.start()
@@ -129,7 +160,8 @@ class WorkerProcess:
         return address
 
     async def drain(self, timeout_s: float) -> None:
-        """Work on until no door has anything left here, for so long at most. Serve does not list this worker any more."""
+        """Goes on until no door has a request here, for at most this time. Serve does not list this worker
+        any more."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.shell.wait_alone(), timeout_s)
 
@@ -142,7 +174,8 @@ class WorkerProcess:
             await asyncio.to_thread(self._ranks.stop)
 
     def check_health(self) -> None:
-        """Raises what ended the engine, if anything did, or that one of its threads hangs."""
+        """Raises the error that ended the engine, if there is one, or UnavailableError if one of its threads
+        hangs."""
         self.loop.check_health()
 
     def _on_own_transfer(self, event: TransferEvent) -> None:
@@ -158,7 +191,7 @@ class WorkerProcess:
         self.loop.fail(UnavailableError(f"the {thread} thread has not moved for {silent_s:.0f} s"))
 
     def _on_transfer(self, event: TransferEvent) -> None:
-        # TransferEngineFailed is in the log; its leases still end, by their time at the latest.
+        # TransferEngineFailed is in the log. Leases end nevertheless, at the end of their time at the latest.
         if not isinstance(event, TransferEngineFailed):
             self.loop.call(self._engine.on_transfer, event, self.clock.now())
 

@@ -1,20 +1,27 @@
-"""Whether a worker's threads move, and who is told when they do not.
+"""Heartbeats of a worker's threads, and what happens if they stop.
 
-Each thread that has work stamps its progress: the engine at every call and step, between the layers of a step and while it waits for
-its turn at the CPU; the mover at every round in which the transport did not fail. Such a thread is silent when its last stamp is old.
+A thread that has work records a beat whenever it has moved:
+* the engine at every call and step, between the layers of a step, and while it waits for a CPU slot;
+* the transfer engine at every round in which the transport did not fail.
 
-    silent for SILENT_S     every door is told, and avoids the worker while there is another; again when the thread moves
-    silent for `limit_s`    the worker is of no use: it hangs up, its doors' requests end, `check_health` fails, Serve replaces it
-    a transport that did nothing but fail for FAILED_S: the same
+A thread that has work is silent if its last beat is old:
 
-`limit_s` (setting `hang_timeout_s`) must be longer than anything a thread does between two stamps. The longest is one encoder block over a whole
-batch, 16,384 rows that see each other: 1.4 TFLOP in Qwen2.5-VL's encoder, 27 s on a core of 50 GFLOP/s. A decode step has no stamps
-within; it is far shorter.
+    silent for SILENT_S    every door is told, and avoids the worker while there is another one;
+                           told again when the thread moves
+    silent for `limit_s`   the worker closes its connections, so the requests of its doors end;
+                           `check_health` fails, and Serve replaces the worker
+    the transport has only failed for FAILED_S: the same
 
-A look that comes late found the whole process held up, stopped by a signal for example: silence counts from there.
+`limit_s` (setting `hang_timeout_s`) must be longer than anything that a thread does between two beats. The
+longest is one encoder block over a whole batch, 16,384 rows that attend to each other: 1.4 TFLOP in
+Qwen2.5-VL's encoder, 27 s on a core of 50 GFLOP/s. A decode step has no beats inside; it is far shorter.
 
-The watch lives on the worker's event loop and looks only while a thread has work: an idle worker does nothing for it. That loop itself, and a
-process that is stopped, are watched by the doors, which ask (`router.flow.watch`), and by Serve.
+If a check comes late, the whole process was stopped, by a signal for example. Silence counts from that check
+on.
+
+The watch runs on the worker's event loop and checks only while a thread has work: an idle worker does nothing
+for it. The event loop itself, and a process that is stopped, are watched by the doors, which send pings
+(`router.flow.watch`), and by Serve.
 """
 
 from __future__ import annotations
@@ -28,40 +35,41 @@ from cluster.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-SILENT_S = 1.0  # a step of a second between two layers is slow enough to send what comes elsewhere
+SILENT_S = 1.0  # a layer of a second is slow enough to send new requests elsewhere
 FAILED_S = 5.0
 LOOK_EVERY_S = 0.25
 LATE_S = 2.0
 
 
 class Pulse:
-    """One thread's stamps. Written by that thread, read by any."""
+    """The heartbeat of one thread. Written by that thread, read by any thread."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._moved_at = math.inf  # it has nothing to do
-        self.is_failing = False  # it goes round and round, and fails each time
+        self._moved_at = math.inf  # inf: the thread has no work
+        self.is_failing = False  # its rounds go on, and each of them fails
         self.on_begin: Callable[[], None] = lambda: None  # called by the thread when it gets work
 
     def begin(self) -> None:
-        """There is work. If there was before, this is no progress."""
+        """The thread has work. If it had work before, this is no progress."""
         if self._moved_at == math.inf:
             self.beat()
 
     def beat(self) -> None:
-        """It has work, and has moved."""
+        """The thread has work, and has moved."""
         was_resting = self._moved_at == math.inf
         self._moved_at = self._clock.now()
         if was_resting:
             self.on_begin()
 
     def beat_on(self) -> None:
-        """It has moved, if it has work: a step before the first request belongs to no work."""
+        """The thread has moved. Ignored if it has no work: a step before the first request belongs to no
+        work."""
         if self._moved_at != math.inf:
             self._moved_at = self._clock.now()
 
     def rest(self) -> None:
-        """It has nothing to do."""
+        """The thread has no work."""
         self._moved_at = math.inf
 
     @property
@@ -74,7 +82,7 @@ class Pulse:
 
 
 class Watch:
-    """Over the pulses of one worker. On its event loop, but for `wake`."""
+    """Checks the pulses of one worker. On its event loop, except `wake`."""
 
     def __init__(
         self,
@@ -84,10 +92,11 @@ class Watch:
         on_silent: Callable[[tuple[str, ...]], None],
         on_hung: Callable[[str, float], None],
     ):
-        """`on_silent(names)`: the threads that are silent from now on; none: all move. `on_hung(name, silent_s)`: at most once."""
+        """`on_silent(names)`: these threads are silent from now on; empty: all move. `on_hung(name,
+        silent_s)`: called at most once."""
         self._clock = clock
         self._looked_at = clock.now()
-        self._since = -math.inf  # silence before does not count
+        self._since = -math.inf  # silence before this instant does not count
         self._pulses = pulses
         self._limit_s = limit_s
         self._on_silent = on_silent
@@ -115,7 +124,7 @@ class Watch:
             loop.call_soon_threadsafe(self._look_on)
 
     def look(self) -> None:
-        """Once."""
+        """One check."""
         now = self._clock.now()
         if now - self._looked_at > LOOK_EVERY_S + LATE_S:
             self._since = now
@@ -141,7 +150,7 @@ class Watch:
             return
         if not self._has_work() and not self.silent:
             self._is_looking = False
-            if not self._has_work():  # else it has got some just now, and has not woken this
+            if not self._has_work():  # otherwise a thread got work just now and did not wake this watch
                 return
             self._is_looking = True
         self._loop.call_later(LOOK_EVERY_S, self._look_on)

@@ -1,8 +1,10 @@
-"""The other processes of a worker whose model is shared out to several GPUs (`tensor_parallel_size`): rank 0's view of them.
+"""The other processes of a worker whose model is split over several GPUs (`tensor_parallel_size`), as rank 0
+sees them.
 
-Rank 0, the worker process, starts them on its own host, before it loads its share of the model, and they load theirs
-(cluster/worker/follower.py). Each has two pipes: one for model calls, one for transfers. A rank that ends takes the worker with
-it: the pipe's end is told to `on_lost`. They end when their pipes do, so also when rank 0 is killed.
+Rank 0, the worker process, starts the other ranks on its own host before it loads its share of the model, and
+they load theirs (cluster/worker/follower.py). Each has two pipes: one for model calls, one for transfers. If
+a rank ends, the worker ends: `on_lost` is called at the end of the pipe. A rank ends when its pipes end, so
+also when rank 0 is killed.
 
 Order: `load_with_ranks` → `attach` → `stop`.
 """
@@ -29,14 +31,14 @@ import torch
 from cluster.config.environment import child_environment
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
-from cluster.model.parallel import LeadingModel, Progress, join_group, leave_group
+from cluster.model.parallel import ForwardProgress, LeadingModel, join_group, leave_group
 from cluster.rpc.address import make_private
 from cluster.types.members import Role
 from cluster.worker.language import Language, LanguageSizes, load_language
 from cluster.worker.setup import WorkerSetup
 from kv_transfer.agents.agent import TransferError
+from kv_transfer.lease.events import TransferEvent
 from kv_transfer.lease.group import RankLink
-from kv_transfer.lease.transfer_engine import TransferEvent
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,8 @@ class RankSpec:
 def load_with_ranks(
     args: ClusterArgs, setup: WorkerSetup, role: Role, sizes: LanguageSizes, lease_margin_s: float
 ) -> tuple[Language, Ranks | None]:
-    """`load_language` on one rank or, as configured, on several, with a model that all of them run. Raises ConfigError."""
+    """`load_language` on one rank or, as configured, on several ranks that compute each step together. Raises
+    ConfigError."""
     if args.tensor_parallel_size == 1:
         return load_language(args, setup, role, sizes), None
     ranks = Ranks(args, setup, role, sizes, lease_margin_s)
@@ -77,12 +80,12 @@ class Ranks:
     def __init__(
         self, args: ClusterArgs, setup: WorkerSetup, role: Role, sizes: LanguageSizes, lease_margin_s: float
     ):
-        """Starts them."""
+        """Starts the other ranks."""
         self._lock = threading.Lock()
         self._is_stopping = False
-        self._lost: int | None = None  # the first one that ended unasked
+        self._lost: int | None = None  # the first rank that ended unexpectedly
         self._on_lost: Callable[[int], None] | None = None
-        self.progress = Progress()  # of rank 0
+        self.progress = ForwardProgress()  # of rank 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._calls: list[Connection] = []
         self.links: list[RankLink] = []
@@ -93,21 +96,22 @@ class Ranks:
         num_threads = max(1, torch.get_num_threads() // self.size)
         torch.set_num_threads(num_threads)
         for rank in range(1, self.size):
-            calls, moves = self._spawn()
+            calls, transfers = self._spawn()
             self._calls.append(calls)
-            self.links.append(RankLink(moves))
-            moves.send(
+            self.links.append(RankLink(transfers))
+            transfers.send(
                 RankSpec(args, setup.replica_id, role, sizes, rank, meeting, num_threads, lease_margin_s)
             )
             threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 
     def load(self, args: ClusterArgs, setup: WorkerSetup, role: Role, sizes: LanguageSizes) -> Language:
-        """Rank 0's share; blocks until the others have theirs. Raises ConfigError when one of them cannot."""
+        """Loads rank 0's share. Blocks until the other ranks have loaded theirs. Raises ConfigError if one of
+        them cannot."""
         group = join_group(0, self.size, self._meeting, setup.device.type)
         language = load_language(args, setup, role, sizes, group)
         try:
             for link in self.links:
-                link.answer(START_TIMEOUT_S)
+                link.wait_ready(START_TIMEOUT_S)
         except TransferError as error:
             raise ConfigError(str(error), param="tensor_parallel_size") from error
         dtype = language.model.dtype
@@ -120,8 +124,9 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def attach(self, on_event: Callable[[int, TransferEvent], None], on_lost: Callable[[int], None]) -> None:
-        """Once, before the first transfer. `on_event(rank, event)`: of that rank's transfers. `on_lost(rank)`: it has ended unasked,
-        now or earlier; once, for the first. Both from any thread."""
+        """Called once, before the first transfer. `on_event(rank, event)`: an event of that rank's transfers.
+        `on_lost(rank)`: the rank has ended unexpectedly, now or earlier; called once, for the first one. Both
+        are called from any thread."""
         with self._lock:
             self._on_event, self._on_lost = on_event, on_lost
             lost = self._lost
@@ -129,7 +134,8 @@ class Ranks:
             on_lost(lost)
 
     def stop(self) -> None:
-        """Lets them end their transfers, then ends them. Blocks up to `STOP_TIMEOUT_S`. May be repeated."""
+        """Lets the other ranks finish their transfers, then ends them. Blocks up to `STOP_TIMEOUT_S`. May be
+        repeated."""
         with self._lock:
             self._is_stopping = True
         for calls in self._calls:
@@ -148,7 +154,7 @@ class Ranks:
     def _listen(self, rank: int) -> None:
         try:
             self.links[rank - 1].listen(lambda event: self._on_event(rank, event))
-        finally:  # also when nobody listens any more because of a bug: a rank that is not heard is lost
+        finally:  # also if listening ended because of a bug: a rank whose pipe is not read is lost
             self._lose(rank)
 
     def _lose(self, rank: int) -> None:
@@ -174,5 +180,5 @@ class Ranks:
         )
         for _, their_end in pairs:
             their_end.close()
-        calls, moves = (Connection(pair[0].detach()) for pair in pairs)
-        return calls, moves
+        calls, transfers = (Connection(pair[0].detach()) for pair in pairs)
+        return calls, transfers

@@ -12,11 +12,12 @@ from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.rpc import new_address
-from kv_transfer.agents.lane_check import check_lane
+from kv_transfer.agents.transport_probe import probe_transport
 
 logger = logging.getLogger(__name__)
 
-SLOW_LANE = 20e9  # bytes per second; through the host's memory it is less, over CUDA IPC ten times as much
+# Bytes per second; transfers through the host's memory are slower, over CUDA IPC ten times as fast.
+SLOW_LANE = 20e9
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,19 @@ class WorkerSetup:
     replica_id: str
     device: torch.device
     dtype: torch.dtype
-    host: str  # where other workers reach this replica
-    net_devices: tuple[str, ...]  # that NIXL may listen on
+    host: str  # address at which other workers reach this replica
+    net_devices: tuple[str, ...]  # network devices that NIXL may listen on
     address: str  # of the side channel; a TCP port of 0 is replaced when the server starts
     secret: str | None
-    folder: Path  # of this user on this host: sockets, and where processes meet
-    turns_folder: Path | None  # shared with the workers of this host that run on its cores; None: on a GPU
+    folder: Path  # of this user on this host: sockets, and the meeting points of processes
+    cpu_slots_folder: (
+        Path | None
+    )  # shared with the workers of this host that run on its cores; None: on a GPU
     hang_timeout_s: float = 60.0  # see `cluster.worker.pulse`
 
 
 def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
-    """Raises ConfigError when the configuration asks for a device that is not here."""
+    """Raises ConfigError if the configuration asks for a device that is not available."""
     environment = read_environment()
     has_cuda = torch.cuda.is_available()
     if args.device == "cuda" and not has_cuda:
@@ -45,7 +48,7 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
     address = new_address(
         args.side_channel, name=replica_id, directory=environment.socket_dir, host=args.host
     )
-    turns_folder = environment.socket_dir if device.type == "cpu" else None
+    cpu_slots_folder = environment.socket_dir if device.type == "cpu" else None
     return WorkerSetup(
         replica_id,
         device,
@@ -55,20 +58,21 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
         address,
         environment.cluster_secret,
         environment.socket_dir,
-        turns_folder,
+        cpu_slots_folder,
         args.hang_timeout_s,
     )
 
 
-def check_device_lane(args: ClusterArgs, setup: WorkerSetup) -> None:
-    """On a GPU, before it is filled: whether NIXL reaches its memory from other processes. Raises ConfigError when it does not."""
+def check_device_transport(args: ClusterArgs, setup: WorkerSetup) -> None:
+    """On a GPU, before its memory is filled: checks whether NIXL reaches the memory from other processes.
+    Raises ConfigError if it does not."""
     if setup.device.type != "cuda" or args.transport != "nixl":
         return
-    speed = check_lane(setup.device)
+    speed = probe_transport(setup.device)
     if speed < SLOW_LANE:
         logger.warning(
-            "%s: NIXL moves this GPU's memory between processes at %.1f GB/s only: that is no CUDA IPC (containers need a common "
-            "IPC namespace and all GPUs visible)",
+            "%s: NIXL moves this GPU's memory between processes at %.1f GB/s only, so not by CUDA IPC "
+            "(containers need a common IPC namespace and all GPUs visible)",
             setup.replica_id,
             speed / 1e9,
         )

@@ -1,7 +1,8 @@
-"""The sockets of one worker process: doors' messages go to the engine, the engine's answers go to the doors.
+"""The sockets of one worker process: messages of doors go to the engine, messages of the engine go to the
+doors.
 
-A door's end-of-file cancels everything that door asked for. Lives on the event loop; the engine lives on its own thread and
-answers through `deliver_from_thread`, one hand-over per step.
+When a door's connection ends, everything that the door requested is cancelled. Lives on the event loop. The
+engine lives on its own thread and sends through `deliver_from_thread`, once per step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 class DropsDoors(Protocol):
     def drop_door(self, door: DoorId) -> None:
-        """Cancel everything the door asked for. Engine's thread."""
+        """Cancels everything that the door requested. Engine's thread."""
 
 
 class WorkerShell:
@@ -59,7 +60,7 @@ class WorkerShell:
         self._hanging_up: asyncio.Future[None] | None = None
 
     async def start(self) -> str:
-        """Listen; returns the address to dial."""
+        """Listens. Returns the address to dial."""
         self._event_loop = asyncio.get_running_loop()
         self._loop.on_failure(functools.partial(self.call_from_thread, self._hang_up))
         await self._server.start()
@@ -69,18 +70,18 @@ class WorkerShell:
         await self._server.aclose()
 
     async def wait_alone(self) -> None:
-        """Until every door has hung up. A door does so when Serve does not list this worker any more and the last of its requests that
-        had a part here is over; a door that ends does, too."""
+        """Returns when every door has closed its connection. A door does so when Serve does not list this
+        worker any more and its last request that had a part here is over. A door that ends does so, too."""
         await self._is_alone.wait()
 
     def send(self, door: DoorId, message: AnyMessage) -> None:
-        """Event loop only. A door that is gone is ignored."""
+        """Event loop only. Ignored if the door is gone."""
         connection = self._connections.get(door)
         if connection is not None:
             connection.send(message)
 
     def call_from_thread(self, function: Callable[..., None], *args: Any) -> None:
-        """Run `function(*args)` on the event loop, in order. Ignored once the loop is closed."""
+        """Runs `function(*args)` on the event loop, in order. Ignored after the loop is closed."""
         assert self._event_loop is not None
         if not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(function, *args)
@@ -100,10 +101,12 @@ class WorkerShell:
             self.send(door, message)
 
     def _hang_up(self) -> None:
-        """The engine is dead: doors learn it now, from end-of-file, and not from their requests' deadlines."""
+        """The engine has failed. Its doors learn it now, from the end of the connection, and not from the
+        deadlines of their requests."""
         for connection in list(self._doors):
             connection.abort()
-        self._hanging_up = asyncio.ensure_future(self._server.aclose())  # nobody may dial a dead engine
+        # No door may dial a worker whose engine has failed.
+        self._hanging_up = asyncio.ensure_future(self._server.aclose())
 
     def _on_connect(self, connection: Connection) -> None:
         self._num_doors_seen += 1
@@ -116,7 +119,7 @@ class WorkerShell:
             connection.send(self._stalled)
 
     def _on_message(self, connection: Connection, message: AnyMessage) -> None:
-        """An error ends the request that the message is about, not the connection with all the others."""
+        """An error ends the request that the message is about, not the connection with its other requests."""
         if isinstance(message, Ping):
             return connection.send(Pong())
         try:

@@ -1,5 +1,6 @@
-"""How fast this worker is, told to its doors: when one connects, and again when a step like those of late would be predicted
-noticeably otherwise. The engine feeds the fits and calls `tell` once per step; all of it on the engine's thread.
+"""How fast this worker is, as reported to its doors: when a door connects, and whenever the prediction for
+recent steps has changed noticeably. The engine feeds the fits and calls `report` once per step. All of it
+runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from cluster.types.media import Modality
 from cluster.types.messages import Measured
 from cluster.worker.outbox import Outbox
 
-NOTICEABLE_RATIO = 0.1  # of what was told last
-PAUSE_S = 1.0  # between two tellings, at least
+NOTICEABLE_RATIO = 0.1  # of what was reported last
+PAUSE_S = 1.0  # between two reports, at least
 LINK_BYTES = 1 << 20  # of a typical write
 
 NO_FITS: Mapping[Modality, StepFit] = {}
 NO_CODECS: Mapping[str, CodecSpeed] = {}
 
 
-class Speed:
+class SpeedReporter:
     def __init__(
         self,
         outbox: Outbox,
@@ -35,14 +36,15 @@ class Speed:
         links: Callable[[], Mapping[str, Link]] = dict,
         codecs: Mapping[str, CodecSpeed] = NO_CODECS,
     ):
-        """The fits are the engine's; see `ServiceCurves` for what each is about. `links`: to every worker that was written to."""
+        """The fits belong to the engine; see `ServiceCurves` for what each describes. `links`: to every
+        worker that was written to."""
         self._outbox = outbox
         self._clock = clock
         self._encode, self._prepare, self._prefill, self._decode = encode, prepare, prefill, decode
         self._max_step_units = max_step_units
         self._links, self._codecs = links, codecs
-        self._told: ServiceCurves | None = None
-        self._told_at = -PAUSE_S
+        self._reported: ServiceCurves | None = None
+        self._reported_at = -PAUSE_S
         outbox.greet_with(self._greeting)
 
     def curves(self) -> ServiceCurves:
@@ -57,30 +59,30 @@ class Speed:
             dict(self._codecs),
         )
 
-    def tell(self) -> None:
-        """All doors, if there is news."""
+    def report(self) -> None:
+        """Tells all doors, if the curves have changed noticeably since they were told last."""
         now = self._clock.now()
-        if now - self._told_at >= PAUSE_S and self._has_news():
-            self._told, self._told_at = self.curves(), now
-            self._outbox.broadcast(Measured(self._told))
+        if now - self._reported_at >= PAUSE_S and self._has_news():
+            self._reported, self._reported_at = self.curves(), now
+            self._outbox.broadcast(Measured(self._reported))
 
     def _greeting(self) -> Measured:
-        """What the others know: the same news concerns all."""
-        if self._told is None:
-            self._told = self.curves()
-        return Measured(self._told)
+        """What the other doors know: all doors get the same reports."""
+        if self._reported is None:
+            self._reported = self.curves()
+        return Measured(self._reported)
 
     def _has_news(self) -> bool:
-        told = self._told or ServiceCurves()
+        reported = self._reported or ServiceCurves()
         pairs: list[tuple[StepFit | None, Curve | None]] = [
-            (self._prefill, told.prefill),
-            (self._decode, told.decode),
-            *((fit, told.encode.get(modality)) for modality, fit in self._encode.items()),
-            *((fit, told.prepare.get(modality)) for modality, fit in self._prepare.items()),
+            (self._prefill, reported.prefill),
+            (self._decode, reported.decode),
+            *((fit, reported.encode.get(modality)) for modality, fit in self._encode.items()),
+            *((fit, reported.prepare.get(modality)) for modality, fit in self._prepare.items()),
         ]
         return any(
             fit is not None and fit.has_deviated(curve, NOTICEABLE_RATIO) for fit, curve in pairs
-        ) or _have_left(self._links(), told.links)
+        ) or _have_deviated(self._links(), reported.links)
 
 
 def _curves(fits: Mapping[Modality, StepFit]) -> dict[Modality, Curve]:
@@ -89,7 +91,7 @@ def _curves(fits: Mapping[Modality, StepFit]) -> dict[Modality, Curve]:
 
 
 def _with_mean(links: Mapping[str, Link]) -> dict[str, Link]:
-    """… and "", the mean of all: of their latencies and of their times for a byte."""
+    """The links, and "" for their mean: of their latencies and of their times per byte."""
     if not links:
         return {}
     latency_s = sum(link.latency_s for link in links.values()) / len(links)
@@ -97,8 +99,8 @@ def _with_mean(links: Mapping[str, Link]) -> dict[str, Link]:
     return {**links, "": Link(latency_s, 1 / byte_s)}
 
 
-def _have_left(links: Mapping[str, Link], told: Mapping[str, Link]) -> bool:
-    if links.keys() != told.keys() - {""}:
+def _have_deviated(links: Mapping[str, Link], reported: Mapping[str, Link]) -> bool:
+    if links.keys() != reported.keys() - {""}:
         return True
-    seconds = ((link.seconds(LINK_BYTES), told[peer].seconds(LINK_BYTES)) for peer, link in links.items())
-    return any(abs(now_s - told_s) > NOTICEABLE_RATIO * told_s for now_s, told_s in seconds)
+    seconds = ((link.seconds(LINK_BYTES), reported[peer].seconds(LINK_BYTES)) for peer, link in links.items())
+    return any(abs(now_s - before_s) > NOTICEABLE_RATIO * before_s for now_s, before_s in seconds)

@@ -1,25 +1,25 @@
-"""The narrow waist of transfer: what every transport must do, in NIXL's own nouns.
+"""What every transport must do, in NIXL's own nouns. `kv_transfer.lease` uses nothing else of a transport.
 
 Call order:
 
-    register(memory)             once per memory, before metadata() is handed out; repeating it is harmless
+    register(memory)             once per memory, before metadata() is given to a peer; repeating it is harmless
     metadata()                   opaque bytes, sent to peers inside a grant
-    connect(metadata) -> peer    any number of times; cheap when the bytes are known
+    connect(metadata) -> peer    any number of times; cheap if the bytes are known
     post(peer, local, remote)    one-sided write; may copy inside the call (NIXL on one host does)
     poll(handle)                 until it is DONE or FAILED
     release(handle)              exactly once per handle
     notify(peer, payload)        any time after connect; arrives after writes that were DONE before the call
-    notifications()              call it often while anything is open: it also drives wire-up and progress
-    disconnect(peer)             the peer is gone; a later connect starts anew
+    notifications()              often, while anything is open: it also drives connecting and progress
+    disconnect(peer)             the peer is gone; a later connect makes a new connection
     close()
 
-An agent belongs to one thread at a time. Its name is unique per incarnation of a process. Verbs raise only
-the errors below; the transport's own are mapped.
+An agent belongs to one thread at a time. Its name is unique per incarnation of a process. The verbs raise
+only the errors below; the transport's own errors are translated.
 
     UnavailableError
     └── TransferError           this transfer failed; the request may be retried elsewhere
         ├── PeerLostError       the peer process or the connection is gone; disconnect it
-        ├── LeaseExpiredError   the grant's time is over; nothing more was written
+        ├── LeaseExpiredError   the grant's time is over; nothing was posted after it
         └── LayoutMismatchError the two memories do not have equal layouts
 """
 
@@ -49,7 +49,7 @@ class LeaseExpiredError(TransferError):
 
 
 class LayoutMismatchError(TransferError):
-    """Writer and owner disagree about the layout of a block: they run different models or configurations."""
+    """Writer and owner have different layouts of a block: they run different models or configurations."""
 
 
 class TransferState(Enum):
@@ -67,9 +67,8 @@ class Agent(Protocol):
     def metadata(self) -> bytes: ...
 
     def connect(self, metadata: bytes) -> str:
-        """The peer's name. Known bytes return at once; other bytes under a known name replace the old
-        peer.
-        """
+        """The peer's name. If the bytes are known, returns at once. Other bytes of a known name replace the
+        old peer."""
         ...
 
     def post(
@@ -77,8 +76,9 @@ class Agent(Protocol):
     ) -> TransferHandle:
         """Start writing `local[i]` to `remote[i]`; both are [n, 2] uint64 (address, bytes), n >= 1.
 
-        The source must not change until the handle is DONE or FAILED. A non-empty notification reaches the
-        peer after the bytes. On a GPU the caller has synchronised with the kernels that filled the source.
+        The source must not change until the handle is DONE or FAILED. A notification that is not empty
+        reaches the peer after the bytes. On a GPU the caller has synchronised with the kernels that filled
+        the source.
         """
         ...
 
@@ -87,13 +87,12 @@ class Agent(Protocol):
     def notify(self, peer: str, payload: bytes) -> None: ...
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """(peer name, payload) of everything that came in since the last call; drives the transport."""
+        """(peer name, payload) of all that came in since the last call; drives the transport."""
         ...
 
     def release(self, handle: TransferHandle) -> None:
-        """Forget a handle. A pending transfer is cancelled; TransferError when it cannot be (then
-        disconnect).
-        """
+        """Forget a handle. A pending transfer is cancelled; if it cannot be, raises TransferError: then
+        disconnect the peer."""
         ...
 
     def disconnect(self, peer: str) -> None:

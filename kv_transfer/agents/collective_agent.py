@@ -1,19 +1,20 @@
 """Transfer over torch.distributed: Gloo between CPU memories, NCCL between device memories.
 
-For hosts without NIXL. Each writer has one link to each owner it writes to: a TCP connection for what is small and a
-process group of those two for the bytes (`collective_link`, `collective_wire`). There is no default group and no world:
-agents come and go, and a peer that dies or is replaced breaks its own links only.
+For hosts without NIXL. A writer has one link to each owner that it writes to (`collective_link`): a TCP
+connection for small messages (`collective_frames`) and a process group of the two for the bytes
+(`collective_group`). There is no default group and no world: agents come and go, and a peer that dies or is
+replaced breaks its own links only.
 
-A write is one-sided for the caller: the owner's end checks every target against its registered memory and receives
-into it; DONE means that it acknowledged. Neighbouring descriptors travel as one run, several runs of a write are
-gathered into one message and scattered by the owner.
+For the caller a write is one-sided. The owner's end checks every target against its registered memory and
+receives into it; DONE means that it acknowledged. Neighbouring descriptors travel as one run. Several runs of
+a write are gathered into one message, which the owner scatters.
 
-The metadata carries host, port, a random token, the kind of device and the registered ranges. Strangers without the
-token are dropped; so is a writer that names other memory, before a byte has moved.
+The metadata carries host, port, a random token, the kind of device and the registered ranges. A connection
+without the token is dropped. A writer that names other memory is dropped before a byte has moved.
 
-The verbs never wait: dialling, group making and copying are the links' threads' work, and each wait there has a
-deadline. NCCL is untried on hardware; it needs the two agents on different GPUs (`backends` without "nccl" makes them
-use Gloo, with a copy through host memory at both ends).
+The verbs never wait: the threads of the links dial, make groups and copy, and each of their waits has a
+deadline. NCCL is untried on hardware. It needs the two agents on different GPUs; without "nccl" in `backends`
+they use Gloo, with a copy through host memory at both ends.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ import torch.distributed as dist
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
-from kv_transfer.agents.collective_link import AgentMetadata, IncomingLink, OutgoingLink, Write
-from kv_transfer.agents.collective_wire import Backend
-from kv_transfer.agents.regions import RegionTable, locate
+from kv_transfer.agents.collective_frames import Backend
+from kv_transfer.agents.collective_link import CollectiveMetadata, IncomingLink, OutgoingLink, PostedWrite
+from kv_transfer.agents.regions import RegionTable, check_sizes, locate
 
 logger = logging.getLogger(__name__)
 
-MAX_STRANGERS = 32  # connections that have not shown the token; more are closed
+MAX_UNKNOWN_CONNECTIONS = 32  # that have not shown the token; more are closed
 CLOSE_TIMEOUT_S = 1.0
 
 
 def built_backends() -> frozenset[Backend]:
-    """What this torch was built with. Raises ConfigError when it cannot make process groups at all."""
+    """Of this build of torch. Raises ConfigError if it cannot make process groups at all."""
     if not dist.is_available() or not dist.is_gloo_available():
         raise ConfigError("the collective transport needs a torch with torch.distributed and Gloo")
     return frozenset({"gloo", "nccl"} if dist.is_nccl_available() else {"gloo"})
@@ -52,7 +53,7 @@ def built_backends() -> frozenset[Backend]:
 
 class CollectiveAgent:
     def __init__(self, name: str, host: str = "127.0.0.1", backends: frozenset[Backend] | None = None):
-        """`host` is the address that peers dial, and the only one that this agent listens on."""
+        """`host`: the address that peers dial, and the only one that this agent listens on."""
         self.name = name
         self._backends = built_backends() if backends is None else backends
         self._token = secrets.token_bytes(32)
@@ -60,28 +61,27 @@ class CollectiveAgent:
         self._listener = socket.create_server((self._host, 0), backlog=128)
         self._listener.setblocking(False)
         self._table = RegionTable()
-        self._peers: dict[str, tuple[bytes, OutgoingLink]] = {}  # with the metadata it was made from
+        self._peers: dict[
+            str, tuple[bytes, OutgoingLink]
+        ] = {}  # with the metadata that the link was made from
         self._writers: list[IncomingLink] = []
         self._inbox: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
-        self._handles: dict[int, Write] = {}
+        self._handles: dict[int, PostedWrite] = {}
         self._is_closed = False
-        atexit.register(
-            self.close
-        )  # a thread inside torch while the interpreter goes would end the process hard
+        # A thread inside torch while the interpreter shuts down would crash the process.
+        atexit.register(self.close)
 
     def register(self, memory: BlockMemory) -> None:
         self._table.register(memory)
 
     def metadata(self) -> bytes:
-        port = self._listener.getsockname()[1]
-        kind = self._table.device.type
-        return msgspec.msgpack.encode(
-            AgentMetadata(self.name, self._host, port, self._token, kind, self._table.regions)
-        )
+        port, kind = self._listener.getsockname()[1], self._table.device.type
+        own = CollectiveMetadata(self.name, self._host, port, self._token, kind, self._table.regions)
+        return msgspec.msgpack.encode(own)
 
     def connect(self, metadata: bytes) -> str:
         try:
-            owner = msgspec.msgpack.decode(metadata, type=AgentMetadata)
+            owner = msgspec.msgpack.decode(metadata, type=CollectiveMetadata)
         except msgspec.MsgspecError as error:
             raise TransferError(f"agent metadata cannot be read: {error}") from error
         known = self._peers.get(owner.name)
@@ -96,16 +96,17 @@ class CollectiveAgent:
         self._peers[owner.name] = (metadata, OutgoingLink(self.name, owner, backend, self._table))
         return owner.name
 
-    def post(self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b"") -> Write:
-        if local.shape != remote.shape or not (local[:, 1] == remote[:, 1]).all():
-            raise TransferError("local and remote descriptors have different sizes")
+    def post(
+        self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b""
+    ) -> PostedWrite:
+        check_sizes(local, remote)
         link = self._link(peer)
         locate(remote, link.owner.regions)
         write = link.post(self._table.runs(local), remote, notification)
         self._handles[id(write)] = write
         return write
 
-    def poll(self, handle: Write) -> TransferState:
+    def poll(self, handle: PostedWrite) -> TransferState:
         return handle.link.poll(handle)
 
     def notify(self, peer: str, payload: bytes) -> None:
@@ -122,7 +123,7 @@ class CollectiveAgent:
             except queue.Empty:
                 return received
 
-    def release(self, handle: Write) -> None:
+    def release(self, handle: PostedWrite) -> None:
         self._handles.pop(id(handle), None)
         handle.link.cancel(handle)
 
@@ -163,7 +164,7 @@ class CollectiveAgent:
             known[1].close(PeerLostError(f"peer {peer} was disconnected"))
 
     def _accept(self) -> None:
-        """Take in who has dialled, forget who has left."""
+        """Accept new connections, forget those that have ended."""
         if self._is_closed:
             return
         self._writers = [writer for writer in self._writers if not writer.is_over]
@@ -174,10 +175,10 @@ class CollectiveAgent:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    logger.error("agent %s can accept nobody: %s", self.name, error)
+                    logger.error("agent %s cannot accept connections: %s", self.name, error)
                 return
-            if sum(writer.peer is None for writer in self._writers) >= MAX_STRANGERS:
-                logger.warning("too many strangers dial; %s is turned away", address)
+            if sum(writer.peer is None for writer in self._writers) >= MAX_UNKNOWN_CONNECTIONS:
+                logger.warning("too many connections without the token; the one from %s is closed", address)
                 connection.close()
                 continue
             self._writers.append(

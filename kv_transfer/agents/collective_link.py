@@ -1,11 +1,13 @@
-"""The two ends of one writer's way to one owner. Each end has a thread of its own; the agent's verbs never block on it.
+"""The two ends of one writer's link to one owner. Each end has a thread of its own; the agent's verbs never
+block on it.
 
-    OutgoingLink  thread: dial, greet, make the group; then for every post: header, bytes. Writes the connection.
-                  agent:  post, notify, poll; once the link is up it reads acknowledgements, without waiting.
-    IncomingLink  thread: check the token, make the group; then read headers, check every target, receive the bytes
-                  into registered memory, hand the notification to the inbox and acknowledge.
+    OutgoingLink  thread: dial, greet, make the group; then for every post: header, bytes
+                  agent:  post, notify, poll; when the link is up, reads acknowledgements without waiting
+    IncomingLink  thread: check the token, make the group; then read headers, check every target, receive the
+                  bytes into registered memory, put the notification into the inbox and acknowledge
 
-A link that breaks, at either end and for whatever reason, ends for good with all its posts; a new one is dialled.
+A link that breaks, at either end and for any reason, ends for good, with all its posts. The next `connect`
+dials a new one.
 """
 
 from __future__ import annotations
@@ -24,22 +26,21 @@ import numpy as np
 import torch
 
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
-from kv_transfer.agents.collective_wire import (
+from kv_transfer.agents.collective_frames import (
     MAX_FRAME_BYTES,
     Acknowledgement,
     Backend,
-    Channel,
     Frame,
     FrameSocket,
-    Hello,
-    Notice,
-    PairStore,
-    Post,
+    Greeting,
+    Notification,
+    PostHeader,
     Ready,
     Refusal,
     StoreItem,
     refused,
 )
+from kv_transfer.agents.collective_group import Channel, PairStore
 from kv_transfer.agents.regions import Region, RegionTable
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,9 @@ WRITE_TIMEOUT_S = 3.0
 _ROW = np.dtype("<u8")
 
 
-class AgentMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer must know to write here. Whoever has it may: it travels inside grants only."""
+class CollectiveMetadata(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer must know to write here. Knowing it is the right to write: it travels inside grants
+    only."""
 
     name: str
     host: str
@@ -61,46 +63,46 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(eq=False)
-class Write:
-    """One post. The link's lock guards `is_started` and `is_cancelled`."""
+class PostedWrite:
+    """The handle of one post. The link's lock guards `is_started` and `is_cancelled`."""
 
     link: OutgoingLink
     runs: list[torch.Tensor]
-    header: Post
+    header: PostHeader
     is_started: bool = False  # its header is out, or about to be
     is_cancelled: bool = False
     is_sent: bool = False  # its bytes have left; set by the link's thread
-    is_acknowledged: bool = False  # its bytes are in the peer's memory; set by the agent's
+    is_acknowledged: bool = False  # its bytes are in the peer's memory; set by the agent's thread
     state: TransferState = TransferState.PENDING
 
 
 class OutgoingLink:
-    def __init__(self, own_name: str, owner: AgentMetadata, backend: Backend, table: RegionTable):
+    def __init__(self, own_name: str, owner: CollectiveMetadata, backend: Backend, table: RegionTable):
         """Starts to dial at once."""
         self.owner = owner
-        self.error: TransferError | None = None  # set once, for good
-        self._hello = Hello(owner.token, own_name, backend)
+        self.error: TransferError | None = None  # set once
+        self._greeting = Greeting(owner.token, own_name, backend)
         self._table = table
         self._lock = threading.Lock()
-        self._waiting: queue.SimpleQueue[Write | Notice | None] = queue.SimpleQueue()
-        self._unfinished: dict[int, Write] = {}  # by number; the agent's thread only
+        self._waiting: queue.SimpleQueue[PostedWrite | Notification | None] = queue.SimpleQueue()
+        self._unfinished: dict[int, PostedWrite] = {}  # by number; agent's thread only
         self._num_posts = 0
-        self._failure: TransferError | None = None  # the thread's, for the agent's to find
+        self._failure: TransferError | None = None  # written by the link's thread, read by the agent's
         self._frames: FrameSocket | None = None
         self._channel: Channel | None = None
         self._is_up = False
         self._thread = threading.Thread(target=self._run, name=f"writes-to-{owner.name}", daemon=True)
         self._thread.start()
 
-    def post(self, runs: list[torch.Tensor], rows: np.ndarray, notification: bytes) -> Write:
-        """Queue one write. Raises when the link is over or the header would be too long."""
+    def post(self, runs: list[torch.Tensor], rows: np.ndarray, notification: bytes) -> PostedWrite:
+        """Queue one write. Raises if the link is over or the header would be too long."""
         self.progress()
-        header = Post(self._num_posts, rows.astype(_ROW, copy=False).tobytes(), notification)
+        header = PostHeader(self._num_posts, rows.astype(_ROW, copy=False).tobytes(), notification)
         if len(header.rows) + len(notification) > MAX_FRAME_BYTES - 64:
             raise TransferError(f"{len(rows)} descriptors are more than one write can carry")
         self._raise_if_over()
         self._num_posts += 1
-        write = Write(self, runs, header)
+        write = PostedWrite(self, runs, header)
         self._unfinished[header.number] = write
         self._waiting.put(write)
         return write
@@ -108,13 +110,13 @@ class OutgoingLink:
     def notify(self, payload: bytes) -> None:
         self.progress()
         self._raise_if_over()
-        self._waiting.put(Notice(payload))
+        self._waiting.put(Notification(payload))
 
     def progress(self) -> None:
-        """Take in what the owner answered; never raises, see `error`."""
+        """Take in the owner's answers. Never raises; `error` tells."""
         if self.error is not None:
             return
-        failure = self._failure  # read first: what came in before it still counts
+        failure = self._failure  # read first: answers that came before it still count
         try:
             if self._is_up and self._frames is not None:
                 for frame in self._frames.read_available():
@@ -124,8 +126,8 @@ class OutgoingLink:
         if failure is not None:
             self.close(failure)
 
-    def poll(self, write: Write) -> TransferState:
-        """Raises the link's error once per write that it cost."""
+    def poll(self, write: PostedWrite) -> TransferState:
+        """Raises the link's error, once for each write that failed with it."""
         if write.state is TransferState.PENDING:
             self.progress()
             if write.is_acknowledged and write.is_sent:
@@ -135,11 +137,11 @@ class OutgoingLink:
                 raise self.error
         return write.state
 
-    def cancel(self, write: Write) -> None:
-        """Forget a write. Raises TransferError when it is under way."""
+    def cancel(self, write: PostedWrite) -> None:
+        """Forget a write. Raises TransferError if it is in flight."""
         with self._lock:
             if write.state is TransferState.PENDING and write.is_started and self.error is None:
-                raise TransferError(f"a write to {self.owner.name} is under way and cannot be taken back")
+                raise TransferError(f"a write to {self.owner.name} is in flight and cannot be cancelled")
             write.is_cancelled = True
         self._unfinished.pop(write.header.number, None)
         if write.state is TransferState.PENDING:
@@ -178,13 +180,13 @@ class OutgoingLink:
                 self._carry(item)
         except TransferError as error:
             self._failure = error
-        except Exception as error:  # the thread's edge: the agent's thread finds it
+        except Exception as error:  # the thread's edge: the agent's thread reports it
             logger.exception("the link to %s failed", self.owner.name)
             self._failure = TransferError(f"internal error: {error!r}")
         finally:
             if self._channel is not None:
                 self._channel.sever()
-            # The connection stays readable: the owner's last words may still be in it.
+            # The connection stays readable: it may still hold the owner's last frames.
 
     def _wire_up(self) -> None:
         owner = self.owner
@@ -197,9 +199,9 @@ class OutgoingLink:
             self._frames = frames
             if self.error is not None:
                 frames.shut()
-        frames.write(self._hello, WIRE_UP_TIMEOUT_S)
+        frames.write(self._greeting, WIRE_UP_TIMEOUT_S)
         _await_ready(frames)
-        channel = _make_channel(frames, 0, self._hello.backend, self._table, connection)
+        channel = _make_channel(frames, 0, self._greeting.backend, self._table, connection)
         _await_ready(frames)
         with self._lock:
             self._channel = channel
@@ -207,10 +209,10 @@ class OutgoingLink:
                 raise self.error
         self._is_up = True
 
-    def _carry(self, item: Write | Notice) -> None:
+    def _carry(self, item: PostedWrite | Notification) -> None:
         frames, channel = self._frames, self._channel
         assert frames is not None and channel is not None
-        if isinstance(item, Notice):
+        if isinstance(item, Notification):
             frames.write(item, WRITE_TIMEOUT_S)
             return
         with self._lock:
@@ -233,7 +235,7 @@ class IncomingLink:
         table: RegionTable,
         deliver: Callable[[tuple[str, bytes]], None],
     ):
-        self.peer: str | None = None  # None: a stranger, who has not shown the token yet
+        self.peer: str | None = None  # None: it has not shown the token yet
         self._connection = connection
         self._frames = FrameSocket(connection)
         self._token = token
@@ -279,31 +281,31 @@ class IncomingLink:
                 self._channel.sever()
 
     def _welcome(self) -> Channel:
-        hello = self._frames.read(WIRE_UP_TIMEOUT_S)
-        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token, self._token):
-            raise PeerLostError("a stranger dialled")
-        self.peer = hello.name
-        if hello.backend not in self._backends:
-            raise TransferError(f"this agent has no {hello.backend}")
+        greeting = self._frames.read(WIRE_UP_TIMEOUT_S)
+        if not isinstance(greeting, Greeting) or not hmac.compare_digest(greeting.token, self._token):
+            raise PeerLostError("the connection did not show the token")
+        self.peer = greeting.name
+        if greeting.backend not in self._backends:
+            raise TransferError(f"this agent has no backend {greeting.backend}")
         self._frames.max_frame_bytes = MAX_FRAME_BYTES
         self._frames.write(Ready(), WIRE_UP_TIMEOUT_S)
-        channel = _make_channel(self._frames, 1, hello.backend, self._table, self._connection)
+        channel = _make_channel(self._frames, 1, greeting.backend, self._table, self._connection)
         with self._lock:
             self._channel = channel
             if self._is_closed:
-                raise PeerLostError("closed while it was made")
+                raise PeerLostError("the link was closed while it was made")
         self._frames.write(Ready(), WIRE_UP_TIMEOUT_S)
         return channel
 
     def _serve(self, channel: Channel, frame: Frame) -> None:
         assert self.peer is not None
-        if isinstance(frame, Notice):
+        if isinstance(frame, Notification):
             self._deliver((self.peer, frame.payload))
             return
         if isinstance(frame, StoreItem):
-            return  # the group did not ask for it
-        if not isinstance(frame, Post) or not frame.rows or len(frame.rows) % 16:
-            raise TransferError(f"a {type(frame).__name__} makes no sense here")
+            return  # left over from making the group
+        if not isinstance(frame, PostHeader) or not frame.rows or len(frame.rows) % 16:
+            raise TransferError(f"the {type(frame).__name__} is out of place or malformed")
         rows = np.frombuffer(frame.rows, dtype=_ROW).reshape(-1, 2).astype(np.uint64, copy=False)
         channel.receive(self._table.runs(rows))
         if frame.notification:
@@ -312,21 +314,22 @@ class IncomingLink:
 
     def _refuse(self, error: TransferError) -> None:
         if self.peer is None:
-            return  # strangers hear nothing
-        with suppress(TransferError):  # it is gone already
+            return  # without the token there is no answer
+        with suppress(TransferError):  # the writer is gone already
             self._frames.write(Refusal(error.message), WRITE_TIMEOUT_S)
 
 
 def _await_ready(frames: FrameSocket) -> None:
     while not isinstance(frame := frames.read(WIRE_UP_TIMEOUT_S), Ready):
-        if not isinstance(frame, StoreItem):  # of those the group may not have asked for all
+        if not isinstance(frame, StoreItem):  # the group need not have asked for all of them
             raise refused(frame)
 
 
 def _make_channel(
     frames: FrameSocket, rank: int, backend: Backend, table: RegionTable, connection: socket.socket
 ) -> Channel:
-    """The group over a greeted connection; it listens where that connection ends, on no other interface."""
+    """The group over a greeted connection. It listens on the address of that connection and on no other
+    interface."""
     try:
         host = connection.getsockname()[0]
     except OSError as error:

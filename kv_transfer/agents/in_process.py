@@ -1,19 +1,19 @@
 """Agents of one process, joined by an `InProcessNetwork`, with a script of faults.
 
 Bytes really move: a post is a memmove between registered addresses, checked against the registered ranges.
-Tests, the local single-process cluster and the simulator run the same state machines over it as over NIXL.
+Tests and the single-process cluster run the same state machines over it as over NIXL.
 
-Faults are asked for before they happen and are counted over the whole network, from 1:
+Faults are scripted before they happen and are counted over the whole network, from 1:
 
     network.faults.fail_at(7)                  the 7th operation of any verb fails
     network.faults.fail("post", 2)             the 2nd post fails
     network.faults.drop(1); .duplicate(2); .delay(3, polls=5)    by number of the notification
     network.faults.post_polls = 3              every post stays PENDING for 3 polls and copies only then
-    network.kill("decode-0")                   that agent's process is gone
+    network.kill("decode-0")                   the process of that agent is gone
 
-A failing `poll` answers FAILED with half of the bytes written, every other verb raises. Operations are the
-verbs connect, post, poll, notify and notifications. Agents on different threads may talk; each belongs to one
-thread.
+A failing `poll` answers FAILED with half of the bytes written; every other verb raises. Operations are the
+verbs connect, post, poll, notify and notifications. An agent belongs to one thread; agents of different
+threads may be joined.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ import numpy as np
 
 from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
+from kv_transfer.agents.regions import Region, RegionTable, check_sizes, locate
 
 
-class _Metadata(msgspec.Struct, frozen=True):
+class InProcessMetadata(msgspec.Struct, frozen=True):
     name: str
-    regions: tuple[tuple[int, int], ...]  # (address, bytes)
+    regions: tuple[Region, ...]
 
 
 @dataclass
@@ -68,7 +69,7 @@ class FaultScript:
         return self._any.get(self.num_operations) or self._by_verb.get((verb, self._counts[verb]))
 
     def next_notification(self) -> list[int]:
-        """Delays in polls of the copies to deliver; empty when it is lost."""
+        """The delay, in polls, of each copy to deliver; empty: the notification is lost."""
         self.num_notifications += 1
         nth = self.num_notifications
         if nth in self._dropped:
@@ -82,13 +83,14 @@ class InProcessNetwork:
         self._agents: dict[str, InProcessAgent] = {}
 
     def agent(self, name: str) -> InProcessAgent:
-        """A new agent; one of the same name is replaced, as by a restarted process."""
+        """A new agent. It replaces an agent of the same name, as a restarted process does."""
         self.kill(name)
         self._agents[name] = agent = InProcessAgent(name, self)
         return agent
 
     def kill(self, name: str) -> None:
-        """The process of that agent dies. Its own calls raise from now on, and so do others' calls to it."""
+        """The process of that agent dies: from now on its own calls raise, and so do the calls of others to
+        it."""
         agent = self._agents.pop(name, None)
         if agent is not None:
             agent.is_closed = True
@@ -98,8 +100,8 @@ class InProcessNetwork:
 
 
 @dataclass
-class _Copy:
-    """A posted write."""
+class InProcessWrite:
+    """The handle of a post."""
 
     peer: InProcessAgent
     local: np.ndarray
@@ -113,27 +115,24 @@ class InProcessAgent:
     def __init__(self, name: str, network: InProcessNetwork):
         self.name = name
         self.is_closed = False
-        self.num_handles = 0  # posted and not released; 0 when nobody leaks
+        self.num_handles = 0  # posted and not released; 0 if no handle leaks
         self._network = network
-        self._regions: list[tuple[int, int]] = []
-        self._memories: list[BlockMemory] = []  # keeps the addresses valid
+        self._table = RegionTable()
         self._peers: dict[str, tuple[bytes, InProcessAgent | None]] = {}
         self._inbox: deque[tuple[int, str, bytes]] = deque()  # (polls left, sender, payload)
 
     def register(self, memory: BlockMemory) -> None:
         if memory.buffer.device.type != "cpu":
             raise ValueError("the in-process agent copies CPU memory only")
-        if not any(known is memory for known in self._memories):
-            self._memories.append(memory)
-            self._regions.append((memory.base_address, memory.buffer.numel()))
+        self._table.register(memory)
 
     def metadata(self) -> bytes:
-        return msgspec.msgpack.encode(_Metadata(self.name, tuple(self._regions)))
+        return msgspec.msgpack.encode(InProcessMetadata(self.name, self._table.regions))
 
     def connect(self, metadata: bytes) -> str:
         self._begin("connect")
         try:
-            name = msgspec.msgpack.decode(metadata, type=_Metadata).name
+            name = msgspec.msgpack.decode(metadata, type=InProcessMetadata).name
         except msgspec.MsgspecError as error:
             raise TransferError(f"agent metadata cannot be read: {error}") from error
         known = self._peers.get(name)
@@ -141,20 +140,23 @@ class InProcessAgent:
             self._peers[name] = (metadata, self._network.find(name))
         return name
 
-    def post(self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b"") -> _Copy:
+    def post(
+        self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b""
+    ) -> InProcessWrite:
         self._begin("post")
-        if local.shape != remote.shape or not (local[:, 1] == remote[:, 1]).all():
-            raise TransferError("local and remote descriptors have different sizes")
+        check_sizes(local, remote)
         target = self._reach(peer)
-        self._check(local)
-        target._check(remote)
-        copy = _Copy(target, local.copy(), remote.copy(), notification, self._network.faults.post_polls)
+        locate(local, self._table.regions)
+        locate(remote, target._table.regions)
+        write = InProcessWrite(
+            target, local.copy(), remote.copy(), notification, self._network.faults.post_polls
+        )
         self.num_handles += 1
-        if copy.num_polls_left == 0:
-            self._complete(copy)
-        return copy
+        if write.num_polls_left == 0:
+            self._complete(write)
+        return write
 
-    def poll(self, handle: _Copy) -> TransferState:
+    def poll(self, handle: InProcessWrite) -> TransferState:
         error = self._next_error("poll")
         if handle.state is TransferState.PENDING:
             if handle.peer.is_closed:
@@ -187,7 +189,7 @@ class InProcessAgent:
                 ready.append((sender, payload))
         return ready
 
-    def release(self, handle: _Copy) -> None:
+    def release(self, handle: InProcessWrite) -> None:
         self.num_handles -= 1
         if handle.state is TransferState.PENDING:
             handle.state = TransferState.FAILED
@@ -217,18 +219,11 @@ class InProcessAgent:
             raise PeerLostError(f"peer {peer} is gone")
         return agent
 
-    def _check(self, descriptors: np.ndarray) -> None:
-        for address, num_bytes in descriptors.tolist():
-            if not any(
-                start <= address and address + num_bytes <= start + size for start, size in self._regions
-            ):
-                raise TransferError(f"agent {self.name} has no registered memory at {address:#x}")
-
-    def _complete(self, copy: _Copy) -> None:
-        _move(copy.local, copy.remote)
-        copy.state = TransferState.DONE
-        if copy.notification:
-            self._send(copy.peer, copy.notification)
+    def _complete(self, write: InProcessWrite) -> None:
+        _move(write.local, write.remote)
+        write.state = TransferState.DONE
+        if write.notification:
+            self._send(write.peer, write.notification)
 
     def _send(self, target: InProcessAgent, payload: bytes) -> None:
         for polls in self._network.faults.next_notification():

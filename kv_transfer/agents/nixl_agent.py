@@ -1,23 +1,24 @@
 """NIXL over UCX: shared memory on one host, TCP, CUDA IPC, RDMA. The only file that imports nixl.
 
-Settings, and why: the progress thread is off, because it spins a whole core; so both
-sides must call `notifications` while anything is open. On one host a write of CPU memory is a cross-process
-copy that runs inside `post`. UCX's error handling stays at "peer", its default, so that a killed peer is an
-error within a second or two.
+Settings. The progress thread is off, because it spins a whole core; so both sides must call `notifications`
+while anything is open. On one host a write of CPU memory is a cross-process copy that runs inside `post`.
+UCX's error handling stays at "peer", its default: the kill of a peer becomes an error within a second or two.
 
-UCX listens on TCP as soon as an agent is made, and a peer that connects there may write anywhere in the process: it has no
-authentication. So an agent uses the network devices that its owner names, and loopback alone if it names none. On one host TCP over
-loopback carries notifications and notices a peer's death; bytes go by CMA or CUDA IPC.
+Network devices. UCX listens on TCP as soon as an agent is made. A peer that connects there may write anywhere
+in the process: UCX has no authentication. So an agent uses the network devices that its owner names, or
+loopback alone if it names none. On one host, TCP over loopback carries notifications and detects a peer's
+death; the bytes go by CMA or CUDA IPC.
 
-The metadata that peers exchange wraps NIXL's own with the list of registered ranges: a grant names addresses
-only, and NIXL wants to know for each whether it is DRAM or VRAM and of which device.
+Metadata. What peers exchange wraps NIXL's own metadata with the list of registered ranges: a grant names
+addresses only, and NIXL needs to know of each whether it is DRAM or VRAM and on which device.
 
-Which lane UCX took is not to be asked, but it shows: only the copy between processes of one host (CMA) is over when
-the call returns. A peer's first writes tell, and the log says so once; on one host any other lane is a warning,
-because it is several times slower (containers and hardened kernels forbid that copy). A write behind a notification tells nothing:
-it is over when the peer has taken the notification in.
+Transports. UCX does not tell which of its transports it took for a peer, but the first writes show it: only
+the copy between processes of one host (CMA) is over when the call returns. The log names the transport once.
+On one host any other transport is a warning, because it is several times slower (containers and hardened
+kernels forbid that copy). A write behind a notification shows nothing: it is over when the peer has read the
+notification.
 
-An agent belongs to one thread at a time; it may be made and registered on one and handed over to another.
+An agent belongs to one thread at a time; it may be made and registered on one thread and used on another.
 """
 
 from __future__ import annotations
@@ -42,44 +43,44 @@ from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
 
 logger = logging.getLogger(__name__)
 
-NUM_LANE_WRITES = 8  # CMA, too, now and then returns early: this many in a row mean another lane
+NUM_LATE_WRITES = 8  # CMA, too, sometimes returns early: so many writes in a row mean another transport
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one per running kernel, whatever the container
 _STATES = {"DONE": TransferState.DONE, "PROC": TransferState.PENDING, "ERR": TransferState.FAILED}
 
 
-class _Region(msgspec.Struct, frozen=True, array_like=True):
+class NixlRegion(msgspec.Struct, frozen=True, array_like=True):
     address: int
     num_bytes: int
     kind: str  # "DRAM" or "VRAM"
     device_id: int
 
 
-class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+class NixlMetadata(msgspec.Struct, frozen=True, array_like=True):
     name: str
-    regions: tuple[_Region, ...]
+    regions: tuple[NixlRegion, ...]
     nixl: bytes
     boot_id: str  # equal on one host; for the log only
 
 
 @dataclass
-class _Peer:
+class NixlPeer:
     metadata: bytes
-    regions: tuple[_Region, ...]
+    regions: tuple[NixlRegion, ...]
     is_on_this_host: bool
-    num_late_writes: int = -1  # that were not over in the call; -1 until the connection is wired up
-    is_lane_known: bool = False
-    has_notified: bool = False  # since a write was last over
+    num_late_writes: int = -1  # not over in the call; -1 until the connection is made
+    is_transport_known: bool = False
+    has_notified: bool = False  # since the last write was over
 
 
 @dataclass
-class _Handle:
+class NixlWrite:
     nixl: Any
     peer: str
     state: TransferState
 
 
 def load_nixl() -> tuple[ModuleType, ModuleType]:
-    """(nixl's API, its bindings), from whichever wheel is installed. Raises ConfigError when none is."""
+    """(nixl's API, its bindings), from the wheel that is installed. Raises ConfigError if none is."""
     cuda_first = ("cu13", "cu12") if (torch.version.cuda or "").startswith("13") else ("cu12", "cu13")
     names = [f"nixl_{cuda}" for cuda in cuda_first] + ["nixl"]
     failures: list[str] = []
@@ -88,17 +89,17 @@ def load_nixl() -> tuple[ModuleType, ModuleType]:
             return importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")
         except ImportError as error:
             failures.append(f"{name}: {error}")
+    reasons = "; ".join(failures)
     raise ConfigError(
-        "the NIXL transport needs the package nixl-cu12 or nixl-cu13; none can be imported ("
-        + "; ".join(failures)
-        + ")"
+        f"the NIXL transport needs the package nixl-cu12 or nixl-cu13; none can be imported ({reasons})"
     )
 
 
 class NixlAgent:
     def __init__(self, name: str, net_devices: Sequence[str] = ("lo",)):
-        """`name` must never have been used by another process; a replica's incarnation id is right. `net_devices` are those that
-        UCX may use, by its names. Takes about half a second. Raises ConfigError when NIXL or a device is not there.
+        """`name`: never used by another process, for example a replica's incarnation id. `net_devices`: those
+        that UCX may use, by its names. Takes about half a second. Raises ConfigError if NIXL or a device is
+        missing.
         """
         api, self._bindings = load_nixl()
         self.name = name
@@ -116,15 +117,14 @@ class NixlAgent:
                 f"NIXL cannot use the network devices {', '.join(net_devices)}: {error}",
                 param="transfer.net_devices",
             ) from error
-        self._regions: list[_Region] = []
-        self._registrations: list[
-            tuple[BlockMemory, Any]
-        ] = []  # the memory stays alive while it is registered
+        self._regions: list[NixlRegion] = []
+        # A memory stays alive while it is registered.
+        self._registrations: list[tuple[BlockMemory, Any]] = []
         self._boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         self._metadata = b""
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, NixlPeer] = {}
         self._name_of: dict[bytes, str] = {}  # metadata of connected peers
-        self._handles: dict[int, _Handle] = {}
+        self._handles: dict[int, NixlWrite] = {}
         self._is_closed = False
 
     def register(self, memory: BlockMemory) -> None:
@@ -132,14 +132,14 @@ class NixlAgent:
             return
         device = memory.buffer.device
         kind = "VRAM" if device.type == "cuda" else "DRAM"
-        region = _Region(memory.base_address, memory.buffer.numel(), kind, device.index or 0)
+        region = NixlRegion(memory.base_address, memory.buffer.numel(), kind, device.index or 0)
         with self._mapped():
             registration = self._agent.register_memory(
                 [(region.address, region.num_bytes, region.device_id, "")], mem_type=kind
             )
             self._registrations.append((memory, registration))
             self._regions.append(region)
-            encoded = _Metadata(
+            encoded = NixlMetadata(
                 self.name, tuple(self._regions), self._agent.get_agent_metadata(), self._boot_id
             )
         self._metadata = msgspec.msgpack.encode(encoded)
@@ -152,7 +152,7 @@ class NixlAgent:
         if known is not None:
             return known
         try:
-            decoded = msgspec.msgpack.decode(metadata, type=_Metadata)
+            decoded = msgspec.msgpack.decode(metadata, type=NixlMetadata)
         except msgspec.MsgspecError as error:
             raise TransferError(f"agent metadata cannot be read: {error}") from error
         self.disconnect(decoded.name)
@@ -161,13 +161,13 @@ class NixlAgent:
         added = added.decode() if isinstance(added, bytes) else added
         if added != decoded.name:
             raise TransferError(f"metadata of {decoded.name} belongs to {added}")
-        self._peers[decoded.name] = _Peer(
+        self._peers[decoded.name] = NixlPeer(
             metadata, decoded.regions, is_on_this_host=decoded.boot_id == self._boot_id != ""
         )
         self._name_of[metadata] = decoded.name
         return decoded.name
 
-    def post(self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b"") -> _Handle:
+    def post(self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b"") -> NixlWrite:
         known = self._peers.get(peer)
         if known is None:
             raise PeerLostError(f"peer {peer} is not connected")
@@ -180,13 +180,13 @@ class NixlAgent:
             except BaseException:
                 self._forget(transfer)
                 raise
-        if not known.is_lane_known and (state is TransferState.DONE or not known.has_notified):
-            self._watch_lane(peer, known, state)
-        handle = _Handle(transfer, peer, state)
+        if not known.is_transport_known and (state is TransferState.DONE or not known.has_notified):
+            self._watch_transport(peer, known, state)
+        handle = NixlWrite(transfer, peer, state)
         self._handles[id(handle)] = handle
         return handle
 
-    def poll(self, handle: _Handle) -> TransferState:
+    def poll(self, handle: NixlWrite) -> TransferState:
         if handle.state is TransferState.PENDING:
             try:
                 with self._mapped():
@@ -213,7 +213,7 @@ class NixlAgent:
             by_peer = self._agent.get_new_notifs()
         return [(peer, payload) for peer, payloads in by_peer.items() for payload in payloads]
 
-    def release(self, handle: _Handle) -> None:
+    def release(self, handle: NixlWrite) -> None:
         self._handles.pop(id(handle), None)
         with self._mapped():
             handle.nixl.release()
@@ -246,34 +246,34 @@ class NixlAgent:
         self._registrations.clear()
         self._agent = None
 
-    def _watch_lane(self, peer: str, known: _Peer, state: TransferState) -> None:
-        """Tell from the state in which a post returned how bytes travel to this peer, and log it once."""
+    def _watch_transport(self, peer: str, known: NixlPeer, state: TransferState) -> None:
+        """Finds out from the state that a post returned how bytes travel to this peer, and logs it once."""
         if state is TransferState.DONE:
-            known.is_lane_known = True
+            known.is_transport_known = True
             logger.info("agent %s: writes to %s are copies between processes of this host", self.name, peer)
         elif known.num_late_writes >= 0:
             known.num_late_writes += 1
-            known.is_lane_known = known.num_late_writes == NUM_LANE_WRITES
-            if known.is_lane_known and known.is_on_this_host and self._regions[0].kind == "DRAM":
+            known.is_transport_known = known.num_late_writes == NUM_LATE_WRITES
+            if known.is_transport_known and known.is_on_this_host and self._regions[0].kind == "DRAM":
                 logger.warning(
                     "agent %s: writes to %s, on this host, do not use the copy between processes (CMA); "
-                    "UCX_TLS or a lack of permission forbids it, and the lane in use is several times slower",
+                    "UCX_TLS or missing permissions forbid it, and the transport in use is several times slower",
                     self.name,
                     peer,
                 )
-            elif known.is_lane_known:
-                logger.info("agent %s: writes to %s travel by network or device lanes", self.name, peer)
+            elif known.is_transport_known:
+                logger.info("agent %s: writes to %s travel by a network or device transport", self.name, peer)
 
     def _forget(self, transfer: Any) -> None:
-        """Release without a word; NIXL's own finaliser tries again."""
+        """Release, ignoring errors: NIXL's own finaliser tries again."""
         try:
             with self._mapped():
                 transfer.release()
         except TransferError:
             pass
 
-    def _descriptors(self, rows: np.ndarray, regions: tuple[_Region, ...], owner: str) -> Any:
-        """NIXL's list of (address, bytes, device) for rows that all lie in one registered range."""
+    def _descriptors(self, rows: np.ndarray, regions: tuple[NixlRegion, ...], owner: str) -> Any:
+        """NIXL's descriptor list (address, bytes, device) of rows that all lie in one registered range."""
         start, end = int(rows[:, 0].min()), int((rows[:, 0] + rows[:, 1]).max())
         for region in regions:
             if region.address <= start and end <= region.address + region.num_bytes:
@@ -285,7 +285,7 @@ class NixlAgent:
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:
-        """NIXL's exceptions as ours."""
+        """Turns NIXL's exceptions into ours."""
         try:
             yield
         except self._bindings.nixlRemoteDisconnectError as error:

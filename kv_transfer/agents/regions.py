@@ -3,8 +3,8 @@
     descriptors [n, 2] (address, bytes)  --runs-->   views of registered buffers, neighbours merged
     runs                                 --pieces--> lists of runs of at most so many bytes in all
 
-Writer and owner cut equal byte counts at equal places, so that piece i of the one fits piece i of the other, however
-the runs lie. Reading is safe from any thread while another registers.
+Writer and owner cut equal byte counts at equal places, so piece i of the writer fits piece i of the owner,
+however their runs lie. Any thread may read while another one registers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class RegionTable:
         self.regions += (Region(memory.base_address, memory.buffer.numel()),)
 
     def runs(self, rows: np.ndarray) -> list[torch.Tensor]:
-        """Views [bytes] uint8 of what the descriptors name, in order, adjacent rows as one.
+        """Views [bytes] uint8 of the descriptors' memory, in order, adjacent rows as one.
 
-        Raises TransferError when a row is not wholly inside one memory.
+        Raises TransferError if a row does not lie inside one memory.
         """
         owners = locate(rows, self.regions)
         addresses, sizes = rows[:, 0], rows[:, 1]
@@ -61,12 +61,19 @@ class RegionTable:
         return views
 
 
+def check_sizes(local: np.ndarray, remote: np.ndarray) -> None:
+    """Raises TransferError unless row i of the one has as many bytes as row i of the other."""
+    if local.shape != remote.shape or not (local[:, 1] == remote[:, 1]).all():
+        raise TransferError("local and remote descriptors have different sizes")
+
+
 def locate(rows: np.ndarray, regions: Sequence[Region]) -> np.ndarray:
-    """The index of the region that holds each row. Raises TransferError for a row that none holds."""
+    """For each row the index of the region that holds it. Raises TransferError for a row that no region
+    holds."""
     owners = np.full(len(rows), -1)
     for index, region in enumerate(regions):
         size = np.uint64(region.num_bytes)
-        offsets = rows[:, 0] - np.uint64(region.address)  # wraps to a huge number below the region
+        offsets = rows[:, 0] - np.uint64(region.address)  # below the region it wraps to a huge number
         owners[(offsets <= size) & (rows[:, 1] <= size - offsets)] = index
     if (owners < 0).any():
         address, num_bytes = rows[np.argmax(owners < 0)].tolist()
@@ -75,7 +82,7 @@ def locate(rows: np.ndarray, regions: Sequence[Region]) -> np.ndarray:
 
 
 def pieces(runs: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """The runs in order, in groups of exactly `max_bytes` but for the last; long runs are cut."""
+    """The runs in order, in groups of exactly `max_bytes`; the last may be smaller. Long runs are cut."""
     piece: list[torch.Tensor] = []
     room = max_bytes
     for run in runs:

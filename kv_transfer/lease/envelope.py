@@ -1,23 +1,20 @@
-"""The one notification of a lease: which lease, which content of which blocks, done or stopped, and the
-owner's payload. And what both sides must agree on before.
+"""The notification that ends a lease: which lease, which bytes of which blocks, done or stopped, and the
+payload for the owner.
+
+Also the contract that both sides must agree on before.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import nullcontext
 from enum import StrEnum
-from functools import cache
-from typing import Literal
 
 import msgspec
 import numpy as np
-import torch
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.transfer import Contract, Grant
-from kv_transfer.codecs.checksum import checksum, tensor_checksum
+from kv_transfer.codecs.checksum import Checksum
 
 PROTOCOL = 5
 
@@ -27,21 +24,18 @@ class NoticeKind(StrEnum):
     ABORT = "abort"  # the writer has stopped and will not write again
 
 
-class Checksum(msgspec.Struct, frozen=True, array_like=True):
-    kind: Literal["stream", "tensor"]  # `checksum`, `tensor_checksum`
-    value: int  # 64 bits
-
-
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     lease_id: str
-    digest: bytes  # `digest_grant` of the grant the writer worked from
+    digest: bytes  # `digest_grant` of the grant that the writer worked from
     kind: NoticeKind
     payload: bytes  # done: the caller's bytes; abort: the reason as UTF-8
-    # the grant's blocks that were written raw, by place, ascending; abort: those that may have been written to
+    # Places of the grant's blocks that were written raw, ascending. Abort: those that may have been written.
     written: tuple[int, ...] = ()
-    checksum: Checksum | None = None  # done: of that content, segment by segment
-    coded: tuple[int, ...] = ()  # likewise: the grant's groups that were written coded
-    coded_checksum: Checksum | None = None  # done: of their wire blocks
+    checksum: Checksum | None = None  # done: of these blocks, segment by segment
+    # Numbers of the grant's groups that were written coded, ascending. Abort: those that may have been
+    # written.
+    coded: tuple[int, ...] = ()
+    coded_checksum: Checksum | None = None  # done: of the wire blocks of these groups
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -58,7 +52,7 @@ def decode(data: bytes) -> Envelope:
 
 
 def digest_grant(grant: Grant) -> bytes:
-    """16 bytes that name the grant's blocks in their generations, in this order, and its wire blocks."""
+    """16 bytes that identify the grant's blocks and wire blocks: ids, generations, order."""
     coded = ((), ()) if grant.coded is None else (grant.coded.block_ids, grant.coded.generations)
     digest = hashlib.blake2b(digest_size=16)
     for table in ((grant.block_ids, grant.generations), coded):
@@ -71,35 +65,3 @@ def contract_of(memory: BlockMemory, model: str, codec: str = "raw") -> Contract
     segments = memory.layout.segments
     dtypes = tuple(dict.fromkeys(str(segment.dtype).removeprefix("torch.") for segment in segments))
     return Contract(PROTOCOL, model, segments[0].rows, dtypes, codec, memory.layout.fingerprint)
-
-
-def checksum_blocks(memory: BlockMemory, block_ids: Sequence[int]) -> Checksum:
-    """Of these blocks' bytes in all segments, in this order. Reads them once; on a GPU beside what else it does."""
-    if memory.buffer.device.type == "cpu":
-        return Checksum("stream", checksum(memory.descriptors(block_ids)))
-    return _tensor_checksum(memory, block_ids)
-
-
-def has_checksum(memory: BlockMemory, block_ids: Sequence[int], expected: Checksum | None) -> bool:
-    """Whether the blocks hold what the writer sent. A GPU cannot tell what a CPU's memory sums up to: then they do."""
-    if expected is None or (expected.kind == "stream" and memory.buffer.device.type != "cpu"):
-        return True
-    if expected.kind == "tensor":
-        return _tensor_checksum(memory, block_ids) == expected
-    return checksum_blocks(memory, block_ids) == expected
-
-
-def _tensor_checksum(memory: BlockMemory, block_ids: Sequence[int]) -> Checksum:
-    if not block_ids:
-        return Checksum("tensor", 0)
-    device = memory.buffer.device
-    with torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else nullcontext():
-        ids = torch.tensor(block_ids, device=device)
-        blocks = (segment.flatten(1).view(torch.uint8).index_select(0, ids) for segment in memory.segments)
-        return Checksum("tensor", tensor_checksum(blocks))
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The transfer thread's: it does not wait for the model's steps. Untried on hardware."""
-    return torch.cuda.Stream(device)

@@ -1,7 +1,8 @@
 """Whether a process that could write to this one's memory has ended.
 
-A connection that breaks proves nothing: its process may live and write on. An ended process is proven only by the kernel that
-runs both, so only for writers on this host and in a pid namespace that can be looked into; of all others nothing is known.
+A broken connection proves nothing: its process may live and write on. Only the kernel that runs both
+processes can prove the end of one. So it is known for writers on this host, in a pid namespace that is
+visible here, and for no others.
 """
 
 from __future__ import annotations
@@ -17,21 +18,24 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_id(pid: int) -> ProcessId | None:
-    """Of a process that runs in this one's namespace. None: this system does not tell."""
+    """Of a process in this one's pid namespace. None: this system does not tell."""
     started_at = _started_at(pid)
     return None if started_at is None else ProcessId(*_here(), pid, started_at)
 
 
 def has_ended(process: ProcessId) -> bool:
-    """True: all its threads are gone, and with them every write of theirs but what a network or a socket still holds. False: it
-    runs, or that cannot be known here."""
+    """Whether all threads of the process are gone, and so all its writes except those that a network or a
+    socket still holds.
+
+    False: it runs, or its end cannot be known here.
+    """
     if not process.boot_id or (process.boot_id, process.namespace) != _here():
         return False
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return True
-    except (AttributeError, OSError):  # another system; no descriptors left
+    except (AttributeError, OSError):  # a system without pidfd, or no descriptors left
         return False
     try:
         if _started_at(process.pid) not in (process.started_at, None):
@@ -56,4 +60,6 @@ def _started_at(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[19])  # behind the command's name, which may hold anything
+    return int(
+        stat.rpartition(")")[2].split()[19]
+    )  # the fields after the command's name, which may hold anything

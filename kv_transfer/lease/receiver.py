@@ -1,10 +1,10 @@
-"""The owner's half of a lease: lets one writer into some blocks, and says when the blocks may be used again.
+"""The owner's half of leases: opens some blocks to one writer, and says when the blocks may be used again.
 
 In call order:
 
     owner   grant(lease_id, block_ids, generations, ttl_s) -> Grant; the side channel takes it to the writer
     owner   poll(), again and again, while `num_open` > 0
-    owner   note_writer(lease_id, processes), once the door has said which processes were given the grant
+    owner   note_writer(lease_id, processes), when the door has said which processes were given the grant
     owner   cancel(lease_id), if the bytes are no longer wanted; the blocks stay out of use
     writer  done: poll() returns Completed | writer stopped: Aborted | silence for ttl + margin: Expired
 
@@ -13,28 +13,35 @@ In call order:
     open --foreign digest--> refused    refused ends like unwanted    open --done, other bytes--> Aborted
     open, unwanted, refused --all processes of the writer have ended, and IN_FLIGHT_S later--> Aborted
 
-Exactly one event per lease, and only after it may the owner free or reuse the blocks. A notification for a lease that has ended by
-the writer's word or was never made (duplicate, foreign) changes nothing and is counted. A notification that names other blocks or
-generations than the lease is never accepted: bytes went somewhere unknown, so the lease ends as Aborted, but
-not before its real writer stopped or its time ran out. A writer that is done says what it wrote, with a checksum: bytes that
-are not those end as Aborted as well. Groups that came coded (`kv_transfer.codecs.wire`) are decoded before the lease is Completed.
+A lease has exactly one event. Only after it may the owner free or reuse the blocks. A notification
 
-Why no late write reaches a block that has a new holder. Writes are one-sided: the owner cannot refuse one, and memory that is
-registered stays writable. So blocks are fenced, out of use, until one of these is known:
+* for a lease that has ended by the writer's word, or that never existed (duplicate, foreign): changes nothing
+  and is counted;
+* that names other blocks or generations than the lease: is never accepted. Its bytes went to an unknown
+  place, so the lease will end as Aborted, but not before its real writer has stopped or its time is over;
+* of a writer that is done: says what was written, with a checksum. If the bytes do not match, the lease ends
+  as Aborted. Groups that came coded (`kv_transfer.codecs.wire_memory`) are decoded before the lease is
+  Completed.
 
-1. The writer's word, done or abort. It is sent behind the last write, so nothing of this writer follows it.
-2. No process was given the grant (`revoke`), says the door, which alone passes grants on.
-3. The writer's processes have ended: the kernel that runs both says so (`kv_transfer.lease.processes`). What they had handed to a socket or
-   a network arrives within IN_FLIGHT_S, or not at all. A connection that broke is no such proof.
-4. ttl + margin are over. The writer posts nothing from `ttl_s` after receipt on, and checks that before each post, so a later write
-   takes a process that was stopped between the check and the write, or a grant that was on its way to it, for longer than the margin.
-   The margin is longer than Serve lets a replica live that does not answer.
+Why no late write reaches a block that has a new holder. Writes are one-sided: the owner cannot refuse one,
+and registered memory stays writable. So blocks are fenced, out of use, until one of these is known:
 
-Only the fourth is a bound on time and not a fact. Its lease is remembered as taken back. If its writer runs again after all, its word comes
-behind its last write and says that it has written. Then leases that are open on those blocks now end as Aborted, and the owner gets
-a `LateWrite`: everything that reads those blocks must fail.
+1. The writer's word, done or abort. It is sent behind the last write, so no write of this writer follows it.
+2. No process was given the grant (`revoke`). The door says so; it alone passes grants on.
+3. The writer's processes have ended. The kernel that runs both says so (`kv_transfer.lease.processes`). What
+   they had handed to a socket or a network arrives within IN_FLIGHT_S, or not at all. A broken connection is
+   no such proof.
+4. ttl + margin are over. The writer posts nothing later than `ttl_s` after receipt and checks that before
+   each post. A later write is possible only if a process was stopped between check and write, or a grant was
+   on its way, for longer than the margin. The margin is longer than Serve lets a replica live that does not
+   answer.
 
-`poll` belongs to the agent's thread; the other calls are bookkeeping under a lock and may come from any
+Only the fourth is a bound on time and not a fact. Such a lease is remembered as taken back. If its writer
+runs again after all, its word comes behind its last write and says that it has written. Then leases that are
+open on those blocks end as Aborted, and the owner gets a `LateWrite`: everything that reads those blocks must
+fail.
+
+`poll` belongs to the agent's thread. The other calls are bookkeeping under a lock and may come from any
 thread.
 """
 
@@ -52,54 +59,21 @@ import msgspec
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.members import ProcessId
-from cluster.types.transfer import CodedPart, Grant
+from cluster.types.transfer import Grant, ReceivedTotals
 from kv_transfer.agents.agent import Agent, TransferError
-from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.envelope import Envelope, NoticeKind, contract_of, decode, digest_grant, has_checksum
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.envelope import Envelope, NoticeKind, decode, digest_grant
+from kv_transfer.lease.events import Aborted, Completed, Expired, LateWrite, LeaseEvent
+from kv_transfer.lease.incoming_memory import IncomingMemory
 from kv_transfer.lease.processes import has_ended
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT_S = (
-    2.0  # polling every millisecond meanwhile, the owner's side takes in what a dead writer's sockets hold
-)
+# Polling every millisecond, the owner's side takes in what the sockets of a dead writer hold.
+IN_FLIGHT_S = 2.0
 LOOK_EVERY_S = 0.25  # at the writers' processes
-TAKEN_BACK_S = 3600.0  # that a lease is remembered whose writer has said nothing
+TAKEN_BACK_S = 3600.0  # a lease is remembered for so long if its writer has said nothing
 MAX_TAKEN_BACK = 10_000
-
-
-@dataclass(frozen=True)
-class Completed:
-    """All bytes are in the blocks."""
-
-    lease_id: str
-    payload: bytes  # what the writer gave to `finish`
-
-
-@dataclass(frozen=True)
-class Aborted:
-    """The writer has stopped, or the owner did not want the bytes any more. The blocks hold rubbish."""
-
-    lease_id: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Expired:
-    """Nothing was heard in time; the writer's right is over."""
-
-    lease_id: str
-
-
-LeaseEvent = Completed | Aborted | Expired
-
-
-@dataclass(frozen=True)
-class LateWrite:
-    """No end of a lease: one that was taken back has been written to later. Everything that reads these blocks must fail."""
-
-    lease_id: str
-    block_ids: tuple[int, ...]
 
 
 @dataclass
@@ -128,38 +102,47 @@ class Receiver:
         wire: Wire | None = None,
         has_ended: Callable[[ProcessId], bool] = has_ended,
     ):
-        """Every other memory of the agent must be registered before: the metadata in grants is taken here, once. `model`, `wire`:
-        as in `TransferEngine`."""
+        """Every other memory of the agent must be registered before, because the metadata in grants is read
+        once, here. `model`, `wire`: see `TransferEngine`."""
         self._agent = agent
-        self._memory = memory
+        self._incoming = IncomingMemory(agent, memory, model, wire)
         self._clock = clock
         self._margin_s = margin_s
-        self.wire = wire
         self._has_ended = has_ended
-        agent.register(memory)
-        if wire is not None:
-            agent.register(wire.memory)
         self._metadata = agent.metadata()
-        self._contract = contract_of(memory, model, "raw" if wire is None else wire.codec.name)
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
         self._expiries: list[
             tuple[float, str]
         ] = []  # heap; entries of closed and orphaned leases are skipped
         self._look_at = 0.0  # when the writers' processes are looked at next
-        self._taken_back: OrderedDict[str, tuple[float, Grant]] = OrderedDict()  # until when, in order
+        self._taken_back: OrderedDict[str, tuple[float, Grant]] = OrderedDict()  # until when, ascending
         self._events: list[LeaseEvent | LateWrite] = []  # not yet returned by poll
         self.failure: TransferError | None = None  # of the last poll: notifications could not be read
-        self.num_ignored = 0  # notifications for no open lease: duplicate, foreign, late and harmless …
-        self.num_late = 0  # … late, of writers that had written
-        self.num_mismatched = 0  # notifications that named other blocks or generations than their lease
-        self.num_corrupt = 0  # leases whose bytes were not those that were sent
+        self.num_ignored = 0  # the fields of `ReceivedTotals`
+        self.num_late = 0
+        self.num_mismatched = 0
+        self.num_corrupt = 0
+
+    @property
+    def wire(self) -> Wire | None:
+        return self._incoming.wire
 
     @property
     def num_open(self) -> int:
         """Leases whose event has not been delivered."""
         with self._lock:
             return len(self._leases) + len(self._events)
+
+    @property
+    def totals(self) -> ReceivedTotals:
+        return ReceivedTotals(self.num_ignored, self.num_late, self.num_mismatched, self.num_corrupt)
+
+    @property
+    def is_waiting_for_late_words(self) -> bool:
+        """Whether the writer of a lease that was taken back may still report: `poll` must be called now and
+        then."""
+        return bool(self._taken_back)
 
     def grant(
         self,
@@ -169,11 +152,14 @@ class Receiver:
         ttl_s: float,
         run_lengths: Sequence[int] = (),
     ) -> Grant:
-        """Open a lease. Returns at once; the caller keeps the blocks referenced until the lease's event. `run_lengths`: tokens of
-        each prompt whose KV goes there, each from a block of its own; where nothing is said, all travels raw."""
+        """Open a lease. Returns at once; the caller keeps the blocks referenced until the lease's event.
+
+        `run_lengths`: tokens of each prompt whose KV goes there, each prompt from a block of its own; empty:
+        all travels raw.
+        """
         if len(block_ids) != len(generations) or not block_ids:
             raise ValueError(f"{len(block_ids)} blocks with {len(generations)} generations cannot be granted")
-        if min(block_ids) < 0 or max(block_ids) >= self._memory.num_blocks:
+        if min(block_ids) < 0 or max(block_ids) >= self._incoming.memory.num_blocks:
             raise ValueError(f"lease {lease_id} names a block outside the memory")
         if len(set(block_ids)) != len(block_ids):
             raise ValueError(f"lease {lease_id} names a block twice")
@@ -184,37 +170,21 @@ class Receiver:
             grant = Grant(
                 lease_id=lease_id,
                 agent_metadata=self._metadata,
-                base_address=self._memory.base_address,
-                num_blocks=self._memory.num_blocks,
-                contract=self._contract,
+                base_address=self._incoming.memory.base_address,
+                num_blocks=self._incoming.memory.num_blocks,
+                contract=self._incoming.contract,
                 block_ids=tuple(block_ids),
                 generations=tuple(generations),
                 ttl_s=ttl_s,
-                coded=self._coded_part(run_lengths),
+                coded=self._incoming.coded_part(run_lengths),
             )
             self._leases[lease_id] = _Lease(grant, digest_grant(grant), expires_at)
             heapq.heappush(self._expiries, (expires_at, lease_id))
         return grant
 
-    def _coded_part(self, run_lengths: Sequence[int]) -> CodedPart | None:
-        """None where nothing is to travel coded, or there is no room for it."""
-        if self.wire is None or not (first_blocks := self.wire.first_blocks(run_lengths)):
-            return None
-        wire_ids = self.wire.try_take(len(first_blocks))
-        if wire_ids is None:
-            return None
-        return CodedPart(
-            base_address=self.wire.memory.base_address,
-            num_blocks=self.wire.memory.num_blocks,
-            block_ids=tuple(wire_ids),
-            generations=self.wire.generations(wire_ids),
-            first_blocks=tuple(first_blocks),
-        )
-
     def cancel(self, lease_id: str) -> None:
-        """The bytes are not wanted. The blocks stay out of use until the lease's event; closed leases are
-        ignored.
-        """
+        """The bytes are not wanted. The blocks stay out of use until the lease's event. Closed leases are
+        ignored."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is not None and lease.discard_reason is None:
@@ -227,11 +197,6 @@ class Receiver:
             if lease is not None:
                 lease.processes = tuple(processes)
 
-    @property
-    def is_waiting_for_late_words(self) -> bool:
-        """Whether leases were taken back whose writers may come back: `poll` is to be called now and then."""
-        return bool(self._taken_back)
-
     def revoke(self, lease_id: str, reason: str) -> None:
         """The caller knows that no process can write: the lease ends as Aborted at the next poll."""
         with self._lock:
@@ -243,26 +208,9 @@ class Receiver:
             for lease_id in list(self._leases):
                 self._revoke(lease_id, reason)
 
-    def _revoke(self, lease_id: str, reason: str) -> None:
-        lease = self._leases.get(lease_id)
-        if lease is None:
-            return
-        if lease.is_settling:  # on the agent's thread, which reads and writes the blocks
-            lease.discard_reason = reason
-        else:
-            self._close(lease, Aborted(lease_id, reason))
-
-    def _close(self, lease: _Lease, event: LeaseEvent) -> None:
-        """Under the lock."""
-        del self._leases[lease.lease_id]
-        if lease.grant.coded is not None and self.wire is not None:
-            self.wire.free(lease.grant.coded.block_ids)
-        self._events.append(event)
-
     def poll(self) -> list[LeaseEvent | LateWrite]:
-        """Take in notifications, then let time pass. A transport that fails here does not keep leases from
-        expiring.
-        """
+        """Takes in notifications, then lets time pass. If the transport fails here, leases expire all the
+        same."""
         try:
             notifications = self._agent.notifications()
             self.failure = None
@@ -272,14 +220,29 @@ class Receiver:
             self.failure = error
             notifications = []
         for peer, data in notifications:
-            self._take(peer, data)
+            self._on_notification(peer, data)
         with self._lock:
             self._look_at_writers()
             self._expire()
             events, self._events = self._events, []
         return events
 
-    def _take(self, peer: str, data: bytes) -> None:
+    def _revoke(self, lease_id: str, reason: str) -> None:
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return
+        if lease.is_settling:  # the agent's thread is reading and writing the blocks
+            lease.discard_reason = reason
+        else:
+            self._close(lease, Aborted(lease_id, reason))
+
+    def _close(self, lease: _Lease, event: LeaseEvent) -> None:
+        """Under the lock."""
+        del self._leases[lease.lease_id]
+        self._incoming.free_wire(lease.grant)
+        self._events.append(event)
+
+    def _on_notification(self, peer: str, data: bytes) -> None:
         try:
             envelope = decode(data)
         except msgspec.MsgspecError:
@@ -291,7 +254,7 @@ class Receiver:
             if lease is not None:
                 lease.is_settling = envelope.digest == lease.digest
         if lease is None:
-            self._take_late(peer, envelope)
+            self._on_word_without_lease(peer, envelope)
         elif not lease.is_settling:
             self.num_mismatched += 1
             lease.discard_reason = f"writer {peer} named other blocks or generations than were granted"
@@ -302,7 +265,7 @@ class Receiver:
             with self._lock:
                 self._close(lease, _last_event(lease, envelope))
 
-    def _take_late(self, peer: str, envelope: Envelope) -> None:
+    def _on_word_without_lease(self, peer: str, envelope: Envelope) -> None:
         with self._lock:
             _, grant = self._taken_back.pop(envelope.lease_id, (0.0, None))
             if grant is None or not (envelope.written or envelope.coded):
@@ -312,16 +275,16 @@ class Receiver:
             block_ids, wire_ids = _blocks_of(grant)
             for lease in self._leases.values():
                 blocks, wire_blocks = _blocks_of(lease.grant)
-                if not block_ids.isdisjoint(blocks) or not wire_ids.isdisjoint(wire_blocks):
-                    lease.discard_reason = (
-                        lease.discard_reason or "an earlier writer of its blocks wrote late"
-                    )
+                is_hit = not block_ids.isdisjoint(blocks) or not wire_ids.isdisjoint(wire_blocks)
+                if is_hit and lease.discard_reason is None:
+                    lease.discard_reason = "an earlier writer of its blocks wrote late"
             self._events.append(LateWrite(envelope.lease_id, tuple(sorted(block_ids))))
         logger.error("writer %s wrote after lease %s had been taken back", peer, envelope.lease_id)
 
     def _settle(self, lease: _Lease, envelope: Envelope, peer: str) -> None:
+        """Not under the lock: it takes as long as reading all the bytes."""
         try:
-            if self._take_in(lease.grant, envelope):
+            if self._incoming.take_in(lease.grant, envelope):
                 return
             self.num_corrupt += 1
             reason = f"the bytes that arrived are not those that writer {peer} sent"
@@ -331,35 +294,14 @@ class Receiver:
         lease.discard_reason = reason
         logger.error("lease %s: %s", lease.lease_id, reason)
 
-    def _take_in(self, grant: Grant, envelope: Envelope) -> bool:
-        """Checks all the bytes and decodes what came coded. Nobody may have to wait for it: not under the lock."""
-        if not _fit(envelope.written, len(grant.block_ids)):
-            return False
-        if not has_checksum(self._memory, [grant.block_ids[i] for i in envelope.written], envelope.checksum):
-            return False
-        if not envelope.coded:
-            return True
-        wire, part = self.wire, grant.coded
-        if wire is None or part is None or not _fit(envelope.coded, len(part.block_ids)):
-            return False
-        wire_ids = [part.block_ids[i] for i in envelope.coded]
-        if not has_checksum(wire.memory, wire_ids, envelope.coded_checksum):
-            return False
-        firsts = (part.first_blocks[i] for i in envelope.coded)
-        wire.decode(wire_ids, [grant.block_ids[first : first + wire.blocks_per_group] for first in firsts])
-        return True
-
     def _look_at_writers(self) -> None:
         now = self._clock.now()
         if now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
         leases = [lease for lease in self._leases.values() if lease.processes and not lease.is_orphaned]
-        ended = {
-            process
-            for process in {process for lease in leases for process in lease.processes}
-            if self._has_ended(process)
-        }
+        processes = {process for lease in leases for process in lease.processes}
+        ended = {process for process in processes if self._has_ended(process)}
         for lease in leases:
             if ended.issuperset(lease.processes):
                 lease.is_orphaned = True
@@ -386,10 +328,6 @@ class Receiver:
 def _blocks_of(grant: Grant) -> tuple[frozenset[int], frozenset[int]]:
     """Its KV or feature blocks, and its wire blocks."""
     return frozenset(grant.block_ids), frozenset(() if grant.coded is None else grant.coded.block_ids)
-
-
-def _fit(places: Sequence[int], count: int) -> bool:
-    return all(0 <= place < count for place in places)
 
 
 def _last_event(lease: _Lease, envelope: Envelope) -> LeaseEvent:

@@ -1,16 +1,17 @@
 """The thread that moves bytes: one agent, its sender and its receiver.
 
-    any thread    grant / cancel / revoke, open, and the outgoing's write / finish / abort: returns at once
-    mover thread  step(): notifications in, writes out, events to `on_event`; every `poll_interval_s` while
-                  anything is open, now and then while a writer's last word is missing, asleep otherwise
+    any thread       grant / cancel / revoke, open, and the outgoing lease's write / finish / abort; return at once
+    transfer thread  step(): notifications in, writes out, events to `on_event`. While anything is open, every
+                     `poll_interval_s`; while the last word of a writer is missing, every LATE_POLL_INTERVAL_S;
+                     else asleep
 
 A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
-last lease has closed the thread polls on for `linger_s`, because a notification that was just sent may need
-the transport's hands to get out. `on_event` runs on the mover thread and should only put the event into the
-owner's inbox.
+last lease has closed the thread polls for another `linger_s`, because a notification that was just sent may
+need the transport's progress to get out. `on_event` runs on the transfer thread and should only put the event
+into the owner's inbox.
 
-Nothing dies silently here: an unexpected error in a step is logged and reaches the owner as `TransferEngineFailed`,
-and the next step tries again, so that leases still expire.
+An unexpected error in a step is logged and reaches the owner as `TransferEngineFailed`. The next step tries
+again, so that leases still expire.
 
 For tests on a virtual clock: do not `start`, call `step` by hand.
 """
@@ -21,36 +22,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.curves import CodecSpeed, Link
 from cluster.types.members import ProcessId
-from cluster.types.transfer import Grant, ReceivedGrant, SentTotals
+from cluster.types.transfer import Grant, ReceivedGrant, ReceivedTotals, SentTotals
 from cluster.worker.pulse import Pulse
 from kv_transfer.agents.agent import Agent, TransferError
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.events import TransferEngineFailed, TransferEvent
 from kv_transfer.lease.outgoing import Outgoing
 from kv_transfer.lease.processes import has_ended
-from kv_transfer.lease.receiver import LateWrite, LeaseEvent, Receiver
-from kv_transfer.lease.sender import Sender, SendEvent
+from kv_transfer.lease.receiver import Receiver
+from kv_transfer.lease.sender import Sender
 
 logger = logging.getLogger(__name__)
 
-LATE_POLL_INTERVAL_S = (
-    0.05  # while nothing is open but some writer of an ended lease has not said that it stopped
-)
-
-
-@dataclass(frozen=True)
-class TransferEngineFailed:
-    """A bug or a broken transport: a step raised. Delivered once per series of failing steps."""
-
-    error: Exception
-
-
-TransferEvent = LeaseEvent | LateWrite | SendEvent | TransferEngineFailed
+# While nothing is open, but the writer of a lease that was taken back has not said that it stopped.
+LATE_POLL_INTERVAL_S = 0.05
 
 
 class TransferEngine:
@@ -70,27 +60,25 @@ class TransferEngine:
         incoming_wire: Wire | None = None,
         has_ended: Callable[[ProcessId], bool] = has_ended,
     ):
-        """`outgoing` is the memory that is sent from, `incoming` the one peers may write to; they may be the
-        same.
+        """Takes the agent over: `close` closes it.
 
-        Takes the agent over: `close` closes it. `margin_s`: see `Receiver`. `model`: fingerprint of the model that the bytes
-        belong to; peers with another one are refused. The wires stand beside the memories of the same name; None: all bytes travel
-        as they are.
+        `outgoing`: the memory that is sent from. `incoming`: the memory that peers may write to; the two may
+        be the same. `outgoing_wire`, `incoming_wire`: for coded KV of that memory; None: all bytes travel
+        raw. `margin_s`: see `Receiver`. `model`: fingerprint of the model that the bytes belong to; peers
+        with another one are refused.
         """
         self.agent = agent
-        self.pulse = Pulse(clock)  # of the mover's thread, while anything is open
+        self.pulse = Pulse(clock)  # of the transfer thread, while anything is open
         self._clock = clock
         self._on_event = on_event
         self._poll_interval_s = poll_interval_s
         self._linger_s = linger_s
-        self._sender = (
-            None if outgoing is None else Sender(agent, outgoing, clock, self._wake, model, outgoing_wire)
-        )
-        self._receiver = (
-            None
-            if incoming is None
-            else Receiver(agent, incoming, clock, margin_s, model, incoming_wire, has_ended)
-        )
+        self._sender = None
+        if outgoing is not None:
+            self._sender = Sender(agent, outgoing, clock, self._wake, model, outgoing_wire)
+        self._receiver = None
+        if incoming is not None:
+            self._receiver = Receiver(agent, incoming, clock, margin_s, model, incoming_wire, has_ended)
         self._condition = threading.Condition()
         self._is_awake = False  # there is something new to do
         self._is_closing = False
@@ -106,8 +94,13 @@ class TransferEngine:
 
     @property
     def sent(self) -> SentTotals:
-        """By this mover since it was made."""
+        """Since the engine was made."""
         return SentTotals() if self._sender is None else self._sender.sent
+
+    @property
+    def received(self) -> ReceivedTotals:
+        """Since the engine was made."""
+        return ReceivedTotals() if self._receiver is None else self._receiver.totals
 
     @property
     def links(self) -> dict[str, Link]:
@@ -116,7 +109,7 @@ class TransferEngine:
 
     @property
     def codecs(self) -> dict[str, CodecSpeed]:
-        """In which KV can leave or come here, beside raw."""
+        """In which KV can be sent or received here, besides raw."""
         if self._sender is not None and (wire := self._sender.wire) is not None:
             return {wire.codec.name: wire.encoding}
         if self._receiver is not None and (wire := self._receiver.wire) is not None:
@@ -154,22 +147,22 @@ class TransferEngine:
         if self._is_closing:
             raise TransferError("this worker is shutting down")
         if self._sender is None:
-            raise ValueError("this mover was made without an outgoing memory")
+            raise ValueError("this transfer engine was made without an outgoing memory")
         return self._sender.open(received)
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name=f"mover-{self.agent.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"transfer-{self.agent.name}", daemon=True)
         self._thread.start()
 
     def step(self) -> bool:
-        """One round. True while it should be called again soon."""
+        """One round. True: call it again soon."""
         has_moved = False
         try:
             has_moved = self._step_in()
             if self._sender is not None:
                 self._deliver(self._sender.poll())
             self._is_failing = False
-        except Exception as error:  # the thread's edge: the owner hears of it, the thread lives on
+        except Exception as error:  # the thread's edge: the owner is told, the thread lives on
             if not self._is_failing:
                 logger.exception("a transfer step failed")
                 self._deliver([TransferEngineFailed(error)])
@@ -184,9 +177,10 @@ class TransferEngine:
         return now < self._linger_until
 
     def close(self, deadline_s: float = 5.0) -> None:
-        """Abort what is being sent, wait up to `deadline_s` for all leases to end, then close the agent.
+        """Abort what is being sent, wait up to `deadline_s` for all leases to end, then close the agent. May
+        be repeated.
 
-        What has not ended by then ends with an event that says so. May be repeated.
+        A lease that has not ended by then ends with an event that says so.
         """
         with self._condition:
             if self._is_closing:
@@ -212,7 +206,7 @@ class TransferEngine:
             self._deliver(self._receiver.poll())
             return self._receiver.failure is None
         try:
-            self.agent.notifications()  # nobody writes to us; this drives the transport
+            self.agent.notifications()  # none will come; the call drives the transport
         except TransferError as error:
             if not self.pulse.is_failing:
                 logger.warning("notifications could not be read: %s", error)
@@ -232,7 +226,7 @@ class TransferEngine:
 
     @property
     def _idle_s(self) -> float | None:
-        """Until the next step, while nothing is open."""
+        """How long the thread sleeps while nothing is open; None: until it is woken."""
         waits = self._receiver is not None and self._receiver.is_waiting_for_late_words
         return LATE_POLL_INTERVAL_S if waits else None
 
@@ -243,7 +237,7 @@ class TransferEngine:
         if thread is not None:
             thread.join(timeout=5.0)
             if thread.is_alive():
-                logger.error("the mover thread hangs in the transport; it is left behind")
+                logger.error("the transfer thread hangs in the transport and is abandoned")
 
     def _end_leases(self) -> None:
         error = TransferError("this worker has shut down")
@@ -257,12 +251,12 @@ class TransferEngine:
         for event in events:
             try:
                 self._on_event(event)
-            except Exception:  # the owner's bug must not cost the other leases their events
+            except Exception:  # a bug of the owner must not cost the other leases their events
                 logger.exception("the owner of the transfers failed on %r", event)
 
     def _incoming(self) -> Receiver:
         if self._receiver is None:
-            raise ValueError("this mover was made without an incoming memory")
+            raise ValueError("this transfer engine was made without an incoming memory")
         return self._receiver
 
     def _wake(self) -> None:

@@ -1,7 +1,8 @@
-"""Admission control: a request is admitted at once, waits, or is refused. `AdmissionQueue` decides; this object keeps an error in it from
-costing more than one request.
+"""Admission control: a request is admitted at once, waits, or is refused. `AdmissionQueue` decides; this
+object limits an error in the queue to one request.
 
-Pure: `now` is passed in, `settle` tells what has become of waiting requests, `deadline` when the next call of it is due.
+Pure: `now` is an argument. `settle` returns the requests whose wait has ended; `deadline` is the instant of
+its next call.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from __future__ import annotations
 import logging
 
 from cluster.errors import ClusterError, InternalError
-from router.admission.queue import AdmissionQueue, AdmissionTicket, Admitted, Capacity, Refused, Reported
+from router.admission.queue import (
+    AdmissionQueue,
+    AdmissionRefusal,
+    AdmissionTicket,
+    Admitted,
+    Capacity,
+    Reported,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +48,7 @@ class AdmissionController:
         """True: admitted. False: it waits, until `settle` names it. Raises OverloadedError."""
         self._is_changed = True
         answer = self._queue.offer(ticket, now)
-        if isinstance(answer, Refused):
+        if isinstance(answer, AdmissionRefusal):
             raise answer.to_error()
         if isinstance(answer, Admitted):
             return True
@@ -48,13 +56,13 @@ class AdmissionController:
         return False
 
     def report(self, capacity: Capacity, reported: Reported) -> None:
-        """What the cluster has, and has to do, now."""
+        """The cluster's present capacity and load."""
         self._is_changed = True
         self._queue.resize(capacity)
         self._queue.report(reported)
 
     def encoded(self, request_id: str) -> None:
-        """All media of the request is encoded, or need not be."""
+        """All media of the request is encoded, or needs no encoder."""
         self._is_changed = True
         self._queue.encoded(request_id)
 
@@ -64,14 +72,14 @@ class AdmissionController:
         self._queue.done(request_id)
 
     def leave(self, request_id: str) -> None:
-        """The request has ended, admitted or not. Unknown ones are ignored."""
+        """The request has ended, admitted or not. Unknown requests are ignored."""
         self._is_changed = True
         self._waiting.pop(request_id, None)
         self._queue.leave(request_id)
 
     def settle(self, now: float) -> list[Settled]:
-        """The requests that wait no longer. To be called after the calls above, and at `deadline`. Raises nothing: an error in the
-        queue is not the fault of one request."""
+        """The requests that wait no longer. To be called after the calls above, and at `deadline`. Raises
+        nothing, because one request did not cause an error in the queue."""
         is_due = self.deadline is not None and self.deadline <= now
         if not self._is_changed and not is_due:
             return []
@@ -101,7 +109,7 @@ class AdmissionController:
             settled.append((request_id, error))
 
     def _reconcile(self, settled: list[Settled]) -> None:
-        """After an error: a request that the queue has admitted goes; one that the queue does not know any more fails."""
+        """After an error: a waiting request starts if the queue has admitted it, and fails if it is lost."""
         for request_id in list(self._waiting):
             if self._queue.is_admitted(request_id):
                 self._settle(request_id, None, settled)

@@ -1,16 +1,20 @@
-"""Requests that wait at a door, and who of them goes next. Pure.
+"""The requests that wait at a door, and the order in which they start. Pure.
 
-Three levels. Between classes and, within a class, between tenants: start-time fair queueing (Goyal, Vin and Cheng, "Start-time
-Fair Queueing", SIGCOMM 1996). Within a tenant: the earliest deadline first.
+There are three levels. Between classes, and between the tenants of a class: start-time fair queueing (Goyal,
+Vin and Cheng, "Start-time Fair Queueing", SIGCOMM 1996). Within a tenant: earliest deadline first.
 
-    start tag  of a flow that starts to wait   S = max(V, F)      V: the level's virtual time, F: the flow's last finish tag
-    who goes                                   the smallest S
-    when it goes                               V = max(V, S);  S = F = S + work_s / weight
+    a flow begins to wait        its start tag is S = max(V, F)
+    the next flow                is the one with the smallest S
+    one of its requests starts   V = max(V, S);  S = F = S + work_s / weight
 
-A flow has no credit for the time it did not wait, and a flow that is kept from going (`text_only`) keeps its tag. While two flows wait, what
-they get differs from their weights' ratio by at most one request of each (theorem 1 there), however many requests either has.
+V is the level's virtual time, F the flow's last finish tag.
 
-Every level keeps text and media apart, so that text can be asked for alone. Sorted lists: O(log n) and a short memory move a call.
+A flow gets no credit for the time in which it did not wait. A flow that is passed over (`text_only`) keeps
+its tag. While two flows wait, their shares differ from the ratio of their weights by at most one request of
+each (theorem 1 there), however many requests either has.
+
+Every level keeps text and media apart, so that text can be asked for alone. Sorted lists: a call costs O(log
+n) and a short memory move.
 """
 
 from __future__ import annotations
@@ -25,14 +29,15 @@ _Edit = Callable[[list["Waiting"], "Waiting"], None]
 
 @dataclass(frozen=True, slots=True)
 class AdmissionTicket:
-    """What the door must know of a request to decide when it goes. Instants are seconds of the caller's clock.
+    """What admission knows of a request. Instants are seconds of the caller's clock.
 
-    tenant       who pays: requests of one tenant share one share; "" is a tenant like any other
+    tenant       requests of one tenant have one share together; "" is a tenant like any other
     is_text      no media
-    work_s       predicted seconds of encoders and prefill workers together …
-    encode_s     … and how many of them are encoders'
-    num_blocks   KV blocks it is expected to hold at decode, not the most it might come to hold
-    ttft_s       predicted seconds from admission to its first token; the upper end of its interval where targets are to be met
+    work_s       predicted seconds of encoders and prefill workers together
+    encode_s     predicted seconds of encoders alone
+    num_blocks   KV blocks it is expected to hold at decode; not the most it might hold
+    ttft_s       predicted seconds from admission to its first token; to meet targets, the upper end of the
+                 interval
     arrived_at   when the client asked
     """
 
@@ -52,7 +57,7 @@ class Waiting:
     """A ticket in the queue."""
 
     ticket: AdmissionTicket
-    latest_at: float  # until when going is of use
+    latest_at: float  # when the request is too late to start
     cost_s: float  # of the whole cluster's time
     number: int  # order of arrival at the queue
 
@@ -73,7 +78,7 @@ _Rank = tuple[float, int, str]  # start tag, arrival of the flow, tenant
 
 
 class _Flow:
-    """What waits of one tenant in one class: a line each for media (0) and text (1)."""
+    """The waiting requests of one tenant in one class: a line for media (0) and one for text (1)."""
 
     __slots__ = ("cost_s", "lines", "number", "start_tag", "tenant")
 
@@ -93,7 +98,7 @@ class _Flow:
 
 
 class _Lengths:
-    """Which tenant has most tickets in line: tenants by how many they have. O(1) a change."""
+    """Finds the tenant with most tickets in line: tenants by number of tickets. O(1) a change."""
 
     def __init__(self) -> None:
         self._tenants: list[dict[str, None]] = [{}]  # [length] → tenants
@@ -113,18 +118,19 @@ class _Lengths:
 
 
 class ClassQueue:
-    """One class: fair between its tenants, by work."""
+    """One class; its tenants get equal shares of work."""
 
     def __init__(self, weight: float):
         self.weight = weight
         self.start_tag = 0.0  # among the classes
-        self.cost_s = [0.0, 0.0]  # that waits: media, text
+        self.cost_s = [0.0, 0.0]  # of waiting requests: media, text
         self._virtual_s = 0.0
         self._flows: dict[str, _Flow] = {}
         self._order: tuple[list[_Rank], list[_Rank]] = ([], [])  # flows with media, with text
         self._lengths = _Lengths()
         self._num_waiting = 0
-        # of tenants with nothing in line, while beyond the virtual time; once more as a heap
+        # Of tenants with nothing in line, as long as the tag is beyond the virtual time. The heap has the
+        # same tags.
         self._finish_tags: dict[str, float] = {}
         self._finished: list[tuple[float, str]] = []
 
@@ -146,11 +152,11 @@ class ClassQueue:
         self._change(flow, waiting, _insert, 1)
 
     def remove(self, waiting: Waiting) -> None:
-        """It does not go any more."""
+        """The request will not start."""
         self._change(self._flows[waiting.ticket.tenant], waiting, _delete, -1)
 
     def take(self, waiting: Waiting) -> None:
-        """It goes, at its tenant's expense."""
+        """The request starts, and its tenant is charged."""
         flow = self._flows[waiting.ticket.tenant]
         self._virtual_s = max(self._virtual_s, flow.start_tag)
         self._change(flow, waiting, _delete, -1, waiting.ticket.work_s)
@@ -160,22 +166,22 @@ class ClassQueue:
                 del self._finish_tags[tenant]
 
     def head(self, *, text_only: bool) -> Waiting | None:
-        """Who goes next."""
-        lanes = (1,) if text_only else (0, 1)
-        rank = min((self._order[lane][0] for lane in lanes if self._order[lane]), default=None)
+        """The next request."""
+        kinds = (1,) if text_only else (0, 1)
+        rank = min((self._order[kind][0] for kind in kinds if self._order[kind]), default=None)
         if rank is None:
             return None
         lines = self._flows[rank[2]].lines
-        return min((lines[lane][0] for lane in lanes if lines[lane]), key=_urgency)
+        return min((lines[kind][0] for kind in kinds if lines[kind]), key=_urgency)
 
     def least_urgent(self) -> Waiting:
-        """Of the tenant that has most tickets in line. Raises StopIteration if nobody waits."""
+        """The least urgent request of the tenant with most tickets. Raises StopIteration if none waits."""
         lines = self._flows[self._lengths.longest()].lines
         return max((line[-1] for line in lines if line), key=_urgency)
 
     def cost_ahead_s(self, tenant: str, is_text: bool, cost_s: float) -> float:
-        """What goes before a new ticket of this lane: all that its tenant has there, and of every other tenant as much as
-        its own share until then, but no more than there is."""
+        """Cost of the requests of this kind that start before a new ticket: all of its own tenant's, and of
+        every other tenant's as much as the own tenant gets in that time, but no more than there is."""
         flow = self._flows.get(tenant)
         own_s = flow.cost_s[is_text] if flow else 0.0
         is_new = flow is None or not flow.lines[is_text]
@@ -183,16 +189,16 @@ class ClassQueue:
         return min(self.cost_s[is_text], (own_s + cost_s) * num_flows - cost_s)
 
     def _change(self, flow: _Flow, waiting: Waiting, edit: _Edit, step: int, work_s: float = 0.0) -> None:
-        """One ticket more or less (`step`) in a flow that then has a start tag `work_s` later."""
-        lane, length = int(waiting.ticket.is_text), len(flow)
+        """Adds or removes a ticket (`step`) of a flow, whose start tag then moves by `work_s`."""
+        kind, length = int(waiting.ticket.is_text), len(flow)
         for order in self._orders(flow):
             del order[bisect_left(order, flow.rank)]
-        edit(flow.lines[lane], waiting)
+        edit(flow.lines[kind], waiting)
         flow.start_tag += work_s
         for order in self._orders(flow):
             insort(order, flow.rank)
-        flow.cost_s[lane] = flow.cost_s[lane] + step * waiting.cost_s if flow.lines[lane] else 0.0
-        self.cost_s[lane] = self.cost_s[lane] + step * waiting.cost_s if self._order[lane] else 0.0
+        flow.cost_s[kind] = flow.cost_s[kind] + step * waiting.cost_s if flow.lines[kind] else 0.0
+        self.cost_s[kind] = self.cost_s[kind] + step * waiting.cost_s if self._order[kind] else 0.0
         self._num_waiting += step
         self._lengths.change(flow.tenant, length, length + step)
         if not len(flow):
@@ -209,10 +215,10 @@ class ClassQueue:
 
 
 class FairQueue:
-    """All classes; fair between them, by work and weight."""
+    """All classes; they share the work by weight."""
 
     def __init__(self, weights: Mapping[str, float]):
-        """`weights` of the classes, the one that is shed last first."""
+        """`weights`: of the classes. The last class is refused first when the queue is full."""
         self._classes = {name: ClassQueue(weight) for name, weight in weights.items()}
         self._waiting: dict[str, Waiting] = {}
         self._deadlines: list[Waiting] = []
@@ -240,14 +246,14 @@ class FairQueue:
         queue.push(waiting)
 
     def head(self, *, text_only: bool = False) -> Waiting | None:
-        """Who goes next, of all or of those without media."""
+        """The next request, of all or of those without media."""
         heads = [(queue.start_tag, queue.head(text_only=text_only)) for queue in self._classes.values()]
         return min(
             ((tag, head) for tag, head in heads if head), key=lambda pair: pair[0], default=(0.0, None)
         )[1]
 
     def take(self, request_id: str) -> Waiting:
-        """It goes."""
+        """The request starts."""
         waiting = self._forget(request_id)
         queue = self._classes[waiting.ticket.class_name]
         queue.take(waiting)
@@ -256,7 +262,7 @@ class FairQueue:
         return waiting
 
     def remove(self, request_id: str) -> Waiting:
-        """It does not go any more."""
+        """The request will not start."""
         waiting = self._forget(request_id)
         self._classes[waiting.ticket.class_name].remove(waiting)
         return waiting
@@ -265,8 +271,9 @@ class FairQueue:
         return self._deadlines[0] if self._deadlines else None
 
     def displaced_by(self, ticket: AdmissionTicket) -> AdmissionTicket | None:
-        """Whose place a new ticket, which waits already, may take: that of the least urgent request in the longest line of the lowest
-        class that has two; in the ticket's own class the line must be longer than its tenant's. None: nobody's."""
+        """The ticket whose place a new ticket, which waits already, may take: the least urgent one of the
+        tenant with most tickets, in the lowest class that has two tickets. In the new ticket's own class that
+        tenant must have more tickets than its own. None: there is no such ticket."""
         for name, queue in reversed(self._classes.items()):
             if len(queue) > 1:
                 victim = queue.least_urgent().ticket

@@ -1,6 +1,12 @@
-"""OpenAI's HTTP surface, and nothing behind it: no model, no tokens, no cluster.
+"""OpenAI's HTTP API, without model, tokens and cluster.
 
-`schema`: request bodies as pydantic models. `translate`: a body to a frozen call, or a refusal by name. `protocol`:
-what the API needs of the door behind it. `render`: answers and stream events as bytes. `app`: routes, errors,
-disconnects. `serving`: running one call against the door and turning it into an answer.
+app          routes, errors, disconnects
+edge         around every request: unanswered errors, clients that do not read, event-loop lag
+bodies       reads request bodies within limits
+schema       request bodies as pydantic models
+translate    a body to a frozen call (`router.calls`), or an error that names the field
+limits       what one request may ask for
+protocol     what the API needs of the door behind it
+serving      runs one call against the door
+render       answers and stream events as bytes
 """

@@ -1,7 +1,8 @@
-"""Routes, errors and disconnects. The edge of the process: the only broad `except`s stand here and in `edge`, and they answer.
+"""Routes, errors and disconnects. This is the edge of the process: broad `except`s are only here and in
+`edge`, and they answer the client.
 
-Every error has OpenAI's form; Serve's front adds `x-request-id`. A client that leaves cancels its call, streamed or
-not, also while the door is still choosing workers.
+Every error has OpenAI's form; Serve's proxy adds `x-request-id`. A client that disconnects cancels its call,
+streamed or not, also while the door is still choosing workers. Runs on the door's event loop.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ClusterError, ModelNotFoundError, RequestError
+from router.calls import ChatCall, CompletionCall
 from router.openai import render
 from router.openai.bodies import BodyBudget, BodyTimeoutError, read_body
 from router.openai.edge import Edge, HttpMetrics, lease_of, tenant_of
-from router.openai.limits import PATIENCE, Patience
+from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
 from router.openai.protocol import DoorProtocol
 from router.openai.schema import ChatRequest, CompletionRequest, parse
-from router.openai.serving import Account, ClientGoneError, stream, until_disconnect, whole
-from router.openai.translate import ChatCall, CompletionCall, chat_call, completion_call
+from router.openai.serving import ClientGoneError, TimelineReport, stream, until_disconnect, whole
+from router.openai.translate import chat_call, completion_call
 
 log = logging.getLogger(__name__)
-BIG_BODY_BYTES = 64 * 2**10  # parsed in a thread from this size on, so that other streams go on
-CLIENT_GONE_STATUS = 499  # nobody reads it; nginx's number, for the access log
-LEDGER = "x-epdg-ledger"  # in a request: asked for; in the answer: the times until the first token
+BIG_BODY_BYTES = 64 * 2**10  # from this size on a body is parsed in a thread, so that other streams continue
+CLIENT_GONE_STATUS = 499  # for the access log, as nginx does; the client is gone
+# Header. In a request it asks for the timeline; in the answer it has the durations until the first token
+LEDGER = "x-epdg-ledger"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -47,23 +50,23 @@ class WrongMethodError(RequestError):
     code = "method_not_allowed"
 
 
-def build_api(door: DoorProtocol, patience: Patience = PATIENCE) -> FastAPI:
+def build_api(door: DoorProtocol, timeouts: ClientTimeouts = CLIENT_TIMEOUTS) -> FastAPI:
     api = FastAPI(title="OpenAI-compatible API", docs_url=None, redoc_url=None)
     budget = BodyBudget(door.limits.held_body_bytes)
     metrics = HttpMetrics(budget)
-    _Routes(door, metrics, patience).mount(api)
+    _Routes(door, metrics, timeouts).mount(api)
     api.add_exception_handler(ClusterError, _answer_error)
     api.add_exception_handler(HTTPException, _answer_http_exception)
     api.add_middleware(
-        Edge, budget=budget, metrics=metrics, answer_error=_answer_error, read_timeout_s=patience.read_s
+        Edge, budget=budget, metrics=metrics, answer_error=_answer_error, read_timeout_s=timeouts.read_s
     )
     return api
 
 
 class _Routes:
-    def __init__(self, door: DoorProtocol, metrics: HttpMetrics, patience: Patience):
+    def __init__(self, door: DoorProtocol, metrics: HttpMetrics, timeouts: ClientTimeouts):
         self._door = door
-        self._patience = patience
+        self._timeouts = timeouts
         self._metrics = metrics
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parse")  # large bodies, one at a time
 
@@ -126,35 +129,39 @@ class _Routes:
         return Response(self._door.metrics() + self._metrics.render(), media_type=METRICS_TYPE)
 
     async def _call(self, request: Request, translate: Callable[[bytes], Any]) -> Any:
-        body = await read_body(request, self._door.limits, lease_of(request), self._patience.body_s)
+        body = await read_body(request, self._door.limits, lease_of(request), self._timeouts.body_s)
         if len(body) < BIG_BODY_BYTES:
             return translate(body)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, translate, body)
 
     async def _answer(
-        self, request: Request, call: Any, start: Callable[[Any], Awaitable[Any]], answer: render.Format
+        self,
+        request: Request,
+        call: Any,
+        start: Callable[[Any], Awaitable[Any]],
+        answer: render.ResponseFormat,
     ) -> Response:
         num_choices = len(call.sampling)
         headers: dict[str, str] = {}
-        account = None
+        report = None
         if LEDGER in request.headers:
-            account = Account(headers, LEDGER, shows_workers=self._door.limits.shows_workers)
+            report = TimelineReport(headers, LEDGER, shows_workers=self._door.limits.shows_workers)
         if call.stream:
-            events = stream(lambda: start(call), answer, num_choices, call.include_usage, account)
+            events = stream(lambda: start(call), answer, num_choices, call.include_usage, report)
             return EventStream(events, headers)
         try:
-            body = await until_disconnect(request, whole(lambda: start(call), answer, num_choices, account))
+            body = await until_disconnect(request, whole(lambda: start(call), answer, num_choices, report))
             return _json(body, headers=headers)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE_STATUS)
 
 
 class EventStream(Response):
-    """Sends events as they come. The status line waits for the first event, so an error before it is still a plain
-    HTTP error; a later one is an event, after which the stream ends without `[DONE]`."""
+    """Sends events as they come. The status line waits for the first event, so an error before it is a plain
+    HTTP error. A later error is an event, after which the stream ends without `[DONE]`."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], more_headers: Mapping[str, str]):
-        """`more_headers` may grow until the first event is there."""
+        """`more_headers` may grow until the first event."""
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
@@ -172,7 +179,7 @@ class EventStream(Response):
         async def write(message: Message) -> None:
             try:
                 await send(message)
-            except OSError:  # the server's way of saying that the connection is gone
+            except OSError:  # the server raises it when the connection is gone
                 raise ClientGoneError from None
 
         def body(data: bytes, more: bool) -> Message:
@@ -209,14 +216,14 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if known.status in (429, 503):
         headers["retry-after"] = str(max(1, round(known.retry_after_s or 1)))
     if isinstance(known, BodyTimeoutError):
-        headers["connection"] = (
-            "close"  # others' rest is read and dropped: a close before it comes would lose the answer
-        )
+        # After other errors the server reads the rest of the body and drops it, because closing earlier would
+        # lose the answer
+        headers["connection"] = "close"
     return _json(render.error_body(known), known.status, headers)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)  # what it is registered for
+    assert isinstance(error, HTTPException)  # the class it is registered for
     kind = WrongMethodError if error.status_code == 405 else NoSuchRouteError
     known = kind(f"{request.method} {request.url.path[:200]}: {error.detail}")
     return _json(render.error_body(known), error.status_code, dict(error.headers or {}))

@@ -1,8 +1,9 @@
-"""Reading request bodies: never too large, too slow, too intricate, or too many at once.
+"""Reads request bodies within limits: size, duration, number of values, and bytes of all bodies at once.
 
-A body is looked at chunk by chunk while it comes: its size, and how many values it can have. What is refused is refused then,
-before it is all in memory and before it is parsed, so no body costs much more than the copying of its bytes. The bytes of a
-request are charged to its tenant until its answer has been sent: the request holds its media that long.
+A body is checked chunk by chunk while it arrives: its size, and the number of values that it can have. So a
+body is refused before it is complete in memory and before it is parsed, and costs little more than the
+copying of its bytes. The bytes of a request are charged to its tenant until its answer has been sent, because
+the request holds its media that long. Runs on the door's event loop.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from starlette.requests import ClientDisconnect, Request
 from cluster.errors import OverloadedError, RequestError
 from router.openai.limits import Limits
 
-MIN_BYTES_PER_S = 64 << 10  # of a body that takes longer than the patience with it
+MIN_BYTES_PER_S = 64 << 10  # of a body that takes longer than its timeout
 RETRY_AFTER_S = 5.0
 _PLAIN = bytes(set(range(256)) - set(b",[{\\"))
-_MEDIA = (b"base64,", b'"input_audio"')  # one of them stands in every body that brings media with it
+_MEDIA = (b"base64,", b'"input_audio"')  # every body that contains media has one of them
 
 
 class BodyTooLargeError(RequestError):
@@ -33,8 +34,9 @@ class BodyTimeoutError(RequestError):
 
 
 class BodyBudget:
-    """Bytes of all bodies at this door. A tenant may have as many as are still free (Choudhury and Hahne, "Dynamic queue length
-    thresholds", 1998): alone at most half of all, and there is always room for another."""
+    """Bytes of all bodies at this door. A tenant may hold as many bytes as are still free (Choudhury and
+    Hahne, "Dynamic queue length thresholds", 1998). So one tenant alone gets at most half, and there is
+    always room for another tenant."""
 
     def __init__(self, max_bytes: int):
         self._free = max_bytes
@@ -90,7 +92,7 @@ class BodyLease:
 
 
 class _Scan:
-    """What can be said of a body without parsing it."""
+    """Checks a body without parsing it."""
 
     def __init__(self, limits: Limits):
         self._limits = limits
@@ -125,7 +127,7 @@ class _Scan:
         return b"".join(self._chunks)
 
     def _finds_media(self) -> bool:
-        """Called once: text in front of the first item is bounded like a body without media."""
+        """Called once: text before the first media item is bounded like a body without media."""
         start = self.body()
         return any(mark in start for mark in _MEDIA)
 
@@ -135,19 +137,19 @@ def check_size(num_bytes: int, limits: Limits) -> None:
         raise BodyTooLargeError(f"the body is larger than {limits.max_body_bytes} bytes")
 
 
-async def read_body(request: Request, limits: Limits, lease: BodyLease, patience_s: float) -> bytes:
-    """The whole body. Raises RequestError for one that is too large or does not come in time, OverloadedError where there is no room."""
+async def read_body(request: Request, limits: Limits, lease: BodyLease, timeout_s: float) -> bytes:
+    """The whole body. Raises RequestError if it is too large or slow, OverloadedError if there is no room."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal():
         check_size(int(declared[:20]), limits)
     scan = _Scan(limits)
     started_at = asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout_at(started_at + patience_s) as deadline:
+        async with asyncio.timeout_at(started_at + timeout_s) as deadline:
             async for chunk in request.stream():
                 lease.grow(len(chunk))
                 scan.add(chunk)
-                deadline.reschedule(started_at + patience_s + scan.num_bytes / MIN_BYTES_PER_S)
+                deadline.reschedule(started_at + timeout_s + scan.num_bytes / MIN_BYTES_PER_S)
     except ClientDisconnect as error:
         raise RequestError("the body ended early") from error
     except TimeoutError as error:

@@ -1,5 +1,6 @@
-"""Around every request: errors that nothing inside has answered, clients that do not read, bytes that bodies hold, and how long the
-event loop was busy with something else. Plain ASGI middleware: bodies pass untouched.
+"""ASGI middleware around every request. It answers errors that no handler answered, ends requests of clients
+that do not read, holds the lease for a body's bytes, and measures the lag of the event loop. Bodies pass
+unchanged. Runs on the door's event loop.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class HttpMetrics:
         )
         self.loop_busy_s = Histogram(
             "epdg_door_event_loop_busy_seconds",
-            "The part of such a delay in which this process computed; the rest it waited for a core, or for a system call",
+            "The part of such a delay in which this process computed instead of waiting for a core or a call",
             buckets=_LAG_BUCKETS_S,
             registry=self._registry,
         )
@@ -81,7 +82,7 @@ class _LoopWatch:
 
 
 class _Sending:
-    """The sends of one response. A client that does not read stops them: after a while that ends the request."""
+    """The sends of one response. If the client does not read for `timeout_s`, the request ends."""
 
     def __init__(self, send: Send, deadline: asyncio.Timeout, timeout_s: float):
         self.has_started = False
@@ -139,7 +140,7 @@ class Edge:
             self._watch.leave()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A response that cannot be sent is left unfinished: the server then closes the connection."""
+        """A response that cannot be sent stays unfinished; the server then closes the connection."""
         deadline = asyncio.timeout(None)
         try:
             async with deadline:
@@ -165,6 +166,6 @@ def lease_of(request: Request) -> BodyLease:
 
 
 def tenant_of(request: Request) -> str:
-    """Who asks, as far as the API key says; nothing of the key can be read from it."""
+    """The client, by its API key. The key cannot be recovered from it."""
     key = request.headers.get("authorization", "")
     return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""

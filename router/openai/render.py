@@ -5,13 +5,14 @@ A stream's events differ only in index, text and finish reason, so everything el
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
 from cluster.errors import ClusterError, InternalError
-from router.openai.protocol import MediaNote, Usage
+from router.calls import MediaNote, Usage
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -28,7 +29,7 @@ def error_event(error: ClusterError) -> bytes:
 
 
 def public_error(error: BaseException) -> ClusterError:
-    """What the client may know of it: the text of an unexpected exception stays in the log."""
+    """The error that the client may see. The text of an unexpected exception is only in the log."""
     return error if isinstance(error, ClusterError) else InternalError("internal error")
 
 
@@ -53,8 +54,8 @@ def model_fields(model_id: str, created: int, max_model_len: int) -> dict[str, A
     return {**fields, "max_model_len": max_model_len}
 
 
-class _Format:
-    """The shapes of one response. A stream's events differ in one choice only."""
+class ResponseFormat(ABC):
+    """The JSON of one response. The events of a stream differ only in their choice."""
 
     _kind: ClassVar[str]  # of a whole answer
     _event_kind: ClassVar[str]
@@ -69,30 +70,40 @@ class _Format:
         finish_reasons: Sequence[str],
         usage: dict[str, Any],
         notes: Sequence[MediaNote] = (),
-        ledgers: Sequence[dict[str, Any]] = (),
+        timelines: Sequence[dict[str, Any]] = (),
     ) -> bytes:
-        """`ledgers`: one per prompt, if they were asked for."""
+        """`timelines`: the fields of the timelines, one per prompt, if the client asked for them."""
         choices = [
             {"index": idx, **self._content(text), "logprobs": None, "finish_reason": reason}
             for idx, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
         ]
         more: dict[str, Any] = {"media": notes} if notes else {}
-        if ledgers:
-            more["ledger"] = ledgers
+        if timelines:
+            more["ledger"] = timelines
         return _encode({**self._head, "object": self._kind, "choices": choices, "usage": usage, **more})
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         return b'%b[],"usage":%b}\n\n' % (self._prefix, _encode(usage))
 
-    def ledger(self, ledgers: Sequence[dict[str, Any]]) -> bytes:
-        return b'%b[],"ledger":%b%b' % (self._prefix, _encode(ledgers), self._suffix)
+    def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
+        return b'%b[],"ledger":%b%b' % (self._prefix, _encode(timelines), self._suffix)
 
+    @abstractmethod
+    def first(self, index: int, notes: Sequence[MediaNote] = ()) -> bytes:
+        """The event before a choice's first text; empty if there is none."""
+
+    @abstractmethod
+    def text(self, index: int, text: str) -> bytes: ...
+
+    @abstractmethod
+    def finish(self, index: int, reason: str) -> bytes: ...
+
+    @abstractmethod
     def _content(self, text: str) -> dict[str, Any]:
-        """What a choice of a whole answer says."""
-        raise NotImplementedError
+        """The text fields of a choice in a whole answer."""
 
 
-class ChatFormat(_Format):
+class ChatFormat(ResponseFormat):
     """/v1/chat/completions."""
 
     _kind, _event_kind = "chat.completion", "chat.completion.chunk"
@@ -118,8 +129,8 @@ class ChatFormat(_Format):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-class CompletionFormat(_Format):
-    """/v1/completions. It has no media, and so nothing to note."""
+class CompletionFormat(ResponseFormat):
+    """/v1/completions. It has no media, so there are no notes."""
 
     _kind = _event_kind = "text_completion"
 
@@ -140,10 +151,7 @@ class CompletionFormat(_Format):
         return {"text": text}
 
 
-Format = ChatFormat | CompletionFormat
-
-
 def _frame(head: dict[str, Any], kind: str, include_usage: bool) -> tuple[bytes, bytes]:
-    """What stands before and after the choices of every event."""
+    """The bytes before and after the choices of every event."""
     prefix = b"data: " + _encode({**head, "object": kind})[:-1] + b',"choices":'
     return prefix, b',"usage":null}\n\n' if include_usage else b"}\n\n"

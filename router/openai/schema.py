@@ -1,8 +1,13 @@
 """Request bodies of /v1/chat/completions and /v1/completions.
 
-Three kinds of fields: implemented ones are typed here; `Harmless` ones are accepted and have no effect on the answer;
-`Neutral` ones would change the answer but are not implemented, so only values that change nothing are accepted. A
-field that is none of these is refused, with the nearest known name in the message.
+There are three kinds of fields:
+
+* Implemented ones are typed here.
+* `HARMLESS` ones are accepted and have no effect on the answer.
+* `NEUTRAL` ones would change the answer but are not implemented, so only values that change nothing are
+  accepted.
+
+Any other field is refused, with the nearest known name in the message.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]  # the vocabulary is checked with the whole call
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 
-# field → values that change nothing; None always is one
+# Field → values that change nothing; None is always one of them
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -78,8 +83,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
 }
 HARMLESS = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prediction", "parallel_tool_calls", "request_id", "session_id", "spaces_between_special_tokens",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prediction", "parallel_tool_calls", "request_id", "session_id",
+    "spaces_between_special_tokens",
 )  # fmt: skip
 
 
@@ -135,7 +141,7 @@ def _content_kind(value: Any) -> str:
     return "text" if isinstance(value, str) else "parts"
 
 
-class Message(_Strict):
+class InputMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[str, Tag("text")]
@@ -143,7 +149,7 @@ class Message(_Strict):
         Discriminator(_content_kind),
     ]
     name: Harmless = None
-    # what an assistant message of the API carries beside its text, when a client sends it back; nothing may be in it
+    # Fields of the API's assistant messages, which clients send back; they must be empty
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -164,7 +170,7 @@ FramesPerSecond = Annotated[float, Field(ge=0.001, le=240, allow_inf_nan=False)]
 
 
 class ProcessorOptions(_Strict):
-    """`mm_processor_kwargs`: how the model's processor looks at all images and clips of the request."""
+    """`mm_processor_kwargs`: options of the model's processor for all images and clips of the request."""
 
     min_pixels: Count | None = None
     max_pixels: Count | None = None
@@ -183,15 +189,15 @@ class VideoLoading(_Strict):
 
 
 class MediaLoading(_Strict):
-    """`media_io_kwargs`: which part of a file is looked at, per modality."""
+    """`media_io_kwargs`: which part of a file is read, per modality."""
 
     video: VideoLoading | None = None
     image: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     audio: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
 
-class _Request(_Strict):
-    """Fields that both endpoints have."""
+class EndpointRequest(_Strict):
+    """The fields that both endpoints have."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -215,23 +221,21 @@ class _Request(_Strict):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs sooner
     guidance_scale: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     negative_prompt: Annotated[str, Field(min_length=1)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = (
-        None  # nobody else's cache is used
-    )
+    # only KV and embeddings under the same salt are reused
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
-class ChatRequest(_Request):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+class ChatRequest(EndpointRequest):
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None
     max_media_tokens: Count | None = None  # of all items together; more is reduced
     exact_media: bool | None = None  # refuse what would have to be reduced
-    on_media_error: Literal["refuse", "omit"] | None = (
-        None  # omit: answer without an item that cannot be used
-    )
+    # omit: answer without an item that cannot be used
+    on_media_error: Literal["refuse", "omit"] | None = None
 
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -250,7 +254,7 @@ def _prompt_kind(value: Any) -> str | None:
     return "<lists of ids>" if isinstance(first, list) else "<ids>"
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(EndpointRequest):
     prompt: Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[list[str], MANY, Tag("<texts>")]
@@ -264,11 +268,11 @@ class CompletionRequest(_Request):
     ]
 
 
-Request = TypeVar("Request", bound=_Request)
+Request = TypeVar("Request", bound=EndpointRequest)
 
 
 def parse(model: type[Request], body: bytes) -> Request:
-    """A valid request. Raises RequestError or UnsupportedError; messages name fields, never repeat their values."""
+    """A valid request. Raises RequestError or UnsupportedError; messages name fields, not values."""
     try:
         fields = pydantic.TypeAdapter(dict[str, Any]).validate_json(body)
     except pydantic.ValidationError as error:
@@ -293,12 +297,12 @@ def parse(model: type[Request], body: bytes) -> Request:
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Equality that tells False from 0."""
+    """Equality that distinguishes False from 0."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _refusal(error: pydantic.ValidationError) -> RequestError:
-    """The error that looks deepest into the body: of a union's branches, the one that got furthest."""
+    """The error with the deepest location: of a union's branches, the one that matched furthest."""
     details = max(error.errors(include_url=False, include_input=False), key=lambda item: len(item["loc"]))
     path = _path(details["loc"])
     if "tool" in path or details["type"] == "none_required":

@@ -1,5 +1,5 @@
-"""One call against the door: collect it into a body or merge its choices into a stream, and close every generation
-whatever happens. Plain coroutines; `app` owns HTTP."""
+"""Runs one call against the door: collects it into a body or merges its choices into a stream, and always
+closes every generation. Plain coroutines on the door's event loop; `app` owns HTTP."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from cluster.errors import ClusterError, InternalError
+from router.calls import TextDelta
 from router.openai import render
-from router.openai.protocol import Generation, TextDelta
+from router.openai.protocol import Generation
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-_OF_WORKERS = ("placement", "alternatives")  # fields of a ledger
+_OF_WORKERS = ("placement", "alternatives")  # fields of a timeline
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection; nobody waits for an answer."""
+    """The client has closed its connection."""
 
 
-class Account:
-    """Of a request whose client asked for its ledger."""
+class TimelineReport:
+    """Reports the timelines of a request whose client asked for them."""
 
     def __init__(self, headers: MutableMapping[str, str], name: str, *, shows_workers: bool):
-        """`headers`: of the answer; the one called `name` is set before anything is sent. `shows_workers`: with the names of workers."""
+        """`headers`: of the answer; `name` is set before the first byte. `shows_workers`: names workers."""
         self._headers = headers
         self._name = name
         self._hidden = () if shows_workers else _OF_WORKERS
 
     def begin(self, generation: Generation) -> None:
-        """The first token is there."""
-        self._headers.setdefault(self._name, generation.ledger.header())
+        """The first token has come."""
+        self._headers.setdefault(self._name, generation.timeline.header())
 
     def fields(self, generations: Sequence[Generation], num_choices: int) -> list[dict[str, Any]]:
         """One per prompt."""
         return [
-            {name: value for name, value in generation.ledger.fields().items() if name not in self._hidden}
+            {name: value for name, value in generation.timeline.fields().items() if name not in self._hidden}
             for generation in generations[::num_choices]
         ]
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
-    """Run `work`; cancel it and raise ClientGoneError when the client leaves first. The body must have been read."""
+    """Run `work`. If the client disconnects first, cancel it and raise ClientGoneError. Read the body
+    first."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(request))
     try:
@@ -67,11 +69,11 @@ async def _disconnected(request: Request) -> None:
 
 async def whole(
     start: Callable[[], Awaitable[list[Generation]]],
-    answer: render.Format,
+    answer: render.ResponseFormat,
     num_choices: int,
-    account: Account | None = None,
+    report: TimelineReport | None = None,
 ) -> bytes:
-    """The body of a response that is not streamed. With an `account` it contains the ledgers, too."""
+    """The body of a response that is not streamed. With a `report` it contains the timelines, too."""
     generations = await start()
     try:
         async with asyncio.TaskGroup() as group:
@@ -82,22 +84,22 @@ async def whole(
         await close_all(generations)
     texts, reasons = zip(*(task.result() for task in tasks), strict=True)
     usage = render.usage_fields([generation.usage for generation in generations], num_choices)
-    ledgers = []
-    if account is not None:
-        account.begin(generations[0])
-        ledgers = account.fields(generations, num_choices)
-    return answer.body(texts, reasons, usage, generations[0].media_notes, ledgers)
+    timelines = []
+    if report is not None:
+        report.begin(generations[0])
+        timelines = report.fields(generations, num_choices)
+    return answer.body(texts, reasons, usage, generations[0].media_notes, timelines)
 
 
 async def stream(
     start: Callable[[], Awaitable[list[Generation]]],
-    answer: render.Format,
+    answer: render.ResponseFormat,
     num_choices: int,
     include_usage: bool,
-    account: Account | None = None,
+    report: TimelineReport | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events. What is raised before the first one is the caller's to answer; later errors are events. With an `account`
-    the ledgers are an event, too, the last but one."""
+    """Server-sent events. The caller answers errors that are raised before the first event, and sends later
+    ones as events. With a `report`, the timelines are an event after the choices."""
     generations = await start()
     started: set[int] = set()
     has_told = False
@@ -112,12 +114,12 @@ async def stream(
                 if delta.finish_reason is not None:
                     events += answer.finish(index, delta.finish_reason)
                 if events:
-                    if account is not None and not has_told:
+                    if report is not None and not has_told:
                         has_told = True
-                        account.begin(generations[index])
+                        report.begin(generations[index])
                     yield events
-        if account is not None:
-            yield answer.ledger(account.fields(generations, num_choices))
+        if report is not None:
+            yield answer.timelines(report.fields(generations, num_choices))
         if include_usage:
             usages = [generation.usage for generation in generations]
             yield answer.usage(render.usage_fields(usages, num_choices))
@@ -127,7 +129,7 @@ async def stream(
 
 
 async def close_all(generations: Sequence[Generation]) -> None:
-    """Also when this task is being cancelled: the pools must hear of it."""
+    """Closes them also if this task is being cancelled, so that the pools stop working."""
     await asyncio.shield(_close_all(generations))
 
 
@@ -150,8 +152,8 @@ async def _collect(generation: Generation) -> tuple[str, str]:
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """Deltas of all choices as they come, each up to its finish reason. The first error ends them all."""
-    if len(generations) == 1:  # the usual case needs no queue and no task
+    """Deltas of all choices as they come, each up to its finish reason. The first error ends all choices."""
+    if len(generations) == 1:  # the usual case; it needs no queue and no task
         async for delta in generations[0]:
             yield 0, delta
             if delta.finish_reason is not None:
@@ -189,7 +191,7 @@ async def _pump(
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:
-    """One error for the client: an expected one if there is any."""
+    """The error for the client: an expected one if there is one."""
     leaves = list(_leaves(errors))
     return next((error for error in leaves if isinstance(error, ClusterError)), leaves[0])
 

@@ -1,4 +1,4 @@
-"""A request body to a frozen call: what the door has to do, with every default filled in. Pure but for the seed."""
+"""From a request body to a frozen call, with every default filled in. Pure except for the random seed."""
 
 from __future__ import annotations
 
@@ -9,70 +9,26 @@ import msgspec
 
 from cluster.errors import ContextLengthError, ModelNotFoundError, RequestError
 from cluster.media.sources import MediaSource
-from cluster.text.chat import ChatMessage, MediaPart, TextPart
+from cluster.text.chat import ChatMedia, ChatMessage, ChatText
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 from cluster.types.request import SamplingParams
+from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules
 from router.openai import schema
 from router.openai.limits import Limits
-from router.openai.schema import MAX_PARTS, MAX_PRIORITY, MAX_URL_CHARS, ChatRequest, CompletionRequest
+from router.openai.schema import (
+    MAX_PARTS,
+    MAX_PRIORITY,
+    MAX_URL_CHARS,
+    ChatRequest,
+    CompletionRequest,
+    EndpointRequest,
+)
 
 SEED_MASK = 2**64 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring choices get seeds far apart
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
-ANY = Limits(min_priority=-MAX_PRIORITY)  # where no model is asked
-
-
-class StopRules(msgspec.Struct, frozen=True):
-    """When a choice ends."""
-
-    max_tokens: int | None  # None: the model's default, as far as the context has room
-    token_ids: tuple[int, ...]  # includes the model's end-of-sequence ids unless the client ignores them
-    strings: tuple[str, ...]
-    min_tokens: int = 0
-
-
-class GuidanceRules(msgspec.Struct, frozen=True):
-    """Classifier-free guidance; without a negative prompt the companion starts from the prompt's last token alone."""
-
-    scale: float
-    negative: tuple[ChatMessage, ...] | str | None
-
-
-class MediaRules(msgspec.Struct, frozen=True):
-    """What may be done about media that cost too much or cannot be used."""
-
-    max_tokens: int | None = None  # of all items together
-    is_exact: bool = False  # nothing may be reduced
-    omits_bad: bool = False  # the answer is wanted without an item that cannot be used
-
-
-class ChatCall(msgspec.Struct, frozen=True):
-    messages: tuple[ChatMessage, ...]
-    media: tuple[MediaSource, ...]  # in the order of the messages' media parts; not yet looked at
-    sampling: tuple[SamplingParams, ...]  # one per choice
-    stop: StopRules
-    guidance: GuidanceRules | None = None
-    priority: int = 0
-    stream: bool = False
-    include_usage: bool = False  # streams only: a last chunk with the usage
-    media_rules: MediaRules = MediaRules()
-    tenant: str = ""  # who pays for it, and whose fetched files it finds
-    cache_salt: str = ""  # tenant and client's salt: whose KV and embeddings it finds
-    trace_parent: str = ""  # the client's span
-
-
-class CompletionCall(msgspec.Struct, frozen=True):
-    prompts: tuple[str | tuple[int, ...], ...]
-    sampling: tuple[SamplingParams, ...]  # choice i of every prompt draws with sampling[i]
-    stop: StopRules
-    guidance: GuidanceRules | None = None
-    priority: int = 0
-    stream: bool = False
-    include_usage: bool = False
-    tenant: str = ""
-    cache_salt: str = ""
-    trace_parent: str = ""
+ANY = Limits(min_priority=-MAX_PRIORITY)  # for calls that no model will serve
 
 
 def chat_call(
@@ -83,7 +39,7 @@ def chat_call(
     trace_parent: str = "",
     limits: Limits = ANY,
 ) -> ChatCall:
-    """`tenant`: of the client, as its credentials say."""
+    """`tenant`: the client, by its credentials."""
     _check(request, model_id, limits)
     max_tokens = request.max_completion_tokens or request.max_tokens
     if request.max_tokens not in (None, max_tokens):
@@ -118,7 +74,7 @@ def completion_call(
     trace_parent: str = "",
     limits: Limits = ANY,
 ) -> CompletionCall:
-    """`tenant`: of the client, as its credentials say."""
+    """`tenant`: the client, by its credentials."""
     _check(request, model_id, limits)
     return CompletionCall(
         prompts=_prompts(request.prompt, limits),
@@ -134,8 +90,8 @@ def completion_call(
     )
 
 
-def _check(request: ChatRequest | CompletionRequest, model_id: str, limits: Limits) -> None:
-    """What depends on the model and on what its operator allows."""
+def _check(request: EndpointRequest, model_id: str, limits: Limits) -> None:
+    """Checks the fields whose limits depend on the model and on its operator."""
     if request.model != model_id:
         raise ModelNotFoundError(f"the model {request.model[:200]!r} does not exist", param="model")
     if request.stream_options is not None and not request.stream:
@@ -163,12 +119,13 @@ def _check_ids(token_ids: Sequence[int], param: str, limits: Limits) -> None:
 def _check_text(num_chars: int, param: str, limits: Limits) -> None:
     if num_chars > limits.max_text_chars:
         raise ContextLengthError(
-            f"{param}: {num_chars} characters do not fit this model's context of {limits.max_model_len} tokens",
+            f"{param}: {num_chars} characters do not fit this model's context of {limits.max_model_len} "
+            "tokens",
             param=param,
         )
 
 
-def _check_messages(messages: Sequence[schema.Message], limits: Limits) -> None:
+def _check_messages(messages: Sequence[schema.InputMessage], limits: Limits) -> None:
     num_chars = num_parts = 0
     for message in messages:
         if isinstance(message.content, str):
@@ -181,15 +138,15 @@ def _check_messages(messages: Sequence[schema.Message], limits: Limits) -> None:
     _check_text(num_chars, "messages", limits)
 
 
-def _salt(request: ChatRequest | CompletionRequest, tenant: str, limits: Limits) -> str:
-    """Whose cached KV and embeddings the request finds: its tenant's, and of these the ones under the client's own salt. Clients
-    without credentials are one tenant."""
+def _salt(request: EndpointRequest, tenant: str, limits: Limits) -> str:
+    """Only KV and embeddings with an equal salt are reused: those of the same tenant, under the client's own
+    salt. Clients without credentials are one tenant."""
     owner = "" if limits.shares_caches else tenant
     return f"{owner}/{request.cache_salt or ''}" if owner or request.cache_salt else ""
 
 
 def _media_options(request: ChatRequest) -> dict[Modality, MediaOptions]:
-    """How items of each modality are to be looked at."""
+    """The media options of each modality."""
     asked = request.mm_processor_kwargs or schema.ProcessorOptions()
     video = (request.media_io_kwargs or schema.MediaLoading()).video or schema.VideoLoading()
     if asked.fps is not None and video.fps not in (None, asked.fps):
@@ -218,19 +175,19 @@ def _media_options(request: ChatRequest) -> dict[Modality, MediaOptions]:
 
 
 def _message(
-    message: schema.Message, idx: int, options: Mapping[Modality, MediaOptions], media: list[MediaSource]
+    message: schema.InputMessage, idx: int, options: Mapping[Modality, MediaOptions], media: list[MediaSource]
 ) -> ChatMessage:
     role = "system" if message.role == "developer" else message.role
     if isinstance(message.content, str):
         return ChatMessage(role, message.content)
-    parts: list[TextPart | MediaPart] = []
+    parts: list[ChatText | ChatMedia] = []
     for part_idx, part in enumerate(message.content):
         if isinstance(part, schema.TextPart):
-            parts.append(TextPart(part.text))
+            parts.append(ChatText(part.text))
             continue
         source = _source(part, f"messages[{idx}].content[{part_idx}]", options)
         media.append(source)
-        parts.append(MediaPart(source.modality))
+        parts.append(ChatMedia(source.modality))
     return ChatMessage(role, tuple(parts))
 
 
@@ -255,15 +212,15 @@ def _source(
 
 
 def _sampling(
-    request: ChatRequest | CompletionRequest, defaults: GenerationDefaults, limits: Limits
+    request: EndpointRequest, defaults: GenerationDefaults, limits: Limits
 ) -> tuple[SamplingParams, ...]:
-    """One value per choice. Choice 0 draws with the client's seed itself, the others with seeds derived from it."""
+    """One value per choice. Choice 0 draws with the client's seed, the others with seeds derived from it."""
     temperature = defaults.temperature if request.temperature is None else request.temperature
     top_p = defaults.top_p if request.top_p is None else request.top_p
     if top_p == 0:  # OpenAI accepts it; the smallest set of tokens is the most probable one
         temperature, top_p = 0.0, 1.0
     top_k = defaults.top_k if request.top_k is None else request.top_k
-    top_k = top_k if 0 < top_k < limits.vocab_size else 0  # of all tokens
+    top_k = top_k if 0 < top_k < limits.vocab_size else 0  # 0: of all tokens
     min_p = defaults.min_p if request.min_p is None else request.min_p
     seed = secrets.randbits(64) if request.seed is None and temperature > 0 else (request.seed or 0)
     return tuple(
@@ -272,9 +229,7 @@ def _sampling(
     )
 
 
-def _stop(
-    request: ChatRequest | CompletionRequest, max_tokens: int | None, defaults: GenerationDefaults
-) -> StopRules:
+def _stop(request: EndpointRequest, max_tokens: int | None, defaults: GenerationDefaults) -> StopRules:
     eos = () if request.ignore_eos else defaults.eos_token_ids
     token_ids = dict.fromkeys((*eos, *(request.stop_token_ids or ())))
     stop = request.stop or ()
@@ -286,7 +241,7 @@ def _stop(
 
 
 def _guidance(
-    request: ChatRequest | CompletionRequest,
+    request: EndpointRequest,
     negative: Callable[[str], tuple[ChatMessage, ...] | str],
 ) -> GuidanceRules | None:
     if request.guidance_scale is None or request.guidance_scale == 1:
@@ -298,7 +253,7 @@ def _guidance(
 
 
 def _negative(messages: Sequence[ChatMessage], text: str) -> tuple[ChatMessage, ...]:
-    """The same conversation without media, its last user message replaced."""
+    """The same conversation without media and with its last user message replaced."""
     bare = [ChatMessage(message.role, _text_of(message)) for message in messages]
     last = max((i for i, message in enumerate(bare) if message.role == "user"), default=len(bare) - 1)
     bare[last] = ChatMessage(bare[last].role, text)
@@ -308,10 +263,10 @@ def _negative(messages: Sequence[ChatMessage], text: str) -> tuple[ChatMessage, 
 def _text_of(message: ChatMessage) -> str:
     if isinstance(message.content, str):
         return message.content
-    return "".join(part.text for part in message.content if isinstance(part, TextPart))
+    return "".join(part.text for part in message.content if isinstance(part, ChatText))
 
 
-def _wants_usage(request: ChatRequest | CompletionRequest) -> bool:
+def _wants_usage(request: EndpointRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
 
 

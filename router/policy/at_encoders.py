@@ -1,7 +1,7 @@
-"""The encoders' part of a prediction: when each item of a request would be ready at each encoder.
+"""The encoders' part of an estimate: when each item of a request would be ready at each encoder.
 
-An encoder works through what is queued in calls of at most `step_units` rows; meanwhile CPU threads prepare the item. Items
-of one request on one encoder follow each other.
+An encoder computes its queue in calls of at most `step_units` rows; meanwhile CPU threads prepare the item.
+Items of one request on one encoder are encoded one after the other.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import numpy as np
 from cluster.errors import UnavailableError
 from router.policy.cluster import ClusterView
 from router.policy.index import slots_of
-from router.policy.pool import UNMEASURED_S, Floats, Pool, rendezvous, running_step
+from router.policy.pool import UNMEASURED_S, Floats, WorkerPool, rendezvous, running_step
 from router.policy.views import ItemPrediction, ItemView
 
-AFFINITY_SHARE = 0.5  # of an item's time; equal encoders that have measured themselves differ by less
-ANEW_SHARE = 2.0  # the same; what is encoded twice takes time from others
+AFFINITY_SHARE = 0.5  # of an item's time; measured curves of equal encoders differ by less
+REENCODE_SHARE = 2.0  # of an item's time; encoding an item twice takes time from other requests
 
 
-class EncodersOutlook:
+class EncodeEstimate:
     """[items, encoders] arrays, in seconds; an encoder that cannot take an item has infinite times.
 
-    device_s    until the device is free of what is queued
+    device_s    until the device has computed its queue
     prepare_s   on a CPU thread, beside the device
     encode_s    encoder calls; zero at an encoder that has the item or has taken it on
-    finish_s    until the embeddings are there, with no other item of the request before it
-    cost_s      what it does to others: its device time, for every item that waits there
+    finish_s    until the embeddings are ready, with no other item of the request ahead
+    cost_s      delay of others: the item's device time, for every item that waits there
     """
 
     def __init__(
         self, items: Sequence[ItemView], cluster: ClusterView, now: float, excluded: Collection[str] = ()
     ):
-        """Raises UnavailableError when there is no encoder for one of them."""
+        """Raises UnavailableError if no encoder can take one of the items."""
         pool = cluster.encoders
         self.replica_ids = pool.replica_ids
         self.items = items
@@ -69,21 +69,25 @@ class EncodersOutlook:
                 self.encode_s[idx, slot] = self.cost_s[idx, slot] = 0.0
         self._prefer_one(cluster.encoders)
 
-    def break_ties(self, pool: Pool, tie_s: float) -> None:
-        """Add up to `tie_s`, by rendezvous, to what an item costs."""
+    def break_ties(self, pool: WorkerPool, tie_s: float) -> None:
+        """Add up to `tie_s`, by rendezvous, to an item's cost."""
         for idx, item in enumerate(self.items):
             self.cost_s[idx] += tie_s * rendezvous(pool.salts, item.media_hash.encode())
 
-    def _prefer_one(self, pool: Pool) -> None:
-        """An item costs more at encoders that would be the second to encode it: where another has it, or has taken it on, and, so that
-        doors which ask at one moment and know a little different things ask the same one, where rendezvous prefers another."""
+    def _prefer_one(self, pool: WorkerPool) -> None:
+        """Make an item cost more at encoders that would be the second to encode it:
+
+        * if some encoder has the item or has taken it on, at all others;
+        * otherwise at all but the one that rendezvous prefers, so that doors with slightly different
+          knowledge that ask at the same moment ask the same encoder.
+        """
         for idx, item in enumerate(self.items):
             is_new = self.is_able[idx] & ~self.is_held[idx]
             if not is_new.any():
                 continue
             own_s = float((self.prepare_s[idx] + self.encode_s[idx])[is_new].min())
             if self.is_held[idx].any():
-                self.cost_s[idx, is_new] += ANEW_SHARE * own_s
+                self.cost_s[idx, is_new] += REENCODE_SHARE * own_s
             else:
                 preference = np.where(is_new, rendezvous(pool.salts, item.media_hash.encode()), np.inf)
                 is_new[preference.argmin()] = False
@@ -91,35 +95,32 @@ class EncodersOutlook:
 
     @property
     def earliest_s(self) -> Floats:
-        """[items]: when each may be at some prefill worker, at best."""
+        """[items]: when each may arrive at some prefill worker, at best."""
         links = self._links
         if not self.items:
             return np.zeros(0)
         return (self.finish_s + links.least_latency_s + self.num_bytes * links.least_s_per_byte).min(1)
 
-    def arrivals(self, prefill: int) -> Floats:
-        """[items, encoders]: when each would be at that prefill worker."""
-        return self.finish_s + self.transfers(prefill)
-
     def transfers(self, prefill: int) -> Floats:
+        """[items, encoders]: seconds of the embeddings' way to that prefill worker."""
         links = self._links
         return links.latency_s[prefill] + self.num_bytes * links.s_per_byte[prefill]
 
     def finish_after(self, idx: int, encoder: int, device_s: float) -> float:
-        """`finish_s` if items of the same request keep the encoder's device for `device_s` before."""
+        """`finish_s` if items of the same request use the encoder's device for `device_s` first."""
         if self.is_held[idx, encoder]:
             return float(self.finish_s[idx, encoder])
         begin_s = max(self.device_s[idx, encoder] + device_s, self.prepare_s[idx, encoder])
         return float(begin_s + self.encode_s[idx, encoder])
 
     def default(self) -> list[int]:
-        """Per item, were each alone; for items that nobody waits for."""
+        """The best encoder per item, as if each were alone; for items that prefill does not need."""
         return [int(encoder) for encoder in (self.finish_s + self.cost_s).argmin(1)] if self.items else []
 
     def predict(
         self, prefill: int, encoders: Sequence[int], is_needed: Sequence[bool]
     ) -> list[ItemPrediction]:
-        """Of an assignment, per item; what is not needed is not encoded."""
+        """The prediction of an assignment, per item. Items that are not needed are not encoded."""
         used_s: dict[int, float] = {}
         predictions = []
         for idx, encoder in enumerate(encoders):
@@ -144,7 +145,7 @@ class EncodersOutlook:
 
 
 def _curves(
-    pool: Pool, kind: str, items: Sequence[ItemView], unmeasured_s: float = UNMEASURED_S
+    pool: WorkerPool, kind: str, items: Sequence[ItemView], unmeasured_s: float = UNMEASURED_S
 ) -> tuple[Floats, Floats]:
     """[items, encoders]: seconds per call and per row."""
     curves = [pool.curve(f"{kind} {item.modality}", unmeasured_s) for item in items]
@@ -153,8 +154,9 @@ def _curves(
     return fixed_s, np.array([curve.per_unit_s for curve in curves]).reshape(shape)
 
 
-def _queue(pool: Pool, fixed_s: Floats, per_row_s: Floats, now: float) -> tuple[Floats, Floats]:
-    """[items, encoders]: until the device is free of what is queued, all of it taken to be of the item's kind; and how many wait."""
+def _queue(pool: WorkerPool, fixed_s: Floats, per_row_s: Floats, now: float) -> tuple[Floats, Floats]:
+    """[items, encoders]: until the device has computed its queue, all of it assumed to be of the item's kind;
+    and the number of waiting items."""
     total = pool.reported_units + pool.sent_units
     running, left_s = running_step(pool, np.minimum(pool.first_units, total), fixed_s, per_row_s, now)
     rest = total - running

@@ -1,13 +1,13 @@
-"""The prefill workers' part of a prediction: when the first token would leave each of them.
+"""The prefill workers' part of an estimate: when the first token would leave each of them.
 
-A worker computes what is queued in packed steps of at most `step_units` tokens, by virtual deadline. A newcomer waits for the
-running step, then for those with smaller deadlines; its first token comes at the end of the step that holds its last
-token, so what is packed behind it into that step counts, too. Of a prompt with media the tokens before an item are computed while
-it is encoded. So the first token comes at
+A worker computes its queue in packed steps of at most `step_units` tokens, by virtual deadline. A new prompt
+waits for the running step, then for prompts with earlier deadlines. Its first token comes at the end of the
+step that holds its last token, so other tokens packed into that step count, too. In a prompt with media the
+tokens before an item are computed while the item is encoded. So the first token comes at
 
     max(text_s, max over items (arrival of the item + seconds of the tokens from its first one on))
 
-which is never earlier when an item comes later. It leaves out what has not arrived yet.
+This is never earlier if an item arrives later. Requests that will arrive later are left out.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from cluster.errors import RequestError, UnavailableError
 from router.policy.calibration import Kind
 from router.policy.cluster import ClusterView
 from router.policy.pending import block_key
-from router.policy.pool import Floats, Pool, running_step
+from router.policy.pool import Floats, WorkerPool, running_step
 from router.policy.views import RequestView
 
 
 class _Queue(NamedTuple):
-    """[prefills]: seconds until the running step is over; then tokens before the prompt's own, those of them without media, and tokens
-    behind that could be computed beside it."""
+    """[prefills] each; in tokens unless it says seconds."""
 
-    left_s: Floats
-    before: Floats
-    text_before: Floats
-    behind: Floats
+    left_s: Floats  # seconds until the running step ends
+    before: Floats  # ahead of the prompt
+    text_before: Floats  # ahead of the prompt, of prompts without media
+    behind: Floats  # behind the prompt, but may share its steps
 
 
-class PrefillsOutlook:
+class PrefillEstimate:
     """[prefills] arrays, in seconds unless they say otherwise.
 
     num_cached, num_uncached   tokens
-    queue_s     until the first of the prompt's own tokens can run, with the ways to the worker and back
-    text_s      until its first token, were all embeddings there
+    queue_s     until the first of the prompt's own tokens can run, with the messages to the worker and back
+    text_s      until the first token, if all embeddings had arrived
     work_s      device time of the prompt alone
     tail_s      [items, prefills]: to compute the tokens from an item's first one on
     is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
-    cost_s      what it does to others: its work, for every request that waits there
+    cost_s      delay of others: the prompt's work, for every request that waits there
     """
 
     def __init__(self, request: RequestView, cluster: ClusterView, now: float, earliest_s: Floats):
-        """`earliest_s`: [items], when each is there, at best. Raises UnavailableError and RequestError when nobody can take it."""
+        """`earliest_s`: [items], earliest arrival. Raises UnavailableError and RequestError if no worker can
+        take the request."""
         pool = cluster.prefills
         self.is_able = able_to_hold(pool, request.num_prefill_blocks, request.block_size)
         self.step_units = pool.step_units
@@ -69,8 +69,8 @@ class PrefillsOutlook:
         self._correct(request, cluster)
 
     def awaiting_s(self, arrivals: Floats, tails_s: Floats, prefill: int) -> Floats:
-        """Until the first token at that worker, if it had to wait for nothing but embeddings that arrive then; any shape. A worker that
-        is busy with others is in the midst of a step."""
+        """Until the first token at that worker if only these embeddings delay it; any shape. If the worker is
+        busy with other prompts when they arrive, a step is running."""
         at_boundary_s = np.minimum(arrivals + self._half_step_s[prefill], self._busy_s[prefill])
         return self._awaited * (np.maximum(arrivals, at_boundary_s) + tails_s)
 
@@ -81,7 +81,7 @@ class PrefillsOutlook:
         return max(float(self.text_s[prefill]), float(needed_s.max(initial=0.0)))
 
     def least_ttft_s(self, earliest_s: Floats) -> Floats:
-        """[prefills]: with every item as early as it can be. `earliest_s`: [items]."""
+        """[prefills]: `ttft_s` with every item at its earliest arrival. `earliest_s`: [items]."""
         if not len(earliest_s):
             return self.text_s
         arrivals = earliest_s[:, None]
@@ -90,7 +90,7 @@ class PrefillsOutlook:
         return np.maximum(self.text_s, awaiting_s.max(0))
 
     def _correct(self, request: RequestView, cluster: ClusterView) -> None:
-        """By what predictions of this kind have lacked."""
+        """Applies the learnt corrections of this kind of prediction."""
         computed = cluster.residual(Kind.COMPUTED if request.media else Kind.TEXT)
         self._awaited = cluster.residual(Kind.AWAITED)
         self.queue_s = computed * (self.queue_s + cluster.overhead_s)
@@ -101,14 +101,14 @@ class PrefillsOutlook:
         size, hashes, num_slots = request.block_size, request.block_hashes, len(self.is_able)
         depths = cluster.prefixes.depths(hashes, num_slots)
         trusted = self._computing(hashes, depths, cluster)
-        if trusted:  # the step that computes them is over before the prompt's turn
+        if trusted:  # the step that computes these blocks ends before the prompt's turn
             expected = cluster.prefixes.depths(hashes, num_slots, trusted)
             depths = np.minimum(expected, depths + self.step_units // size)
         self.num_cached = np.minimum(depths, (request.num_prompt_tokens - 1) // size) * size
-        self.num_uncached = request.num_prompt_tokens - self.num_cached + request.num_companion_tokens
+        self.num_uncached = request.num_prompt_tokens - self.num_cached + request.num_negative_tokens
 
     def _computing(self, hashes: Sequence[bytes], depths: Floats, cluster: ClusterView) -> int:
-        """Bits of the slots whose running step computes the prompt's first block that they lack."""
+        """Bits of the slots whose running step computes the first block of the prompt that the slot lacks."""
         if not len(cluster.pending) or depths.min(initial=np.inf) >= len(hashes):
             return 0
         lacking = np.full(len(depths), block_key(hashes[0]), np.int64)
@@ -120,8 +120,8 @@ class PrefillsOutlook:
         return sum(1 << slot for slot in np.flatnonzero(computing).tolist())
 
     def _queue(self, request: RequestView, cluster: ClusterView, now: float, media_s: Floats) -> _Queue:
-        """Reports and what was sent since tell how much there is; of that this door knows its own prompts, and takes all others to
-        be text that goes first."""
+        """The total comes from reports and from what was sent since. This door knows its own prompts; it
+        assumes that all others are text with earlier deadlines."""
         pool = cluster.prefills
         total = pool.reported_units + pool.sent_units
         keys, token_s = cluster.keys(request, now, self.num_uncached), self._queued_token_s
@@ -145,7 +145,7 @@ class PrefillsOutlook:
     def _compute(self, request: RequestView, queue: _Queue, text_share: float) -> None:
         num_tokens = queue.before + self.num_uncached
         num_steps = np.ceil(num_tokens / self.step_units)
-        if not request.media:  # its share of every step is kept for text
+        if not request.media:  # a share of every step is kept for text
             kept = np.maximum(1.0, text_share * self.step_units)
             num_steps = np.minimum(num_steps, np.ceil((queue.text_before + self.num_uncached) / kept))
         num_computed = np.minimum(num_steps * self.step_units, num_tokens + queue.behind)
@@ -157,12 +157,12 @@ class PrefillsOutlook:
         self.queue_s = np.minimum(queue.left_s + before_s, self.text_s - own_s)
 
     def _steps_s(self, num_steps: Floats | float, num_tokens: Floats) -> Floats:
-        """Of so many steps that compute so many tokens of other prompts."""
+        """Seconds of so many steps that compute so many tokens of other prompts."""
         return num_steps * self._fixed_s + num_tokens * self._queued_token_s
 
     def _tokens_s(self, num_tokens: Floats, first: Floats) -> Floats:
-        """Of so many tokens of a prompt from its `first` on, without what a step costs whatever it holds. A token's context are
-        those of earlier steps."""
+        """Seconds of so many tokens of a prompt from its `first` on, without the fixed cost of steps. A
+        token's context is the tokens of earlier steps."""
         context = first + np.maximum(0.0, num_tokens - self.step_units) / 2
         return num_tokens * (self._per_token_s + self._per_pair_s * context)
 
@@ -177,14 +177,16 @@ class PrefillsOutlook:
         self.is_needed = (ends > self.num_cached).reshape(shape)
 
 
-def able_to_hold(pool: Pool, num_blocks: int, block_size: int) -> NDArray[np.bool_]:
-    """[slots]. Raises UnavailableError if nobody is listed, RequestError if the request is too large for everybody."""
+def able_to_hold(pool: WorkerPool, num_blocks: int, block_size: int) -> NDArray[np.bool_]:
+    """[slots]. Raises UnavailableError if no worker is listed, RequestError if the request is too large for
+    all of them."""
     if not pool.is_listed.any():
         raise UnavailableError(f"no {pool.role} worker is ready", retry_after_s=1.0)
     is_able = pool.is_listed & (pool.num_blocks >= num_blocks)
     if not is_able.any():
         largest = int(pool.num_blocks[pool.is_listed].max()) * block_size
         raise RequestError(
-            f"the request needs {num_blocks * block_size} tokens of KV cache; a {pool.role} worker holds {largest}"
+            f"the request needs {num_blocks * block_size} tokens of KV cache; "
+            f"a {pool.role} worker holds {largest}"
         )
     return pool.prefer_awake(is_able)

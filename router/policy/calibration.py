@@ -1,12 +1,13 @@
-"""What predictions are corrected by, and how much they are to be trusted: both learnt from what happened.
+"""Corrections of predictions, and intervals around them, both learnt from actual durations.
 
-A factor per (role, hardware), and one per kind of prediction for the whole time to first token: the median of actual / uncorrected over
-a window. Not the mean, which a few bursts that nobody could foresee pull up for everybody: whoever comes later and goes first
-can only lengthen a wait.
+There is a factor per (role, hardware), and one per kind of prediction for the whole time to first token. A
+factor is the median of actual / uncorrected over a window. It is not the mean, because later requests that
+overtake can only lengthen a wait, and a few unforeseeable bursts would raise the mean for all requests.
 
-The interval is that of adaptive conformal inference (Gibbs and Candès, "Adaptive Conformal Inference Under Distribution
-Shift", NeurIPS 2021): quantiles of log(actual / predicted) over a window, at a level that rises after every hit and falls after
-every miss, so that in the long run the wanted share is covered however the cluster's behaviour changes.
+The interval is that of adaptive conformal inference (Gibbs and Candès, "Adaptive Conformal Inference Under
+Distribution Shift", NeurIPS 2021): quantiles of log(actual / predicted) over a window. Their level rises
+after every hit and falls after every miss. So the wanted share is covered in the long run, however the
+cluster's behaviour changes.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from cluster.types.members import Role
 
 MAX_FACTOR = 4.0  # and its inverse
 FACTOR_WINDOW = 64  # observations that a factor is the median of
-NUM_ASSUMED = 8  # observations of no error, before the first
-INTERVAL_WINDOW = 128  # … that an interval is of
-ACCURACY_WINDOW = 256  # … that are told as the error and the coverage of late
+NUM_ASSUMED = 8  # observations without an error, assumed at the start
+INTERVAL_WINDOW = 128  # observations behind an interval
+ACCURACY_WINDOW = 256  # observations behind the reported error and coverage
 TARGET_COVERAGE = 0.9
-LEVEL_STEP = 0.03  # Gibbs and Candès' gamma: a larger one follows a change sooner, and wavers more
+LEVEL_STEP = 0.03  # Gibbs and Candès' gamma: a larger step follows changes sooner and varies more
 ROUND_TRIP_S = 0.001  # before the first observation
-ROUND_TRIP_FORGETTING = 0.01  # upwards; downwards at once
-MAX_OVERHEAD_S = 0.1  # what is longer is a hiccup
+ROUND_TRIP_FORGETTING = 0.01  # weight of a longer observation; a shorter one counts at once
+MAX_OVERHEAD_S = 0.1  # longer overheads are outliers
 MIN_OBSERVED = 20  # before that the interval is [predicted / MAX_FACTOR, predicted * MAX_FACTOR]
 
 
 class Kind(StrEnum):
-    """Of a prediction, by what bounds the time to first token."""
+    """A prediction's kind, by what bounds the time to first token."""
 
     TEXT = "text"  # without media
-    COMPUTED = "computed"  # with media, which is there before its turn
+    COMPUTED = "computed"  # with media whose embeddings arrive before its turn
     AWAITED = "awaited"  # prefill waits for embeddings
-    STAY = "stay"  # computed in decode
+    LOCAL_PREFILL = "local_prefill"  # decode computes the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,6 @@ class CalibrationStatistics:
     mape: float  # mean absolute percentage error of ttft_s, as a ratio to the actual
     coverage: float  # share of actual TTFTs inside their interval
     factors: Mapping[tuple[Role, str], float]  # by role and hardware
-    residuals: Mapping[Kind, float]  # on top of them
 
 
 class Window:
@@ -74,14 +74,14 @@ class Window:
 
 
 class Factor:
-    """Multiplies predictions of one kind."""
+    """Multiplies the predictions of one kind."""
 
     def __init__(self) -> None:
         self._ratios = Window(FACTOR_WINDOW, [1.0] * NUM_ASSUMED)
         self.value = 1.0
 
     def observe(self, actual: float, uncorrected: float) -> None:
-        """Observations without a duration say nothing."""
+        """Observations without a duration are ignored."""
         if actual > 0 and uncorrected > 0:
             self._ratios.observe(max(1 / MAX_FACTOR, min(MAX_FACTOR, actual / uncorrected)))
             self.value = self._ratios.median
@@ -95,18 +95,18 @@ class ConformalInterval:
         self._miss_rate = 1 - TARGET_COVERAGE
 
     def bounds(self) -> tuple[float, float]:
-        """Ratios to what is predicted."""
+        """Lower and upper bound, as ratios to the predicted value."""
         scores = self._scores.ordered
         if len(scores) < MIN_OBSERVED:
             return 1 / MAX_FACTOR, MAX_FACTOR
         tail = max(0.0, min(0.5, self._miss_rate / 2))
-        num_out = math.floor(tail * (len(scores) + 1))  # below it, and as many above
+        num_out = math.floor(tail * (len(scores) + 1))  # scores below the interval, and as many above it
         low = scores[max(0, num_out - 1)]
         high = scores[min(len(scores) - 1, len(scores) - num_out)]
         return math.exp(low), math.exp(high)
 
     def observe(self, ratio: float, is_inside: bool) -> None:
-        """`is_inside`: of the interval that was told when the prediction was made."""
+        """`is_inside`: whether the actual value was in the interval given with the prediction."""
         miss = 0.0 if is_inside else 1.0
         self._miss_rate += LEVEL_STEP * (1 - TARGET_COVERAGE - miss)
         self._miss_rate = max(0.0, min(1.0, self._miss_rate))
@@ -114,7 +114,7 @@ class ConformalInterval:
 
 
 class Accuracy:
-    """How good the last predictions were."""
+    """Error and coverage of the last predictions."""
 
     def __init__(self) -> None:
         self._window: deque[tuple[float, bool]] = deque(maxlen=ACCURACY_WINDOW)
@@ -140,8 +140,9 @@ class Accuracy:
 class Calibration:
     """All that a door has learnt about its predictions.
 
-    overhead_s      of a time to first token that no worker accounts for: the ways there and back, and the door itself; their median
-    round_trip_s    the shortest of them lately: the ways alone
+    overhead_s      the part of a time to first token that no worker accounts for: messages to the worker and
+                    back, and the door itself; the median
+    round_trip_s    the shortest recent overhead: the messages alone
     """
 
     def __init__(self) -> None:
@@ -184,7 +185,8 @@ class Calibration:
         correction: float,
         bounds: tuple[float, float],
     ) -> None:
-        """`correction`: the residual that `predicted_s` contains; `bounds`: its interval. Without a duration it says nothing."""
+        """`correction`: the residual that `predicted_s` contains; `bounds`: its interval. Observations
+        without a duration are ignored."""
         if actual_s <= 0 or predicted_s <= 0:
             return
         is_inside = bounds[0] <= actual_s <= bounds[1]
@@ -199,5 +201,4 @@ class Calibration:
             self._accuracy.mape,
             self._accuracy.coverage,
             {key: factor.value for key, factor in self._factors.items()},
-            {key: factor.value for key, factor in self._residuals.items()},
         )

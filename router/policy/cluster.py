@@ -1,14 +1,14 @@
-"""What one door, or the simulator, knows of the cluster: who is there, how busy and how fast, who holds what, and what it has sent
-there itself. The one object that all policies read.
+"""All that one door, or the simulator, knows of the cluster: the workers, their load and speed, what they
+hold, and what this door has sent them. All policies read this one object.
 
-Driven from outside, without a clock of its own:
+It is driven from outside and has no clock:
 
-    add, remove, set_listed                                   members come and go
-    measured, reported, media_changed, blocks_changed         what workers tell
-    started, item_moved, item_done, prefilled, ended          the door's own requests, in this order
-    observed                                                  what became of a prediction; before `ended`
+    add, remove, set_listed, set_silent                       workers join, drain, hang and leave
+    measured, reported, media_changed, blocks_changed         messages of workers
+    started, item_moved, item_done, prefilled, ended          this door's own requests, in this order
+    observed                                                  the actual durations; before `ended`
 
-What is said of a worker or a request that is not there is ignored: news and departures cross each other.
+Messages about a worker or a request that is not there are ignored, because they may arrive after it has left.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ from cluster.types.media import Modality
 from cluster.types.members import Role
 from cluster.types.messages import EncodeTiming, LoadReport, PrefillTiming
 from router.policy.calibration import Calibration, CalibrationStatistics, Kind
+from router.policy.encoder_media import EncoderMedia, row_s
+from router.policy.feedback import learn
+from router.policy.in_flight import InFlightRequest, kind_of, num_early_tokens
 from router.policy.index import HolderIndex
 from router.policy.links import Links
 from router.policy.pending import PendingPrompts
-from router.policy.pool import UNMEASURED_S, Floats, Pool
-from router.policy.sent import Sent, SentItem, kind_of, num_early_tokens
-from router.policy.views import ItemView, Placement, Prediction, RequestView, Worker
+from router.policy.pool import UNMEASURED_S, Floats, WorkerPool
+from router.policy.views import Placement, Prediction, RequestView, Worker
 
-HOLDING_S = 10.0  # how long a request keeps its blocks in decode, before the first has ended
-CONTEXT_TOKENS = 0.0  # of earlier steps that a prompt token sees, on average, before the first request
+HOLDING_S = 10.0  # how long a request keeps its blocks in decode, before the first one has ended
+CONTEXT_TOKENS = 0.0  # of earlier steps that a prompt token attends to, on average, before the first request
 FORGETTING = 0.05  # weight of a new observation of either
-MAX_ARRIVING = 65_536
-ALONE_RATIO = (
-    0.1  # who waited no longer than this part of its own work had the worker for itself, and shows its speed
-)
-ROUND_TRIP_SHARE = 0.9  # of the shortest, to be sure
+ROUND_TRIP_SHARE = 0.9  # of the shortest round trip: a margin
 
 
 class ClusterView:
@@ -48,44 +46,43 @@ class ClusterView:
         num_layers: int,
         codecs: Sequence[str] = ("raw",),
     ):
-        """`codecs`: what KV may travel in; of equals the first is taken."""
+        """`codecs`: those that KV may travel in; among equal ones the first is chosen."""
         self.scheduling = scheduling
         self.kv_bytes_per_token = kv_bytes_per_token
         self.num_layers = num_layers
-        self.codecs = dict.fromkeys(codecs, 1.0)  # with the part of raw KV's bytes that travels
-        self.encoders, self.prefills, self.decodes = Pool(Role.ENCODE), Pool(Role.PREFILL), Pool(Role.DECODE)
-        self.local_prefills = Pool(Role.DECODE)  # the same workers; what is queued there are prompts
+        self.codecs = dict.fromkeys(codecs, 1.0)  # codec → bytes that travel, as a ratio to raw KV
+        self.encoders, self.prefills = WorkerPool(Role.ENCODE), WorkerPool(Role.PREFILL)
+        self.decodes = WorkerPool(Role.DECODE)
+        # The decode workers again, with the prompts queued there
+        self.local_prefills = WorkerPool(Role.DECODE)
         self.feature_links = Links(self.encoders, self.prefills)
         self.kv_links = Links(self.prefills, self.decodes)
-        self.media: HolderIndex[str] = HolderIndex()
+        self._encoder_media = EncoderMedia(self.encoders)
+        self.media = self._encoder_media.index
         self.prefixes: HolderIndex[bytes] = HolderIndex()
         self.pending = PendingPrompts()
         self.holding_s = HOLDING_S
         self.context_tokens = CONTEXT_TOKENS
         self._calibration = Calibration()
         self._roles: dict[str, Role] = {}
-        self._flights: dict[str, Sent] = {}
-        self._arriving: dict[
-            tuple[int, str], float
-        ] = {}  # (encoder's slot, media hash) → instant when it has it
-        self._now = 0.0  # the latest instant that was heard of
+        self._in_flight: dict[str, InFlightRequest] = {}
+        self._now = 0.0  # the latest instant of any call
 
     # --- members
 
     def add(self, worker: Worker) -> None:
-        """Listed, and idle until it reports."""
+        """The worker is listed, and idle until it reports."""
         self._roles[worker.replica_id] = worker.role
         for pool in self._pools_of(worker.replica_id):
             pool.add(worker)
         self._links_changed()
 
     def remove(self, replica_id: str) -> None:
-        """It is gone, and its caches with it."""
+        """The worker is gone, and its caches with it."""
         for pool in self._pools_of(replica_id):
             slot = pool.remove(replica_id)
             if pool is self.encoders:
-                self.media.drop(slot)
-                self._arriving = {key: at for key, at in self._arriving.items() if key[0] != slot}
+                self._encoder_media.drop(slot)
             elif pool is self.prefills:
                 self.prefixes.drop(slot)
                 self.pending.drop_slot(slot)
@@ -93,16 +90,16 @@ class ClusterView:
         self._links_changed()
 
     def set_listed(self, replica_id: str, is_listed: bool) -> None:
-        """A worker that is not listed drains: it gets nothing new."""
+        """A worker that is not listed drains: it gets no new work."""
         for pool in self._pools_of(replica_id):
             pool.is_listed[pool.slots[replica_id]] = is_listed
 
     def set_silent(self, replica_id: str, is_silent: bool) -> None:
-        """A worker that has not moved for a while is avoided as long as there is another."""
+        """A worker that has made no progress for a while is avoided as long as there is another one."""
         for pool in self._pools_of(replica_id):
             pool.is_silent[pool.slots[replica_id]] = is_silent
 
-    # --- what workers tell
+    # --- messages of workers
 
     def measured(self, replica_id: str, curves: ServiceCurves) -> None:
         kinds: dict[str, Curve] = {f"encode {m}": curve for m, curve in curves.encode.items()}
@@ -123,25 +120,12 @@ class ClusterView:
         self._now = max(self._now, now)
         role = self._roles.get(replica_id)
         if role is not None:
-            self._pool(role).reported(
-                replica_id, load, now, ROUND_TRIP_SHARE * self._calibration.round_trip_s
-            )
+            round_trip_s = ROUND_TRIP_SHARE * self._calibration.round_trip_s
+            self._pool(role).reported(replica_id, load, now, round_trip_s)
 
     def media_changed(self, encoder: str, added: Sequence[str], evicted: Sequence[str]) -> None:
-        """What an encoder has taken on, for whichever door, and what it does not have any more."""
-        slot = self.encoders.slots.get(encoder)
-        if slot is None:
-            return
-        self.media.discard(slot, evicted)
-        for media_hash in evicted:
-            self._arriving.pop((slot, media_hash), None)
-        ready_at = self._now + self._queue_s(slot)
-        if ready_at > self._now:  # the last one taken on is done when the queue is
-            for media_hash in added:
-                self._arriving.setdefault((slot, media_hash), ready_at)
-        self.media.add(slot, added)
-        if len(self._arriving) > MAX_ARRIVING:
-            self._arriving = {key: at for key, at in self._arriving.items() if at > self._now}
+        """The encoder has taken on `added` items, for any door, and no longer has the `evicted` ones."""
+        self._encoder_media.changed(encoder, added, evicted, self._now)
 
     def blocks_changed(self, prefill: str, added: Sequence[bytes], evicted: Sequence[bytes]) -> None:
         slot = self.prefills.slots.get(prefill)
@@ -149,36 +133,25 @@ class ClusterView:
             self.prefixes.discard(slot, evicted)
             self.prefixes.add(slot, added)
 
-    def has_media(self, media_hash: str) -> bool:
-        """Whether some encoder has the item, or has taken it on."""
-        return self.media.holders(media_hash) != 0
-
-    def arriving_s(self, slot: int, media_hash: str, now: float) -> float:
-        """How long an encoder that has taken an item on still needs for it."""
-        return max(0.0, self._arriving.get((slot, media_hash), 0.0) - now)
-
     # --- the door's own requests
 
     def started(self, request: RequestView, placement: Placement, prediction: Prediction, now: float) -> None:
-        """Its work counts as queued at once. Raises KeyError for a placement on workers that are not there, and counts nothing then."""
+        """The request's work counts as queued at once. Raises KeyError for a placement on workers that are
+        not there; then nothing is counted."""
         self._check(placement)
         self._now = max(self._now, now)
-        role, pool = (
-            (Role.PREFILL, self.prefills) if placement.prefill else (Role.DECODE, self.local_prefills)
-        )
+        pool = self.prefills if placement.prefill else self.local_prefills
         computes_at = placement.prefill or placement.decode
         num_cached = self._num_cached_blocks(request, placement)
-        num_tokens = (
-            request.num_prompt_tokens - num_cached * request.block_size + request.num_companion_tokens
-        )
+        num_tokens = request.num_prompt_tokens - num_cached * request.block_size + request.num_negative_tokens
         num_blocks = request.num_prefill_blocks - num_cached if placement.prefill else 0
-        flight = Sent(
+        in_flight = InFlightRequest(
             request,
             placement,
             prediction,
             now,
             self.residual(kind_of(request, placement.prefill, prediction.media_s)),
-            self._calibration.factor(role, pool.hardware_of(computes_at)),
+            self.factor(pool, computes_at),
             tuple(self.factor(self.encoders, encoder) for encoder in placement.encoders),
             pool.charge(computes_at, num_tokens, num_blocks),
             self.decodes.charge(
@@ -187,17 +160,20 @@ class ClusterView:
             [],
             request.block_hashes[num_cached:] if placement.prefill else (),
         )
-        self._flights[request.request_id] = flight
+        self._in_flight[request.request_id] = in_flight
         if placement.prefill is not None:
-            self._queue_prompt(flight, num_tokens, num_cached, now)
+            self._queue_prompt(in_flight, num_tokens, num_cached, now)
         for item, encoder, predicted in zip(request.media, placement.encoders, prediction.items, strict=True):
-            flight.items.append(self._take_on(item, encoder, predicted.queue_s + predicted.encode_s))
+            encoded_s = predicted.queue_s + predicted.encode_s
+            in_flight.items.append(self._encoder_media.assign(item, encoder, encoded_s, self._now))
 
-    def _queue_prompt(self, flight: Sent, num_tokens: int, num_cached_blocks: int, now: float) -> None:
-        request, pool = flight.request, self.prefills
-        slot, num_cached = pool.slots[flight.computes_at], num_cached_blocks * request.block_size
-        num_early = num_early_tokens(request, flight.prediction, num_tokens, num_cached)
-        begins = pool.told(flight.work, now, num_early)
+    def _queue_prompt(
+        self, in_flight: InFlightRequest, num_tokens: int, num_cached_blocks: int, now: float
+    ) -> None:
+        request, pool = in_flight.request, self.prefills
+        slot, num_cached = pool.slots[in_flight.computes_at], num_cached_blocks * request.block_size
+        num_early = num_early_tokens(request, in_flight.prediction, num_tokens, num_cached)
+        begins = pool.told(in_flight.work, now, num_early)
         self.pending.add(
             request.request_id,
             slot,
@@ -206,51 +182,52 @@ class ClusterView:
             num_early,
             is_text=not request.media,
             told_at=np.nextafter(now, -np.inf) if begins else now,  # before the step that begins with it
-            ready_at=now + max((item.arrival_s for item in flight.prediction.items), default=0.0),
-            num_coming=sum(item.arrival_s > 0 for item in flight.prediction.items),
-            first_block=flight.expected[0] if flight.expected else None,
+            ready_at=now + max((item.arrival_s for item in in_flight.prediction.items), default=0.0),
+            num_coming=sum(item.arrival_s > 0 for item in in_flight.prediction.items),
+            first_block=in_flight.expected[0] if in_flight.expected else None,
         )
-        self.prefixes.expect(slot, flight.expected)
+        self.prefixes.expect(slot, in_flight.expected)
         context = num_cached + max(0.0, num_tokens - pool.step_units[slot]) / 2
         self.context_tokens += FORGETTING * (context - self.context_tokens)
 
     def item_moved(self, request_id: str, item_idx: int, encoder: str) -> None:
-        """Another encoder is asked for it."""
-        flight = self._flights.get(request_id)
-        if flight is not None and encoder in self.encoders.slots:
-            self._let_go(flight.items[item_idx])
-            item, predicted = flight.request.media[item_idx], flight.prediction.items[item_idx]
+        """Another encoder is asked for the item."""
+        in_flight = self._in_flight.get(request_id)
+        if in_flight is not None and encoder in self.encoders.slots:
+            self._encoder_media.release(in_flight.items[item_idx])
+            item, predicted = in_flight.request.media[item_idx], in_flight.prediction.items[item_idx]
             encoded_s = predicted.queue_s + predicted.encode_s or UNMEASURED_S * item.num_rows
-            flight.items[item_idx] = self._take_on(item, encoder, encoded_s)
+            in_flight.items[item_idx] = self._encoder_media.assign(item, encoder, encoded_s, self._now)
 
     def item_done(self, request_id: str, item_idx: int, came_at: float | None = None) -> None:
-        """Its encoder has no more to do for it. `came_at`: when its embeddings were there; None: they come with another request's."""
-        flight = self._flights.get(request_id)
-        if flight is None:
+        """The encoder is done with the item. `came_at`: arrival of its embeddings; None: others bring
+        them."""
+        in_flight = self._in_flight.get(request_id)
+        if in_flight is None:
             return
-        self._let_go(flight.items[item_idx])
-        if flight.prediction.items[item_idx].arrival_s > 0:
+        self._encoder_media.release(in_flight.items[item_idx])
+        if in_flight.prediction.items[item_idx].arrival_s > 0:
             self.pending.item_done(request_id, came_at)
 
     def prefilled(self, request_id: str) -> None:
-        """Its first token is there."""
-        flight = self._flights.get(request_id)
-        if flight is not None:
-            self._end_prefill(flight)
-            self.decodes.told(flight.decode, self._now)
+        """The request's first token has arrived."""
+        in_flight = self._in_flight.get(request_id)
+        if in_flight is not None:
+            self._end_prefill(in_flight)
+            self.decodes.told(in_flight.decode, self._now)
 
     def ended(self, request_id: str) -> None:
-        """Nothing is left of it anywhere, however it ended."""
-        flight = self._flights.pop(request_id, None)
-        if flight is None:
+        """The request has ended, successfully or not, and no worker has work for it."""
+        in_flight = self._in_flight.pop(request_id, None)
+        if in_flight is None:
             return
-        self._end_prefill(flight)
-        for item in flight.items:
-            self._let_go(item)
-        self.decodes.discharge(flight.decode)
-        if flight.placement.prefill is not None and self.prefills.has(flight.work):
-            self.prefixes.unexpect(flight.work.slot, flight.expected)
-        self.holding_s += FORGETTING * (self._now - flight.started_at - self.holding_s)
+        self._end_prefill(in_flight)
+        for item in in_flight.items:
+            self._encoder_media.release(item)
+        self.decodes.discharge(in_flight.decode)
+        if in_flight.placement.prefill is not None and self.prefills.has(in_flight.work):
+            self.prefixes.unexpect(in_flight.work.slot, in_flight.expected)
+        self.holding_s += FORGETTING * (self._now - in_flight.started_at - self.holding_s)
 
     def observed(
         self,
@@ -259,75 +236,52 @@ class ClusterView:
         media: Sequence[EncodeTiming | None] | None = None,
         prefill: PrefillTiming | None = None,
     ) -> None:
-        """What became of a prediction: seconds from the decision to the first token, and of each item that was encoded."""
-        flight = self._flights.get(request_id)
-        if flight is None:
-            return
-        predicted = flight.prediction
-        self._calibration.observe_ttft(
-            kind_of(flight.request, flight.placement.prefill, predicted.media_s),
-            ttft_s,
-            predicted.ttft_s,
-            flight.residual,
-            (predicted.low_s, predicted.high_s),
-        )
-        if prefill is not None:
-            self._observe_prefill(flight, ttft_s, prefill)
-        for item, timing, factor, told in zip(
-            flight.items, media or (), flight.encode_factors, predicted.items, strict=False
-        ):
-            if timing is None or item.encoder not in self.encoders.slots:
-                continue
-            actual_s = timing.preparing_s + timing.encoding_s
-            others = [other for other in flight.items if other.encoder == item.encoder]
-            if len(others) == 1 and timing.queued_s + told.queue_s <= ALONE_RATIO * actual_s:
-                hardware = self.encoders.hardware_of(item.encoder)
-                self._calibration.observe_phase(Role.ENCODE, hardware, actual_s, told.encode_s / factor)
-
-    def _observe_prefill(self, flight: Sent, ttft_s: float, timing: PrefillTiming) -> None:
-        waited_s = timing.blocks_s + timing.media_s + timing.queued_s
-        self._calibration.observe_overhead(ttft_s - waited_s - timing.computing_s)
-        role = self._roles.get(flight.computes_at)
-        if role is None or flight.request.media or waited_s > ALONE_RATIO * timing.computing_s:
-            return
-        uncorrected_s = flight.prediction.prefill_s / (flight.residual * flight.prefill_factor)
-        hardware = self._pool(role).hardware_of(flight.computes_at)
-        self._calibration.observe_phase(role, hardware, timing.computing_s, uncorrected_s)
+        """The actual durations: from the decision to the first token, and of each item that was encoded."""
+        in_flight = self._in_flight.get(request_id)
+        if in_flight is not None:
+            learn(self._calibration, in_flight, ttft_s, media or (), prefill, self._hardware_of)
 
     # --- what policies read
 
     @property
     def is_idle(self) -> bool:
-        """Nothing of the door's own counts as on its way."""
-        return not self._flights
+        """No request of this door is in flight."""
+        return not self._in_flight
 
     @property
     def calibration(self) -> CalibrationStatistics:
         return self._calibration.statistics()
 
+    def has_media(self, media_hash: str) -> bool:
+        """Whether some encoder has the item or has taken it on."""
+        return self.media.holders(media_hash) != 0
+
+    def arriving_s(self, slot: int, media_hash: str, now: float) -> float:
+        """How long an encoder that has taken an item on still needs for it."""
+        return self._encoder_media.arriving_s(slot, media_hash, now)
+
     def num_queued_rows(self, modality: Modality | None = None) -> float:
-        """Of the encoder with the fewest of them, among those that take the modality; zero if there is none."""
+        """Embedding rows queued at the least loaded encoder for the modality; zero if there is none."""
         pool = self.encoders
         able = pool.is_listed if modality is None else pool.able(modality)
         return float((pool.reported_units + pool.sent_units)[able].min(initial=np.inf)) if able.any() else 0.0
 
     def row_s(self) -> Floats:
-        """[encoders]: of an embedding row of unknown modality."""
-        curves = [self.encoders.curve(f"encode {modality}").per_unit_s for modality in Modality]
-        return np.mean(curves, axis=0)
+        """[encoders]: seconds of an embedding row of unknown modality."""
+        return row_s(self.encoders)
 
     def keys(self, request: RequestView, now: float, num_tokens: Floats) -> Floats:
-        """Its virtual deadline at prefill workers that lack so many of its tokens."""
+        """The request's virtual deadline at prefill workers that lack so many of its tokens."""
         arrived_at = now - request.waited_s
         ticket = Ticket(request.request_id, arrived_at, 0, not request.media, request.priority)
         return virtual_deadline(ticket, self.scheduling) + num_tokens / self.scheduling.tokens_per_s
 
-    def factors(self, pool: Pool) -> Floats:
-        """[slots]"""
+    def factors(self, pool: WorkerPool) -> Floats:
+        """[slots]: learnt corrections of predicted durations."""
         factors = [self._calibration.factor(pool.role, hardware) for hardware in pool.hardware]
         return np.array(factors)[pool.classes]
 
-    def factor(self, pool: Pool, replica_id: str) -> float:
+    def factor(self, pool: WorkerPool, replica_id: str) -> float:
         return self._calibration.factor(pool.role, pool.hardware_of(replica_id))
 
     def residual(self, kind: Kind) -> float:
@@ -335,22 +289,26 @@ class ClusterView:
 
     @property
     def overhead_s(self) -> float:
-        """Of a time to first token that no worker accounts for."""
+        """The part of a time to first token that no worker accounts for."""
         return self._calibration.overhead_s
 
     def interval(self, kind: Kind, ttft_s: float) -> tuple[float, float]:
         return self._calibration.interval(kind, ttft_s)
 
-    # --- within
+    # --- internal
 
-    def _pool(self, role: Role) -> Pool:
+    def _pool(self, role: Role) -> WorkerPool:
         return {Role.ENCODE: self.encoders, Role.PREFILL: self.prefills, Role.DECODE: self.decodes}[role]
 
-    def _pools_of(self, replica_id: str) -> tuple[Pool, ...]:
+    def _pools_of(self, replica_id: str) -> tuple[WorkerPool, ...]:
         role = self._roles.get(replica_id)
         if role is None:
             return ()
         return (self.decodes, self.local_prefills) if role is Role.DECODE else (self._pool(role),)
+
+    def _hardware_of(self, replica_id: str) -> tuple[Role, str] | None:
+        role = self._roles.get(replica_id)
+        return None if role is None else (role, self._pool(role).hardware_of(replica_id))
 
     def _check(self, placement: Placement) -> None:
         """Raises KeyError for a worker that is not there."""
@@ -364,11 +322,6 @@ class ClusterView:
         self.feature_links.changed()
         self.kv_links.changed()
 
-    def _queue_s(self, slot: int) -> float:
-        """Of an encoder."""
-        num_rows = self.encoders.reported_units[slot] + self.encoders.sent_units[slot]
-        return float(num_rows * self.row_s()[slot]) if num_rows > 0 else 0.0
-
     def _num_cached_blocks(self, request: RequestView, placement: Placement) -> int:
         if placement.prefill is None:
             return 0
@@ -376,25 +329,7 @@ class ClusterView:
         depth = self.prefixes.depth(request.block_hashes, slot)
         return min(depth, (request.num_prompt_tokens - 1) // request.block_size)
 
-    def _take_on(self, item: ItemView, encoder: str, encoded_s: float) -> SentItem:
-        slot = self.encoders.slots[encoder]
-        if encoded_s <= 0 or self.media.holders(item.media_hash) >> slot & 1:
-            return SentItem(item, encoder, None)
-        charge = self.encoders.charge(encoder, item.num_rows)
-        self.encoders.told(charge, self._now)
-        self.media.expect(slot, (item.media_hash,))
-        self._arriving[slot, item.media_hash] = self._now + encoded_s
-        return SentItem(item, encoder, charge)
-
-    def _let_go(self, item: SentItem) -> None:
-        charge, item.charge = item.charge, None
-        if charge is None or not self.encoders.has(charge):
-            return
-        self.encoders.discharge(charge)
-        self.media.unexpect(charge.slot, (item.view.media_hash,))
-        self._arriving.pop((charge.slot, item.view.media_hash), None)
-
-    def _end_prefill(self, flight: Sent) -> None:
-        pool = self.prefills if flight.placement.prefill else self.local_prefills
-        pool.discharge(flight.work)
-        self.pending.remove(flight.request.request_id)
+    def _end_prefill(self, in_flight: InFlightRequest) -> None:
+        pool = self.prefills if in_flight.placement.prefill else self.local_prefills
+        pool.discharge(in_flight.work)
+        self.pending.remove(in_flight.request.request_id)

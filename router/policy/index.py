@@ -1,8 +1,8 @@
-"""Who holds what: blocks of prompts at prefill workers, media items at encoders.
+"""An index of which worker holds what: blocks of prompts at prefill workers, media items at encoders.
 
-A key's holders are the bits of one integer, a bit per slot of the pool, so that the matching depths of all workers come out of
-a single walk along a prompt, whatever the number of workers. What workers have told is known; what has been sent to them is
-expected as long as its request lives, and counts as much.
+A key's holders are the bits of one integer, one bit per slot of the pool. So one walk along a prompt gives
+the matching depths of all workers, however many there are. A key that a worker has reported is known. A key
+that this door has sent to a worker is expected there as long as its request lives, and counts as much.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ K = TypeVar("K", bytes, str)
 
 
 class HolderIndex(Generic[K]):
-    """Bounded: the key that was known first is forgotten first. Then a holder is overlooked, and only time is lost."""
+    """Bounded: the oldest known key is forgotten first. A forgotten holder costs time, nothing else."""
 
     def __init__(self, max_keys: int = MAX_KEYS):
         self._max_keys = max_keys
-        # Key → bits of slots. Of a plain dict the first key is slow to find once many have gone.
+        # Key → bits of slots. In a plain dict the first key is slow to find after many deletions.
         self._known: OrderedDict[K, int] = OrderedDict()
         self._expected: dict[K, int] = {}
         self._expectations: Counter[tuple[int, K]] = Counter()
-        self._of_slot: dict[int, set[K]] = {}  # what is known of each
+        self._of_slot: dict[int, set[K]] = {}  # slot → known keys
 
     def __len__(self) -> int:
         return len(self._known)
@@ -38,7 +38,7 @@ class HolderIndex(Generic[K]):
         return self._holders(key, -1)
 
     def add(self, slot: int, keys: Iterable[K]) -> None:
-        """The worker has them."""
+        """The worker has the keys."""
         known, own = self._known, self._of_slot.setdefault(slot, set())
         for key in keys:
             known[key] = known.get(key, 0) | 1 << slot
@@ -49,7 +49,7 @@ class HolderIndex(Generic[K]):
                 self._of_slot[int(holder)].discard(key)
 
     def discard(self, slot: int, keys: Iterable[K]) -> None:
-        """The worker has them no more."""
+        """The worker no longer has the keys."""
         own = self._of_slot.get(slot, set())
         for key in keys:
             if key in own:
@@ -57,13 +57,13 @@ class HolderIndex(Generic[K]):
                 self._clear(self._known, key, slot)
 
     def expect(self, slot: int, keys: Iterable[K]) -> None:
-        """The worker is about to have them. May be repeated; `unexpect` ends one of them."""
+        """The worker is about to have the keys. May be repeated; each call is undone by one `unexpect`."""
         for key in keys:
             self._expectations[slot, key] += 1
             self._expected[key] = self._expected.get(key, 0) | 1 << slot
 
     def unexpect(self, slot: int, keys: Iterable[K]) -> None:
-        """Unknown ones are ignored."""
+        """Unknown keys are ignored."""
         for key in keys:
             left = self._expectations.get((slot, key), 0) - 1
             if left > 0:
@@ -73,7 +73,7 @@ class HolderIndex(Generic[K]):
                 self._clear(self._expected, key, slot)
 
     def drop(self, slot: int) -> None:
-        """The worker is gone, and the slot may be another's."""
+        """The worker is gone; another one may take its slot."""
         for key in self._of_slot.pop(slot, ()):
             self._clear(self._known, key, slot)
         for expectation in [e for e in self._expectations if e[0] == slot]:
@@ -81,14 +81,15 @@ class HolderIndex(Generic[K]):
             self._clear(self._expected, expectation[1], slot)
 
     def depth(self, keys: Sequence[K], slot: int) -> int:
-        """How many of the first keys the slot is known to have without a gap."""
+        """How many of the first keys, without a gap, the slot is known to have."""
         for depth, key in enumerate(keys):
             if not self._known.get(key, 0) >> slot & 1:
                 return depth
         return len(keys)
 
     def depths(self, keys: Sequence[K], num_slots: int, trusted: int = 0) -> NDArray[np.float64]:
-        """[num_slots]: `depth` of each; of the slots whose bits are set in `trusted` with what they are expected to have."""
+        """[num_slots]: `depth` of each slot. At slots with their bit in `trusted`, expected keys count,
+        too."""
         depths = np.zeros(num_slots)
         mask = self._holders(keys[0], trusted) if keys else 0
         depth = 1
@@ -100,7 +101,7 @@ class HolderIndex(Generic[K]):
         return depths
 
     def expecting(self, key: K, num_slots: int) -> NDArray[np.float64]:
-        """[num_slots]: 1 where somebody is expected to have the key soon, else 0."""
+        """[num_slots]: 1 where a worker is expected to have the key soon, else 0."""
         flags = np.zeros(num_slots)
         flags[slots_of(self._expected.get(key, 0))] = 1.0
         return flags

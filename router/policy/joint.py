@@ -1,20 +1,28 @@
 """The placement of least cost, over encoders, prefill, decode and codec together.
 
-The optimum without looking at every combination:
+The search finds the optimum without trying every combination:
 
-* **Prefill workers** are visited in order of a lower bound of what any placement there costs (each item at its earliest, the best
-  link, the best decode worker), computed for all at once; when the bound reaches the best that was found, it is over.
-* **Decode workers** are scored all at once, for a worker that computes and a time of first token.
-* There is a limit to what one decision may look at (`search.MAX_PREFILLS`, `MAX_STEPS`); beyond it the best that was found stands.
-* **Encoders**: first each item in order of need where it adds least. If that meets the lower bound, or there are more than
-  `search.MAX_EXACT_ITEMS`, it stands. Otherwise the assignments are searched depth first with the bound that remains.
+* **Prefill workers** are visited in order of a lower bound of the cost of any placement there (each item at
+  its earliest, the best link, the best decode worker). The bounds are computed for all workers at once. The
+  search ends when the bound reaches the best cost found.
+* **Decode workers** are scored all at once, for a prefill worker and a time to first token.
+* **Encoders**: first each item, in order of need, goes to the encoder where it adds least. This assignment is
+  final if it meets the lower bound, or if there are more than `search.MAX_EXACT_ITEMS` items. Otherwise the
+  assignments are searched depth first, with the bound on the rest.
+* One decision has a limited effort (`search.MAX_PREFILLS`, `MAX_STEPS`). Beyond it the best placement found
+  is chosen.
 
-Of an item's encoders only those are searched that fewer than n others equal or beat in both finish time and cost, with n items that
-need encoding. That keeps an optimum: let item i go to an encoder e that is left out. The n - 1 other items occupy at most
-n - 1 encoders, so one of the n that beat e carries no other item of the request. Move i there: alone on it, i finishes no later than
-on e, where it may even have had to wait; it costs no more; and the others on e finish no later without it. As the time to first
-token never falls when an item comes later, the cost has not grown. Repeating this ends, for every move goes to an encoder
-that stays.
+With n items that need encoding, an item's encoder is searched only if fewer than n others equal or beat it in
+both finish time and cost. This keeps an optimum. Let item i be at an encoder e that is left out. The n - 1
+other items occupy at most n - 1 encoders, so one of the n that beat e carries no other item of the request.
+Move i there:
+
+* i is alone there and finishes no later than on e, where it may even have waited;
+* it costs no more;
+* the other items on e finish no later without it.
+
+The time to first token never falls when an item arrives later, so the cost has not grown. Repeating the move
+ends, because every move goes to an encoder that is searched.
 """
 
 from __future__ import annotations
@@ -23,9 +31,9 @@ from collections.abc import Collection
 
 import numpy as np
 
-from router.policy.at_encoders import EncodersOutlook
+from router.policy.at_encoders import EncodeEstimate
 from router.policy.cluster import ClusterView
-from router.policy.predict import TIE_RATIO, Outlook
+from router.policy.estimate import TIE_RATIO, Estimate
 from router.policy.search import Found, Search
 from router.policy.views import Decision, ItemView, Placement, RequestView
 
@@ -34,23 +42,23 @@ NUM_ALTERNATIVES = 2
 
 class JointPolicy:
     def __init__(self, tie_ratio: float = TIE_RATIO):
-        """`tie_ratio`: of the shortest time to first token; what differs by less is decided by caches and hashing."""
+        """`tie_ratio`: of the shortest time to first token; caches and hashing decide smaller differences."""
         self._tie_ratio = tie_ratio
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
-        outlook = Outlook(request, cluster, now, self._tie_ratio)
-        search = Search(outlook)
+        estimate = Estimate(request, cluster, now, self._tie_ratio)
+        search = Search(estimate)
         best = search.best()
         placement = _placement(best, cluster)
-        return Decision(placement, outlook.prediction(placement), _alternatives(search, best, outlook))
+        return Decision(placement, estimate.prediction(placement), _alternatives(search, best, estimate))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
         return place_item(item, cluster, now, excluded)
 
 
 def place_item(item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
-    """Where one item would be ready first. Raises UnavailableError when there is no encoder but those excluded."""
-    encoders = EncodersOutlook([item], cluster, now, excluded)
+    """The encoder where an item would be ready first. Raises UnavailableError if all are excluded."""
+    encoders = EncodeEstimate([item], cluster, now, excluded)
     encoders.break_ties(cluster.encoders, TIE_RATIO * float(encoders.finish_s.min()))
     return encoders.replica_ids[encoders.default()[0]]
 
@@ -65,7 +73,7 @@ def _placement(found: Found, cluster: ClusterView) -> Placement:
     )
 
 
-def _alternatives(search: Search, best: Found, outlook: Outlook) -> tuple[tuple[Placement, float], ...]:
+def _alternatives(search: Search, best: Found, estimate: Estimate) -> tuple[tuple[Placement, float], ...]:
     """The next prefill workers by their bound, with the same encoders and decode worker."""
     others = search.least_s.copy()
     alternatives = []
@@ -77,6 +85,6 @@ def _alternatives(search: Search, best: Found, outlook: Outlook) -> tuple[tuple[
             break
         others[prefill] = np.inf
         found = Found(np.inf, best.encoders, prefill, best.decode, best.codec)
-        ttft_s = outlook.ttft_s(prefill, best.encoders)
-        alternatives.append((_placement(found, outlook.cluster), ttft_s))
+        ttft_s = estimate.ttft_s(prefill, best.encoders)
+        alternatives.append((_placement(found, estimate.cluster), ttft_s))
     return tuple(alternatives)

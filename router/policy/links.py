@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from cluster.types.curves import Link
-from router.policy.pool import Floats, Pool
+from router.policy.pool import Floats, WorkerPool
 
-UNMEASURED = Link(1e-3, 1e10)  # where nobody has sent anything yet: fast, so KV goes raw until more is known
+UNMEASURED = Link(1e-3, 1e10)  # before the first transfer: fast, so that KV travels raw until more is known
 
 
 class Speeds(NamedTuple):
-    """Of every reader and writer, and of each writer at its best."""
+    """For every reader and writer, and the best for each writer."""
 
     latency_s: Floats  # [readers, writers]
     s_per_byte: Floats
@@ -22,22 +22,22 @@ class Speeds(NamedTuple):
 
 
 class Links:
-    """A link that was never used counts as its writer's to any other, else as the mean of all writers'."""
+    """A link that was never used counts as its writer's link to any reader, else as the mean."""
 
-    def __init__(self, writers: Pool, readers: Pool):
+    def __init__(self, writers: WorkerPool, readers: WorkerPool):
         self._writers = writers
         self._readers = readers
         self._of_writer: dict[str, dict[str, Link]] = {}
         self._speeds: Speeds | None = None
 
     def measured(self, writer: str, links: dict[str, Link]) -> None:
-        """By replica id of the reader; "" for any other."""
+        """`links`: by replica id of the reader; "" is any other reader."""
         if self._of_writer.get(writer, {}) != links:
             self._of_writer[writer] = links
             self._speeds = None
 
     def changed(self) -> None:
-        """A worker of either pool has come or gone."""
+        """A worker of either pool has joined or left."""
         self._of_writer = {w: links for w, links in self._of_writer.items() if w in self._writers.slots}
         self._speeds = None
 
@@ -63,7 +63,7 @@ class Links:
 
 
 def _mean(links: list[Link]) -> Link:
-    """Seconds are averaged, not speeds."""
+    """Averages seconds, not speeds."""
     latency_s = float(np.mean([link.latency_s for link in links]))
     return Link(latency_s, 1 / float(np.mean([1 / link.bytes_per_s for link in links])))
 

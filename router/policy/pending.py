@@ -1,4 +1,5 @@
-"""This door's prompts that prefill has not finished, as arrays over rows: who stands before a new one is one pass over them."""
+"""This door's prompts that prefill has not finished, as arrays over rows. One pass over them tells what is
+ahead of a new prompt."""
 
 from __future__ import annotations
 
@@ -7,28 +8,28 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from router.policy.pool import Floats, Pool
+from router.policy.pool import Floats, WorkerPool
 
 
-class Running(NamedTuple):
-    """[slots] each, in tokens of this door's prompts that are not known to be computed."""
+class RunningTokens(NamedTuple):
+    """[slots] each: tokens of this door's prompts that are not known to be computed."""
 
-    total: Floats  # running or not
-    running: Floats  # in the step that runs, if it can hold them
-    running_before: Floats  # … of those that go before a new one
+    total: Floats
+    running: Floats  # in the running step, if it can hold them
+    running_before: Floats  # those of prompts with an earlier deadline than the new one
 
 
 class Ahead(NamedTuple):
-    """[slots] each, likewise."""
+    """[slots] each: likewise, when the turn of a new prompt comes."""
 
-    before: Floats  # that go before a new one, if their embeddings come before its turn
-    text_before: Floats  # … of prompts without media
-    behind: Floats  # that could be computed beside it
+    before: Floats  # of prompts with an earlier deadline whose embeddings have arrived by then
+    text_before: Floats  # those of prompts without media
+    behind: Floats  # of prompts with a later deadline that could share its steps
 
 
 class PendingPrompts:
-    """Rows [0, len) are in use, in no order. Tokens are those to compute when the prompt was sent; the early ones of them need no
-    embeddings that were on their way then."""
+    """Rows [0, len) are in use, in no order. A prompt's tokens are those that were to be computed when it was
+    sent. Its early tokens are before the first item whose embeddings had not arrived then."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []  # by row
@@ -39,9 +40,9 @@ class PendingPrompts:
         self._early = np.zeros(64)
         self._is_text = np.zeros(64, bool)
         self._told_at = np.zeros(64)
-        self._ready_at = np.zeros(64)  # instant when the last embeddings are there, as it was predicted
-        self._num_coming = np.zeros(64)  # items whose embeddings are not there
-        self._first_blocks = np.zeros(64, np.int64)  # key of the first block that is to be computed; 0: none
+        self._ready_at = np.zeros(64)  # predicted instant at which the last embeddings arrive
+        self._num_coming = np.zeros(64)  # items whose embeddings have not arrived
+        self._first_blocks = np.zeros(64, np.int64)  # key of the first block to compute; 0: none
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -71,8 +72,8 @@ class PendingPrompts:
         self._num_coming[row], self._first_blocks[row] = num_coming, block_key(first_block)
 
     def item_done(self, request_id: str, came_at: float | None) -> None:
-        """One of its items that were on their way is not any more. `came_at`: when its embeddings were there; None: they come
-        with another request's. Unknown ones are ignored."""
+        """The encoder is done with one of the request's items. `came_at`: when its embeddings arrived; None:
+        another request brings them. Unknown requests are ignored."""
         row = self._rows.get(request_id)
         if row is not None:
             self._num_coming[row] -= 1
@@ -80,7 +81,7 @@ class PendingPrompts:
                 self._ready_at[row] = came_at
 
     def remove(self, request_id: str) -> None:
-        """Unknown ones are ignored."""
+        """Unknown requests are ignored."""
         row = self._rows.pop(request_id, None)
         if row is None:
             return
@@ -93,12 +94,13 @@ class PendingPrompts:
             self._rows[last_id] = row
 
     def drop_slot(self, slot: int) -> None:
-        """Its worker is gone."""
+        """The worker is gone."""
         for request_id in [i for i in self._ids if self._slots[self._rows[i]] == slot]:
             self.remove(request_id)
 
-    def computing(self, pool: Pool, first_blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[slots]: whether the running step holds a prompt whose first block is this one, which is to be computed."""
+    def computing(self, pool: WorkerPool, first_blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[slots]: whether the running step computes a prompt whose first block to compute is
+        `first_blocks[slot]`."""
         slots, own = self._slots[: len(self)], self._first_blocks[: len(self)]
         began_at = pool.began_at[slots]
         has_begun = self._told_at[: len(self)] < began_at
@@ -107,23 +109,25 @@ class PendingPrompts:
         found[slots[has_begun & (own != 0) & (own == first_blocks[slots])]] = True
         return found
 
-    def running(self, pool: Pool, now: float, keys: Floats) -> Running:
-        """`keys`: [slots], virtual deadlines of a new prompt; equals go first."""
+    def running(self, pool: WorkerPool, now: float, keys: Floats) -> RunningTokens:
+        """`keys`: [slots], virtual deadlines of a new prompt. Pending prompts with an equal deadline are
+        ahead of it."""
         slots = self._slots[: len(self)]
         began_at = pool.began_at[slots]
         running = self._left(pool, began_at, now) * (self._told_at[: len(self)] < began_at)
         is_before = self._keys[: len(self)] <= keys[slots]
-        return Running(
+        return RunningTokens(
             self._by_slot(self._left(pool, np.inf, now), pool),
             self._by_slot(running, pool),
             self._by_slot(running * is_before, pool),
         )
 
     def ahead(
-        self, pool: Pool, now: float, keys: Floats, soon: Floats, token_s: Floats, not_before: Floats
+        self, pool: WorkerPool, now: float, keys: Floats, soon: Floats, token_s: Floats, not_before: Floats
     ) -> Ahead:
-        """Of a prompt with these virtual deadlines. [slots] each: the instant when it has its own embeddings, and how long a token
-        takes. Its turn comes when those are computed that go before it and can run as soon as it can, and `not_before`."""
+        """Of a new prompt with virtual deadlines `keys`. All arguments are [slots]; `soon`: when its own
+        embeddings have arrived; `token_s`: seconds per token. Its turn comes when the prompts ahead of it
+        that can run by `soon` are computed, and not before `not_before`."""
         slots, is_text = self._slots[: len(self)], self._is_text[: len(self)]
         is_before = self._keys[: len(self)] <= keys[slots]
         able = self._left(pool, soon[slots], now)
@@ -135,19 +139,19 @@ class PendingPrompts:
             self._by_slot(at_turn * ~is_before, pool),
         )
 
-    def _left(self, pool: Pool, at: Floats | float, now: float) -> Floats:
-        """[rows]: tokens that are not known to be computed and can run at that instant. Early ones run in the first step after they
-        were sent."""
+    def _left(self, pool: WorkerPool, at: Floats | float, now: float) -> Floats:
+        """[rows]: tokens that are not known to be computed and can run at that instant. Early tokens run in
+        the first step after the prompt was sent."""
         early, tokens = self._early[: len(self)], self._tokens[: len(self)]
         unknown = early * (self._told_at[: len(self)] >= pool.previous_at[self._slots[: len(self)]])
         return np.where(self._is_ready(at, now), tokens - early + unknown, unknown)
 
-    def _by_slot(self, tokens: Floats, pool: Pool) -> Floats:
+    def _by_slot(self, tokens: Floats, pool: WorkerPool) -> Floats:
         return np.bincount(self._slots[: len(self)], tokens, len(pool)).astype(np.float64, copy=False)
 
     def _is_ready(self, at: Floats | float, now: float | Floats) -> NDArray[np.bool_]:
-        """[rows]: whether all embeddings are there by that instant. What is not there now is not there any earlier, whatever was
-        predicted."""
+        """[rows]: whether all embeddings have arrived by that instant. If they have not arrived now, they do
+        not count for any earlier instant, whatever was predicted."""
         return (self._ready_at[: len(self)] <= at) & ((self._num_coming[: len(self)] <= 0) | (at > now))
 
     def _columns(self) -> dict[str, NDArray]:
@@ -155,5 +159,5 @@ class PendingPrompts:
 
 
 def block_key(block_hash: bytes | None) -> int:
-    """Zero for none. Of this process alone."""
+    """A block's key within this process; zero for no block."""
     return 0 if block_hash is None else hash(block_hash)

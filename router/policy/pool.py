@@ -1,10 +1,11 @@
-"""All workers of one role, as arrays over slots: what they are, how busy they say they are, how fast they are.
+"""All workers of one role, as arrays over slots: what they are, their reported load, and their speed.
 
-A worker keeps its slot while it lives; then the slot may be another's. What comes often (a load report, a request sent) writes a
-few scalars. What comes rarely (a worker, its curves) marks what is made of it as stale; that is made anew when next read.
+A worker keeps its slot while it lives; afterwards another worker may get the slot. Frequent events (a load
+report, a request sent) write a few scalars. Rare events (a worker joins, its curves change) mark derived
+arrays as stale, and the next read computes them again.
 
-A worker that has not measured itself counts as the mean of those of equal hardware, else of all that have, else as
-`UNMEASURED_S` per unit.
+A worker that has not measured itself counts as the mean of the workers of equal hardware that have, else as
+the mean of all that have, else as `UNMEASURED_S` per unit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cluster.types.members import Role
 from cluster.types.messages import LoadReport
 from router.policy.views import Worker
 
-UNMEASURED_S = 1e-4  # per unit of work where nobody has measured anything
+UNMEASURED_S = 1e-4  # per unit of work before any measurement
 UNMEASURED_STEP_UNITS = 2048
 
 Floats = NDArray[np.float64]
@@ -38,35 +39,37 @@ class CurveArrays(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Charge:
-    """Work for a worker that its reports do not count yet. It belongs to one incarnation: when the worker is gone, so is the charge,
-    whatever joins under the same id or in the same slot afterwards."""
+    """Work sent to a worker that the worker's reports do not contain yet. A charge belongs to one incarnation
+    of the slot: if the worker leaves, its charges are void, even if another one joins under the same id or in
+    the same slot."""
 
     slot: int
     incarnation: int
     num_units: float
     num_blocks: float
-    known_at: float = 0.0  # when the worker had heard of it
+    known_at: float = 0.0  # when the work was sent to the worker
     is_counted: bool = True
 
 
-class Pool:
+class WorkerPool:
     """[slots] arrays; slots that are listed may be chosen.
 
-    reported_units, sent_units    work by the last report, and sent since; together what is queued
-    reported_requests, …          the same of requests, running and waiting, and of blocks
-    context_tokens                by the last report
+    reported_units, sent_units    queued work: in the last report, and sent since
+    reported_requests, …          the same for requests, running and waiting, and for blocks
+    context_tokens                in the last report
     first_units                   work that the running step may hold
-    began_at, previous_at         when that step began, as far as was heard, and the one before
+    began_at, previous_at         when that step began, as far as is known, and the one before
     """
 
     def __init__(self, role: Role):
         self.role = role
         self.slots: dict[str, int] = {}  # replica id → slot
-        self.replica_ids: list[str] = []  # by slot; empty where no worker is
+        self.replica_ids: list[str] = []  # by slot; "" where there is no worker
         self.hardware: list[str] = []  # names of the classes, by index
         self.is_listed = np.zeros(0, bool)
-        self.is_silent = np.zeros(0, bool)  # has not moved for a while: chosen only where all others are, too
-        self.incarnations = np.zeros(0, np.int64)  # 0 where no worker is
+        # No progress for a while: chosen only if all others are silent, too
+        self.is_silent = np.zeros(0, bool)
+        self.incarnations = np.zeros(0, np.int64)  # 0 where there is no worker
         self.classes = np.zeros(0, np.intp)  # index of the hardware class
         self.salts = np.zeros(0, np.uint64)
         self.num_blocks = np.zeros(0)
@@ -85,7 +88,7 @@ class Pool:
         self._step_units: dict[str, int] = {}
         self._resolved: dict[str, CurveArrays] = {}
         self._resolved_steps: Floats | None = None
-        self._able: dict[str, NDArray[np.bool_]] = {}  # modality → who takes it
+        self._able: dict[str, NDArray[np.bool_]] = {}  # modality → whether the worker takes it
         self._unseen: dict[str, deque[Charge]] = {}  # by replica id, in order of `known_at`
         self._num_added = 0
 
@@ -94,7 +97,7 @@ class Pool:
         return len(self.replica_ids)
 
     def add(self, worker: Worker) -> None:
-        """Listed, and idle until it reports. Raises ValueError for a worker that is there."""
+        """The worker is listed, and idle until it reports. Raises ValueError if it is there already."""
         if worker.replica_id in self.slots:
             raise ValueError(f"{worker.replica_id} is there already")
         if "" in self.replica_ids:
@@ -122,7 +125,7 @@ class Pool:
         self._forget_resolved()
 
     def remove(self, replica_id: str) -> int:
-        """Its slot. Raises KeyError for a worker that is not there."""
+        """Returns the worker's slot. Raises KeyError for a worker that is not there."""
         slot = self.slots.pop(replica_id)
         self.replica_ids[slot] = ""
         for column in self._columns().values():
@@ -136,7 +139,7 @@ class Pool:
         return slot
 
     def able(self, modality: str) -> NDArray[np.bool_]:
-        """[slots]: who is listed and takes it, silent or not."""
+        """[slots]: listed workers that take the modality, silent or not."""
         able = self._able.get(modality)
         if able is None:
             able = np.zeros(len(self), bool)
@@ -146,7 +149,7 @@ class Pool:
         return able & self.is_listed
 
     def prefer_awake(self, is_able: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """[…, slots]: of the workers that could be chosen, those that are not silent; all of them where every one is."""
+        """[…, slots]: of the able workers those that are not silent; all of them if all are silent."""
         is_awake = is_able & ~self.is_silent
         return np.where(is_awake.any(-1, keepdims=True), is_awake, is_able)
 
@@ -156,7 +159,7 @@ class Pool:
     # --- how fast they are
 
     def measured(self, replica_id: str, curves: dict[str, Curve], max_step_units: int) -> None:
-        """By kind of work. Everything that it was said to be before is forgotten."""
+        """`curves`: by kind of work. They replace all earlier ones of the worker."""
         for kind in (*self._measured, *curves):
             of_kind = self._measured.setdefault(kind, {})
             of_kind.pop(replica_id, None)
@@ -167,7 +170,7 @@ class Pool:
         self._forget_resolved()
 
     def curve(self, kind: str, unmeasured_s: float = UNMEASURED_S) -> CurveArrays:
-        """Of all workers. `unmeasured_s`: per unit, where nobody has measured it."""
+        """Of all workers. `unmeasured_s`: per unit, before any worker has measured it."""
         if kind not in self._resolved:
             parts = self._own(kind)
             self._fill(parts, (0.0, unmeasured_s, 0.0))
@@ -175,7 +178,7 @@ class Pool:
         return self._resolved[kind]
 
     def own_curve(self, kind: str) -> CurveArrays:
-        """Of those that have measured it themselves; NaN for the others, who cannot do it."""
+        """Of the workers that have measured it themselves; NaN for the others, which cannot do this work."""
         key = f"own {kind}"
         if key not in self._resolved:
             self._resolved[key] = CurveArrays(*np.ascontiguousarray(self._own(kind).T))
@@ -190,7 +193,7 @@ class Pool:
 
     @property
     def step_units(self) -> Floats:
-        """[slots]: units that a step holds, at most."""
+        """[slots]: largest number of units in a step."""
         if self._resolved_steps is None:
             steps = np.full((len(self), 1), np.nan)
             for replica_id, num_units in self._step_units.items():
@@ -200,7 +203,7 @@ class Pool:
         return self._resolved_steps
 
     def _fill(self, parts: Floats, unmeasured: tuple[float, ...]) -> None:
-        """Rows of NaN become the mean of their hardware class, else of all, else `unmeasured`."""
+        """Rows of NaN become the mean of their hardware class, else the mean of all, else `unmeasured`."""
         is_missing = np.isnan(parts[:, 0])
         known = parts[~is_missing]
         if not is_missing.any():
@@ -219,13 +222,13 @@ class Pool:
     # --- how busy they are
 
     def num_waiting(self, rest: Floats) -> Floats:
-        """[…, slots]: requests that the running step does not hold, if `rest` of the units are not in it."""
+        """[…, slots]: requests outside the running step, if `rest` of the units are outside it."""
         total = np.maximum(1.0, self.reported_units + self.sent_units)
         return (self.reported_requests + self.sent_requests) * np.minimum(1.0, rest / total)
 
     def reported(self, replica_id: str, load: LoadReport, now: float, round_trip_s: float) -> None:
-        """What was sent less than a round trip ago is not in it. A report of less than the last one and what was sent since tells
-        that a step has ended, and the next has begun."""
+        """A report does not contain work that was sent less than a round trip ago. If it contains less than
+        the last report and the work sent since, a step has ended and the next one has begun."""
         slot = self.slots[replica_id]
         expected = self.reported_units[slot]
         unseen = self._unseen[replica_id]
@@ -241,19 +244,19 @@ class Pool:
             self._begin(slot, load.num_queued_units, now)
 
     def charge(self, replica_id: str, num_units: float, num_blocks: float = 0.0) -> Charge:
-        """Work that is to be sent there counts from now on."""
+        """Work that will be sent to the worker counts from now on."""
         slot = self.slots[replica_id]
         charge = Charge(slot, int(self.incarnations[slot]), num_units, num_blocks)
         self._count(charge, 1)
         return charge
 
     def has(self, charge: Charge) -> bool:
-        """Whether the worker that was charged is there still."""
+        """Whether the worker that was charged is still there."""
         return bool(self.incarnations[charge.slot] == charge.incarnation)
 
     def told(self, charge: Charge, now: float, num_ready: float | None = None) -> bool:
-        """The worker has been sent it, so that its further reports count it; whether it is alone there and begins at once, with
-        `num_ready` of its units."""
+        """The work has been sent, so later reports contain it. Returns whether the worker has no other work
+        and begins at once, with `num_ready` of the units."""
         slot = charge.slot
         if not charge.is_counted or not self.has(charge):
             return False
@@ -265,7 +268,7 @@ class Pool:
         return bool(begins)
 
     def discharge(self, charge: Charge) -> None:
-        """It is done, or will not be, or a report counts it. May be repeated."""
+        """The work is done or cancelled, or a report contains it. May be repeated."""
         if charge.is_counted:
             charge.is_counted = False
             self._count(charge, -1)
@@ -287,10 +290,10 @@ class Pool:
 
 
 def running_step(
-    pool: Pool, num_units: Floats, fixed_s: Floats, per_unit_s: Floats, now: float
+    pool: WorkerPool, num_units: Floats, fixed_s: Floats, per_unit_s: Floats, now: float
 ) -> tuple[Floats, Floats]:
-    """Units in the step that runs, of so many that may be in it, and the seconds until it ends. One of which nothing was heard for
-    twice its time does not run: the worker had nothing to do when it last spoke."""
+    """Units in the running step, of `num_units` that may be in it, and the seconds until it ends. A step that
+    began more than twice its duration ago does not run: the worker was idle at its last report."""
     running = np.minimum(num_units, pool.step_units)
     step_s = fixed_s + running * per_unit_s
     age_s = now - pool.began_at
@@ -303,8 +306,9 @@ def content_hash(content: bytes) -> np.uint64:
 
 
 def rendezvous(salts: NDArray[np.uint64], content: bytes) -> Floats:
-    """[slots], 0 to 1: who is the smallest is chosen for a content by everybody alike, and a worker that comes or goes moves
-    none but its own (Thaler and Ravishankar 1998). The mixing is that of splitmix64."""
+    """[slots], 0 to 1. If every door chooses the smallest value for a content, all doors choose the same
+    worker, and a worker that joins or leaves moves only its own contents (Thaler and Ravishankar 1998). The
+    mixing is that of splitmix64."""
     mixed = salts ^ content_hash(content)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""The search for the placement of least cost; `joint` says why it finds it."""
+"""The search for the placement of least cost. `joint` explains why it finds the optimum."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from router.policy.at_decodes import Following
+from router.policy.at_decodes import KvTransferEstimate
+from router.policy.estimate import Estimate
 from router.policy.pool import Floats
-from router.policy.predict import Outlook
 
 MAX_EXACT_ITEMS = 4
-# What a decision may look at: then the best that was found stands. `bench.router decide` measures what that loses.
+# Limits of one decision; then the best placement found is chosen. `bench.router decide` measures the loss.
 MAX_PREFILLS = 4
-MAX_STEPS = 50  # an item to an encoder each
+MAX_STEPS = 50  # assignments of an item to an encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +29,18 @@ class Found:
 
 
 class Search:
-    """One request. `least_s`: [prefills], what any placement there costs at least; infinite where there can be none."""
+    """For one request. `least_s`: [prefills], lower bound of the cost of any placement there; infinite if
+    there is none."""
 
-    def __init__(self, outlook: Outlook, max_prefills: int = MAX_PREFILLS, max_steps: int = MAX_STEPS):
-        self._outlook = outlook
+    def __init__(self, estimate: Estimate, max_prefills: int = MAX_PREFILLS, max_steps: int = MAX_STEPS):
+        self._estimate = estimate
         self._max_prefills, self._max_steps = max_prefills, max_steps
         self.num_visited = 0
         self.num_steps = 0
-        encoders, prefills, decodes = outlook.encoders, outlook.prefills, outlook.decodes
+        encoders, prefills, decodes = estimate.encoders, estimate.prefills, estimate.decodes
         self._least_costs = np.where(encoders.is_able, encoders.cost_s, np.inf).min(1, initial=np.inf)
         self._score_s = decodes.score_s
-        ttft_s = prefills.least_ttft_s(outlook.earliest_s)
+        ttft_s = prefills.least_ttft_s(estimate.earliest_s)
         least_s = decodes.least_end_s(ttft_s, prefills) + float(self._score_s.min()) + prefills.cost_s
         if len(self._least_costs):
             least_s = least_s + (prefills.is_needed * self._least_costs[:, None]).sum(0)
@@ -51,12 +52,12 @@ class Search:
         while True:
             prefill = int(bounds_s.argmin())
             if best is not None and (
-                bounds_s[prefill] >= best.cost_s - self._outlook.tie_s
+                bounds_s[prefill] >= best.cost_s - self._estimate.tie_s
                 or self.num_visited >= self._max_prefills
             ):
                 return best
             there = _AtPrefill(
-                self._outlook, prefill, self._score_s, self._least_costs, self._max_steps - self.num_steps
+                self._estimate, prefill, self._score_s, self._least_costs, self._max_steps - self.num_steps
             )
             found = there.best()
             self.num_visited += 1
@@ -66,10 +67,10 @@ class Search:
                 best = found
 
     def _best_local_prefill(self) -> Found | None:
-        outlook = self._outlook
-        if outlook.local_prefills is None:
+        estimate = self._estimate
+        if estimate.local_prefills is None:
             return None
-        score_s = outlook.local_prefills.score_s(outlook.decodes)
+        score_s = estimate.local_prefills.score_s(estimate.decodes)
         decode = int(score_s.argmin())
         if score_s[decode] == np.inf:
             return None
@@ -78,7 +79,7 @@ class Search:
 
 @dataclass
 class _Assignment:
-    """Items in order of need, the first of them with an encoder each."""
+    """Encoders for the first few items, in the order in which prefill needs the items."""
 
     ttft_s: float
     cost_s: float = 0.0
@@ -87,20 +88,24 @@ class _Assignment:
 
 
 class _AtPrefill:
-    """One prefill worker. `_rows`: [items, encoders], the time to first token if only that item had to be waited for."""
+    """The search at one prefill worker. `_rows`: [items, encoders], time to first token if only it waits."""
 
-    def __init__(self, outlook: Outlook, prefill: int, score_s: Floats, least_costs: Floats, max_steps: int):
+    def __init__(
+        self, estimate: Estimate, prefill: int, score_s: Floats, least_costs: Floats, max_steps: int
+    ):
         self.num_steps = 0
         self._max_steps = max_steps
-        self._outlook = outlook
+        self._estimate = estimate
         self._prefill = prefill
         self._score_s = score_s
-        self._needed = [int(idx) for idx in np.flatnonzero(outlook.prefills.is_needed[:, prefill])]
+        self._needed = [int(idx) for idx in np.flatnonzero(estimate.prefills.is_needed[:, prefill])]
         self._least_costs = least_costs
-        self._text_s = float(outlook.prefills.text_s[prefill])
-        self._followings: list[Following] = outlook.decodes.followings(prefill, outlook.prefills)
+        self._text_s = float(estimate.prefills.text_s[prefill])
+        self._kv_transfers: list[KvTransferEstimate] = estimate.decodes.kv_transfers(
+            prefill, estimate.prefills
+        )
         if self._needed:
-            encoders, prefills = outlook.encoders, outlook.prefills
+            encoders, prefills = estimate.encoders, estimate.prefills
             self._transfers = encoders.transfers(prefill)
             arrivals = encoders.finish_s + self._transfers
             self._rows = prefills.awaiting_s(arrivals, prefills.tail_s[:, prefill, None], prefill)
@@ -115,13 +120,13 @@ class _AtPrefill:
         if is_least or not 1 <= len(self._needed) <= MAX_EXACT_ITEMS:
             return best
         self._floor_s = self._best_decode(least_ttft_s)[0]
-        own_s = float(self._outlook.prefills.cost_s[self._prefill])
-        self._slope_s = own_s + min(float((f.after_s + self._score_s).min()) for f in self._followings)
+        own_s = float(self._estimate.prefills.cost_s[self._prefill])
+        self._slope_s = own_s + min(float((f.after_s + self._score_s).min()) for f in self._kv_transfers)
         candidates = [self._candidates(idx, least_ttft_s, least_cost_s, best.cost_s) for idx in self._needed]
         return self._search(_Assignment(self._text_s), candidates, least_ttft_s, best)
 
     def _nearest(self) -> _Assignment:
-        """Each item in order of need where it adds least."""
+        """Each item, in order of need, at the encoder where it adds least."""
         assignment = _Assignment(self._text_s)
         for idx in self._needed:
             added_s = np.maximum(assignment.ttft_s, self._rows[idx]) + self._costs[idx]
@@ -131,12 +136,13 @@ class _AtPrefill:
             assignment = self._assign(assignment, idx, int(added_s.argmin()))
         return assignment
 
-    def _candidates(self, idx: int, least_ttft_s: float, least_cost_s: float, most_s: float) -> list[int]:
-        """The encoders of an item that can be part of something better than `most_s`, and that fewer than n others beat."""
+    def _candidates(self, idx: int, least_ttft_s: float, least_cost_s: float, max_s: float) -> list[int]:
+        """The encoders of an item that may lead to a cost below `max_s`, those that fewer than n others
+        beat."""
         row, cost = self._rows[idx], self._costs[idx]
         others_s = least_cost_s - float(self._least_costs[idx])
         bound_s = self._least_end_s(np.maximum(least_ttft_s, row)) + cost + others_s
-        left = np.flatnonzero(bound_s < most_s)
+        left = np.flatnonzero(bound_s < max_s)
         order = left[np.lexsort((cost[left], row[left]))]
         kept: list[int] = []
         costs_of_kept: list[float] = []  # ascending
@@ -149,7 +155,7 @@ class _AtPrefill:
     def _search(
         self, assignment: _Assignment, candidates: list[list[int]], least_ttft_s: float, best: Found
     ) -> Found:
-        """Depth first, the item that is needed first at the top."""
+        """Depth first; the item that is needed first is at the top."""
         depth = len(assignment.encoders)
         if depth == len(self._needed):
             found = self._found(assignment)
@@ -170,7 +176,7 @@ class _AtPrefill:
         before_s = assignment.used_s.get(encoder, 0.0)
         used_s = {
             **assignment.used_s,
-            encoder: before_s + float(self._outlook.encoders.encode_s[idx, encoder]),
+            encoder: before_s + float(self._estimate.encoders.encode_s[idx, encoder]),
         }
         return _Assignment(
             max(assignment.ttft_s, self._row(idx, encoder, before_s)),
@@ -180,34 +186,34 @@ class _AtPrefill:
         )
 
     def _row(self, idx: int, encoder: int, device_s: float) -> float:
-        """`_rows` of one encoder whose device is kept by other items of the request before."""
+        """`_rows` of one encoder whose device first computes other items of the request for `device_s`."""
         if device_s <= 0:
             return float(self._rows[idx, encoder])
-        prefills = self._outlook.prefills
+        prefills = self._estimate.prefills
         arrival_s = (
-            self._outlook.encoders.finish_after(idx, encoder, device_s) + self._transfers[idx, encoder]
+            self._estimate.encoders.finish_after(idx, encoder, device_s) + self._transfers[idx, encoder]
         )
         return float(prefills.awaiting_s(arrival_s, prefills.tail_s[idx, self._prefill], self._prefill))
 
     def _least_end_s(self, ttft_s: Floats) -> Floats:
-        """At least what a placement costs beside its encoders, by time to first token, which is never before the least one."""
+        """Lower bound of a placement's cost without encoders, by time to first token."""
         return np.maximum(self._floor_s, ttft_s + self._slope_s)
 
     def _found(self, assignment: _Assignment) -> Found:
-        outlook = self._outlook
+        estimate = self._estimate
         ttft_s = assignment.ttft_s
         cost_s, decode, codec = self._best_decode(ttft_s)
-        encoders = outlook.encoders.default()
+        encoders = estimate.encoders.default()
         for idx, encoder in zip(self._needed, assignment.encoders, strict=True):
             encoders[idx] = encoder
         cost_s += assignment.cost_s
         return Found(cost_s, tuple(encoders), self._prefill, decode, codec)
 
     def _best_decode(self, ttft_s: float) -> tuple[float, int, str]:
-        """Cost without encoders, decode worker and codec."""
-        ends_s = [following.end_s(ttft_s) + self._score_s for following in self._followings]
+        """(cost without encoders, decode worker, codec)."""
+        ends_s = [kv_transfer.end_s(ttft_s) + self._score_s for kv_transfer in self._kv_transfers]
         decodes = [int(end_s.argmin()) for end_s in ends_s]
         costs_s = [float(end_s[decode]) for end_s, decode in zip(ends_s, decodes, strict=True)]
         least = costs_s.index(min(costs_s))
-        cost_s = costs_s[least] + float(self._outlook.prefills.cost_s[self._prefill])
-        return cost_s, decodes[least], self._followings[least].codec
+        cost_s = costs_s[least] + float(self._estimate.prefills.cost_s[self._prefill])
+        return cost_s, decodes[least], self._kv_transfers[least].codec

@@ -1,6 +1,6 @@
-"""What a placement is made of: a request as the router sees it, where it goes, and what that is predicted to take.
+"""The values of placement: a request as policies see it, a placement, and its prediction.
 
-Pure values. Durations in seconds from the decision, unless they say otherwise.
+Pure values. Durations are seconds from the decision unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from cluster.types.members import Role
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One replica that may be chosen; the fields mean what they mean in `Member`."""
+    """One replica that may be chosen; the fields are those of `Member`."""
 
     replica_id: str
     role: Role
     num_blocks: int
     hardware: str = ""
-    device: str = ""
-    modalities: tuple[str, ...] = ()  # encode only; none named: any
+    modalities: tuple[str, ...] = ()  # encode only; empty: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +32,19 @@ class ItemView:
     num_rows: int  # that the encoder computes, before pooling
     num_bytes: int  # of its embeddings, as they travel
     start: int  # first prompt token that needs it
-    end: int  # behind its last token
+    end: int  # one past its last token
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What a placement depends on."""
+    """The facts of a request that a placement depends on."""
 
     request_id: str
     num_prompt_tokens: int
     block_size: int
     block_hashes: Sequence[bytes]  # one per full block of the prompt
     media: Sequence[ItemView] = ()  # in prompt order
-    num_companion_tokens: int = 0  # prompts computed beside it (guidance)
+    num_negative_tokens: int = 0  # of the negative prompt, computed beside it (guidance)
     num_sequences: int = 1  # in decode
     num_prefill_blocks: int = 0  # that a prefill worker must be able to hold
     num_decode_blocks: int = 0  # that a decode worker must be able to hold
@@ -66,9 +65,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class ItemPrediction:
-    """One media item; all zero where prefill has the tokens that it stands for, or an encoder the embeddings."""
+    """One media item. All zero if prefill has its tokens cached, or an encoder its embeddings."""
 
-    queue_s: float = 0.0  # until the encoder begins with it
+    queue_s: float = 0.0  # until the encoder begins with the item
     encode_s: float = 0.0  # preparation and encoder calls
     transfer_s: float = 0.0
 
@@ -79,14 +78,14 @@ class ItemPrediction:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one placement. The sum of the first three is the time to the first token."""
+    """Of one placement. The first three sum to the time to first token."""
 
-    media_s: float  # that prefill waits for embeddings, not hidden behind other work
+    media_s: float  # prefill waits for embeddings, not hidden behind other work
     queue_s: float  # at prefill
     prefill_s: float
     ttft_s: float
-    transfer_s: float  # of KV that is not hidden
-    first_step_s: float  # decode's wait for blocks that is not hidden, and its first step
+    transfer_s: float  # of KV, as far as it is not hidden
+    first_step_s: float  # decode's wait for blocks, as far as it is not hidden, and its first step
     low_s: float  # the first token comes between these with a probability of 90 %
     high_s: float
     items: tuple[ItemPrediction, ...] = ()  # per media item
@@ -96,6 +95,5 @@ class Prediction:
 class Decision:
     placement: Placement
     prediction: Prediction
-    alternatives: tuple[
-        tuple[Placement, float], ...
-    ] = ()  # a few of the next best, with their predicted ttft_s
+    # A few of the next best, with their predicted ttft_s
+    alternatives: tuple[tuple[Placement, float], ...] = ()

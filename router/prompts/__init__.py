@@ -1,1 +1,6 @@
-"""From a parsed call to a prompt: media taken in, measured and reduced; text rendered, tokenised and hashed."""
+"""From a parsed call to a prompt.
+
+intake         media bytes are read and opened
+media          media items are measured and reduced, by the rules of `media_budget`
+builder        text is rendered, tokenised and hashed
+"""

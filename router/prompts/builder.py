@@ -1,5 +1,5 @@
-"""From a call to prompts: media laid out, text tokenised, placeholders expanded. Blocking work, run off the event loop; no file is
-opened."""
+"""Builds prompts from a call: lays out media, tokenises text, expands placeholders. Blocks, so it runs off
+the event loop. Opens no file."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ import msgspec
 
 from cluster.errors import ContextLengthError, MediaError, RequestError
 from cluster.kvcache.hashing import block_hashes
-from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart
+from cluster.text.chat import ChatMedia, ChatMessage, LaidOutMedia
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.types.request import Guidance, Prompt
-from router.openai.protocol import MediaNote
-from router.openai.translate import ChatCall, GuidanceRules
-from router.prompts.media import Content, Look, MediaPlanner
-from router.prompts.media_budget import Reason
+from router.calls import ChatCall, GuidanceRules, MediaNote
+from router.prompts.media import Content, MeasuredItem, MediaPlanner
+from router.prompts.media_budget import ReductionReason
 
-MIN_ANSWER_TOKENS = 256  # that media leave room for, where the client does not say how many it wants
+MIN_ANSWER_TOKENS = 256  # room that media leave for the answer if the client sets no length
 
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt that can be routed. `items[i]` is what stands in `prompt.media[i]`."""
+    """A prompt that can be routed. `items[i]` is the item of `prompt.media[i]`."""
 
     prompt: Prompt
     items: tuple[MediaItem, ...]
     block_hashes: Sequence[bytes]
     guidance: Guidance | None = None
-    media_notes: Sequence[MediaNote] = ()  # what was done to items that the client did not ask for
-    release: Callable[[], None] = lambda: None  # to be called when its request has ended
+    media_notes: Sequence[MediaNote] = ()  # changes to items that the client did not ask for
+    release: Callable[[], None] = lambda: None  # to be called when the request has ended
 
     @property
     def num_tokens(self) -> int:
@@ -44,14 +43,13 @@ class PreparedPrompt:
 
 @dataclass(frozen=True)
 class MediaCaps:
-    """What the operator allows one request."""
+    """The operator's limits for one request."""
 
     max_items: int
-    max_tokens: int  # of all items; 0: as many as the context has room for
-    max_picture_rows: int = (
-        16_384  # that an encoder computes for one image, or for frames that are seen together
-    )
-    max_rows: int = 65_536  # … and for all items
+    max_tokens: int  # of all items; 0: as many as fit into the context
+    # rows that an encoder computes for one image, or for frames that are encoded together
+    max_picture_rows: int = 16_384
+    max_rows: int = 65_536  # the same for all items
 
 
 class PromptBuilder:
@@ -77,24 +75,25 @@ class PromptBuilder:
     def chat(
         self, call: ChatCall, contents: Sequence[Content | MediaError], share: float = 1.0
     ) -> PreparedPrompt:
-        """`contents`: of each of the call's items, in order. `share`: of its tokens that new media keeps, because encoders are behind.
+        """`contents`: of each of the call's items, in order. `share`: the share of its tokens that new media
+        keeps, because encoders are overloaded.
 
-        Raises RequestError and its kin. Blocks: lays out, tokenises."""
+        Raises RequestError and its subclasses. Blocks: lays out, tokenises."""
         rules = call.media_rules
         tenant = call.cache_salt
-        looks, notes = self._media.look(call.media, contents, rules)
+        measured, notes = self._media.measure(call.media, contents, rules)
         messages = without_items(call.messages, {note.item for note in notes})
         if share < 1.0 and not rules.is_exact:
-            looks, relieved = self._media.relieve(looks, share, tenant)
+            measured, relieved = self._media.relieve(measured, share, tenant)
             notes += relieved
         earlier = items_of_earlier_turns(call.messages)
-        prompt, items = self._expanded(messages, looks, tenant, earlier)
-        room = self._media_room(call, prompt, looks)
-        if looks and sum(look.num_tokens for look in looks) > room:
-            looks, reduced = self._media.reduce(looks, room, rules, Reason.BUDGET)
+        prompt, items = self._expanded(messages, measured, tenant, earlier)
+        room = self._media_room(call, prompt, measured)
+        if measured and sum(each.num_tokens for each in measured) > room:
+            measured, reduced = self._media.reduce(measured, room, rules, ReductionReason.BUDGET)
             notes = [note for note in notes if note.item not in {new.item for new in reduced}] + reduced
-            prompt, items = self._expanded(messages, looks, tenant, earlier)
-        self._media.check_rows(looks, self._caps.max_picture_rows, self._caps.max_rows)
+            prompt, items = self._expanded(messages, measured, tenant, earlier)
+        self._media.check_rows(measured, self._caps.max_picture_rows, self._caps.max_rows)
         notes.sort(key=lambda note: note.item)
         return self._prepared(prompt, items, call.guidance, call.cache_salt, notes)
 
@@ -111,27 +110,31 @@ class PromptBuilder:
         return self._prepared(Prompt(tuple(token_ids)), (), guidance, cache_salt)
 
     def _expanded(
-        self, messages: Sequence[ChatMessage], looks: Sequence[Look], tenant: str, earlier: Collection[int]
+        self,
+        messages: Sequence[ChatMessage],
+        measured: Sequence[MeasuredItem],
+        tenant: str,
+        earlier: Collection[int],
     ) -> tuple[Prompt, tuple[MediaItem, ...]]:
-        """The prompt, and what stands in each of its media; `earlier`: items that an earlier turn showed."""
-        items = [self._media.items(look, tenant) for look in looks]
+        """The prompt and the item of each of its media. `earlier`: items of an earlier turn."""
+        items = [self._media.items(each, tenant) for each in measured]
         laid_out = [
-            LaidOutMedia(look.layout, tuple(item.media_hash for item in own))
-            for look, own in zip(looks, items, strict=True)
+            LaidOutMedia(each.layout, tuple(item.media_hash for item in own))
+            for each, own in zip(measured, items, strict=True)
         ]
         prompt = self._text.chat_prompt(messages, laid_out)
-        pairs = [(look, item) for look, own in zip(looks, items, strict=True) for item in own]
+        pairs = [(each, item) for each, own in zip(measured, items, strict=True) for item in own]
         by_hash = {item.media_hash: item for _, item in pairs}
-        returning = {item.media_hash for look, item in pairs if look.item_idx in earlier}
+        returning = {item.media_hash for each, item in pairs if each.item_idx in earlier}
         return prompt, tuple(
             msgspec.structs.replace(by_hash[name], is_returning=name in returning)
             for name in (placed.media_hash for placed in prompt.media)
         )
 
-    def _media_room(self, call: ChatCall, prompt: Prompt, looks: Sequence[Look]) -> int:
+    def _media_room(self, call: ChatCall, prompt: Prompt, measured: Sequence[MeasuredItem]) -> int:
         """Embedding rows that all items together may have."""
         least = 1 if call.media_rules.is_exact else min(MIN_ANSWER_TOKENS, self._max_model_len // 4)
-        num_text_tokens = len(prompt.token_ids) - sum(look.num_tokens for look in looks)
+        num_text_tokens = len(prompt.token_ids) - sum(each.num_tokens for each in measured)
         room = self._max_model_len - num_text_tokens - (call.stop.max_tokens or least)
         caps = (self._caps.max_tokens or room, call.media_rules.max_tokens or room)
         return min(room, *caps)
@@ -163,13 +166,14 @@ class PromptBuilder:
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_model_len:
             raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens; this model's context is {self._max_model_len}, including the answer",
+                f"the prompt has {num_tokens} tokens; this model's context is {self._max_model_len}, "
+                "including the answer",
                 param="messages",
             )
 
 
 def without_items(messages: Sequence[ChatMessage], left_out: Collection[int]) -> tuple[ChatMessage, ...]:
-    """The conversation without some of its media items, which are numbered in order."""
+    """The conversation without some of its media items, given by their order."""
     item_idx = -1
     kept: list[ChatMessage] = []
     for message in messages:
@@ -178,15 +182,15 @@ def without_items(messages: Sequence[ChatMessage], left_out: Collection[int]) ->
             continue
         parts = []
         for part in message.content:
-            item_idx += isinstance(part, MediaPart)
-            if not (isinstance(part, MediaPart) and item_idx in left_out):
+            item_idx += isinstance(part, ChatMedia)
+            if not (isinstance(part, ChatMedia) and item_idx in left_out):
                 parts.append(part)
         kept.append(msgspec.structs.replace(message, content=tuple(parts)))
     return tuple(kept)
 
 
 def items_of_earlier_turns(messages: Sequence[ChatMessage]) -> set[int]:
-    """Media items that stand before an answer of the assistant: the conversation goes on, and will show them again."""
+    """Media items before an answer of the assistant. Later requests of the conversation repeat them."""
     found: set[int] = set()
     num_items = 0
     for message in messages:

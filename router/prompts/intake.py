@@ -1,10 +1,12 @@
-"""A request's media comes in: its bytes are read, counted and opened, before anything is planned.
+"""Reads a request's media, counts its bytes and opens it, before the prompt is planned.
 
-    take_in   read all items at once, each content kept once → have surveyor processes open them, one after the other
-    release   when the request has ended, however it did: its bytes are not counted any more
+    take_in   read all items at once and keep equal contents once → surveyor processes open them, one after
+              the other
+    release   when the request has ended, successfully or not: its bytes are no longer counted
 
-Bounded for one request: bytes and seconds of decoding; for a tenant and for the door: bytes of all requests in work. Requests take turns
-at the surveyors item by item. A request that is cancelled stops reading and decoding at once. Lives on the door's event loop.
+Limits per request: bytes and seconds of decoding. Limits per tenant and per door: bytes of all requests in
+work. Requests share the surveyors item by item. A cancelled request stops reading and decoding at once. Runs
+on the door's event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from cluster.media.survey import MediaSurvey
 from cluster.media.surveyor import Surveyed, SurveyOrder
 from cluster.media.surveyors import DecodeTime, SurveyorPool
 from cluster.types.media import MediaOptions, Modality
-from router.openai.translate import ChatCall
+from router.calls import ChatCall
 from router.prompts.media import Content
 
 RETRY_AFTER_S = 5.0
@@ -37,7 +39,7 @@ class MediaTooLargeError(RequestError):
 
 @dataclass(frozen=True)
 class ByteLimits:
-    """Of files as they were sent or fetched, each content counted once for a request."""
+    """Bytes of files as they were sent or fetched. A request's equal contents count once."""
 
     per_request: int
     per_door: int  # of all requests in work
@@ -48,7 +50,7 @@ class ByteLimits:
 
 
 class MediaBytes:
-    """What the requests in work hold."""
+    """The bytes that the requests in work hold."""
 
     def __init__(self, limits: ByteLimits):
         self.limits = limits
@@ -58,10 +60,13 @@ class MediaBytes:
     def hold(self, tenant: str, num_bytes: int) -> None:
         """Raises OverloadedError."""
         held, limits = self.by_tenant[tenant], self.limits
-        for name, most, now in (("door", limits.per_door, self.total), ("tenant", limits.per_tenant, held)):
-            if now + num_bytes > most:
+        for name, max_bytes, now in (
+            ("door", limits.per_door, self.total),
+            ("tenant", limits.per_tenant, held),
+        ):
+            if now + num_bytes > max_bytes:
                 raise OverloadedError(
-                    f"the media of the requests in work have {now} bytes; a {name} holds at most {most}",
+                    f"the media of the requests in work have {now} bytes; a {name} holds at most {max_bytes}",
                     retry_after_s=RETRY_AFTER_S,
                 )
         self.total += num_bytes
@@ -76,24 +81,24 @@ class MediaBytes:
 
 @dataclass(eq=False)
 class RequestMedia:
-    """One request's media. Whoever has it releases it when the request has ended."""
+    """One request's media. The caller releases it when the request has ended."""
 
     bytes_in_work: MediaBytes
     tenant: str
     contents: Sequence[Content | MediaError] = ()  # of each of the call's items
     num_bytes: int = 0
-    read_at: float = 0.0  # on the door's clock: all bytes were here
+    read_at: float = 0.0  # on the door's clock: when all bytes had arrived
     _by_digest: dict[bytes, FetchedMedia] = field(default_factory=dict)
 
     def keep(self, media: FetchedMedia) -> FetchedMedia:
-        """The content that stands for these bytes. Raises MediaTooLargeError and OverloadedError."""
+        """The one content that is kept for these bytes. Raises MediaTooLargeError and OverloadedError."""
         known = self._by_digest.get(media.digest)
         if known is not None:
             return known
-        most, num_bytes = self.bytes_in_work.limits.per_request, len(media.data)
-        if self.num_bytes + num_bytes > most:
+        max_bytes, num_bytes = self.bytes_in_work.limits.per_request, len(media.data)
+        if self.num_bytes + num_bytes > max_bytes:
             raise MediaTooLargeError(
-                f"the media of this request have more than {most} bytes", param="messages"
+                f"the media of this request have more than {max_bytes} bytes", param="messages"
             )
         self.bytes_in_work.hold(self.tenant, num_bytes)
         self.num_bytes += num_bytes
@@ -116,7 +121,7 @@ class MediaIntake:
         limits: ByteLimits,
         clock: Clock,
     ):
-        """`processor`: None for a model without media, whose planner refuses every item by name."""
+        """`processor`: None for a model without media; then `MediaPlanner` refuses every item by name."""
         self._fetcher = fetcher
         self._surveyors = surveyors
         self._settings = None if processor is None else processor.settings
@@ -128,7 +133,8 @@ class MediaIntake:
         return self._bytes.total
 
     async def take_in(self, call: ChatCall) -> RequestMedia:
-        """Raises ClusterError; then nothing is held. With `omits_bad` an item that cannot be used is an error among the contents."""
+        """Raises ClusterError; then nothing is held. With `omits_bad`, an item that cannot be used is an
+        error among the contents."""
         media = RequestMedia(self._bytes, call.tenant, read_at=self._clock.now())
         try:
             if self._settings is None:
@@ -148,7 +154,7 @@ class MediaIntake:
         self._surveyors.close()
 
     async def _read_all(self, call: ChatCall, media: RequestMedia) -> list[FetchedMedia | MediaError]:
-        """All at once. An item that cannot be read ends the others, unless it may be left out."""
+        """Reads all items at once. An item that cannot be read ends the others, unless it may be left out."""
         assert self._settings is not None
         max_bytes = self._settings.limits.max_bytes
 
@@ -171,7 +177,7 @@ class MediaIntake:
     async def _survey_all(
         self, call: ChatCall, fetched: Sequence[FetchedMedia | MediaError], settings: MediaSettings
     ) -> list[Content | MediaError]:
-        """Equal items are opened once."""
+        """Opens equal items once."""
         time = DecodeTime(settings.limits.max_request_decode_s)
         known: dict[tuple[Modality, bytes, MediaOptions], Surveyed] = {}
         contents: list[Content | MediaError] = []

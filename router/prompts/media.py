@@ -1,11 +1,15 @@
-"""A door's look at the media of one request: what each item is, how closely it is looked at, what stands for it in the prompt.
+"""Plans the media of one request: the size of each item, its reduction if needed, and the items for the
+encoders.
 
-    look     every item, which a surveyor process has opened (`router.prompts.intake`), is laid out as the client asked; an item that cannot
-             be used is refused by name, or left out where the client prefers an answer without it
-    reduce   where all together cost more than there is room for, or encoders are behind: `router.prompts.media_budget`
-    items    what encoders are sent; a clip that is heard is two items
+    measure  lay out every item as the client asked; a surveyor process has opened it before
+             (`router.prompts.intake`). An item that cannot be used is refused by name, or left out if the
+             client prefers an answer without it
+    reduce   if all items together need more tokens than there is room for, or if encoders are overloaded:
+             `router.prompts.media_budget`
+    items    the items for the encoders; a clip with its sound track is two items
 
-No file is opened here. Milliseconds of arithmetic and of the model's processor, run on the door's threads for text. Thread-safe.
+Opens no file. Takes milliseconds of arithmetic and of the model's processor, on the door's threads for text.
+Thread-safe.
 """
 
 from __future__ import annotations
@@ -25,137 +29,147 @@ from cluster.media.sources import MediaSource
 from cluster.media.survey import probe_of
 from cluster.media.surveyor import Surveyed
 from cluster.types.media import MediaGeometry, MediaItem, MediaLayout, MediaOptions, MediaProbe, Modality
-from router.openai.protocol import MediaNote
-from router.openai.translate import MediaRules
-from router.prompts.media_budget import Cut, Reason, fit
+from router.calls import MediaNote, MediaRules
+from router.prompts.media_budget import Reduction, ReductionReason, fit
 
 
 @dataclass(frozen=True)
 class Content:
-    """One item's bytes and what they are."""
+    """One item's bytes and their survey."""
 
     fetched: FetchedMedia
     surveyed: Surveyed
 
 
 @dataclass(frozen=True)
-class Look:
-    """One item as the client sent it, looked at."""
+class MeasuredItem:
+    """One item, laid out with its options."""
 
     item_idx: int  # among the request's items
     modality: Modality
     content: Content
     options: MediaOptions
     probe: MediaProbe
-    sound: MediaProbe | None  # of a clip that is heard
+    sound: MediaProbe | None  # of a clip with its sound track
     layout: MediaLayout
-    encoded: MediaGeometry  # of the item before pooling: what an encoder computes for it
+    encoded: MediaGeometry  # before pooling: what an encoder computes for the item
 
     @property
     def num_tokens(self) -> int:
-        """Embedding rows, the sound track's included."""
+        """Embedding rows, including the sound track's."""
         return _rows(self.layout)
 
     @property
     def num_encoded_rows(self) -> int:
-        """Those that encoders compute, the sound track's included."""
+        """Embedding rows that encoders compute, including the sound track's."""
         return self.encoded.num_tokens + sum(
             geometry.num_tokens for kind, geometry in self.layout.parts if kind is not self.modality
         )
 
     @property
     def num_sound_tokens(self) -> int:
-        """Those of them that no cut takes away."""
+        """The sound's tokens, which no reduction removes."""
         return sum(geometry.num_tokens for kind, geometry in self.layout.parts if kind is Modality.AUDIO)
 
 
 class MediaPlanner:
     def __init__(self, processor: MediaProcessor | None, is_held: Callable[[str], bool]):
-        """`is_held`: whether an encoder has, or is about to have, an item of that media hash."""
+        """`is_held`: whether an encoder has, or is about to have, the item with a media hash."""
         self._processor = processor
         self._is_held = is_held
 
-    def look(
+    def measure(
         self, sources: Sequence[MediaSource], contents: Sequence[Content | MediaError], rules: MediaRules
-    ) -> tuple[list[Look], list[MediaNote]]:
-        """Raises MediaError and UnsupportedError; with `omits_bad`, items that cannot be used are notes instead."""
-        looks: list[Look] = []
+    ) -> tuple[list[MeasuredItem], list[MediaNote]]:
+        """Raises MediaError and UnsupportedError. With `omits_bad`, an unusable item becomes a note."""
+        measured: list[MeasuredItem] = []
         notes: list[MediaNote] = []
         for item_idx, (source, content) in enumerate(zip(sources, contents, strict=True)):
             try:
                 if isinstance(content, MediaError):
                     raise content
-                looks.append(self._look_at(item_idx, source.modality, content, source.options))
+                measured.append(self._measure_item(item_idx, source.modality, content, source.options))
             except MediaError as error:
                 if not rules.omits_bad:
                     raise
                 notes.append(MediaNote(item_idx, source.modality, "error", error=error.message))
-        return looks, notes
+        return measured, notes
 
     def reduce(
-        self, looks: Sequence[Look], max_tokens: int, rules: MediaRules, reason: Reason
-    ) -> tuple[list[Look], list[MediaNote]]:
-        """The same items in at most so many tokens. Raises ContextLengthError when there is no way, or none is wanted."""
-        total = sum(look.num_tokens for look in looks)
-        seen = [self._as_seen(look) for look in looks]
-        cuts = None
+        self, measured: Sequence[MeasuredItem], max_tokens: int, rules: MediaRules, reason: ReductionReason
+    ) -> tuple[list[MeasuredItem], list[MediaNote]]:
+        """The same items in at most `max_tokens`. Raises ContextLengthError if impossible or not allowed."""
+        total = sum(item.num_tokens for item in measured)
+        sizes = [self._encoded_size(item) for item in measured]
+        reductions = None
         if not rules.is_exact:
-            cuts = fit(
-                seen, max_tokens, lambda idx, cut: self._measure(looks[idx], self._settled(seen[idx], cut))
+            reductions = fit(
+                sizes,
+                max_tokens,
+                lambda idx, reduction: self._num_tokens_after(
+                    measured[idx], self._keep_frame_size(sizes[idx], reduction)
+                ),
             )
-        if cuts is None:
+        if reductions is None:
             raise ContextLengthError(
                 f"the media of this request have {total} tokens; there is room for {max(0, max_tokens)}",
                 param="messages",
             )
         reduced = [
-            self._cut(look, self._settled(size, cut))
-            for look, size, cut in zip(looks, seen, cuts, strict=True)
+            self._reduced(item, self._keep_frame_size(size, reduction))
+            for item, size, reduction in zip(measured, sizes, reductions, strict=True)
         ]
         return reduced, [
-            _note(after, reason) for before, after in zip(looks, reduced, strict=True) if after is not before
+            _note(after, reason)
+            for before, after in zip(measured, reduced, strict=True)
+            if after is not before
         ]
 
-    def relieve(self, looks: Sequence[Look], share: float, tenant: str) -> tuple[list[Look], list[MediaNote]]:
-        """What encoders have to work for in `share` of its tokens, sounds excepted, if that can be done; what they hold costs nothing."""
-        new = [look for look in looks if not all(map(self._is_held, self._names(look, tenant)))]
-        num_heard = sum(look.num_sound_tokens for look in new)
-        wanted = math.ceil((sum(look.num_tokens for look in new) - num_heard) * share)
+    def relieve(
+        self, measured: Sequence[MeasuredItem], share: float, tenant: str
+    ) -> tuple[list[MeasuredItem], list[MediaNote]]:
+        """Reduces the items that encoders must compute to `share` of their tokens, apart from sound, if that
+        is possible. Items that encoders already hold stay as they are."""
+        new = [item for item in measured if not all(map(self._is_held, self._names(item, tenant)))]
+        num_heard = sum(item.num_sound_tokens for item in new)
+        wanted = math.ceil((sum(item.num_tokens for item in new) - num_heard) * share)
         try:
-            reduced, notes = self.reduce(new, num_heard + wanted, MediaRules(), Reason.LOAD)
+            reduced, notes = self.reduce(new, num_heard + wanted, MediaRules(), ReductionReason.LOAD)
         except ContextLengthError:
-            return list(looks), []
-        by_idx = {look.item_idx: look for look in reduced}
-        return [by_idx.get(look.item_idx, look) for look in looks], notes
+            return list(measured), []
+        by_idx = {item.item_idx: item for item in reduced}
+        return [by_idx.get(item.item_idx, item) for item in measured], notes
 
-    def items(self, look: Look, tenant: str) -> list[MediaItem]:
-        """What encoders make of one look: one item, or two of a clip that is heard."""
-        names = self._names(look, tenant)
+    def items(self, item: MeasuredItem, tenant: str) -> list[MediaItem]:
+        """The encoders' items: one, or two for a clip with its sound track."""
+        names = self._names(item, tenant)
         return [
             MediaItem(
                 kind,
-                look.content.fetched.data,
+                item.content.fetched.data,
                 name,
                 geometry,
-                _options_of(look, kind),
-                num_encoded_rows=look.encoded.num_tokens if kind is look.modality else geometry.num_tokens,
+                _options_of(item, kind),
+                num_encoded_rows=item.encoded.num_tokens if kind is item.modality else geometry.num_tokens,
             )
-            for name, (kind, geometry) in zip(names, look.layout.parts, strict=True)
+            for name, (kind, geometry) in zip(names, item.layout.parts, strict=True)
         ]
 
-    def check_rows(self, looks: Sequence[Look], max_picture_rows: int, max_rows: int) -> None:
-        """Of what encoders would compute for the request, whatever is left of it after pooling. `max_picture_rows`: that attend to each
-        other, of an image or of a clip's frames that are seen together. Raises MediaError and RequestError."""
-        for look in looks:
-            grid = look.encoded.grid_thw
-            num_rows = look.encoded.num_tokens // (1 if grid is None else max(1, grid[0]))
-            if look.modality is not Modality.AUDIO and num_rows > max_picture_rows:
-                name = item_name(look.modality, look.item_idx)
+    def check_rows(self, measured: Sequence[MeasuredItem], max_picture_rows: int, max_rows: int) -> None:
+        """Checks the rows that encoders would compute, before pooling. `max_picture_rows`: rows that attend
+        to each other, of an image or of a clip's frames that are encoded together. Raises MediaError and
+        RequestError."""
+        for item in measured:
+            grid = item.encoded.grid_thw
+            num_rows = item.encoded.num_tokens // (1 if grid is None else max(1, grid[0]))
+            if item.modality is not Modality.AUDIO and num_rows > max_picture_rows:
+                name = item_name(item.modality, item.item_idx)
                 raise MediaError(
-                    f"{name}: an encoder would compute {num_rows} rows for one picture; at most {max_picture_rows} are accepted",
+                    f"{name}: an encoder would compute {num_rows} rows for one picture; "
+                    f"at most {max_picture_rows} are accepted",
                     param="messages",
                 )
-        total = sum(look.num_encoded_rows for look in looks)
+        total = sum(item.num_encoded_rows for item in measured)
         if total > max_rows:
             raise RequestError(
                 f"encoders would compute {total} rows for this request; at most {max_rows} are accepted",
@@ -167,7 +181,9 @@ class MediaPlanner:
             raise UnsupportedError(f"this model takes no {modality} input", param="messages")
         return self._processor
 
-    def _look_at(self, item_idx: int, modality: Modality, content: Content, options: MediaOptions) -> Look:
+    def _measure_item(
+        self, item_idx: int, modality: Modality, content: Content, options: MediaOptions
+    ) -> MeasuredItem:
         processor = self.processor(modality)
         surveyed, sound = content.surveyed, None
         with naming(modality, item_idx):
@@ -176,54 +192,57 @@ class MediaPlanner:
                 sound = probe_of(Modality.AUDIO, surveyed.sound, processor.settings, options)
         layout = processor.layout(known, options, sound, item_idx=item_idx)
         encoded = processor.layout(known, _unpooled(options), sound, item_idx=item_idx).geometry
-        return Look(item_idx, modality, content, options, known, sound, layout, encoded)
+        return MeasuredItem(item_idx, modality, content, options, known, sound, layout, encoded)
 
-    def _as_seen(self, look: Look) -> MediaProbe:
-        """The size in which the model sees it, which a cut starts from: seldom that of the file."""
-        if look.encoded.grid_thw is None:
-            return look.probe
-        _, height, width = look.encoded.grid_thw
-        side = self.processor(look.modality).patch_side(look.modality)
-        return msgspec.structs.replace(look.probe, width=width * side, height=height * side)
+    def _encoded_size(self, item: MeasuredItem) -> MediaProbe:
+        """The item in the size that the model sees, where reductions start. The file's size usually
+        differs."""
+        if item.encoded.grid_thw is None:
+            return item.probe
+        _, height, width = item.encoded.grid_thw
+        side = self.processor(item.modality).patch_side(item.modality)
+        return msgspec.structs.replace(item.probe, width=width * side, height=height * side)
 
-    def _settled(self, seen: MediaProbe, cut: Cut) -> Cut:
-        """Where a model bounds the pixels of whole clips, the frames that are left must not grow into the room of the others."""
-        if cut.max_frames is None or not self.processor(seen.modality).bounds_whole_clips:
-            return cut
-        return replace(cut, max_pixels=cut.max_pixels or seen.width * seen.height)
+    def _keep_frame_size(self, size: MediaProbe, reduction: Reduction) -> Reduction:
+        """If a model bounds the pixels of whole clips, frames must not grow when other frames are removed."""
+        if reduction.max_frames is None or not self.processor(size.modality).bounds_whole_clips:
+            return reduction
+        return replace(reduction, max_pixels=reduction.max_pixels or size.width * size.height)
 
-    def _measure(self, look: Look, cut: Cut) -> int:
-        """Without looking at the file again."""
-        known = look.probe
-        if cut.max_frames is not None:
-            num_frames = min(cut.max_frames, known.num_frames)
+    def _num_tokens_after(self, item: MeasuredItem, reduction: Reduction) -> int:
+        """The item's tokens after a reduction, without opening the file again."""
+        known = item.probe
+        if reduction.max_frames is not None:
+            num_frames = min(reduction.max_frames, known.num_frames)
             known = msgspec.structs.replace(
                 known, num_frames=num_frames, frame_idx=known.frame_idx[:num_frames]
             )
-        options = _with_cut(look.options, replace(cut, max_frames=None))
+        options = _with_reduction(item.options, replace(reduction, max_frames=None))
         try:
-            layout = self.processor(look.modality).layout(known, options, look.sound, item_idx=look.item_idx)
-        except UnsupportedError:  # this family's images have one size
-            layout = self.processor(look.modality).layout(
-                known, look.options, look.sound, item_idx=look.item_idx
+            layout = self.processor(item.modality).layout(known, options, item.sound, item_idx=item.item_idx)
+        except UnsupportedError:  # images of this family have a fixed size
+            layout = self.processor(item.modality).layout(
+                known, item.options, item.sound, item_idx=item.item_idx
             )
         return _rows(layout)
 
-    def _cut(self, look: Look, cut: Cut) -> Look:
-        if cut == Cut():
-            return look
+    def _reduced(self, item: MeasuredItem, reduction: Reduction) -> MeasuredItem:
+        if reduction == Reduction():
+            return item
         try:
-            after = self._look_at(look.item_idx, look.modality, look.content, _with_cut(look.options, cut))
+            after = self._measure_item(
+                item.item_idx, item.modality, item.content, _with_reduction(item.options, reduction)
+            )
         except UnsupportedError:
-            options = _with_cut(look.options, replace(cut, max_pixels=None))
-            after = self._look_at(look.item_idx, look.modality, look.content, options)
-        return look if after.layout == look.layout else after
+            options = _with_reduction(item.options, replace(reduction, max_pixels=None))
+            after = self._measure_item(item.item_idx, item.modality, item.content, options)
+        return item if after.layout == item.layout else after
 
-    def _names(self, look: Look, tenant: str) -> list[str]:
-        fingerprint = self.processor(look.modality).fingerprint
+    def _names(self, item: MeasuredItem, tenant: str) -> list[str]:
+        fingerprint = self.processor(item.modality).fingerprint
         return [
-            media_hash(kind, look.content.fetched.digest, fingerprint, _options_of(look, kind), tenant)
-            for kind, _ in look.layout.parts
+            media_hash(kind, item.content.fetched.digest, fingerprint, _options_of(item, kind), tenant)
+            for kind, _ in item.layout.parts
         ]
 
 
@@ -235,28 +254,28 @@ def _unpooled(options: MediaOptions) -> MediaOptions:
     return msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
 
 
-def _options_of(look: Look, kind: Modality) -> MediaOptions:
-    """A clip's sound track is the same whichever frames are looked at."""
-    return look.options if kind is look.modality else MediaOptions()
+def _options_of(item: MeasuredItem, kind: Modality) -> MediaOptions:
+    """A clip's sound track does not depend on the frames that are chosen."""
+    return item.options if kind is item.modality else MediaOptions()
 
 
-def _with_cut(options: MediaOptions, cut: Cut) -> MediaOptions:
+def _with_reduction(options: MediaOptions, reduction: Reduction) -> MediaOptions:
     changes: dict[str, int | None] = {}
-    if cut.max_frames is not None:
-        changes["max_frames"] = cut.max_frames
+    if reduction.max_frames is not None:
+        changes["max_frames"] = reduction.max_frames
         changes["min_frames"] = (
-            None if options.min_frames is None else min(options.min_frames, cut.max_frames)
+            None if options.min_frames is None else min(options.min_frames, reduction.max_frames)
         )
-    if cut.max_pixels is not None:
-        changes["max_pixels"] = cut.max_pixels
+    if reduction.max_pixels is not None:
+        changes["max_pixels"] = reduction.max_pixels
         changes["min_pixels"] = (
-            None if options.min_pixels is None else min(options.min_pixels, cut.max_pixels)
+            None if options.min_pixels is None else min(options.min_pixels, reduction.max_pixels)
         )
     return msgspec.structs.replace(options, **changes)
 
 
-def _note(look: Look, reason: Reason) -> MediaNote:
-    num_frames = look.probe.num_frames if look.modality is Modality.VIDEO else None
+def _note(item: MeasuredItem, reason: ReductionReason) -> MediaNote:
+    num_frames = item.probe.num_frames if item.modality is Modality.VIDEO else None
     return MediaNote(
-        look.item_idx, look.modality, reason, look.num_tokens, num_frames, look.options.max_pixels
+        item.item_idx, item.modality, reason, item.num_tokens, num_frames, item.options.max_pixels
     )

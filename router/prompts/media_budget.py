@@ -1,8 +1,12 @@
-"""How much of each media item is looked at when all together cost more tokens than there is room for. Pure.
+"""How much each media item is reduced if all items together need more tokens than there is room for. Pure.
 
-The policy: first frames, then resolution. All clips lose the same share of their frames, down to `MIN_FRAMES`; if that is
-not enough, all images and frames lose the same share of their pixels, down to `MIN_PIXELS_SHARE`. As little as possible is taken. What
-then still does not fit does not fit.
+First frames, then resolution:
+
+* All clips lose the same share of their frames, down to `MIN_FRAMES`.
+* If that is not enough, all images and frames lose the same share of their pixels, down to
+  `MIN_PIXELS_SHARE`.
+
+The shares are as small as possible. Items that do not fit even then are not reduced further.
 """
 
 from __future__ import annotations
@@ -15,10 +19,10 @@ from cluster.types.media import MediaProbe, Modality
 
 MIN_FRAMES = 4
 MIN_PIXELS_SHARE = 1 / 16  # of the area that the model sees: a quarter of each side
-NUM_HALVINGS = 10  # of the interval in which a share is looked for
+NUM_HALVINGS = 10  # steps of the binary search for a share
 
 
-class Reason(StrEnum):
+class ReductionReason(StrEnum):
     """Why an item was reduced."""
 
     BUDGET = "budget"  # of the request, the model's context or the operator
@@ -26,36 +30,40 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What is left of an item; None: all of it."""
+class Reduction:
+    """What remains of an item; None: everything."""
 
     max_frames: int | None = None
     max_pixels: int | None = None
 
 
-Measure = Callable[[int, Cut], int]  # embedding rows of an item after a cut; never more after a deeper one
+# Embedding rows of an item after a reduction; a stronger reduction never gives more
+Measure = Callable[[int, Reduction], int]
 
 
-def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list[Cut] | None:
-    """One cut per item, so that all together have at most `max_tokens` embedding rows. None if no cuts do that. `probes`: of the
-    sizes in which the model sees the items."""
+def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list[Reduction] | None:
+    """One reduction per item, so that all items together have at most `max_tokens` embedding rows. None if
+    that is impossible. `probes`: in the sizes that the model sees."""
 
-    def total(cuts: Sequence[Cut]) -> int:
-        return sum(measure(idx, cut) for idx, cut in enumerate(cuts))
+    def total(reductions: Sequence[Reduction]) -> int:
+        return sum(measure(idx, reduction) for idx, reduction in enumerate(reductions))
 
-    whole = [Cut() for _ in probes]
+    whole = [Reduction() for _ in probes]
     if total(whole) <= max_tokens:
         return whole
 
-    def with_frames(share: float) -> list[Cut]:
-        return [Cut(max_frames=_frames(probe, share)) for probe in probes]
+    def with_frames(share: float) -> list[Reduction]:
+        return [Reduction(max_frames=_frames(probe, share)) for probe in probes]
 
     fewest = with_frames(0.0)
     if total(fewest) <= max_tokens:
         return with_frames(_largest(lambda share: total(with_frames(share)) <= max_tokens, 0.0))
 
-    def with_pixels(share: float) -> list[Cut]:
-        return [Cut(cut.max_frames, _pixels(probe, share)) for cut, probe in zip(fewest, probes, strict=True)]
+    def with_pixels(share: float) -> list[Reduction]:
+        return [
+            Reduction(reduction.max_frames, _pixels(probe, share))
+            for reduction, probe in zip(fewest, probes, strict=True)
+        ]
 
     if total(with_pixels(MIN_PIXELS_SHARE)) > max_tokens:
         return None
@@ -63,8 +71,8 @@ def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list
 
 
 def load_share(num_queued_rows: int, max_queued_rows: int) -> float:
-    """Which share of its tokens media keeps while so many embedding rows wait at the least loaded encoder: less the longer
-    the queue, a quarter at least."""
+    """The share of its tokens that new media keeps while so many embedding rows wait at the least loaded
+    encoder. It falls with the length of the queue, to a quarter at least."""
     if max_queued_rows == 0 or num_queued_rows <= max_queued_rows:
         return 1.0
     return max(0.25, max_queued_rows / num_queued_rows)
@@ -83,7 +91,7 @@ def _pixels(probe: MediaProbe, share: float) -> int | None:
 
 
 def _largest(fits: Callable[[float], bool], low: float) -> float:
-    """The largest share in [low, 1] that fits, as far as some halvings find it; `low` does."""
+    """The largest share in [low, 1] that fits, to the precision of `NUM_HALVINGS`. `low` fits."""
     high = 1.0
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2

@@ -1,1 +1,1 @@
-"""What the door reports: metrics, traces, and the timeline of each request."""
+"""The door's metrics, traces, and the timeline of each request."""

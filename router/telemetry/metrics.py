@@ -1,8 +1,9 @@
-"""What a door measures, in Prometheus' text form. One registry per door, no globals.
+"""A door's metrics in Prometheus' text format. One registry per door, no globals. Runs on the door's event
+loop.
 
-Request metrics carry vLLM's stems, so that existing boards work. Per-token work is avoided: inter-token latency is observed
-once per event (one decode step of one request), counters once per request. Worker gauges are read from the members' last
-load reports when somebody scrapes.
+Request metrics use the names of vLLM's, so that existing dashboards work. There is no work per token:
+inter-token latency is observed once per event (one decode step of one request), counters once per request.
+Worker gauges are read from the members' last load reports when Prometheus scrapes.
 """
 
 from __future__ import annotations
@@ -20,26 +21,8 @@ from router.members import Peer
 from router.telemetry.timeline import RequestTimeline
 
 _TTFT_BUCKETS_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 
 
@@ -82,7 +65,7 @@ class DoorMetrics:
         ).labels(name)
         self._finished = Counter(
             "epdg_requests",
-            "Choices that ended, by reason: stop, length, cancelled, or an error's name",
+            "Choices that ended, by reason: stop, length, cancelled, or the name of an error",
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
@@ -92,19 +75,19 @@ class DoorMetrics:
     def finished(self, reason: str) -> None:
         self._finished.labels(self._model_id, reason).inc()
 
-    def ledger(self, ledger: RequestTimeline) -> None:
+    def observe_timeline(self, timeline: RequestTimeline) -> None:
         """The first token of a request is out."""
-        for stage, seconds in ledger.stages().items():
+        for stage, seconds in timeline.stages().items():
             self._stage_s.labels(self._model_id, stage).observe(seconds)
-        if ledger.predicted_ttft_s is not None:
-            self.predicted_ttft_s.observe(ledger.predicted_ttft_s)
+        if timeline.predicted_ttft_s is not None:
+            self.predicted_ttft_s.observe(timeline.predicted_ttft_s)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
 
 class _Gauges(Collector):
-    """Worker state as last reported on the side channel."""
+    """Worker state from the last load reports."""
 
     _FIELDS: ClassVar = {
         "num_running": ("epdg_worker_running", "Requests (encoder: media items) being worked on"),
@@ -147,6 +130,22 @@ class _Gauges(Collector):
         ),
     }
 
+    _RECEIVED: ClassVar = {
+        "num_ignored": (
+            "epdg_transfer_ignored_notifications",
+            "Notifications about no open lease: duplicate, foreign, or late without a write",
+        ),
+        "num_late": ("epdg_transfer_late_writes", "Writes that came after their lease had been taken back"),
+        "num_mismatched": (
+            "epdg_transfer_mismatched_notifications",
+            "Notifications that named other blocks or generations than their lease",
+        ),
+        "num_corrupt": (
+            "epdg_transfer_corrupt_leases",
+            "Leases that failed because other bytes arrived than were sent",
+        ),
+    }
+
     _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}
 
     def __init__(self, peers: Callable[[], Iterable[Peer]], flow: RequestFlow):
@@ -155,9 +154,9 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         flow = self._flow
-        yield GaugeMetricFamily("epdg_door_flights", "Requests on their way", value=flow.num_running)
+        yield GaugeMetricFamily("epdg_door_flights", "Requests in flight", value=flow.num_running)
         yield GaugeMetricFamily(
-            "epdg_door_waiting", "Requests that wait at the door to be let in", value=flow.num_waiting
+            "epdg_door_waiting", "Requests that wait at the door for admission", value=flow.num_waiting
         )
         yield from self._predictions()
         peers = list(self._peers())
@@ -182,6 +181,14 @@ class _Gauges(Collector):
                     [peer.member.role.value, peer.member.replica_id], getattr(peer.load.sent, field)
                 )
             yield counter
+        receivers = [peer for peer in peers if peer.member.role is not Role.ENCODE]
+        for field, (name, text) in self._RECEIVED.items():
+            counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
+            for peer in receivers:
+                counter.add_metric(
+                    [peer.member.role.value, peer.member.replica_id], getattr(peer.load.received, field)
+                )
+            yield counter
         error = GaugeMetricFamily(
             "epdg_transfer_codec_error",
             "Mean change by the codec / mean size, of the group of KV that was last looked at",
@@ -197,22 +204,22 @@ class _Gauges(Collector):
         flow = self._flow
         silent = GaugeMetricFamily(
             "epdg_door_silent_workers",
-            "Workers that do not move: avoided while there are others",
+            "Workers without progress: avoided while there are others",
             labels=("pool",),
         )
         for role in Role:
             silent.add_metric([role.value], sum(w.is_silent for w in flow.workers if w.role is role))
         yield silent
         for name, text, value in (
-            ("epdg_door_silences", "Times that a worker stopped moving", flow.num_silences),
+            ("epdg_door_silences", "Times that a worker stopped making progress", flow.num_silences),
             (
                 "epdg_door_quarantined",
-                "Media items and prompts that are not tried again for now: workers were lost with them",
+                "Media items and prompts that are not retried for now, because workers were lost with them",
                 flow.quarantine.num_barred,
             ),
             (
                 "epdg_door_crashed_requests",
-                "Requests that an error of the door itself ended",
+                "Requests that ended by an error of the door itself",
                 flow.num_crashed,
             ),
         ):
@@ -223,7 +230,7 @@ class _Gauges(Collector):
         if known.num_observed:
             yield GaugeMetricFamily(
                 "epdg_ttft_prediction_error_ratio",
-                "Mean absolute error of predicted times to first token, as a ratio to the actual ones; recent requests",
+                "Mean absolute error of recent predicted times to first token, as a ratio to the actual ones",
                 value=known.mape,
             )
             yield GaugeMetricFamily(
@@ -233,7 +240,7 @@ class _Gauges(Collector):
             )
         factor = GaugeMetricFamily(
             "epdg_prediction_factor",
-            "By which predicted durations of a phase are multiplied, as learnt",
+            "Learnt factor by which predicted durations of a phase are multiplied",
             labels=("pool", "hardware"),
         )
         for (role, hardware), value in known.factors.items():
@@ -243,7 +250,7 @@ class _Gauges(Collector):
     def _encoders(self, peers: list[Peer]) -> Iterable[Metric]:
         items = CounterMetricFamily(
             "epdg_encoder_items",
-            "Media items that were encoded, that were there already when they were asked for, or that could not be encoded",
+            "Media items that were encoded, that the encoder had already, or that could not be encoded",
             labels=("replica", "result"),
         )
         rows = CounterMetricFamily("epdg_encoder_rows", "Embedding rows made", labels=("replica",))

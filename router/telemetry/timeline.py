@@ -1,14 +1,18 @@
-"""Where the time of one request went until its first two tokens, beside what was predicted when it was placed.
+"""How long each stage of one request took until its first two tokens, and what was predicted when it was
+placed.
 
-Instants are taken where the door acts; what happens inside a worker is that worker's own account (`PrefillTiming`, `EncodeTiming`),
-durations only, so clocks of different machines never meet. Stages follow each other along the request's critical path: their sum
-is the time to the first token by construction, whatever overlapped is in the items' own accounts.
+The door takes the instants of its own actions. A worker reports what happens inside it as durations
+(`PrefillTiming`, `EncodeTiming`), so clocks of different machines are never compared. The stages follow each
+other along the request's critical path, so they sum to the time to first token. Overlapping work is in the
+items' own timings.
 
-    fetch → probe → admission → route → prefill_blocks → encode_queue → encode → embedding_transfer → prefill_queue → prefill → delivery
+    fetch → probe → admission → route → prefill_blocks → encode_queue → encode → embedding_transfer →
+    prefill_queue → prefill → delivery, until the first token
     kv_transfer → first_step, until decode's first token
 
-`encode_queue`, `encode` and `embedding_transfer` are the time that prefill could do nothing but wait for embeddings, split by the account of
-the item that came last. `delivery` is the rest: messages between door and worker, event loops, attempts that were lost.
+`encode_queue`, `encode` and `embedding_transfer` are the time in which prefill only waited for embeddings,
+split by the timing of the item that arrived last. `delivery` is the rest: messages between door and worker,
+event loops, lost attempts.
 """
 
 from __future__ import annotations
@@ -18,62 +22,47 @@ from typing import Any
 from cluster.types.messages import EncodeTiming, PrefillTiming
 from router.policy import Decision, Placement
 
-STAGES = (
-    "fetch",
-    "probe",
-    "admission",
-    "route",
-    "prefill_blocks",
-    "encode_queue",
-    "encode",
-    "embedding_transfer",
-    "prefill_queue",
-    "prefill",
-    "delivery",
-)
-
 
 class RequestTimeline:
-    """Of one request. Instants are seconds of the door's clock; each `…_at` is set when that has happened."""
+    """Of one request. Instants are seconds of the door's clock; each `…_at` is set at its event."""
 
     def __init__(self, arrived_at: float, trace_parent: str = ""):
         """`trace_parent`: the client's span (W3C Trace Context), if it sent one."""
         self.arrived_at = arrived_at
         self.trace_parent = trace_parent
-        self.fetched_at = self.prepared_at = self.admitted_at = self.launched_at = arrived_at
-        self._is_launched = False
+        self.fetched_at = self.prepared_at = self.admitted_at = self.started_at = arrived_at
+        self._is_started = False
         self.first_token_at: float | None = None
         self.second_token_at: float | None = None
         self.decision: Decision | None = None
         self.prefill = PrefillTiming()
-        self.step_s = 0.0  # decode's own account: KV complete to its first tokens
-        self._items: dict[
-            int, tuple[EncodeTiming, bool]
-        ] = {}  # (account, was cached), in the order in which they came
+        self.step_s = 0.0  # reported by decode: from the complete KV to its first tokens
+        # Item index → (timing, was cached), in the order of arrival
+        self._items: dict[int, tuple[EncodeTiming, bool]] = {}
 
     def prepared(self, fetched_at: float, prepared_at: float) -> None:
         self.fetched_at, self.prepared_at = fetched_at, prepared_at
-        self.admitted_at = self.launched_at = prepared_at
+        self.admitted_at = self.started_at = prepared_at
 
     def placed(self, admitted_at: float, decision: Decision) -> None:
-        """Of several attempts the first one's instants count, and the last one's decision."""
+        """If there are several attempts, the first one's instants and the last one's decision count."""
         if self.decision is None:
-            self.admitted_at = self.launched_at = admitted_at
+            self.admitted_at = self.started_at = admitted_at
         self.decision = decision
 
-    def launched(self, launched_at: float) -> None:
+    def started(self, started_at: float) -> None:
         """The first messages are on their way to the workers. May be repeated: the first counts."""
-        if not self._is_launched:
-            self.launched_at = launched_at
-            self._is_launched = True
+        if not self._is_started:
+            self.started_at = started_at
+            self._is_started = True
 
     def encoded(self, item_idx: int, timing: EncodeTiming, cached: bool) -> None:
         self._items.pop(item_idx, None)
         self._items[item_idx] = timing, cached
 
     def token(self, at: float, timing: PrefillTiming | None, step_s: float) -> bool:
-        """Tokens of one choice have reached the client's side of the door; whether they complete the account: with the first token
-        all is known that `stages` says."""
+        """Tokens of one choice are ready for the client. Returns whether they are the first ones, with which
+        `stages` is complete."""
         if self.first_token_at is None:
             self.first_token_at = at
             self.prefill = timing or PrefillTiming()
@@ -85,38 +74,38 @@ class RequestTimeline:
 
     @property
     def ttft_s(self) -> float | None:
-        """From the request's arrival at the door."""
+        """Seconds from the request's arrival at the door."""
         return None if self.first_token_at is None else self.first_token_at - self.arrived_at
 
     @property
     def predicted_ttft_s(self) -> float | None:
-        """The same, as it was predicted when the request was launched."""
+        """`ttft_s` as predicted when the request was placed."""
         if self.decision is None:
             return None
-        return self.launched_at - self.arrived_at + self.decision.prediction.ttft_s
+        return self.started_at - self.arrived_at + self.decision.prediction.ttft_s
 
     def stages(self) -> dict[str, float]:
-        """Seconds by stage, in order; with a first token they sum to `ttft_s`."""
+        """Seconds by stage, in order. After the first token they sum to `ttft_s`."""
         work = self.prefill
         spent_s = work.blocks_s + work.media_s + work.queued_s + work.computing_s
         waited = _split_wait(work.media_s, self._last_item())
-        end = self.launched_at + spent_s if self.first_token_at is None else self.first_token_at
+        end = self.started_at + spent_s if self.first_token_at is None else self.first_token_at
         return {
             "fetch": self.fetched_at - self.arrived_at,
             "probe": self.prepared_at - self.fetched_at,
             "admission": self.admitted_at - self.prepared_at,
-            "route": self.launched_at - self.admitted_at,
+            "route": self.started_at - self.admitted_at,
             "prefill_blocks": work.blocks_s,
             "encode_queue": waited[0],
             "encode": waited[1],
             "embedding_transfer": waited[2],
             "prefill_queue": work.queued_s,
             "prefill": work.computing_s,
-            "delivery": end - self.launched_at - spent_s,
+            "delivery": end - self.started_at - spent_s,
         }
 
     def tail(self) -> dict[str, float]:
-        """From the first token to the second; empty before."""
+        """Stages from the first token to the second; empty before the second."""
         if self.first_token_at is None or self.second_token_at is None:
             return {}
         gap_s = self.second_token_at - self.first_token_at
@@ -124,7 +113,7 @@ class RequestTimeline:
         return {"kv_transfer": gap_s - step_s, "first_step": step_s}
 
     def fields(self) -> dict[str, Any]:
-        """As it stands in an answer. Milliseconds."""
+        """The fields of an answer, in milliseconds."""
         fields: dict[str, Any] = {
             "ttft_ms": _ms(self.ttft_s or 0.0),
             "actual_ms": {name: _ms(seconds) for name, seconds in (self.stages() | self.tail()).items()},
@@ -132,23 +121,23 @@ class RequestTimeline:
         if self._items:
             fields["items_ms"] = [self._item_fields(item_idx) for item_idx in sorted(self._items)]
         if self.decision is not None:
-            fields |= _decision_fields(self.decision, self.launched_at - self.arrived_at)
+            fields |= _decision_fields(self.decision, self.started_at - self.arrived_at)
         return fields
 
     def header(self) -> str:
-        """The stages until the first token, written like a Server-Timing header (W3C): durations in milliseconds."""
+        """The stages until the first token as a Server-Timing header (W3C): durations in milliseconds."""
         parts = [f"ttft;dur={_ms(self.ttft_s or 0.0)}"]
         if self.decision is not None:
             parts.append(f"predicted;dur={_ms(self.predicted_ttft_s or 0.0)}")
         return ", ".join(parts + [f"{name};dur={_ms(seconds)}" for name, seconds in self.stages().items()])
 
     def timings(self, num_items: int) -> list[EncodeTiming | None]:
-        """Per media item; None: no encoder worked for it, or not on it."""
+        """Per media item; None: no encoder encoded it for this request."""
         found = (self._items.get(item_idx) for item_idx in range(num_items))
         return [None if known is None or known[1] else known[0] for known in found]
 
     def _last_item(self) -> EncodeTiming | None:
-        """The account of the item whose embeddings came last."""
+        """The timing of the item whose embeddings arrived last."""
         timings = [timing for timing, _ in self._items.values()]
         return timings[-1] if timings else None
 
@@ -166,7 +155,8 @@ class RequestTimeline:
 
 
 def _split_wait(media_s: float, last: EncodeTiming | None) -> tuple[float, float, float]:
-    """(queue, encode, transfer) of the wait for embeddings: its end was that item's transfer, before that it was encoded, and so on."""
+    """(queue, encode, transfer) of the wait for embeddings: it ended with the last item's transfer, before
+    that the item was encoded, and before that it was queued."""
     if last is None:
         return media_s, 0.0, 0.0
     transfer_s = min(media_s, last.target_s + last.sending_s)
@@ -175,7 +165,7 @@ def _split_wait(media_s: float, last: EncodeTiming | None) -> tuple[float, float
 
 
 def _decision_fields(decision: Decision, elapsed_s: float) -> dict[str, Any]:
-    """`elapsed_s`: before the launch, and so known then; the times to first token contain it."""
+    """`elapsed_s`: from arrival to placement. The reported times to first token contain it."""
     prediction = decision.prediction
     return {
         "placement": _placement_fields(decision.placement),

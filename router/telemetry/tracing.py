@@ -1,10 +1,12 @@
-"""The ledger of a request as OpenTelemetry spans, sent to a collector by OTLP over HTTP.
+"""The timeline of a request as OpenTelemetry spans, sent to a collector by OTLP over HTTP.
 
-One span for the request, from its arrival at the door to the last token, below the client's own if it sent a `traceparent`; below it one
-for each stage of the ledger that took time, end to end. Attributes follow OpenTelemetry's conventions for generative AI where
-there is one. Sampling, headers and the like are set by OpenTelemetry's own environment variables (OTEL_…).
+There is one span for the request, from its arrival at the door to its last token. Its parent is the client's
+span if the client sent a `traceparent`. Its children are the timeline's stages that took time, end to end.
+Attributes follow OpenTelemetry's conventions for generative AI where there is one. OpenTelemetry's own
+environment variables (OTEL_…) set sampling, headers and similar options.
 
-Spans are made on the event loop once a request is over, and sent from a thread; what a collector does not take in time is dropped.
+Spans are made on the event loop when a request has ended, and sent from a thread. Spans that the collector
+does not accept in time are dropped.
 """
 
 from __future__ import annotations
@@ -21,25 +23,26 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
 from cluster.clock import Clock
-from router.openai.protocol import Usage
+from router.calls import Usage
 from router.telemetry.timeline import RequestTimeline
 
-SHORTEST_S = 1e-6  # stages that took less have no span
+SHORTEST_S = 1e-6  # shorter stages have no span
 SEND_TIMEOUT_S = 2.0  # retries included
-ANSWERED = ("stop", "length", "cancelled")  # outcomes that are no errors
+ANSWERED = ("stop", "length", "cancelled")  # outcomes that are not errors
 
 
 class Tracing:
     def __init__(self, model_id: str, clock: Clock, processor: SpanProcessor):
-        """`clock`: the ledgers'."""
+        """`clock`: the one of the timelines."""
         self._model_id = model_id
         self._clock = clock
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "epdg-door"}))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("epdg")
 
-    def ended(self, ledger: RequestTimeline, outcome: str, usage: Usage) -> None:
-        """A request is over. `outcome`: a finish reason, or the name of an error. With several choices, both are of the first."""
+    def ended(self, timeline: RequestTimeline, outcome: str, usage: Usage) -> None:
+        """A request has ended. `outcome`: a finish reason or the name of an error. With several choices,
+        `outcome` and `usage` are the first one's."""
         now, wall_s = self._clock.now(), time.time()
 
         def at(instant: float) -> int:
@@ -47,33 +50,33 @@ class Tracing:
 
         root = self._tracer.start_span(
             f"generate_content {self._model_id}",
-            propagate.extract({"traceparent": ledger.trace_parent}),
+            propagate.extract({"traceparent": timeline.trace_parent}),
             SpanKind.SERVER,
-            self._attributes(ledger, outcome, usage),
-            start_time=at(ledger.arrived_at),
+            self._attributes(timeline, outcome, usage),
+            start_time=at(timeline.arrived_at),
         )
         if outcome not in ANSWERED:
             root.set_status(Status(StatusCode.ERROR, outcome))
-        self._add_stages(root, ledger, now, at)
+        self._add_stages(root, timeline, now, at)
         root.end(at(now))
 
     def close(self) -> None:
-        """Sends what is left, for a while. Blocks."""
+        """Sends the remaining spans, for a limited time. Blocks."""
         self._provider.shutdown()
 
     def _add_stages(
-        self, root: Span, ledger: RequestTimeline, now: float, at: Callable[[float], int]
+        self, root: Span, timeline: RequestTimeline, now: float, at: Callable[[float], int]
     ) -> None:
         context = trace.set_span_in_context(root)
-        began = ledger.arrived_at
-        for name, seconds in (ledger.stages() | ledger.tail()).items():
+        began = timeline.arrived_at
+        for name, seconds in (timeline.stages() | timeline.tail()).items():
             if seconds >= SHORTEST_S:
                 self._tracer.start_span(name, context, start_time=at(began)).end(at(began + seconds))
             began += max(0.0, seconds)
-        if ledger.second_token_at is not None and now > began:
+        if timeline.second_token_at is not None and now > began:
             self._tracer.start_span("decode", context, start_time=at(began)).end(at(now))
 
-    def _attributes(self, ledger: RequestTimeline, outcome: str, usage: Usage) -> dict[str, AttributeValue]:
+    def _attributes(self, timeline: RequestTimeline, outcome: str, usage: Usage) -> dict[str, AttributeValue]:
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": "generate_content",
             "gen_ai.request.model": self._model_id,
@@ -81,13 +84,13 @@ class Tracing:
             "gen_ai.usage.output_tokens": usage.completion_tokens,
             "gen_ai.response.finish_reasons": [outcome],
         }
-        if ledger.ttft_s is not None:
-            attributes["gen_ai.server.time_to_first_token"] = ledger.ttft_s
-        decision = ledger.decision
+        if timeline.ttft_s is not None:
+            attributes["gen_ai.server.time_to_first_token"] = timeline.ttft_s
+        decision = timeline.decision
         if decision is not None:
             placement = decision.placement
             attributes |= {
-                "epdg.predicted_time_to_first_token": ledger.predicted_ttft_s or 0.0,
+                "epdg.predicted_time_to_first_token": timeline.predicted_ttft_s or 0.0,
                 "epdg.encoders": list(placement.encoders),
                 "epdg.prefill": placement.prefill or placement.decode,
                 "epdg.decode": placement.decode,

@@ -1,64 +1,51 @@
-"""What the house promises about its shape, checked on the source text."""
+"""What the packages promise about their shape: imports, purity, sizes, docstrings. Checked on the source text."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_namespace_packages
 
-REPOSITORY = Path(__file__).parents[2]
-PACKAGES = (
-    "cluster",
-    "router",
-    "encoder_service",
-    "prefill_service",
-    "decode_service",
-    "kv_transfer",
-    "bench",
+from tests.architecture.sources import (
+    PACKAGES,
+    PRODUCT,
+    REPOSITORY,
+    SOURCES,
+    TESTS,
+    functions_of,
+    imported_by,
+    importers_of,
+    name_of,
+    nodes_of,
+    text_of,
+    tree_of,
 )
-SOURCES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
-TESTS = sorted((REPOSITORY / "tests").rglob("test_*.py"))
-ROOT = {*PACKAGES, "tests", "docs", "deploy", "requirements", ".ci", ".gitignore", "Makefile", "pyproject.toml",
+
+ROOT = {*PACKAGES, "tests", "docs", "requirements", ".ci", ".gitignore", "Makefile", "pyproject.toml",
         "README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md"}  # fmt: skip
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 REASON = "# size:"  # followed by why this is longer
 
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(REPOSITORY))
-
-
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
-@functools.cache
-def imported(path: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add(node.module or "")
-    return names
-
-
-def importers_of(package: str) -> set[str]:
-    return {
-        name_of(path)
-        for path in SOURCES
-        if any(name == package or name.startswith(package + ".") for name in imported(path))
-    }
+# Decisions and state machines: data in, data out; the time is an argument.
+PURE = ("router/flow", "router/admission", "router/policy", "cluster/scheduling")
+IMPURE = {
+    "asyncio",
+    "concurrent",
+    "ray",
+    "requests",
+    "selectors",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+    "torch",
+}
 
 
 def test_import_contracts_hold():
@@ -79,12 +66,40 @@ def test_only_the_composition_and_its_adapters_import_ray():
     assert not strangers
 
 
+def test_the_product_imports_neither_bench_nor_tests():
+    """Nor does `deploy`. Training is left out of the wheel, so only training itself imports training."""
+    training = "deploy.demo_model.training"
+    for package in ("bench", "tests", training):
+        importers = {name for name in importers_of(package) if not name.startswith("bench/")}
+        if package == training:
+            importers = {name for name in importers if not name.startswith("deploy/demo_model/training/")}
+        assert not importers, package
+
+
+def test_the_wheel_holds_the_product_and_what_is_deployed():
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
+    shipped = find_namespace_packages(str(REPOSITORY), **settings["packages"]["find"])
+    assert {name.partition(".")[0] for name in shipped} == {*PRODUCT, "deploy"}
+    assert not [name for name in shipped if "training" in name]
+
+
+def test_pure_packages_import_nothing_that_acts_or_tells_the_time():
+    """Directly, or by a module of the product that they import."""
+    for room in PURE:
+        files = {path for path in SOURCES if name_of(path).startswith(room + "/")}
+        assert files, room
+        for path in _with_what_they_import(files):
+            acting = {name for name in imported_by(path) if name.partition(".")[0] in IMPURE}
+            assert not acting, f"{room} by {name_of(path)}"
+
+
 def test_only_one_file_reads_the_environment():
+    """Of the product: benchmarks and the demo model's training set variables of the processes that they start."""
     readers = {
         name_of(path)
         for path in SOURCES
-        if not name_of(path).startswith("bench/")
-        for node in ast.walk(tree_of(path))
+        if name_of(path).startswith(PRODUCT)
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
         and isinstance(node.value, ast.Name) and node.value.id == "os"
     }  # fmt: skip
@@ -94,11 +109,11 @@ def test_only_one_file_reads_the_environment():
 def test_long_files_and_functions_say_why():
     silent = []
     for path in SOURCES:
-        text = path.read_text()
+        text = text_of(path)
         lines = text.splitlines()
         if len(lines) > MAX_FILE_LINES and REASON not in text:
             silent.append(f"{name_of(path)}: {len(lines)} lines")
-        for node in functions(tree_of(path)):
+        for node in functions_of(path):
             body = lines[node.lineno - 1 : node.end_lineno]
             if len(body) > MAX_FUNCTION_LINES and not any(REASON in line for line in body):
                 silent.append(f"{name_of(path)}:{node.lineno} {node.name}: {len(body)} lines")
@@ -114,7 +129,7 @@ def test_every_test_asserts_something():
     assert not [
         f"{name_of(path)}::{node.name}"
         for path in TESTS
-        for node in functions(tree_of(path))
+        for node in functions_of(path)
         if node.name.startswith("test_") and not any(_asserts(child) for child in ast.walk(node))
     ]
 
@@ -126,6 +141,21 @@ def test_nothing_strays_at_the_root():
     if listed.returncode:
         pytest.skip("not a git checkout")
     assert {path.partition("/")[0] for path in listed.stdout.split("\0") if path} <= ROOT
+
+
+def _with_what_they_import(paths: set[Path]) -> set[Path]:
+    """And the modules of the product behind these files, as far as their imports go."""
+    found: set[Path] = set()
+    new = paths
+    while new:
+        found |= new
+        new = {file for path in new for name in imported_by(path) for file in _files_of(name)} - found
+    return found
+
+
+def _files_of(module: str) -> set[Path]:
+    path = REPOSITORY.joinpath(*module.split("."))
+    return {file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()}
 
 
 def _asserts(node: ast.AST) -> bool:

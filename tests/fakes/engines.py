@@ -33,7 +33,6 @@ from cluster.types.messages import (
     StartEncode,
     StartPrefill,
 )  # fmt: skip
-from cluster.types.request import GenerateRequest
 from cluster.worker.blame import bookkeeping
 from cluster.worker.cpu_slots import no_cpu_slots
 from cluster.worker.outbox import Outbox
@@ -45,8 +44,9 @@ from encoder_service.calls import EncoderLimits
 from encoder_service.engine import EncoderEngine
 from encoder_service.runner import Piece, Prepared
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.transfer_engine import TransferEngine, TransferEngineFailed
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.events import TransferEngineFailed
+from kv_transfer.lease.transfer_engine import TransferEngine
 from prefill_service import transfer as prefill_transfer
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore
@@ -267,18 +267,6 @@ class Rig:
     def _say(worker: Worker, door: int, message: AnyMessage) -> None:
         if door == worker.door:
             worker.said.append(message)
-
-    def launch(
-        self, request: GenerateRequest, items: Sequence[MediaItem] = (), prefills_locally: bool = False
-    ) -> list[tuple[str, AnyMessage]]:
-        """What the door sends first: (worker, message). `stays`: decode computes the prompt."""
-        if prefills_locally:
-            return [("decode", StartDecode(request, TIMEOUT_S, prefills=True))]
-        encode = [StartEncode(request.request_id, i, item, TIMEOUT_S) for i, item in enumerate(items)]
-        return [
-            ("prefill", StartPrefill(request, TIMEOUT_S)),
-            *(("encoder", m) for m in encode),
-        ]
 
     def turn(self, rounds: int = 1) -> None:
         """Everybody does whatever can be done, `rounds` times."""

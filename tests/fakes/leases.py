@@ -8,8 +8,8 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.types.members import ProcessId
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.codecs.wire import Wire
-from kv_transfer.lease.receiver import LateWrite
+from kv_transfer.codecs.wire_memory import Wire
+from kv_transfer.lease.events import LateWrite
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.clock import ManualClock
 

@@ -1,75 +1,60 @@
-"""The door's part of a request, message by message, over ordered channels that a test empties when it likes."""
+"""The real request flow between the rig's engines, message by message: over ordered channels that a test empties when it likes.
+
+Placements are fixed, admission is open and timers do not fire, so that a test alone decides what happens and when.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
+from cluster.config.settings import AdmissionArgs
+from cluster.errors import ClusterError, UnavailableError
+from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.media import MediaItem
-from cluster.types.messages import (
-    AnyMessage,
-    BlocksChanged,
-    CacheChanged,
-    Cancel,
-    DecodeGranted,
-    DecodeTarget,
-    EncoderLost,
-    EncodeTarget,
-    Failed,
-    FeatureGranted,
-    FeatureShared,
-    FinishReason,
-    GrantPassed,
-    Measured,
-    Preempted,
-    PrefillAdmitted,
-    ReturnGrant,
-    StartDecode,
-    StartEncode,
-    TokenEvent,
-    Tokens,
-)  # fmt: skip
+from cluster.types.members import Member, Role
+from cluster.types.messages import AnyMessage, Failed, FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
 from cluster.worker.blame import UNEXPECTED
-from tests.fakes.engines import MARGIN_S, TIMEOUT_S, Rig
+from router.admission.controller import AdmissionController
+from router.admission.queue import AdmissionQueue, Capacity
+from router.flow.outputs import Deliver, Send
+from router.flow.placer import Placer
+from router.flow.request_flow import RequestFlow, Timeouts
+from router.flow.state import ClientRequest
+from router.policy import ClusterView, Decision, ItemPrediction, ItemView, Placement, Prediction, RequestView
+from router.telemetry.timeline import RequestTimeline
+from tests.fakes.engines import BLOCK_SIZE, MARGIN_S, TIMEOUT_S, Rig
+
+ROLES = {"encoder": Role.ENCODE, "prefill": Role.PREFILL, "decode": Role.DECODE}
 
 
 @dataclass
 class Line:
-    """What one choice has come to, over all its attempts."""
+    """What one choice has come to."""
 
-    early: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    has_first: bool = False
-    num_tokens_before: int = 0  # of earlier attempts
-    is_preempted: bool = False  # and waits for its first token to be resumed
 
 
 @dataclass
 class Story:
-    """What one request has come to."""
+    """What one request has come to, over all its attempts."""
 
     request: GenerateRequest
-    items: Sequence[MediaItem]
     lines: list[Line]
     error: str | None = None
-    is_open: bool = True
-    shared_items: set[int] = field(default_factory=set)  # that come for another request
-    targets: dict[int, str] = field(
-        default_factory=dict
-    )  # items whose encoder was told where to write: leases
-    has_decode_spoken: bool = False
-    flown_on: set[int] = field(default_factory=set)  # choices that go on as requests of their own
-    prefills_locally: bool = False  # decode computes the prompt
+    is_closed: bool = False
 
     @property
     def is_over(self) -> bool:
-        return all(
-            idx in self.flown_on or (line.has_first and line.finish_reason is not None)
-            for idx, line in enumerate(self.lines)
-        )
+        return all(line.finish_reason is not None for line in self.lines)
+
+    @property
+    def is_open(self) -> bool:
+        return not self.is_closed and self.error is None and not self.is_over
 
     @property
     def tokens(self) -> list[int]:
@@ -80,6 +65,31 @@ class Story:
         return self.lines[0].finish_reason
 
 
+class FixedPolicy:
+    """The one worker of each role. `replica_ids`: what it is called now."""
+
+    def __init__(self, replica_ids: dict[str, str], codec: str):
+        self.local: set[str] = set()  # requests whose prompt decode computes
+        self._replica_ids = replica_ids
+        self._codec = codec
+
+    def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
+        ids = self._replica_ids
+        is_local = request.request_id.partition(".")[0] in self.local
+        items = tuple(ItemPrediction() for _ in request.media)
+        placement = Placement(
+            (ids["encoder"],) * len(items), None if is_local else ids["prefill"], ids["decode"], self._codec
+        )
+        return Decision(placement, Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, items), ())
+
+    def place_item(
+        self, item: ItemView, cluster: ClusterView, now: float, exclude: Collection[str] = ()
+    ) -> str:
+        if self._replica_ids["encoder"] in exclude:
+            raise UnavailableError("no encode worker is ready")
+        return self._replica_ids["encoder"]
+
+
 class Relay:
     def __init__(self, rig: Rig, expects_faults: bool = False):
         """`expects_faults`: requests may fail because engines meet errors of their own."""
@@ -87,23 +97,27 @@ class Relay:
         self._expects_faults = expects_faults
         self.to_worker: dict[str, deque[AnyMessage]] = {name: deque() for name in rig.workers}
         self.stories: dict[str, Story] = {}
-        self.num_resumed = 0
+        self._replica_ids: dict[str, str] = {}
+        self._num_joined = 0
+        self._policy = FixedPolicy(self._replica_ids, rig.codec)
+        cluster = ClusterView(SchedulingPolicy(5.0, 2000.0, 0.3), 1.0, 1, codecs=("raw", rig.codec))
+        queue = AdmissionQueue(AdmissionArgs(max_outstanding_s=1e9), 0.3, Capacity(0, 0, 0))
+        self.flow = RequestFlow(
+            Placer(self._policy, cluster, BLOCK_SIZE), AdmissionController(queue), Timeouts(TIMEOUT_S, inf)
+        )
+        for name in rig.workers:
+            self._join(name)
 
     def start(
-        self,
-        request: GenerateRequest,
-        items: Sequence[MediaItem] = (),
-        lines: list[Line] | None = None,
-        prefills_locally: bool = False,
+        self, request: GenerateRequest, items: Sequence[MediaItem] = (), prefills_locally: bool = False
     ) -> Story:
-        lines = lines or [Line() for _ in request.sampling]
-        for line in lines:
-            line.has_first = prefills_locally  # there is no other's to wait for
-        self.stories[request.request_id] = story = Story(
-            request, items, lines, prefills_locally=prefills_locally
-        )
-        for name, message in self.rig.launch(request, items, prefills_locally):
-            self.to_worker[name].append(message)
+        request_id = request.request_id
+        self.stories[request_id] = story = Story(request, [Line() for _ in request.sampling])
+        if prefills_locally:
+            self._policy.local.add(request_id)
+        now = self.rig.clock.at
+        self.flow.submit(ClientRequest(request, items, (), RequestTimeline(now)), now)
+        self._carry_out()
         return story
 
     def send_one(self, name: str) -> None:
@@ -113,13 +127,19 @@ class Relay:
     def hear_one(self, name: str) -> None:
         said = self.rig.workers[name].said
         if said:
-            self._hear(name, said.popleft())
+            message = said.popleft()
+            self._check(name, message)
+            self.flow.on_message(self._replica_ids[name], message, self.rig.clock.at)
+            self._carry_out()
 
     def land(self, request_id: str) -> None:
-        if self.stories[request_id].is_open:
-            self.stories[request_id].is_open = False
-            for channel in self.to_worker.values():
-                channel.append(Cancel(request_id))
+        """The client leaves."""
+        story = self.stories[request_id]
+        if story.is_open:
+            story.is_closed = True
+            for choice_idx in range(len(story.lines)):
+                self.flow.close(request_id, choice_idx, self.rig.clock.at)
+            self._carry_out()
 
     def play(self, rounds: int = 60) -> None:
         """Everything happens at once, `rounds` times."""
@@ -133,111 +153,56 @@ class Relay:
                     self.hear_one(name)
 
     def finish(self) -> None:
-        """Whoever is left lands; whatever is under way ends, by its deadline if need be; then nothing is held."""
+        """All clients leave; what is under way ends, by its deadline if need be; then nothing is held."""
         for request_id in list(self.stories):
             self.land(request_id)
         self.play(20)
         self.rig.clock.at += TIMEOUT_S + MARGIN_S
         self.play(5)
         self.rig.audit()
-
-    def _hear(self, name: str, message: AnyMessage) -> None:
-        if isinstance(message, Tokens):
-            for event in message.events:
-                self._token(name, event)
-            return
-        if isinstance(message, CacheChanged | BlocksChanged | Measured):
-            return
-        story = self.stories[message.request_id]
-        if isinstance(message, DecodeGranted | FeatureGranted) and not story.is_open:
-            self.to_worker[name].append(ReturnGrant(message.grant.lease_id))
-        elif isinstance(message, PrefillAdmitted) and story.is_open:
-            self.to_worker["decode"].append(StartDecode(story.request, TIMEOUT_S, codec=self.rig.codec))
-        elif isinstance(message, DecodeGranted):
-            self.to_worker["prefill"].append(DecodeTarget(message.request_id, message.grant))
-            self._pass_grant("decode", message.grant.lease_id, "prefill")
-        elif isinstance(message, FeatureShared) and story.is_open:
-            story.shared_items.add(message.item_idx)
-            self.to_worker["encoder"].append(Cancel(message.request_id, item_idx=message.item_idx))
-        elif isinstance(message, FeatureGranted):
-            if message.item_idx in story.shared_items | story.targets.keys():  # it did not come
-                story.shared_items.discard(message.item_idx)
-                self._encode(story, message.item_idx)
-            story.targets[message.item_idx] = message.grant.lease_id
-            target = EncodeTarget(message.request_id, message.item_idx, message.grant)
-            self.to_worker["encoder"].append(target)
-            self._pass_grant("prefill", message.grant.lease_id, "encoder")
-        elif isinstance(message, Preempted) and story.is_open:
-            for idx, line in enumerate(story.lines):
-                line.is_preempted = line.finish_reason is None
-                self._resume_if_known(story, idx)
-        elif isinstance(message, Failed) and not self._expects_faults and message.error.message == UNEXPECTED:
-            raise AssertionError(f"{message.request_id} met an error in the {name} engine")
-        elif isinstance(message, Failed) and story.is_open and message.item_idx not in story.shared_items:
-            story.error = message.error.message
-            self.land(message.request_id)
-
-    def _encode(self, story: Story, item_idx: int) -> None:
-        start = StartEncode(story.request.request_id, item_idx, story.items[item_idx], TIMEOUT_S)
-        self.to_worker["encoder"].append(start)
-
-    def _pass_grant(self, owner: str, lease_id: str, writer: str) -> None:
-        self.to_worker[owner].append(GrantPassed(lease_id, (self.rig.workers[writer].process,)))
+        assert self.flow.is_idle and self.flow.num_crashed == 0
 
     def lose(self, name: str, *, dies: bool) -> None:
-        """A worker's connection ends, because its process does or by itself; the next one is there at once."""
+        """A worker's connection ends, with its process or alone; the next one is there before."""
         self.to_worker[name].clear()
         if dies:
             self.rig.start_worker(name)
         else:
             self.rig.reconnect(name)
-        for story in [story for story in self.stories.values() if story.is_open]:
-            if name == "encoder":
-                self._lose_encoder(story)
-            elif name == "decode" or not (story.prefills_locally or self._is_with_decode(story)):
-                story.error = f"the {name} worker was lost"
-                self.land(story.request.request_id)
+        lost = self._replica_ids[name]
+        self._join(name)
+        self.flow.on_lost(lost, self.rig.clock.at)
+        if not dies:
+            self.flow.quarantine.came_back(lost)
+        self._carry_out()
+
+    def _join(self, name: str) -> None:
+        """Under a name of its own: the flow knows the earlier worker for a while."""
+        self._num_joined += 1
+        self._replica_ids[name] = f"{name}#{self._num_joined}"
+        processes = (self.rig.workers[name].process,)
+        member = Member(self._replica_ids[name], ROLES[name], "", "", "", 10**9, processes=processes)
+        self.flow.on_joined(member, self.rig.clock.at)
+
+    def _carry_out(self) -> None:
+        for output in self.flow.take_outputs():
+            if isinstance(output, Send):
+                name = output.replica_id.partition("#")[0]
+                if self._replica_ids[name] == output.replica_id:
+                    self.to_worker[name].append(output.message)
+            elif isinstance(output, Deliver):
+                self._deliver(self.stories[output.request_id], output.choice_idx, output.event)
 
     @staticmethod
-    def _is_with_decode(story: Story) -> bool:
-        return story.has_decode_spoken and all(line.has_first for line in story.lines)
-
-    def _lose_encoder(self, story: Story) -> None:
-        if any(line.has_first for line in story.lines):
-            return
-        for item_idx in set(range(len(story.items))) - story.shared_items:
-            lease_id = story.targets.pop(item_idx, None)
-            if lease_id is not None:
-                self.to_worker["prefill"].append(EncoderLost(story.request.request_id, item_idx, lease_id))
-            self._encode(story, item_idx)
-
-    def _token(self, name: str, event: TokenEvent) -> None:
-        story = self.stories[event.request_id]
-        if not story.is_open or event.finish_reason is FinishReason.CANCELLED:
-            return
-        line = story.lines[event.choice_idx]
-        (line.tokens if name == "prefill" else line.early).extend(event.token_ids)
-        line.has_first |= name == "prefill"
-        story.has_decode_spoken |= name == "decode"
-        assert line.finish_reason is None or event.finish_reason is None, "a choice has one end"
-        line.finish_reason = line.finish_reason or event.finish_reason
-        if line.has_first:
-            line.tokens += line.early
-            line.early.clear()
-            self._resume_if_known(story, event.choice_idx)
-        if story.is_over:
-            self.land(event.request_id)
-
-    def _resume_if_known(self, story: Story, choice_idx: int) -> None:
+    def _deliver(story: Story, choice_idx: int, event: TokenEvent | ClusterError) -> None:
         line = story.lines[choice_idx]
-        if not (line.is_preempted and line.has_first):
-            return
-        new = tuple(line.tokens[line.num_tokens_before :])
-        self.num_resumed += 1
-        request = story.request.resumed(f"resumed{self.num_resumed}", choice_idx, new, 0.0)
-        line.is_preempted = False
-        line.num_tokens_before = len(line.tokens)
-        story.flown_on.add(choice_idx)
-        self.start(request, story.items, [line], story.prefills_locally)
-        if story.is_over:
-            self.land(story.request.request_id)
+        assert line.finish_reason is None, "a choice has one end"
+        if isinstance(event, ClusterError):
+            story.error = event.message
+        else:
+            line.tokens += event.token_ids
+            line.finish_reason = event.finish_reason
+
+    def _check(self, name: str, message: AnyMessage) -> None:
+        if isinstance(message, Failed) and not self._expects_faults and message.error.message == UNEXPECTED:
+            raise AssertionError(f"{message.request_id} met an error in the {name} engine")

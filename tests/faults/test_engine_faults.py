@@ -367,7 +367,7 @@ def test_a_choice_that_speculation_cannot_forget_ends_the_engine() -> None:
     relay = Relay(rig, expects_faults=True)
     poison(rig.decode.engine._runner, "forget", lambda choice: True)
     relay.start(make_request("r", 5))
-    with pytest.raises(BookkeepingError, match="_end_choice"):
+    with pytest.raises(BookkeepingError, match="end_choice"):
         relay.play(60)
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.types.messages import Failed, FeatureGranted, TokenEvent, Tokens
+from cluster.types.messages import Failed, FeatureGranted, StartPrefill, TokenEvent, Tokens
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.engines import FEATURE_LAYOUT, MARGIN_S, TIMEOUT_S, Rig
 from tests.fakes.relay import Relay
@@ -46,7 +46,7 @@ class World:
         assert rig.features.num_open_leases == 0, "the first request's lease is over"
         request = make_request("other", num_tokens, [OTHER_ITEM])
         before = len(rig.prefill.said)
-        rig.receive("prefill", dict(rig.launch(request))["prefill"])
+        rig.receive("prefill", StartPrefill(request, TIMEOUT_S))
         (granted,) = [m for m in list(rig.prefill.said)[before:] if isinstance(m, FeatureGranted)]
         for row in range(8):
             self.second_rows.segments[0][row // 4, row % 4] = item_value(OTHER_ITEM.media_hash, row)

@@ -32,7 +32,7 @@ def test_any_item_can_be_made_again():
 )
 def test_a_crash_and_a_hang_are_named_by_their_item(end, ending):
     program = f"import os, time; print('AT 41\\nFAIL 41 (x as image): y\\nAT 42', flush=True); {end}"
-    report = fuzz_media.Report()
+    report = fuzz_media.FuzzReport()
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, bufsize=0) as child:
         assert fuzz_media.follow(child, 5, report, item_s=0.5) == (42, ending)
         child.kill()

@@ -16,7 +16,7 @@ from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.types.request import SamplingParams, StopParams
 from decode_service.runner import DecodeRunner
-from decode_service.state import Choice, PromptPart
+from decode_service.state import DecodeChoice, PromptPart
 from prefill_service.runner import uncut_spans
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase, TinyRequest
@@ -181,7 +181,7 @@ def test_kv_copied_to_other_blocks_of_a_second_memory_equals_generate(family: Sp
 def test_a_text_that_decode_computes_in_stretches_equals_generate(family: Split, size: int) -> None:
     """Without a word about positions or spans from prefill."""
     kv, token_ids, table = memory(family.language), family.text.token_ids, [9, 4, 7, 2, 5]
-    choice = Choice("r/0", 0, SamplingParams(), StopParams(NUM_TOKENS), token_ids, len(token_ids))
+    choice = DecodeChoice("r/0", 0, SamplingParams(), StopParams(NUM_TOKENS), token_ids, len(token_ids))
     runner, first = DecodeRunner(family.language, kv), ()
     for start in range(0, 53, size):
         draws = [choice] if start + size >= 53 else []

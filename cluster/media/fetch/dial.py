@@ -1,8 +1,14 @@
-"""HTTP sessions that connect to no address which `may_dial` refuses.
+"""HTTP sessions that never connect to an address which `may_dial` refuses.
 
-Three gates, each enough for what it sees: a name's answers are refused as a whole if one of them is (so that the choice
-among them means nothing), every socket is made for an address that passed (aiohttp resolves no address literals), and
-nothing is sent before the peer of the connected socket has passed. Nobody resolves a name after it was checked.
+There are three checks:
+
+* Resolver: if one of a name's addresses is refused, the name is refused, so the choice among them does not
+  matter.
+* Socket: it is made only for an allowed address, because aiohttp passes address literals without the
+  resolver.
+* Request: nothing is sent before the peer of the connected socket is checked.
+
+After the check a name is not resolved again.
 """
 
 from __future__ import annotations
@@ -21,11 +27,12 @@ MayDial = Callable[[str], bool]
 
 
 class AddressRefusedError(OSError):
-    """An address that may not be dialled. Never shown: it would tell a client what a name inside the cluster resolves to."""
+    """An address that may not be dialled. Never shown, because it would tell a client how names inside the
+    cluster resolve."""
 
 
 def system_lookup(threads: Executor) -> Lookup:
-    """The system's resolver on threads of its own: one that hangs delays other lookups, and nothing else."""
+    """The system's resolver on its own threads: a lookup that hangs delays only other lookups."""
 
     def addresses(host: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
@@ -40,12 +47,13 @@ def system_lookup(threads: Executor) -> Lookup:
 def open_session(
     may_dial: MayDial, lookup: Lookup, connect_timeout_s: float, tls: ssl.SSLContext | None
 ) -> aiohttp.ClientSession:
-    """To be called on the event loop. It keeps no cookies, undoes no compression and reads nothing of the environment."""
+    """Call it on the event loop. The session keeps no cookies, decompresses nothing and ignores the
+    environment."""
     connector = aiohttp.TCPConnector(
         resolver=_Resolver(lookup, may_dial),
         socket_factory=lambda info: _checked_socket(may_dial, info),
         use_dns_cache=False,
-        limit=0,  # the downloader counts
+        limit=0,  # the downloader limits their number
         ssl=True if tls is None else tls,
     )
     return aiohttp.ClientSession(
@@ -80,7 +88,7 @@ class _Resolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing is owned."""
+        """The resolver owns nothing."""
 
 
 def _checked_socket(may_dial: MayDial, info: aiohttp.AddrInfoType) -> socket.socket:
@@ -102,7 +110,7 @@ def _request_class(may_dial: MayDial) -> type[aiohttp.ClientRequest]:
 
 
 def was_refused(error: BaseException | None) -> bool:
-    """Whether one of the gates is behind an error of aiohttp."""
+    """Whether one of the checks caused this error of aiohttp."""
     return any(isinstance(cause, AddressRefusedError) for cause in _causes(error))
 
 

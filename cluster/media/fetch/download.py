@@ -1,7 +1,7 @@
-"""One URL over HTTP: a GET for each hop, every hop checked anew, the body hashed as it comes.
+"""One URL over HTTP: a GET for each hop, a check of each hop, and a hash of the body as it arrives.
 
-Belongs to one event loop. A download has one deadline for everything, from waiting for its turn to the last byte; it
-holds at most `max_bytes` of the body, and a connection that is not read to its end is closed.
+Belongs to one event loop. A download has one deadline for everything, from waiting for a slot to the last
+byte. It holds at most `max_bytes` of the body. A connection that is not read to the end is closed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RETRY_AFTER_S = 1.0
 
 
 class Downloaded(msgspec.Struct, frozen=True):
-    """What a URL gave, and what may be done with it."""
+    """The answer of a URL, and what may be done with it."""
 
     data: bytes
     digest: bytes
@@ -40,7 +40,8 @@ class Downloaded(msgspec.Struct, frozen=True):
 
 
 class Downloader:
-    """`is_public` says which addresses may be dialled for a host that is not internal; the rest as in `Fetcher`."""
+    """`is_public`: which addresses may be dialled for a host that is not internal. Other arguments as in
+    `Fetcher`."""
 
     def __init__(
         self,
@@ -55,27 +56,29 @@ class Downloader:
         self._lookup = lookup or system_lookup(self._threads)
         self._is_public = is_public
         self._tls = tls
-        self._turns = asyncio.Semaphore(policy.max_concurrent)
-        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether their hosts are trusted
+        self._slots = asyncio.Semaphore(policy.max_concurrent)
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # key: whether its hosts are trusted
 
     async def get(self, url: URL, max_bytes: int, known: Known | None = None) -> Downloaded:
-        """`url` has passed `check_url`; `known` is given again if the host says that it still holds.
+        """`url` has passed `check_url`. If the host says that `known` is still valid, `known` is returned.
 
         Raises MediaError, without the item's name, or OverloadedError.
         """
-        has_turn = False
+        has_slot = False
         try:
-            async with asyncio.timeout(self._policy.total_timeout_s), self._turns:
-                has_turn = True
+            async with asyncio.timeout(self._policy.total_timeout_s), self._slots:
+                has_slot = True
                 return await self._follow(url, max_bytes, known)
         except aiohttp.ServerTimeoutError:
             raise MediaError("the host did not answer in time") from None
         except TimeoutError:
-            if not has_turn:
+            if not has_slot:
                 raise OverloadedError("too many downloads of media", retry_after_s=RETRY_AFTER_S) from None
             raise MediaError(f"not received within {self._policy.total_timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise MediaError(_explanation(error)) from None  # their texts hold URLs and addresses
+            raise MediaError(
+                _explanation(error)
+            ) from None  # the texts of these errors contain URLs and addresses
 
     async def aclose(self) -> None:
         for session in self._sessions.values():
@@ -114,7 +117,7 @@ def _any_address(address: str) -> bool:
 
 
 async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> tuple[bytes, bytes]:
-    """The body and its SHA-256. Raises MediaError as soon as it is sure that it cannot be used."""
+    """The body and its SHA-256. Raises MediaError as soon as it is certain that the body cannot be used."""
     if response.status != 200:
         raise MediaError(f"the host answered with status {response.status}")
     if response.headers.get(hdrs.CONTENT_ENCODING, "identity").strip().lower() not in ("", "identity"):
@@ -134,7 +137,7 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> tuple[bytes
 
 
 def _validators(response: aiohttp.ClientResponse) -> tuple[tuple[str, str], ...]:
-    """The header fields that ask the host whether this answer still holds."""
+    """The header fields with which a later request asks the host whether this answer is still valid."""
     found = ((condition, response.headers.get(field, "")) for field, condition in _VALIDATORS)
     return tuple(
         (condition, value)

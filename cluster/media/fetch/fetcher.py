@@ -1,4 +1,5 @@
-"""An item's bytes from wherever it lies: what a door asks. One per process, on its event loop, which is never blocked."""
+"""The entry point for doors: an item's bytes from its URL. One per process, on its event loop, which is never
+blocked."""
 
 from __future__ import annotations
 
@@ -16,26 +17,26 @@ from cluster.media.fetch.addresses import is_global
 from cluster.media.fetch.cache import ContentCache
 from cluster.media.fetch.dial import Lookup, MayDial
 from cluster.media.fetch.download import Downloader
-from cluster.media.fetch.flight import SingleFlight
 from cluster.media.fetch.policy import FetchPolicy
+from cluster.media.fetch.single_flight import SingleFlight
 from cluster.media.fetch.urls import check_url
 from cluster.media.settings import item_name
 from cluster.media.sources import MediaSource, read_source
 
-INLINE_CHARS = 64 * 1024  # of a data URI; longer ones are decoded in a thread (64 Ki characters take 0.1 ms)
-
-NUM_THREADS = 2  # for them
+INLINE_CHARS = 64 * 1024  # longer data URIs are decoded in a thread (64 Ki characters take 0.1 ms)
+NUM_THREADS = 2  # for long data URIs
 
 
 class FetchedMedia(msgspec.Struct, frozen=True):
-    """The bytes of one item, within the size that was asked for."""
+    """The bytes of one item, within the requested size."""
 
     data: bytes
     digest: bytes  # SHA-256 of `data`
 
 
 class Fetcher:
-    """`lookup`, `is_public` and `tls` replace the system's resolver, the rule for addresses and the trusted certificates."""
+    """`lookup`, `is_public` and `tls` replace the system's resolver, the rule for addresses and the trusted
+    certificates."""
 
     def __init__(
         self,
@@ -55,10 +56,11 @@ class Fetcher:
     async def read(
         self, source: MediaSource, max_bytes: int, *, item_idx: int, tenant: str = ""
     ) -> FetchedMedia:
-        """Ends within the policy's `total_timeout_s`. What one tenant's URL gave is never given to another.
+        """Ends within the policy's `total_timeout_s`. A tenant never gets the content of another tenant's
+        URL.
 
-        Raises MediaError, which names the item, OverloadedError, or UnavailableError once closed. A cancelled caller
-        leaves those alone who wait for the same URL.
+        Raises MediaError, which names the item, OverloadedError, or UnavailableError once closed. Cancelling
+        one caller does not affect others that wait for the same URL.
         """
         if source.url[:5].lower() == "data:":
             if len(source.url) <= INLINE_CHARS:
@@ -73,7 +75,8 @@ class Fetcher:
             raise MediaError(f"{name}: {error.message}", param=source.param) from error
 
     async def aclose(self) -> None:
-        """Ends all downloads, whose callers get UnavailableError, and closes all connections. May be repeated."""
+        """Ends all downloads, whose callers get UnavailableError, and closes all connections. May be
+        repeated."""
         await self._flights.aclose()
         await self._downloader.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)

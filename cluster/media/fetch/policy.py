@@ -14,18 +14,19 @@ _ENTRY = re.compile(r"(\*|(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]
 
 
 class FetchPolicy(msgspec.Struct, frozen=True):
-    """Hosts are written "example.com" (that one), "*.example.com" (all below it) or "*", each with ":port" if it is not
-    the scheme's own; IPv6 addresses in brackets, other alphabets as xn--. Raises ConfigError for what cannot be.
+    """Hosts are written "example.com" (this host), "*.example.com" (all below it) or "*", with ":port" if the
+    port is not the scheme's own. IPv6 addresses stand in brackets, other alphabets are written as xn--.
+    Raises ConfigError for an invalid entry or value.
     """
 
-    allowed_hosts: tuple[str, ...] = ()  # empty: any; they must be public all the same
-    denied_hosts: tuple[str, ...] = ()  # without a port: on every port; goes before both other lists
-    internal_hosts: tuple[str, ...] = ()  # trusted: may speak http and have any address
-    connect_timeout_s: float = 5.0  # for the name, the connection and TLS of one hop
-    total_timeout_s: float = 30.0  # for all of an item, waiting for its turn included
+    allowed_hosts: tuple[str, ...] = ()  # empty: any; hosts must be public in both cases
+    denied_hosts: tuple[str, ...] = ()  # an entry without a port: every port; overrides both other lists
+    internal_hosts: tuple[str, ...] = ()  # trusted: may use http and have any address
+    connect_timeout_s: float = 5.0  # for name lookup, connection and TLS of one hop
+    total_timeout_s: float = 30.0  # for a whole item, including the wait for a slot
     max_redirects: int = 3
-    cache_bytes: int = 256 * 2**20  # of kept contents; 0 keeps nothing
-    max_concurrent: int = 32  # downloads at once; each may hold an item's largest size in memory
+    cache_bytes: int = 256 * 2**20  # of cached contents; 0: no cache
+    max_concurrent: int = 32  # simultaneous downloads; each may hold an item of the largest size in memory
 
     def __post_init__(self) -> None:
         for entry in (*self.allowed_hosts, *self.denied_hosts, *self.internal_hosts):
@@ -37,7 +38,7 @@ class FetchPolicy(msgspec.Struct, frozen=True):
 
 
 def parse_entry(entry: str) -> tuple[str, int | None]:
-    """Host pattern and port of an entry of a list. Raises ConfigError."""
+    """Host pattern and port of a list entry. Raises ConfigError."""
     match = _ENTRY.fullmatch(entry)
     try:
         if match is None:
@@ -55,14 +56,15 @@ def parse_entry(entry: str) -> tuple[str, int | None]:
 
 
 def names_host(pattern: str, host: str) -> bool:
-    """Whether a parsed entry's pattern means this host (lower case, ASCII)."""
+    """Whether a parsed entry's pattern matches this host (lower case, ASCII)."""
     if pattern == "*":
         return True
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
 
 
 def lists(entries: tuple[str, ...], host: str, port: int, default_port: int | None) -> bool:
-    """Whether one of the entries means this host and port. An entry without a port means `default_port`, or any if None."""
+    """Whether one of the entries matches this host and port. An entry without a port means `default_port`, or
+    any port if None."""
     for pattern, entry_port in map(parse_entry, entries):
         expected = default_port if entry_port is None else entry_port
         if names_host(pattern, host) and expected in (None, port):

@@ -1,7 +1,7 @@
-"""Which URLs may be read. Pure: names are looked at, never resolved.
+"""Which URLs may be read. Pure: names are checked but not resolved.
 
-What comes out is built from the very parts that were checked, so no later parser can see another host in it. Paths and
-queries stay as they were written, byte for byte: signatures cover them.
+The resulting URL is built from the checked parts, so no later parser can find another host in it. Paths and
+queries stay as written, byte for byte, because signatures cover them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from cluster.media.fetch.policy import DEFAULT_PORTS, FetchPolicy, lists
 MAX_URL_CHARS = 8192
 NOT_PUBLIC = "the address of this host is not public"
 BAD_HOST = "the host of the URL is not valid"
-_FRONT = re.compile(
-    r"(https?)://([^/?#@%]+)(?=[/?#]|\Z)", re.I
-)  # user names, zones and %-coded hosts do not match
+# user names, zones and %-coded hosts do not match
+_FRONT = re.compile(r"(https?)://([^/?#@%]+)(?=[/?#]|\Z)", re.I)
 _NAME = re.compile(r"(?=.{1,253}\Z)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
-_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # as the last label, this makes the whole host an IPv4 address
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # a last label like this makes the whole host an IPv4 address
 
 
 def check_url(text: str, policy: FetchPolicy) -> URL:
-    """The URL to request. Raises MediaError if it may not be read; the message holds nothing of the URL."""
+    """The URL to request. Raises MediaError if it may not be read; the message contains no part of the
+    URL."""
     if len(text) > MAX_URL_CHARS:
         raise MediaError(f"the URL is longer than {MAX_URL_CHARS} characters")
     if not text.isprintable() or " " in text or "\\" in text:
@@ -60,9 +60,9 @@ def check_url(text: str, policy: FetchPolicy) -> URL:
 
 
 def redirected(url: URL, location: str | None, policy: FetchPolicy) -> URL:
-    """Where a redirect leads, checked like a client's own URL. Raises MediaError."""
+    """The target of a redirect, checked like a client's own URL. Raises MediaError."""
     if not location or not location.isprintable():
-        raise MediaError("the host answered with a redirect to nowhere")
+        raise MediaError("the host answered with a redirect without a valid target")
     try:
         text = urljoin(str(url), location)
     except ValueError:
@@ -74,12 +74,12 @@ def redirected(url: URL, location: str | None, policy: FetchPolicy) -> URL:
 
 
 def is_internal(url: URL, policy: FetchPolicy) -> bool:
-    """Whether the operator trusts the host of this checked URL, whatever its address."""
+    """Whether the operator trusts the host of this checked URL, regardless of its address."""
     return lists(policy.internal_hosts, url.raw_host or "", url.port or 0, DEFAULT_PORTS[url.scheme])
 
 
 def _host(url: URL) -> str:
-    """Lower case, ASCII, without brackets: a name, or an address in its one canonical form. Raises MediaError."""
+    """Lower case, ASCII, without brackets: a name, or an address in canonical form. Raises MediaError."""
     host = url.raw_host or ""
     try:
         if ":" in host:

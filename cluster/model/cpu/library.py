@@ -1,4 +1,5 @@
-"""The compiled kernels in this process: which variant, and the C interface of `linear.cpp` and `packing.cpp`.
+"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp` and
+`packing.cpp`.
 
 Loaded once, on first use, from any thread. A call releases the interpreter's lock while it runs.
 """
@@ -6,19 +7,19 @@ Loaded once, on first use, from any thread. A call releases the interpreter's lo
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from cluster.model.cpu.build import VARIANTS, Variant, build
+from cluster.native import library as native
+from cluster.native.build import Variant
 
-logger = logging.getLogger(__name__)
+SOURCES = Path(__file__).parent
 
 
 class Layer(ctypes.Structure):
-    """Mirrors `Layer` of kernels.h. Pointers; whoever fills it keeps the tensors."""
+    """Mirrors `Layer` of kernels.h. Holds pointers only: its owner keeps the tensors alive."""
 
     _fields_ = (
         ("packed", c_void_p),
@@ -34,15 +35,8 @@ class Layer(ctypes.Structure):
 _LINEAR = (c_void_p, c_void_p, c_void_p, c_int64, c_int)  # layer, x, y, rows, threads
 _PACK = (c_void_p, c_void_p, c_void_p, c_int64, c_int64)  # weight, up, packed, outputs, inputs
 _PACK_INT8 = (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64)  # and scales, sums
-_NORM = (
-    c_void_p,
-    c_void_p,
-    c_void_p,
-    c_int64,
-    c_int64,
-    c_float,
-    c_int,
-)  # weight, x, y, rows, width, epsilon, threads
+# weight, x, y, rows, width, epsilon, threads
+_NORM = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int)
 _PROTOTYPES = {
     "linear_f32": _LINEAR,
     "linear_bf16": _LINEAR,
@@ -59,55 +53,30 @@ _PROTOTYPES = {
 
 @dataclass(frozen=True)
 class Kernels:
-    """variant: the compiled one's name. capabilities: the CPU features it uses, as /proc/cpuinfo spells them.
-    panel_outputs: packed weights are padded to a multiple of it. Whoever calls functions of other sources through `cdll`
-    declares their arguments."""
+    """The functions named above are declared. A caller of another function declares its arguments."""
 
     cdll: ctypes.CDLL
-    variant: str
-    capabilities: frozenset[str]
-    panel_outputs: int
+    variant: str  # the compiled one's name
+    capabilities: frozenset[str]  # CPU features that it uses, as /proc/cpuinfo spells them
+    panel_outputs: int  # packed weights are padded to a multiple of it
 
 
 @cache
 def load() -> Kernels | None:
     """The best variant that this CPU runs and that can be built here, or None with the reason in the log."""
-    variants = runnable_variants()
-    if not variants:
-        logger.warning("no native CPU kernels: this CPU has not got AVX2")
-    return next(filter(None, map(load_variant, variants)), None)
+    return _declared(native.load(SOURCES))
 
 
 def load_variant(variant: Variant) -> Kernels | None:
-    path = build(variant)
-    if path is None:
+    return _declared(native.load_variant(SOURCES, variant))
+
+
+def _declared(library: native.NativeLibrary | None) -> Kernels | None:
+    if library is None:
         return None
-    try:
-        return _declared(ctypes.CDLL(str(path)), variant)
-    except OSError as error:
-        logger.warning("native CPU kernels do not load: %s", error)
-        return None
-
-
-def runnable_variants() -> tuple[Variant, ...]:
-    """Best first."""
-    flags = _cpu_flags()
-    return tuple(variant for variant in VARIANTS if variant.cpu_flags <= flags)
-
-
-def _declared(cdll: ctypes.CDLL, variant: Variant) -> Kernels:
+    cdll = library.cdll
     for name, arguments in _PROTOTYPES.items():
         function = getattr(cdll, name)
         function.argtypes, function.restype = arguments, None
     cdll.panel_outputs.restype = c_int64
-    return Kernels(cdll, variant.name, variant.cpu_flags, cdll.panel_outputs())
-
-
-def _cpu_flags() -> frozenset[str]:
-    """Of the first core; empty where /proc/cpuinfo has none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(flags.partition(":")[2].split())
+    return Kernels(cdll, library.variant, library.capabilities, cdll.panel_outputs())

@@ -1,10 +1,14 @@
-"""CUDA graphs of the decode step: one per batch size of a short list, recorded when it is first needed, replayed after.
+"""CUDA graphs of the decode step: one per batch size of a short list, recorded at its first use and replayed
+afterwards.
 
-A replay repeats the recorded launches on the recorded addresses. So a step's inputs go through the same buffers
-(`StepMatrix`), batches are filled up to a recorded size with rows that write into a scratch block, and the logits come
-out of the same tensor every time. Attention must not look at the contexts on the host (`FlashAttention.can_capture`).
+A replay repeats the recorded launches at the recorded addresses. Therefore:
 
-Tried with a stand-in for the capture on the CPU; `capture_cuda` itself is untried.
+* a step's inputs always use the same buffers (`StepMatrix`),
+* a batch is padded to a recorded size with rows that write into a scratch block,
+* the logits are always in the same tensor,
+* attention must not read the contexts on the host (`FlashAttention.can_capture`).
+
+Tried on the CPU with a stand-in for the capture; `capture_cuda` itself is untried.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from cluster.model.step_model import StepModel
 
 logger = logging.getLogger(__name__)
 
-Replay = Callable[[], Tensor]  # enqueues the recorded work; the same tensor every time
+Replay = Callable[[], Tensor]  # enqueues the recorded work; always returns the same tensor
 
 
 class DecodeStep(Protocol):
@@ -34,12 +38,12 @@ class DecodeStep(Protocol):
 
 class Capture(Protocol):
     def __call__(self, work: Callable[[], Tensor]) -> Replay:
-        """Runs `work` as often as it likes, and records it."""
+        """Runs `work` any number of times and records it."""
         ...
 
 
 class CapturableModel(StepModel, Protocol):
-    """What is asked of `LanguageModel`."""
+    """The part of `LanguageModel` that graphs need."""
 
     block_size: int
     max_model_len: int
@@ -73,8 +77,8 @@ class DecodeGraphs:
         return self._replay(size)()[:count]
 
     def warm_up(self) -> None:
-        """Records every size, largest first, so that the smaller ones fit into its memory. Minutes at most; without it the
-        first requests wait. Writes into the scratch block only."""
+        """Records every size, largest first, so that the smaller ones fit into its memory. Takes minutes at
+        most; without it the first requests wait. Writes into the scratch block only."""
         for size in reversed(self._sizes):
             self._matrix.fill([], [], [], [], size)
             self._replay(size)
@@ -87,7 +91,8 @@ class DecodeGraphs:
 
 
 class GraphedModel:
-    """A `LanguageModel` whose decode steps over `kv` are replayed; other calls pass through. One thread.
+    """A `LanguageModel` whose decode steps over `kv` are replayed. Other calls go to the model itself. One
+    thread.
 
     The last block of `kv` is the scratch block: it must not belong to the pool that requests draw from.
     """
@@ -102,7 +107,8 @@ class GraphedModel:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Records all batch sizes. Raises RuntimeError when the model does something that cannot be recorded."""
+        """Records all batch sizes. Raises RuntimeError if the model does something that cannot be
+        recorded."""
         self._graphs.warm_up()
 
     def forward(
@@ -131,7 +137,8 @@ class GraphedModel:
 
 
 def with_graphs(model: LanguageModel, kv: BlockMemory, max_batch: int) -> StepModel:
-    """The model with recorded decode steps, or as it is where they cannot be recorded; the log says why. On CUDA."""
+    """The model with recorded decode steps. If they cannot be recorded: the model itself, and the log says
+    why. On CUDA."""
     if not model.can_capture_decode(kv):
         logger.info("decode steps are not recorded: their attention needs the host")
         return model
@@ -145,21 +152,21 @@ def with_graphs(model: LanguageModel, kv: BlockMemory, max_batch: int) -> StepMo
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, then steps of 8 up to 64 and of 32 behind it; the last is max_batch. Padding costs
-    little where batches are small, because reading the weights is most of such a step, and every row shares it."""
+    """1, 2, 4, then steps of 8 up to 64 and of 32 after that; the last is max_batch. Padding small batches
+    costs little, because most of such a step is reading the weights, which all rows share."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_batch, 32)]
     return [size for size in sizes if size < max_batch] + [max_batch]
 
 
 def capture_cuda() -> Capture:
-    """A capture whose graphs share one pool of memory: only one of them may run at a time."""
+    """A capture whose graphs share one memory pool, so only one of them may run at a time."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(work: Callable[[], Tensor]) -> Replay:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2):  # kernels are compiled and libraries start up outside the recording
+            for _ in range(2):  # compiles kernels and initialises libraries outside the recording
                 work()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Media tensors on their way to a GPU, on a stream of their own: a copy runs while the encoder computes what came before.
+"""Copies media tensors to a GPU on a stream of their own, while the encoder computes earlier items.
 
 Untried on hardware.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Uploads:
-    """Any number of threads, none of them the one that computes: `copy` blocks."""
+    """`copy` blocks; any threads may call it except the one that computes."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self._device = device
@@ -20,14 +20,15 @@ class Uploads:
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The item's tensors on the device, floating-point ones in the model's dtype; complete when this returns. Raises
-        torch.OutOfMemoryError."""
+        """The item's tensors on the device, floating-point ones in the model's dtype; complete when this
+        returns. Raises torch.OutOfMemoryError."""
         uploaded = {}
         with torch.cuda.stream(self._stream):
             for key, value in item.items():
                 host = value.to(self._dtype) if value.is_floating_point() else value
                 uploaded[key] = host.pin_memory().to(self._device, non_blocking=True)
-                # Its memory belongs to this stream; the allocator must wait for the encoder's before it gives it away again.
+                # The memory belongs to this stream. The allocator must wait for the encoder's stream before
+                # it reuses the memory.
                 uploaded[key].record_stream(torch.cuda.default_stream(self._device))
             copied = self._stream.record_event()
         copied.synchronize()

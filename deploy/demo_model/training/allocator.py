@@ -1,7 +1,7 @@
-"""Keep freed memory inside the process, for training loops on Linux with glibc.
+"""Keeps freed memory inside the process, for training loops on Linux with glibc.
 
-Each step allocates and frees the same large buffers. By default glibc hands them back to the kernel, and the page
-faults of getting them again cost about as much as a third of the arithmetic.
+Each step allocates and frees the same large buffers. By default glibc returns them to the kernel, and the
+page faults of allocating them again cost about as much as a third of the arithmetic.
 """
 
 import ctypes

@@ -1,4 +1,6 @@
-"""The demo model before training: tokenizer, processor, configuration and seeded weights, without a network."""
+"""The demo model before training: tokenizer, processor, configuration and seeded weights, without a
+network.
+"""
 
 import copy
 import json

@@ -1,6 +1,7 @@
 """Training rows of the joint stage: conversations about media, as token ids, labels and encoder inputs.
 
-A `Row` holds one conversation. `collate` pads rows of like length into one model input; only answers carry labels.
+A `TrainingRow` holds one conversation. `collate` pads rows of like length into one model input; only answers carry
+labels.
 """
 
 import random
@@ -13,9 +14,14 @@ import torch
 from deploy.demo_model.training import data, media
 from deploy.demo_model.training.build import Processor
 from deploy.demo_model.training.data import Turn
-from deploy.demo_model.training.features import Features, num_audio_tokens, num_image_tokens, num_mel_frames
+from deploy.demo_model.training.features import (
+    MediaFeatures,
+    num_audio_tokens,
+    num_image_tokens,
+    num_mel_frames,
+)
 from deploy.demo_model.training.pretrain import draw_training_image
-from deploy.demo_model.training.speech import Clip, WordBank, disturb, make_clip
+from deploy.demo_model.training.speech import SpokenClip, WordBank, disturb, make_clip
 from deploy.demo_model.training.tokenizer import SYSTEM_PROMPTS
 
 NO_LABEL = -100
@@ -51,7 +57,7 @@ TEXT_FIRST_RATIO = 0.15
 
 
 @dataclass
-class Row:
+class TrainingRow:
     """One conversation: ids, labels and loss weights of equal length, and its media in prompt order.
 
     An answer's tokens weigh 1, those of its key `KEY_WEIGHT`, all others 0.
@@ -74,7 +80,9 @@ class RowMaker:
     `is_early`: with the questions of stage B.
     """
 
-    def __init__(self, processor: Processor, features: Features, words: WordBank, is_early: bool) -> None:
+    def __init__(
+        self, processor: Processor, features: MediaFeatures, words: WordBank, is_early: bool
+    ) -> None:
         self._tokenizer = processor.tokenizer
         self._features, self._words, self._is_early = features, words, is_early
         self._ids_of_text: dict[str, list[int]] = {}
@@ -84,58 +92,58 @@ class RowMaker:
         """The id behind a row's end."""
         return self._tokenizer.pad_token_id
 
-    def image_row(self, rng: random.Random) -> Row:
+    def image_row(self, rng: random.Random) -> TrainingRow:
         """One image and a few questions."""
-        row = Row()
+        row = TrainingRow()
         pixels, shape, colour = draw_training_image(rng, SMALLEST_IMAGE_RATIO)
         turns = [
             data.image_question(rng, shape, colour, self._is_early) for _ in range(rng.choice((1, 2, 3, 3)))
         ]
         return self._converse(rng, row, self._image(row, pixels), turns)
 
-    def yes_no_row(self, rng: random.Random) -> Row:
+    def yes_no_row(self, rng: random.Random) -> TrainingRow:
         """One image and up to three questions of yes or no, sometimes after its description."""
-        row = Row()
+        row = TrainingRow()
         pixels, shape, colour = draw_training_image(rng, SMALLEST_IMAGE_RATIO)
         turns = [data.yes_no_question(rng, shape, colour) for _ in range(rng.choice((1, 3, 3)))]
         if len(turns) > 1 and rng.random() < 0.2:
             turns[0] = Turn(rng.choice(data.DESCRIBE_QUESTIONS), data.describe_image(shape, colour))
         return self._converse(rng, row, self._image(row, pixels), turns)
 
-    def drill_row(self, rng: random.Random) -> Row:
+    def drill_row(self, rng: random.Random) -> TrainingRow:
         """One or two facts, each with a question that it decides."""
         turns = [data.comparison_drill(rng) for _ in range(rng.choice((1, 1, 2)))]
-        return self._converse(rng, Row(), [], turns)
+        return self._converse(rng, TrainingRow(), [], turns)
 
-    def images_row(self, rng: random.Random) -> Row:
+    def images_row(self, rng: random.Random) -> TrainingRow:
         """Two or three images in order."""
-        row = Row()
+        row = TrainingRow()
         images = [draw_training_image(rng, SMALLEST_IMAGE_RATIO) for _ in range(rng.choice((2, 2, 2, 3)))]
         media_ids = [token for pixels, *_ in images for token in self._image(row, pixels)]
         truths = [(shape, colour) for _, shape, colour in images]
         return self._converse(rng, row, media_ids, [data.images_question(rng, truths)])
 
-    def video_row(self, rng: random.Random) -> Row:
+    def video_row(self, rng: random.Random) -> TrainingRow:
         """One clip."""
-        row = Row()
+        row = TrainingRow()
         frames, shape, colour, direction = data.make_video(rng, rng.choice(FRAME_COUNTS))
         turns = [data.video_question(rng, shape, colour, direction, self._is_early) for _ in range(3)]
         if not self._is_early and rng.random() < DECIDE_RATIO:
             turns[rng.randrange(3)] = data.video_yes_no_question(rng, direction)
         return self._converse(rng, row, self._video(rng, row, media.disturb_video(rng, frames)), turns)
 
-    def audio_row(self, rng: random.Random) -> Row:
+    def audio_row(self, rng: random.Random) -> TrainingRow:
         """One sound of one to four words."""
-        row = Row()
+        row = TrainingRow()
         clip = disturb(rng, make_clip(rng, self._words, rng.choice((1, 1, 2, 3, 3, 4))))
         turns = [data.audio_question(rng, clip.words, self._is_early) for _ in range(rng.choice((1, 2)))]
         if not self._is_early and len(clip.words) == 1 and rng.random() < DECIDE_RATIO:
             turns[-1] = data.audio_yes_no_question(rng, clip.words[0])
         return self._converse(rng, row, self._audio(row, clip), turns)
 
-    def image_audio_row(self, rng: random.Random) -> Row:
+    def image_audio_row(self, rng: random.Random) -> TrainingRow:
         """An image and a word in either order."""
-        row = Row()
+        row = TrainingRow()
         pixels, shape, colour = draw_training_image(rng, SMALLEST_IMAGE_RATIO)
         clip = disturb(rng, make_clip(rng, self._words, 1))
         image_ids, audio_ids = self._image(row, pixels), self._audio(row, clip)
@@ -151,35 +159,35 @@ class RowMaker:
             turns.insert(rng.randrange(2), extra)
         return self._converse(rng, row, media_ids, turns)
 
-    def text_row(self, rng: random.Random) -> Row:
+    def text_row(self, rng: random.Random) -> TrainingRow:
         """No media."""
         turns = [data.text_question(rng, self._is_early) for _ in range(3)]
-        return self._converse(rng, Row(), [], turns)
+        return self._converse(rng, TrainingRow(), [], turns)
 
-    def count_row(self, rng: random.Random) -> Row:
+    def count_row(self, rng: random.Random) -> TrainingRow:
         """One or two counts."""
         turns = [data.count_question(rng) for _ in range(rng.choice((1, 1, 2)))]
-        return self._converse(rng, Row(), [], turns)
+        return self._converse(rng, TrainingRow(), [], turns)
 
-    def sum_row(self, rng: random.Random) -> Row:
+    def sum_row(self, rng: random.Random) -> TrainingRow:
         """One to three sums."""
         turns = [data.sum_question(rng) for _ in range(rng.choice((1, 2, 3)))]
-        return self._converse(rng, Row(), [], turns)
+        return self._converse(rng, TrainingRow(), [], turns)
 
-    def _image(self, row: Row, pixels: np.ndarray) -> list[int]:
+    def _image(self, row: TrainingRow, pixels: np.ndarray) -> list[int]:
         patches, grid = self._features.patchify(pixels[None])
         row.image_patches.append(patches)
         row.image_grids.append(grid)
         return self._placeholders("vision", "<|IMAGE|>", num_image_tokens(grid))
 
-    def _video(self, rng: random.Random, row: Row, frames: np.ndarray) -> list[int]:
+    def _video(self, rng: random.Random, row: TrainingRow, frames: np.ndarray) -> list[int]:
         patches, grid = self._features.patchify(frames)
         row.video_patches.append(patches)
         row.video_grids.append(grid)
         row.seconds_per_grid.append(rng.choice(SECONDS_PER_GRID))
         return self._placeholders("vision", "<|VIDEO|>", num_image_tokens(grid))
 
-    def _audio(self, row: Row, clip: Clip) -> list[int]:
+    def _audio(self, row: TrainingRow, clip: SpokenClip) -> list[int]:
         row.clips.append(clip.samples)
         count = num_audio_tokens(num_mel_frames(len(clip.samples)))
         return self._placeholders("audio", "<|AUDIO|>", count)
@@ -192,7 +200,9 @@ class RowMaker:
             self._ids_of_text[text] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._ids_of_text[text]
 
-    def _converse(self, rng: random.Random, row: Row, media_ids: list[int], turns: Sequence[Turn]) -> Row:
+    def _converse(
+        self, rng: random.Random, row: TrainingRow, media_ids: list[int], turns: Sequence[Turn]
+    ) -> TrainingRow:
         """Write the chat template's text: the media belong to the first user turn."""
         if rng.random() < SYSTEM_RATIO:
             self._append(row, self._encode(f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n"))
@@ -211,12 +221,12 @@ class RowMaker:
             self._append(row, self._encode("\n"))
         return row
 
-    def _append(self, row: Row, ids: list[int]) -> None:
+    def _append(self, row: TrainingRow, ids: list[int]) -> None:
         row.ids += ids
         row.labels += [NO_LABEL] * len(ids)
         row.weights += [0.0] * len(ids)
 
-    def _append_answer(self, row: Row, turn: Turn) -> None:
+    def _append_answer(self, row: TrainingRow, turn: Turn) -> None:
         ids, end = self._encode(turn.answer), self._encode("<|im_end|>")
         num_key_tokens = len(self._encode(turn.key)) if turn.key else 0
         row.ids += ids + end
@@ -224,8 +234,10 @@ class RowMaker:
         row.weights += [1.0] * (len(ids) - num_key_tokens) + [KEY_WEIGHT] * num_key_tokens + [1.0] * len(end)
 
 
-def collate(rows: Sequence[Row], pad_id: int, features: Features) -> dict[str, torch.Tensor]:
-    """The model's keyword arguments for the rows, padded on the right, and "answer_weights" like the labels."""
+def collate(rows: Sequence[TrainingRow], pad_id: int, features: MediaFeatures) -> dict[str, torch.Tensor]:
+    """The model's keyword arguments for the rows, padded on the right, and "answer_weights" like the
+    labels.
+    """
     longest = max(len(row.ids) for row in rows)
     ids = torch.full((len(rows), longest), pad_id)
     labels = torch.full((len(rows), longest), NO_LABEL)
@@ -254,16 +266,16 @@ def collate(rows: Sequence[Row], pad_id: int, features: Features) -> dict[str, t
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """Rows of one kind in a training step, and the weight of their loss."""
 
     name: str
-    draw: Callable[[random.Random], Row]
+    draw: Callable[[random.Random], TrainingRow]
     num_rows: int
     weight: float
 
 
-def groups_of_step(maker: RowMaker, stage: str, divisor: int) -> tuple[Group, ...]:
+def groups_of_step(maker: RowMaker, stage: str, divisor: int) -> tuple[RowGroup, ...]:
     """What one step of a stage trains on, or one of `divisor` equal parts of it."""
     draws = {
         "image": maker.image_row,
@@ -278,6 +290,6 @@ def groups_of_step(maker: RowMaker, stage: str, divisor: int) -> tuple[Group, ..
         "sum": maker.sum_row,
     }
     return tuple(
-        Group(name, draws[name], max(1, num_rows // divisor), weight)
+        RowGroup(name, draws[name], max(1, num_rows // divisor), weight)
         for name, (num_rows, weight) in ROWS_OF_STEP[stage].items()
     )

@@ -3,9 +3,9 @@
 Every maker takes a `random.Random` and draws from nothing else, so one seed gives the same bytes everywhere.
 Pixels are [H, W, 3] uint8, clips [T, H, W, 3] uint8. Questions come with the one answer that counts as right.
 
-A question of yes or no is answered with the fact first ("It is blue, so no."), so that the model compares text with
-text. `is_early` gives the questions of the tokenizer's corpus and of stage B instead, where the answer was the bare
-word and counting went up to 20; the model learnt neither in that form.
+A question of yes or no is answered with the fact first ("It is blue, so no."), so that the model compares
+text with text. `is_early` gives the questions of the tokenizer's corpus and of stage B instead, where the
+answer was the bare word and counting went up to 20; the model learnt neither in that form.
 """
 
 import random

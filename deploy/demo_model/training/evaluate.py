@@ -56,23 +56,18 @@ def draw_image(rng: random.Random) -> tuple[Image.Image, str, str]:
 
 
 def draw_video(rng: random.Random) -> tuple[np.ndarray, str, str, str]:
-    """Frames of a clip; half of them were an h264 file."""
+    """Frames of a clip; half of the clips went through an h264 file."""
     num_frames = 8 if rng.random() < 0.5 else rng.randrange(4, 17)
-    frames, *truth = data.make_video(rng, num_frames)
+    frames, shape, colour, direction = data.make_video(rng, num_frames)
     if rng.random() < 0.5:
         frames = media.decode_mp4(media.mp4_bytes(frames))
-    return frames, *truth
+    return frames, shape, colour, direction
 
 
 def draw_sound(rng: random.Random, words: WordBank, num_words: int) -> tuple[np.ndarray, tuple[str, ...]]:
     """A clip as a 16-bit file holds it."""
     clip = make_clip(rng, words, num_words)
-    return to_16_bit(clip.samples).astype(np.float32) / 32768, clip.words
-
-
-def to_16_bit(samples: np.ndarray) -> np.ndarray:
-    """[-1, 1] float -> int16."""
-    return np.clip(np.round(samples * 32768), -32768, 32767).astype(np.int16)
+    return media.to_16_bit(clip.samples).astype(np.float32) / 32768, clip.words
 
 
 def image_sample(ask: Callable[[random.Random, str, str], Turn]) -> Maker:
@@ -161,7 +156,7 @@ YES_NO_TASKS = tuple(task for task in TASKS if task.startswith("yes or no"))
 
 
 def draw_samples(task: str, seed: int, words: WordBank, num_samples: int) -> list[Sample]:
-    """The first samples of a task; those of the other tasks do not matter."""
+    """The first samples of a task; they do not depend on the other tasks."""
     rng = random.Random(f"evaluate {seed} {task}")
     return [TASKS[task](rng, words) for _ in range(num_samples)]
 
@@ -189,7 +184,9 @@ def answer(model: Model, processor: Processor, kwargs: dict, samples: list[Sampl
 
 
 def last_word(text: str) -> str:
-    """What a question of yes or no was decided to, whatever the fact named before; "" for an empty text."""
+    """The last word of an answer: for a question of yes or no, the decision behind the named fact. "" for an
+    empty text.
+    """
     return (text.removesuffix(".").split() or [""])[-1]
 
 
@@ -198,7 +195,8 @@ def evaluate_folder(
 ) -> dict:
     """Accuracy of the tasks: {"seed", "num_samples", "accuracy": {task: ratio}, "last_word", "wrong"}.
 
-    "last_word" has the tasks of yes or no, with only that word compared; "wrong" some wrong answers of each task.
+    "last_word" has the tasks of yes or no, with only that word compared; "wrong" some wrong answers of each
+    task.
     """
     model, processor, kwargs = load(folder)
     words = test_words(seed, cache)

@@ -16,7 +16,7 @@ FRAMES_PER_CHUNK = 200
 FOURIER_LENGTH = 400
 
 
-class Features:
+class MediaFeatures:
     """The constants of one processor."""
 
     def __init__(self, processor: Processor) -> None:
@@ -28,7 +28,9 @@ class Features:
         self._window = torch.hann_window(FOURIER_LENGTH)
 
     def patchify(self, frames: np.ndarray) -> tuple[torch.Tensor, list[int]]:
-        """[T, H, W, 3] uint8 -> ([N, 384] float32, grid [t, h, w] in patches); a single frame counts as two."""
+        """[T, H, W, 3] uint8 -> ([N, 384] float32, grid [t, h, w] in patches); a single frame counts as
+        two.
+        """
         side, merge, depth = PATCHES["patch_size"], PATCHES["merge_size"], PATCHES["temporal_patch_size"]
         pixels = torch.from_numpy(np.array(frames)).permute(0, 3, 1, 2).float()
         pixels = (pixels / 255 - self._mean) / self._std

@@ -1,8 +1,8 @@
 """Stages B and C: the whole model learns to answer, with a loss on the answers only.
 
-Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches what
-stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the tokens that
-decide more weight, and drills the comparison on rows of text, which are cheap.
+Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches
+what stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the
+tokens that decide more weight, and drills the comparison on rows of text, which are cheap.
 
 Two worker processes with one thread each share every step: each draws half of the rows, and the gradients are
 averaged over Gloo. `train` starts them; rank 0 writes the checkpoints and the result.
@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from deploy.demo_model.training.allocator import keep_freed_memory
 from deploy.demo_model.training.build import Model, Processor, build, load, save
 from deploy.demo_model.training.conversations import NO_LABEL, RowMaker, collate, groups_of_step
-from deploy.demo_model.training.features import Features
+from deploy.demo_model.training.features import MediaFeatures
 from deploy.demo_model.training.schedule import JOINT, Schedule, learning_rate, make_optimizer
 from deploy.demo_model.training.speech import WordBank
 from deploy.demo_model.training.words import training_words
@@ -70,7 +70,7 @@ def train_jointly(
     checkpoint: Callable[[int], None] | None = None,
 ) -> None:
     """Train in place on this worker's part of every step; `checkpoint` gets the number of steps done."""
-    features = Features(processor)
+    features = MediaFeatures(processor)
     maker = RowMaker(processor, features, words, is_early=stage == "learn")
     groups = groups_of_step(maker, stage, divisor)
     optimizer = make_optimizer(dict(model.named_parameters()), schedule, slow_prefixes=ENCODERS)
@@ -107,7 +107,7 @@ def train_jointly(
 
 
 def starting_point(stage: str, work: Path, seed: int) -> tuple[Model, Processor]:
-    """New weights with the pretrained encoders, or what stage B left."""
+    """New weights with the pretrained encoders, or the result of stage B."""
     if stage == "refine":
         model, processor, _ = load(work / "learn")
         return model, processor

@@ -1,7 +1,8 @@
 """Stage A: give one encoder useful features with throw-away heads, before the language model sees them.
 
-Without it the joint stage stalls near chance. Vision learns shape, colour, place and motion of two-frame patches
-from pooled tokens; audio learns, for every 40 ms token, which word is being said (or none). One thread:
+Without it the joint stage stalls near chance. Vision learns shape, colour, place and motion of two-frame
+patches from pooled tokens; audio learns, for every 40 ms token, which word is being said (or none). One
+thread:
 
     python -m deploy.demo_model.training.pretrain vision --out vision.pt
 """
@@ -20,9 +21,9 @@ from torch.nn import functional
 from deploy.demo_model.training import data, media
 from deploy.demo_model.training.allocator import keep_freed_memory
 from deploy.demo_model.training.build import Model, build
-from deploy.demo_model.training.features import Features, num_audio_tokens
+from deploy.demo_model.training.features import MediaFeatures, num_audio_tokens
 from deploy.demo_model.training.schedule import PRETRAINING, Schedule, learning_rate, make_optimizer
-from deploy.demo_model.training.speech import Clip, WordBank, disturb, make_clip
+from deploy.demo_model.training.speech import SpokenClip, WordBank, disturb, make_clip
 from deploy.demo_model.training.words import training_words
 
 VISION_BATCH, AUDIO_BATCH = 32, 24
@@ -35,7 +36,7 @@ Losses = tuple[torch.Tensor, dict[str, float]]
 
 
 def place_of_shape(frame: np.ndarray) -> tuple[float, float]:
-    """Centre of what differs from the corner pixel, each coordinate in [-1, 1]."""
+    """Centre of the pixels that differ from the corner pixel, each coordinate in [-1, 1]."""
     different = np.abs(frame.astype(int) - frame[0, 0].astype(int)).sum(-1) > SHAPE_DIFFERENCE
     rows, columns = np.nonzero(different)
     if not len(rows):
@@ -58,7 +59,7 @@ def draw_tubelet(rng: random.Random) -> tuple[np.ndarray, int, int, int]:
 
 
 def draw_training_image(rng: random.Random, smallest_ratio: float = 0.0) -> tuple[np.ndarray, str, str]:
-    """An image at a size that the model sees; every third was a JPEG.
+    """An image at a size that the model sees; every third went through JPEG.
 
     `smallest_ratio` of the images have the smallest size, every fifth of the others was resized.
     """
@@ -73,7 +74,7 @@ def draw_training_image(rng: random.Random, smallest_ratio: float = 0.0) -> tupl
 class VisionTask(nn.Module):
     """The vision encoder with its heads."""
 
-    def __init__(self, model: Model, features: Features) -> None:
+    def __init__(self, model: Model, features: MediaFeatures) -> None:
         super().__init__()
         self.encoder = model.model.visual
         self._features = features
@@ -102,7 +103,7 @@ class VisionTask(nn.Module):
         return loss, accuracies
 
 
-def token_labels(clip: Clip, num_tokens: int) -> torch.Tensor:
+def token_labels(clip: SpokenClip, num_tokens: int) -> torch.Tensor:
     """The word said in the middle of each token, or `NO_WORD`."""
     middle = np.arange(num_tokens) * SAMPLES_PER_TOKEN + SAMPLES_PER_TOKEN // 2
     labels = np.full(num_tokens, NO_WORD)
@@ -114,7 +115,7 @@ def token_labels(clip: Clip, num_tokens: int) -> torch.Tensor:
 class AudioTask(nn.Module):
     """The audio encoder with its head."""
 
-    def __init__(self, model: Model, features: Features, words: WordBank) -> None:
+    def __init__(self, model: Model, features: MediaFeatures, words: WordBank) -> None:
         super().__init__()
         self.encoder = model.model.audio_tower
         self._encode = model.model.get_audio_features
@@ -161,7 +162,7 @@ def run(task: nn.Module, rng: random.Random, schedule: Schedule, report: Callabl
 def pretrain(which: str, seed: int, num_steps: int, cache: Path, report: Callable[[str], None]) -> dict:
     """Train the "vision" or the "audio" encoder and return its weights."""
     model, processor = build(seed)
-    features = Features(processor)
+    features = MediaFeatures(processor)
     torch.manual_seed(seed)
     task = (
         VisionTask(model, features)

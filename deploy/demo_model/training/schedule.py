@@ -14,7 +14,8 @@ BETAS = (0.9, 0.98)
 class Schedule:
     """Linear warm-up to the peak, then a cosine down to `final_ratio` of it.
 
-    The cosine takes `num_cosine_steps`; a run with fewer steps ends while the rate is still high. 0: all steps.
+    The cosine takes `num_cosine_steps`; a run with fewer steps ends while the rate is still high. 0: all
+    steps.
     """
 
     num_steps: int

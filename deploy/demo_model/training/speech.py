@@ -1,8 +1,9 @@
-"""Spoken words from espeak-ng, through the library inside the `espeakng-loader` wheel; one process, one thread.
+"""Spoken words from espeak-ng, through the library inside the `espeakng-loader` wheel; one process, one
+thread.
 
-`speak` synthesizes one word with one voice. A `WordBank` is a fixed list of such clips drawn from a seed and kept
-on disk, so that training and evaluation never synthesize twice; `make_clip` strings words of a bank together.
-Samples are float32 in [-1, 1] at 16 kHz.
+`speak` synthesizes one word with one voice. A `WordBank` is a fixed list of such clips drawn from a seed and
+kept on disk, so that training and evaluation never synthesize twice; `make_clip` strings words of a bank
+together. Samples are float32 in [-1, 1] at 16 kHz.
 """
 
 import ctypes
@@ -124,7 +125,7 @@ class WordBank:
         return len(self._clips)
 
     def draws(self) -> set[tuple[str, Voice]]:
-        """What was spoken how, to keep another bank apart from this one."""
+        """The draw of each clip, so that another bank can avoid it."""
         return {(clip.word, clip.voice) for clip in self._clips}
 
     def draw(self, rng: random.Random, word: str | None = None) -> Spoken:
@@ -158,7 +159,7 @@ def build_word_bank(
 
 
 @dataclass(frozen=True)
-class Clip:
+class SpokenClip:
     """Words strung together: samples (float32), the words, and each word's [begin, end) in samples."""
 
     samples: np.ndarray
@@ -171,7 +172,7 @@ def silence(rng: random.Random, shortest_s: float, longest_s: float) -> np.ndarr
     return np.zeros(int(rng.uniform(shortest_s, longest_s) * SAMPLE_RATE), np.float32)
 
 
-def make_clip(rng: random.Random, bank: WordBank, num_words: int, wanted: Sequence[str] = ()) -> Clip:
+def make_clip(rng: random.Random, bank: WordBank, num_words: int, wanted: Sequence[str] = ()) -> SpokenClip:
     """The wanted words, or random ones, with pauses of 50 to 200 ms: no noise, full volume."""
     parts, words, spans = [silence(rng, 0.02, 0.2)], [], []
     position = len(parts[0])
@@ -182,13 +183,13 @@ def make_clip(rng: random.Random, bank: WordBank, num_words: int, wanted: Sequen
         words.append(spoken.word)
         spans.append((position, position + len(spoken.samples)))
         position += len(spoken.samples) + len(pause)
-    return Clip(np.concatenate(parts), tuple(words), tuple(spans))
+    return SpokenClip(np.concatenate(parts), tuple(words), tuple(spans))
 
 
-def disturb(rng: random.Random, clip: Clip) -> Clip:
+def disturb(rng: random.Random, clip: SpokenClip) -> SpokenClip:
     """The clip at another volume and mostly with noise."""
     samples = clip.samples * rng.uniform(0.4, 1.2)
     if rng.random() < 0.7:
         noise = np.random.default_rng(rng.getrandbits(32)).standard_normal(len(samples), np.float32)
         samples = samples + noise * np.float32(10 ** rng.uniform(-4, -2.2))
-    return Clip(samples.astype(np.float32), clip.words, clip.spans)
+    return SpokenClip(samples.astype(np.float32), clip.words, clip.spans)

@@ -1,4 +1,5 @@
-"""The demo model's tokenizer: byte-level BPE with Qwen2's word splitting, trained on text that the project makes.
+"""The demo model's tokenizer: byte-level BPE with Qwen2's word splitting, trained on text that the project
+makes.
 
 The corpus is the task sentences of `data` and plain English from templates; nothing is read from outside.
 """

@@ -3,8 +3,8 @@
     python -m deploy.demo_model.training.train --out deploy/demo_model
 
 Stage A pretrains the vision and the audio encoder side by side, stages B and C train the whole model with two
-workers; each of these processes has one thread. The result is written in bf16 and measured on fresh samples. All of it
-follows from the seed.
+workers; each of these processes has one thread. The result is written in bf16 and measured on fresh samples.
+All of it follows from the seed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Which spoken words train the model and which test it: no (word, voice, speed, pitch) is in both."""
+"""Training and test words: no (word, voice, speed, pitch) is in both."""
 
 from pathlib import Path
 

@@ -13,7 +13,7 @@ from deploy.demo_model.training import data  # noqa: E402
 from deploy.demo_model.training.build import PROCESSOR_KWARGS, Model, Processor, build  # noqa: E402
 from deploy.demo_model.training.conversations import KEY_WEIGHT, NO_LABEL, RowMaker  # noqa: E402
 from deploy.demo_model.training.evaluate import last_word  # noqa: E402
-from deploy.demo_model.training.features import Features, num_audio_tokens, num_mel_frames  # noqa: E402
+from deploy.demo_model.training.features import MediaFeatures, num_audio_tokens, num_mel_frames  # noqa: E402
 from deploy.demo_model.training.joint import train_jointly  # noqa: E402
 from deploy.demo_model.training.schedule import Schedule  # noqa: E402
 from deploy.demo_model.training.speech import SAMPLE_RATE, Spoken, Voice, WordBank, make_clip  # noqa: E402
@@ -69,7 +69,7 @@ def test_the_key_of_an_answer_weighs_more_and_everything_else_nothing(
     built: tuple[Model, Processor],
 ) -> None:
     processor = built[1]
-    maker = RowMaker(processor, Features(processor), tones(), is_early=False)
+    maker = RowMaker(processor, MediaFeatures(processor), tones(), is_early=False)
     row = maker.drill_row(random.Random(0))
     heavy = [token for token, weight in zip(row.ids, row.weights, strict=True) if weight == KEY_WEIGHT]
     assert processor.tokenizer.decode(heavy).replace(".", "").split()[0] in ("yes", "no")
@@ -84,7 +84,7 @@ def test_training_patches_equal_the_processors(built: tuple[Model, Processor]) -
     expected = processor(
         text=["<|IMAGE|><|VIDEO|>"], images=[pixels], videos=[frames], return_tensors="pt", **PROCESSOR_KWARGS
     )
-    features = Features(processor)
+    features = MediaFeatures(processor)
     for given, patches, grid in (
         (pixels[None], expected["pixel_values"], expected["image_grid_thw"]),
         (frames, expected["pixel_values_videos"], expected["video_grid_thw"]),
@@ -104,7 +104,7 @@ def test_training_mels_equal_the_processors(built: tuple[Model, Processor]) -> N
     expected = processor(
         text=["<|AUDIO|>"], audio=[clip.samples], sampling_rate=SAMPLE_RATE, return_tensors="pt"
     )
-    mels, mask = Features(processor).log_mel([clip.samples])
+    mels, mask = MediaFeatures(processor).log_mel([clip.samples])
     num_frames = num_mel_frames(len(clip.samples))
     assert mask.sum() == expected["feature_attention_mask"].sum() == num_frames
     torch.testing.assert_close(mels, expected["input_features"][:, :, :num_frames], atol=1e-4, rtol=0)

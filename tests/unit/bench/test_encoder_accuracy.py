@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from bench.encoder import report
-from bench.encoder.accuracy import FPS, Model, clip, compare, message, settings_of
+from bench.encoder.accuracy import FPS, EvaluatedModel, clip, compare, message, settings_of
 from cluster.types.media import Modality
 from deploy.demo_model.training.build import load
 from deploy.demo_model.training.evaluate import Sample, answer, draw_samples
@@ -23,8 +23,8 @@ SEED = 3
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return Model(DEMO)
+def model() -> EvaluatedModel:
+    return EvaluatedModel(DEMO)
 
 
 def drawn(task: str, num_samples: int = 2) -> list[Sample]:

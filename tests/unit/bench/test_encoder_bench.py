@@ -17,10 +17,10 @@ from bench.encoder.clients import required, tally
 from bench.encoder.merge import Merge
 from bench.encoder.models import CALL_ARGUMENTS, processor_config
 from bench.encoder.overlap import SlowRunner, Texts
-from bench.encoder.records import append, read
 from bench.encoder.synchronous import SynchronousEngine, fill_step
-from bench.engine.client import Record
+from bench.engine.client import TimedAnswer
 from bench.engine.prompts import Prompts
+from bench.records import append, read
 from cluster.config.settings import ClusterArgs
 from cluster.errors import RequestError
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
@@ -35,8 +35,8 @@ epdg_encoder_items_total{pool="encode",replica="a",result="cached"} 9.0
 """
 
 
-def a_record(text: str = "red", failure: str = "") -> Record:
-    return Record("image", 1.0, [1.5], 2.0, num_tokens=1, text=text, failure=failure)
+def a_record(text: str = "red", failure: str = "") -> TimedAnswer:
+    return TimedAnswer("image", 1.0, [1.5], 2.0, num_tokens=1, text=text, failure=failure)
 
 
 @pytest.mark.parametrize("way", ["prefill", "scattered", "loop", "copy"])
@@ -95,7 +95,7 @@ def test_no_system_and_no_burst_always_begins() -> None:
 
 
 def test_a_burst_with_the_video_has_the_same_texts_and_one_more() -> None:
-    load = mixed.Load(num_text=3, text_words=8, num_frames=4, side=32)
+    load = mixed.BurstLoad(num_text=3, text_words=8, num_frames=4, side=32)
     burst = load.with_video(Prompts(0), 2, "key")
     assert [request.kind for request in burst] == ["text", "text", "video", "text"]
     assert [request for request in burst if request.kind == "text"] == load.texts(Prompts(0), "key")

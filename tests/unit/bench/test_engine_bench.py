@@ -15,20 +15,21 @@ from hypothesis import strategies as st
 
 from bench.engine import processes, report, special
 from bench.engine.__main__ import make_parser
-from bench.engine.client import Endpoint, Record, Request, judge, read_stream
-from bench.engine.measure import percentile, summarise
+from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, judge, read_stream
+from bench.engine.measure import summarise
 from bench.engine.models import TEXT_MODEL, VISION_MODEL
-from bench.engine.processes import Cost, Mark, Usage
+from bench.engine.processes import CpuCost, CpuUsage, ProcessMark
 from bench.engine.prompts import WORDS, Prompts
 from bench.engine.rows import ROWS, mixed, session
 from bench.engine.run import rotated
-from bench.engine.servers import OURS, VLLM, Running, Setup, cluster_config, make_plan
+from bench.engine.servers import OURS, VLLM, RunningServer, Setup, cluster_config, make_plan
 from bench.engine.vocabulary import SPACE, make_merges, write_tokenizer
 from cluster.config import ClusterArgs
+from cluster.simulator.results import percentile
 
 ENDPOINT = Endpoint("http://127.0.0.1:1", "m", {})
-RUNNING = Running(OURS, ENDPOINT, Mark("mark", 1), 1.0)
-COST = Cost(2.0, {"door": 1.0, "decode": 2.0}, client_cpu_s=0.1, other_cores=0.0)
+RUNNING = RunningServer(OURS, ENDPOINT, ProcessMark("mark", 1), 1.0)
+COST = CpuCost(2.0, {"door": 1.0, "decode": 2.0}, client_cpu_s=0.1, other_cores=0.0)
 
 
 def setup(folder: Path) -> Setup:
@@ -36,9 +37,9 @@ def setup(folder: Path) -> Setup:
     return Setup(folder / "models", folder, (0, 1), 8400, peers, (2, 1, 2))
 
 
-def a_record(num_tokens: int = 3, *, failure: str = "", kind: str = "text") -> Record:
+def a_record(num_tokens: int = 3, *, failure: str = "", kind: str = "text") -> TimedAnswer:
     times = [1.0 + 0.1 * idx for idx in range(num_tokens)]
-    return Record(kind, 0.5, times, 2.0, num_prompt_tokens=10, num_tokens=num_tokens, failure=failure)
+    return TimedAnswer(kind, 0.5, times, 2.0, num_prompt_tokens=10, num_tokens=num_tokens, failure=failure)
 
 
 def a_row(server: str, repetition: int, tokens_per_s: float, **other: Any) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def chunk(text: str | None) -> dict[str, Any]:
 
 def test_only_chunks_with_text_are_timed() -> None:
     ticks = iter(range(100))
-    record = Record("text")
+    record = TimedAnswer("text")
     usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
     asyncio.run(
         read_stream(
@@ -132,7 +133,7 @@ def test_only_chunks_with_text_are_timed() -> None:
 
 
 def test_an_error_event_in_a_stream_is_a_failure() -> None:
-    record = Record("text")
+    record = TimedAnswer("text")
     asyncio.run(read_stream(stream_of(chunk(" a"), {"error": {"message": "lost"}}), record, lambda: 0.0))
     assert "lost" in record.failure
 
@@ -142,17 +143,17 @@ def test_an_error_event_in_a_stream_is_a_failure() -> None:
     [
         (a_record(3), 3, ""),
         (a_record(2), 3, "2 tokens instead of 3"),
-        (Record("text", num_tokens=3), 3, "no text"),
+        (TimedAnswer("text", num_tokens=3), 3, "no text"),
         (a_record(2, failure="HTTP 500"), 3, "HTTP 500"),
     ],
 )
-def test_a_short_or_empty_answer_is_a_failure(record: Record, wanted: int, failure: str) -> None:
+def test_a_short_or_empty_answer_is_a_failure(record: TimedAnswer, wanted: int, failure: str) -> None:
     judge(record, wanted)
     assert record.failure == failure
 
 
 def test_the_length_of_an_answer_is_forced_in_each_servers_own_words(tmp_path: Path) -> None:
-    request = Request([], 17, "text")
+    request = ChatRequest([], 17, "text")
     ours = make_plan(setup(tmp_path), OURS, TEXT_MODEL).endpoint.body(request)
     theirs = make_plan(setup(tmp_path), VLLM, TEXT_MODEL).endpoint.body(request)
     assert (ours["max_tokens"], ours["ignore_eos"], "min_tokens" in ours) == (17, True, False)
@@ -186,9 +187,12 @@ def test_failed_and_unfinished_requests_bring_no_tokens_and_no_times() -> None:
 
 
 def test_what_neither_server_nor_client_used_was_used_by_others() -> None:
-    before, after = Usage(0.0, {"ray": 10.0}, 1.0, 50.0), Usage(4.0, {"ray": 11.0, "door": 2.0}, 1.5, 57.5)
-    cost = Cost.between(before, after)
-    assert cost == Cost(4.0, {"door": 2.0, "ray": 1.0}, 0.5, 1.0)
+    before, after = (
+        CpuUsage(0.0, {"ray": 10.0}, 1.0, 50.0),
+        CpuUsage(4.0, {"ray": 11.0, "door": 2.0}, 1.5, 57.5),
+    )
+    cost = CpuCost.between(before, after)
+    assert cost == CpuCost(4.0, {"door": 2.0, "ray": 1.0}, 0.5, 1.0)
     assert cost.server_cpu_s == 3.0
 
 
@@ -208,7 +212,7 @@ def test_a_process_is_found_by_the_mark_in_its_environment_or_by_its_session(
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {fields}")
         (tmp_path / str(pid) / "cmdline").write_bytes(b"ray::ServeReplica:epdg:Prefill\0\0")
     monkeypatch.setattr(processes, "PROC", tmp_path)
-    assert sorted(processes.pids_of(Mark("x", 10))) == [12, 14]
+    assert sorted(processes.pids_of(ProcessMark("x", 10))) == [12, 14]
     assert processes.cpu_by_role([12, 13, 999]) == {"prefill": 200 / os.sysconf("SC_CLK_TCK")}
 
 
@@ -311,7 +315,7 @@ def test_one_request_in_ten_of_the_taxed_load_is_an_image() -> None:
 
 def test_a_gap_belongs_to_every_time_that_it_reaches_into() -> None:
     """A stream that stands still all the time must not look undisturbed."""
-    streams = [Record("text", chunks_at=[0.0, 1.0, 4.0]), Record("text", chunks_at=[2.0, 2.5])]
+    streams = [TimedAnswer("text", chunks_at=[0.0, 1.0, 4.0]), TimedAnswer("text", chunks_at=[2.0, 2.5])]
     assert special.gaps_between(streams, 1.0, 4.0) == [3.0, 0.5]
     assert special.gaps_between(streams, 3.0, 3.5) == [3.0]
     assert special.gaps_between(streams, 4.0, 9.0) == []

@@ -25,14 +25,14 @@ from cluster.simulator.workload import (
 )
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Role
-from router.policy import POLICIES, ClusterView, Decision, ItemView, Placement, RequestView
+from router.policy import ClusterView, Decision, ItemView, Placement, RequestView, make_policy
 
 SLO = Slo(2.0, 0.05)
 NO_TIME = Curve(1e-9, 0.0)
 
 
 def by_name(name: str) -> MakePolicy:
-    return lambda _: POLICIES[name]()
+    return lambda _: make_policy(name)
 
 
 JOINT = by_name("joint")

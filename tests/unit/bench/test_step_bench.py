@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from bench import step as bench
-from bench.step import MIN_ROUNDS, Report, Step, Timing
+from bench.step import MIN_ROUNDS, ModelStep, StepReport, StepTiming
 from cluster.model.cpu.library import load
 from cluster.model.language import LanguageModel
 
 HIDDEN, MIDDLE, LAYERS, VOCABULARY, KV_WIDTH = 64, 96, 3, 128, 32
 LAYER_WEIGHTS = HIDDEN * (2 * HIDDEN + 2 * KV_WIDTH + 3 * MIDDLE)
 HEAD_WEIGHTS = HIDDEN * VOCABULARY
-STEPS = [Step(1, 20, 1), Step(3, 40, 1), Step(1, 0, 33)]
+STEPS = [ModelStep(1, 20, 1), ModelStep(3, 40, 1), ModelStep(1, 0, 33)]
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +33,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(folder: Path) -> Report:
+def report(folder: Path) -> StepReport:
     return bench.measure(folder, STEPS, torch.float32, 0.0, bandwidth_bytes=1 << 20)
 
 
-def test_every_step_has_a_row_with_every_column(report: Report) -> None:
+def test_every_step_has_a_row_with_every_column(report: StepReport) -> None:
     lines = bench.table(report.timings).splitlines()
     assert all(name in lines[0] for name in bench.COLUMNS)
     assert [line[:20].strip() for line in lines[1:]] == ["decode 1 x 20", "decode 3 x 40", "prefill 33"]
     assert all(len(line[20:].split()) == len(bench.COLUMNS) for line in lines[1:])
 
 
-def test_the_parts_and_the_rest_make_the_whole(report: Report) -> None:
+def test_the_parts_and_the_rest_make_the_whole(report: StepReport) -> None:
     for timing in report.timings:
         assert timing.linears_s + timing.attention_s + timing.rest_s == pytest.approx(timing.whole_s)
         assert timing.floor_s == pytest.approx(timing.num_bytes / report.bandwidth)
@@ -52,13 +52,15 @@ def test_the_parts_and_the_rest_make_the_whole(report: Report) -> None:
     assert report.best_bandwidth >= report.bandwidth
 
 
-def test_bytes_are_those_of_all_linears_the_head_and_the_contexts(report: Report) -> None:
+def test_bytes_are_those_of_all_linears_the_head_and_the_contexts(report: StepReport) -> None:
     weights = 4 * (LAYERS * LAYER_WEIGHTS + HEAD_WEIGHTS)
     token = 4 * LAYERS * 2 * KV_WIDTH
     assert [timing.num_bytes - weights for timing in report.timings] == [20 * token, 120 * token, 0]
 
 
-def test_operations_are_two_per_weight_and_token_and_the_head_runs_once_a_sequence(report: Report) -> None:
+def test_operations_are_two_per_weight_and_token_and_the_head_runs_once_a_sequence(
+    report: StepReport,
+) -> None:
     tokens = [1, 3, 33]
     wanted = [
         2 * (count * LAYERS * LAYER_WEIGHTS + step.batch * HEAD_WEIGHTS)
@@ -69,7 +71,7 @@ def test_operations_are_two_per_weight_and_token_and_the_head_runs_once_a_sequen
 
 def test_the_attention_alone_writes_where_the_whole_step_does(folder: Path) -> None:
     model = LanguageModel.load(folder, dtype=torch.float32, block_size=bench.BLOCK_SIZE)
-    parts, step = bench.Parts(folder, torch.float32, load()), Step(2, 17, 1)
+    parts, step = bench.ModelParts(folder, torch.float32, load()), ModelStep(2, 17, 1)
     written = []
     for make in (lambda kv: parts.attention_work(kv, step), lambda kv: bench.whole_work(model, kv, step)):
         kv = bench.random_kv(model, [step])
@@ -89,8 +91,8 @@ def test_all_take_turns_and_the_first_round_does_not_count() -> None:
 
 
 def test_the_record_holds_what_the_table_shows() -> None:
-    timing = Timing(Step(4, 200, 1), 10, 20, 1.0, 2.0, 3.0, 9.0)
-    found = json.loads(bench.record(Report(5.0, 6.0, (timing,)), model="tiny"))
+    timing = StepTiming(ModelStep(4, 200, 1), 10, 20, 1.0, 2.0, 3.0, 9.0)
+    found = json.loads(bench.record(StepReport(5.0, 6.0, (timing,)), model="tiny"))
     assert (found["model"], found["bandwidth"], found["best_bandwidth"]) == ("tiny", 5.0, 6.0)
     (row,) = found["timings"]
     assert (row["step"], row["whole_s"], row["rest_s"]) == ({"batch": 4, "context": 200, "new": 1}, 9.0, 4.0)

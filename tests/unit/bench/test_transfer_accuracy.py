@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.transfer.accuracy import Comparison, Halves, measure
+from bench.transfer.accuracy import Comparison, ModelHalves, measure
 from bench.transfer.report import accuracy_table
 from deploy.demo_model.training.build import load
 from deploy.demo_model.training.evaluate import answer, draw_samples
 from deploy.demo_model.training.speech import WordBank
-from kv_transfer.codecs.codecs import GROUP_TOKENS
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.quantisation import GROUP_TOKENS
+from kv_transfer.codecs.wire_memory import Wire
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model"
 TASK, SEED = "describe the video", 3
@@ -22,8 +22,8 @@ NO_WORDS = WordBank([])
 
 
 @pytest.fixture(scope="module")
-def halves() -> Halves:
-    return Halves(DEMO)
+def halves() -> ModelHalves:
+    return ModelHalves(DEMO)
 
 
 def records(halves, carriers, prompts="long", num_samples=2):

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cluster.config.checkpoint import (
-    MEDIA_FAMILIES,
     check_checkpoint,
     check_family,
     check_weights,
+    placeholder_ids,
     read_config,
     takes_media,
 )
+from cluster.config.families import EncoderForm, PositionForm
 from cluster.errors import ConfigError
 from cluster.text.defaults import GenerationDefaults, context_length
-from cluster.text.tokenizer import TextProcessor, placeholder_ids
+from cluster.text.tokenizer import TextProcessor
 from tests.fakes.model_folders import DEMO_MODEL, NUM_PARAMETERS, text_folder, whole_omni_folder
 
 
-def test_the_families_with_media_are_those_with_an_adapter():
-    from cluster.model.families import FAMILIES
+def test_family_records_need_neither_torch_nor_transformers():
+    script = "import sys, cluster.config.families; print({'torch', 'transformers'} & set(sys.modules))"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "set()"
 
-    assert set(FAMILIES) == MEDIA_FAMILIES
+
+def test_every_form_that_a_family_names_has_its_function():
+    from cluster.model.media_calls import CALLS
+    from cluster.model.positions import RULES
+
+    assert set(CALLS) == set(EncoderForm) and set(RULES) == set(PositionForm)
 
 
 def test_of_a_whole_omni_checkpoint_every_reader_sees_the_part_that_is_served(tmp_path):

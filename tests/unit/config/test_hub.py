@@ -78,7 +78,7 @@ def test_a_model_is_downloaded_without_what_is_not_wanted_and_found_again_offlin
 
 
 def test_a_model_that_the_hub_does_not_know_is_refused(endpoint):
-    with pytest.raises(ConfigError, match="no folder 'org/other', and the hub knows no such model"):
+    with pytest.raises(ConfigError, match="no folder 'org/other', and the hub has no such model"):
         hub.download("org/other", is_offline=False, endpoint=endpoint)
 
 

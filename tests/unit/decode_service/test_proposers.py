@@ -66,7 +66,7 @@ def test_a_small_draft_pool_costs_drafts_only_and_leaks_nothing(target, draft, e
 
 
 @pytest.mark.parametrize("num_blocks", [30, 256])
-def test_kv_that_the_draft_model_kept_gives_the_guesses_of_kv_computed_anew(target, draft, num_blocks):
+def test_kv_that_the_draft_model_kept_gives_the_guesses_of_fresh_kv(target, draft, num_blocks):
     kept = DraftModelProposer(draft, target, num_blocks)
     sizes = set()
 
@@ -74,9 +74,9 @@ def test_kv_that_the_draft_model_kept_gives_the_guesses_of_kv_computed_anew(targ
         forget = kept.forget
 
         def propose(self, sequences, max_tokens):
-            anew = DraftModelProposer(draft, target, num_blocks=256).propose(sequences, max_tokens)
+            fresh = DraftModelProposer(draft, target, num_blocks=256).propose(sequences, max_tokens)
             guesses = kept.propose(sequences, max_tokens)
-            assert all(guess in ([], whole) for guess, whole in zip(guesses, anew, strict=True))
+            assert all(guess in ([], whole) for guess, whole in zip(guesses, fresh, strict=True))
             sizes.update(len(guess) for guess in guesses)
             return guesses
 
@@ -103,8 +103,8 @@ def test_a_draft_that_was_not_used_is_made_again(target):
     request.token_ids += first[:2]
     assert proposer.propose([request], [2]) == [first[2:]]
     request.token_ids += [7, 8, 9, 7, 8, 9]
-    anew = DraftModelProposer(target, target, num_blocks=64)
-    assert proposer.propose([request], [4]) == anew.propose([request], [4])
+    fresh = DraftModelProposer(target, target, num_blocks=64)
+    assert proposer.propose([request], [4]) == fresh.propose([request], [4])
 
 
 def test_requests_with_media_and_beyond_the_context_get_no_draft(target):

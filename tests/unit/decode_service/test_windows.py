@@ -28,7 +28,7 @@ BACKENDS = {"torch": TorchAttention, "best": lambda: make_backend(torch.device("
 
 class WindowRig(Rig):
     """Its decode worker looks `window` tokens back and drafts up to `max_draft` tokens, right ones and wrong ones. It writes
-    and checks through the table alone, so a block that somebody else uses by now is found."""
+    and checks through the table alone, so a block that another request uses by now is found."""
 
     def __init__(self, window: int, *, max_draft: int = 0, seed: int = 0, **sizes: int):
         super().__init__(window=window, **sizes)
@@ -51,7 +51,7 @@ class WindowRig(Rig):
             super().turn()
             for branch in self.branches():
                 assert len(branch.blocks) <= self.most_blocks
-                assert branch.block_table[: branch.num_left] == [0] * branch.num_left
+                assert branch.block_table[: branch.num_dropped] == [0] * branch.num_dropped
 
     def _propose(self, batch: Sequence[Any]) -> None:
         for choice in (
@@ -85,7 +85,7 @@ class WindowRig(Rig):
 
     def _row(self, branch: Branch, position: int) -> Any:
         block_id = branch.block_table[position // BLOCK_SIZE]
-        assert position // BLOCK_SIZE >= branch.num_left, "read in the hole"
+        assert position // BLOCK_SIZE >= branch.num_dropped, "read in the hole"
         return self._decode_kv.segments[0][block_id, position % BLOCK_SIZE]
 
 
@@ -174,8 +174,8 @@ request_sizes = st.tuples(
     st.integers(1, 24),  # prompt tokens, but for one
     st.integers(1, 30),  # generated
     st.integers(1, 3),  # choices
-    st.sampled_from([0, 0, 3, 13]),  # of a companion's prompt
-    st.booleans(),  # decode computes the prompt, where there is no companion
+    st.sampled_from([0, 0, 3, 13]),  # of a negative prompt
+    st.booleans(),  # decode computes the prompt, if there is no negative prompt
 )
 
 
@@ -196,7 +196,7 @@ def test_the_pool_is_used_within_bounds_and_gets_everything_back(
     cancelled: int,
     seed: int,
 ) -> None:
-    """With preemption, several choices, companions, drafts and a cancellation: answers are right, no KV is foreign."""
+    """With preemption, several choices, negative prompts, drafts and a cancellation: answers are right, no KV is foreign."""
     rig = WindowRig(window, max_draft=max_draft, seed=seed, decode_blocks=decode_blocks, kv_blocks=64)
     relay = Relay(rig)
     requests = []
@@ -252,7 +252,7 @@ def test_what_stands_in_the_holes_place_changes_no_logit(backend: Any, context_l
         model.forward([chunk], kv)
     branches = [Branch(context, 0, list(table)) for context, table in zip(contexts, tables, strict=True)]
     for branch, context in zip(branches, contexts, strict=True):
-        branch.leave(max(0, context + 1 - 16) // BLOCK_SIZE)
+        branch.drop_behind_window(max(0, context + 1 - 16) // BLOCK_SIZE)
     with_holes = [branch.block_table for branch in branches]
     assert with_holes[1][0] == 0
     for several in (tables, with_holes):

@@ -84,7 +84,7 @@ def test_an_item_larger_than_the_memory_is_refused(rig):
     assert failed.item_idx == 0 and "larger" in failed.error.message
 
 
-def test_a_bad_item_fails_all_who_want_it_and_nobody_else(rig):
+def test_a_bad_item_fails_its_deliveries_and_no_other(rig):
     rig.bad_items.add("bad")
     rig.start(make_item("bad", 3), "r")
     rig.start(make_item("bad", 3), "s", item_idx=1)
@@ -111,7 +111,7 @@ def test_leaving_at_any_moment_leaves_nothing_behind(rig, num_turns, how):
 
 
 @pytest.mark.parametrize("num_turns", range(4))
-def test_one_delivery_of_a_request_can_be_called_off_and_asked_for_again(rig, num_turns):
+def test_one_delivery_of_a_request_can_be_cancelled_and_requested_again(rig, num_turns):
     other = make_item("b", 3)
     rig.start(ITEM)
     rig.start(other, item_idx=1)
@@ -131,7 +131,7 @@ def test_one_delivery_of_a_request_can_be_called_off_and_asked_for_again(rig, nu
 
 @pytest.mark.parametrize("num_turns", range(6))
 def test_an_item_that_is_asked_for_twice_is_one_delivery(rig, num_turns):
-    """As when prefill has granted anew because the first grant's time was over."""
+    """As when prefill has granted again because the first grant had expired."""
     rig.network.faults.post_polls = 2
     rig.start(ITEM)
     rig.turn(num_turns)
@@ -145,7 +145,22 @@ def test_an_item_that_is_asked_for_twice_is_one_delivery(rig, num_turns):
     assert rig.encoder.engine.load().is_idle and rig.encoder.engine.load().encoded.num_encoded == 1
 
 
-def test_an_item_that_nobody_else_wants_is_not_encoded_when_it_is_called_off(rig):
+def test_the_end_of_an_earlier_transfer_is_not_the_end_of_an_item_that_was_asked_for_again(rig):
+    rig.network.faults.post_polls = 4
+    rig.start(ITEM)
+    rig.target(ITEM)
+    while not rig.encoder.engine.load().num_open_leases:
+        rig.turn()
+    rig.start(ITEM)
+    while rig.encoder.engine.load().num_open_leases:
+        rig.turn()
+    rig.turn()
+    assert rig.said(Failed) == rig.said(Encoded) == []
+    assert rig.encoder.engine.load().num_waiting == 1
+    rig.receive("encoder", Cancel("r"))
+
+
+def test_an_item_without_deliveries_is_not_encoded(rig):
     rig.start(ITEM)
     rig.encoder.step()
     rig.receive("encoder", Cancel("r", item_idx=0))
@@ -160,7 +175,7 @@ def test_a_target_for_a_request_that_has_ended_is_given_back(rig):
     assert rig.features.num_open_leases == 0
 
 
-@pytest.mark.parametrize("how", ["cancel", "drop", "deadline", "bad item", "asked anew"])
+@pytest.mark.parametrize("how", ["cancel", "drop", "deadline", "bad item", "requested again"])
 def test_a_target_that_is_not_used_is_given_back_whatever_ends_its_delivery(rig, how):
     """Prefill waits for that word: it does not reuse the room without it."""
     if how == "bad item":
@@ -179,7 +194,7 @@ def test_a_target_that_is_not_used_is_given_back_whatever_ends_its_delivery(rig,
             rig.clock.at += TIMEOUT_S
         case "bad item":
             rig.turn(2)
-        case "asked anew":
+        case "requested again":
             rig.start(ITEM)
     for _ in range(3):
         rig.encoder.step()
@@ -198,7 +213,7 @@ def test_a_delivery_without_a_target_ends_with_its_deadline(rig):
     assert "waited too long" in failed.error.message
 
 
-def test_what_is_taken_on_and_what_leaves_is_told_to_all_doors_and_first_of_all_to_a_new_one(rig):
+def test_new_and_removed_items_are_reported_to_all_doors_first_of_all_to_a_new_one(rig):
     rig.start(ITEM)
     rig.turn(1)
     assert rig.said(CacheChanged) == [CacheChanged(("a",), ())], "it is not encoded yet"
@@ -239,7 +254,7 @@ def test_requests_that_share_an_item_hold_one_copy_of_its_file(rig):
 
 
 @pytest.mark.parametrize("how", ["cancel", "drop"])
-def test_an_item_that_is_given_up_before_its_turn_is_not_prepared(rig, how):
+def test_an_item_that_is_cancelled_while_it_waits_is_not_prepared(rig, how):
     """Two threads are busy with two others."""
     prepared, prepare = [], rig.encoder.engine._runner.prepare
     rig.encoder.engine._runner.prepare = lambda item, *rest: (
@@ -259,7 +274,7 @@ def test_an_item_that_is_given_up_before_its_turn_is_not_prepared(rig, how):
     assert rig.encoder.engine.load().num_running == (2 if how == "cancel" else 0)
 
 
-def test_an_item_that_is_given_up_while_a_thread_has_it_is_not_encoded(rig):
+def test_an_item_that_is_cancelled_while_a_thread_has_it_is_not_encoded(rig):
     rig.start(ITEM)
     rig.encoder.inbox.run()
     rig.receive("encoder", Cancel("r"))

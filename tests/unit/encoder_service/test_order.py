@@ -1,4 +1,4 @@
-"""Who goes first in an encoder, and what passes between the pieces of a long item."""
+"""Which item goes first in an encoder, and what passes between the pieces of a long item."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_a_stream_of_images_cannot_hold_a_video_up_for_longer_than_its_size_is_w
     assert last - first > 6, "nothing passes it"
 
 
-def test_a_class_goes_before_the_next_and_who_waited_elsewhere_has_aged(rig):
+def test_a_class_goes_before_the_next_and_waiting_elsewhere_counts(rig):
     rig.start(make_item("usual", 16), "a")
     rig.start(make_item("urgent", 16), "b", priority=-1)
     rig.start(make_item("resumed", 16), "c", waited_s=1.0)
@@ -80,7 +80,7 @@ def test_a_class_goes_before_the_next_and_who_waited_elsewhere_has_aged(rig):
     assert rig.called == ["urgent", "resumed", "usual", "late class"]
 
 
-def test_an_item_is_as_urgent_as_the_most_urgent_who_wants_it(rig):
+def test_an_item_is_as_urgent_as_the_most_urgent_of_its_deliveries(rig):
     for name in ("first", "second", "third"):
         rig.start(make_item(name, 16), name)
     rig.start(make_item("third", 16), "hurry", priority=-1)
@@ -98,7 +98,7 @@ def test_items_of_one_request_are_encoded_in_the_order_in_which_its_prompt_needs
     assert rig.called == ["other", "first", "second"]
 
 
-def test_who_is_urgent_no_more_goes_back_to_his_place(rig):
+def test_an_item_that_is_not_urgent_any_more_returns_to_its_place(rig):
     for name in ("first", "second"):
         rig.start(make_item(name, 16), name)
     rig.start(make_item("second", 16), "hurry", priority=-1)

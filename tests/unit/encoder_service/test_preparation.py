@@ -53,16 +53,16 @@ def test_the_most_urgent_is_prepared_first():
     assert bench.run_all() == ["first", "urgent", "small", "large", "late"]
 
 
-def test_who_becomes_more_urgent_goes_sooner():
+def test_an_item_that_becomes_more_urgent_goes_sooner():
     bench = Bench(num_threads=1)
     for name in ("first", "second", "third"):
         bench.put(name, 10)
     bench.preparation.reorder(Ticket("third", 0.0, 10, priority=-1))
-    bench.preparation.reorder(Ticket("first", 0.0, 10, priority=9))  # a thread has it: too late
+    bench.preparation.reorder(Ticket("first", 0.0, 10, priority=9))  # too late: a thread has it
     assert bench.run_all() == ["first", "third", "second"]
 
 
-def test_an_item_that_a_thread_has_is_given_up_when_it_is_not_wanted_and_goes_on_when_it_is_again():
+def test_a_thread_stops_preparing_an_unwanted_item_and_goes_on_if_it_is_wanted_again():
     seen: list[bool] = []
     executor = ManualExecutor()
     done: dict[str, Prepared | BaseException] = {}
@@ -106,7 +106,7 @@ def test_one_thread_alone_prepares_long_items_too():
     assert bench.run_all() == ["long"]
 
 
-def test_nobody_overtakes_an_item_that_waits_for_bytes():
+def test_no_item_overtakes_one_that_waits_for_bytes():
     bench = Bench(max_bytes=100)
     bench.put("teacher", 50)
     bench.run_all()
@@ -134,7 +134,7 @@ def test_a_bad_item_holds_nothing_and_lets_the_next_begin():
     assert isinstance(bench.done["bad"], ValueError) and bench.preparation.held_bytes == 10
 
 
-def test_only_who_still_waits_can_be_withdrawn():
+def test_only_an_item_that_still_waits_can_be_withdrawn():
     bench = Bench(num_threads=1)
     bench.put("begun", 10)
     bench.put("waiting", 10)
@@ -175,7 +175,7 @@ def test_bytes_threads_and_every_item_are_accounted_for(steps, num_threads):
     while put - gone:
         bench.run_all()
         ready = [name for name in put - gone if name in bench.done]
-        assert ready, "nobody goes on"
+        assert ready, "no job goes on"
         gone.update(ready)
         for name in ready:
             bench.preparation.release(name)

@@ -34,14 +34,14 @@ def test_an_item_larger_than_the_budgets_runs_alone():
     assert names(ready) == ["big"] == names(ready, max_rows=PLENTY, max_bytes=1)
 
 
-def test_who_has_to_run_alone_neither_joins_a_batch_nor_takes_anybody_along():
+def test_an_item_that_runs_alone_joins_no_batch_and_no_item_joins_it():
     alone = candidate("alone", 1, order=1, runs_alone=True)
     first, last = candidate("first", 1), candidate("last", 1, order=2)
     assert names([first, alone, last]) == ["first"]
     assert names([alone, last]) == ["alone"]
 
 
-def test_who_gets_no_room_lets_nobody_behind_take_any_and_those_who_have_room_run():
+def test_behind_an_item_without_room_no_item_gets_any_and_items_with_room_run():
     ready = [
         candidate("large", 4, num_blocks=5),
         candidate("small", 4, order=1, num_blocks=1),
@@ -64,7 +64,7 @@ sizes = st.integers(1, 500)
     ),
     sizes,
 )
-def test_every_batch_keeps_its_limits_and_takes_the_most_urgent_who_has_room(items, room):
+def test_every_batch_keeps_its_limits_and_has_the_most_urgent_item_with_room(items, room):
     ready = [
         Candidate(str(i), (order, i), modality, rows, rows, rows % 7, alone)
         for i, (rows, order, alone, modality) in enumerate(items)

@@ -61,7 +61,7 @@ def test_each_phase_has_its_own_time(rig):
     assert told(rig) == {"r": EncodeTiming(0.125 + PREPARE_S, 0.25, CALL_S, 1.0, 4.0)}
 
 
-def test_who_shares_an_item_in_work_has_the_phases_since_he_came(rig):
+def test_a_delivery_that_shares_an_item_counts_the_phases_since_it_came(rig):
     rig.start(ITEM)
     rig.prepare_all()
     rig.clock.at += 0.25

@@ -1,4 +1,5 @@
-"""The wire codecs: bounds on what arrives, the ends of float16, the same bytes from native code and torch, addresses, layers."""
+"""The codecs: bounds on the error, the limits of float16, equal bytes from native code and torch, addresses,
+layers."""
 
 from __future__ import annotations
 
@@ -13,18 +14,20 @@ from torch import Tensor
 
 from bench.codec import attention_error
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.cpu.library import load, load_variant, runnable_variants
 from cluster.model.kv_format import kv_segments
-from kv_transfer.codecs import codecs
-from kv_transfer.codecs.codecs import Codec, CodecName
+from cluster.native.library import runnable_variants
+from kv_transfer.codecs import native as native_code
+from kv_transfer.codecs import quantisation
+from kv_transfer.codecs.codec import Codec
+from kv_transfer.codecs.quantisation import CodecName
 
-VARIANTS = {v.name: codecs.declared(k.cdll) for v in runnable_variants() if (k := load_variant(v))}
-NATIVE = codecs.declared(kernels.cdll) if (kernels := load()) else None
+VARIANTS = {v.name: cdll for v in runnable_variants() if (cdll := native_code.load_variant(v))}
+NATIVE = native_code.load()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-10}  # of a product, relative
 MAX_CODE: dict[CodecName, int] = {"int8": 127, "int4": 7}
 
-each_codec = pytest.mark.parametrize("name", codecs.CODECS)
+each_codec = pytest.mark.parametrize("name", quantisation.CODECS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])
 needs_native = pytest.mark.skipif(not VARIANTS, reason="no native kernels for this CPU, or no compiler")
 
@@ -62,7 +65,7 @@ def spoil(memory: BlockMemory) -> None:
 
 
 def arrives(codec: Codec, kv: BlockMemory, blocks: np.ndarray) -> tuple[BlockMemory, BlockMemory]:
-    """The wire and a fresh cache with what was decoded from it."""
+    """The wire memory, and a new cache with what was decoded from it."""
     wire, target = BlockMemory(codec.wire_layout, len(blocks)), BlockMemory(kv.layout, kv.num_blocks)
     codec.encode_groups(kv, blocks, wire, np.arange(len(blocks)))
     codec.decode_groups(wire, np.arange(len(blocks)), target, blocks)
@@ -70,11 +73,12 @@ def arrives(codec: Codec, kv: BlockMemory, blocks: np.ndarray) -> tuple[BlockMem
 
 
 def bound(rows: Tensor, is_key: bool, name: CodecName) -> Tensor:
-    """rows [64, H, D] float64: how far off an element may be."""
+    """rows [64, H, D] float64: the largest error that an element may have."""
     largest = rows.abs().amax(0, keepdim=True).expand_as(rows)
     if not is_key:
         runs = [
-            run.abs().amax(-1, keepdim=True).expand_as(run) for run in rows.split(codecs.RUN_CHANNELS, -1)
+            run.abs().amax(-1, keepdim=True).expand_as(run)
+            for run in rows.split(quantisation.RUN_CHANNELS, -1)
         ]
         largest = torch.cat(runs, -1)
     scale = largest / MAX_CODE[name]
@@ -128,7 +132,7 @@ def test_native_code_makes_the_bytes_of_torch(variant, shapes, dtype, name) -> N
 def test_what_float16_scales_cannot_hold_behaves_as_documented(name: CodecName, native) -> None:
     layout = layout_of((1, 8), (1, 8), torch.float32, layers=1)
     kv = BlockMemory(layout, 4)
-    limit = MAX_CODE[name] * codecs.MAX_SCALE
+    limit = MAX_CODE[name] * quantisation.MAX_SCALE
     key = kv.segments[0].view(64, 8)
     key[:, 0] = 2 * limit
     key[:, 1] = MAX_CODE[name] * 2.0**-26
@@ -172,10 +176,10 @@ def test_the_largest_number_of_every_scale_gets_the_largest_code(name, dtype) ->
 def test_the_wire_holds_what_the_format_says(width: int) -> None:
     layout = layout_of((4, width), (4, width), torch.bfloat16)
     raw = 4 * layout.block_bytes
-    assert codecs.wire_layout(layout, "int8").block_bytes == raw * (64 + 2) // 128
-    assert raw / codecs.wire_layout(layout, "int8").block_bytes >= 1.88
-    assert raw / codecs.wire_layout(layout, "int4").block_bytes >= 3.75
-    shapes = [(s.rows, s.row_shape) for s in codecs.wire_layout(layout, "int4").segments[:4]]
+    assert quantisation.wire_layout(layout, "int8").block_bytes == raw * (64 + 2) // 128
+    assert raw / quantisation.wire_layout(layout, "int8").block_bytes >= 1.88
+    assert raw / quantisation.wire_layout(layout, "int4").block_bytes >= 3.75
+    shapes = [(s.rows, s.row_shape) for s in quantisation.wire_layout(layout, "int4").segments[:4]]
     assert shapes == [(32, (4, width)), (1, (4, width)), (32, (4, width)), (64, (4, width // 64))]
 
 
@@ -187,14 +191,14 @@ def test_only_the_named_groups_and_layers_are_written(name: CodecName, native) -
     wire, target = BlockMemory(codec.wire_layout, 4), BlockMemory(layout, 9)
     wire.buffer.fill_(0x55)
     target.buffer.fill_(0x55)
-    codec.encode(kv, [7, 0, 3, 8], wire, 2, layer=1)
+    codec.encode_groups(kv, [[7, 0, 3, 8]], wire, [2], [1])
     untouched = [
         *wire.segments[:4],
         *wire.segments[8:],
         *(segment[[0, 1, 3]] for segment in wire.segments[4:8]),
     ]
     assert all((part.contiguous().view(torch.uint8) == 0x55).all() for part in untouched)
-    codec.decode(wire, 2, 1, target, [1, 2, 5, 6])
+    codec.decode_groups(wire, [2], target, [[1, 2, 5, 6]], [1])
     others = [
         *target.segments[:2],
         *target.segments[4:],
@@ -229,7 +233,7 @@ def test_wrong_ids_and_memories_are_refused_before_a_byte_is_written() -> None:
     with pytest.raises(IndexError):
         codec.encode_groups(kv, [[0, 1, 2, 3]], wire, [-1])
     with pytest.raises(IndexError):
-        codec.encode(kv, [0, 1, 2, 3], wire, 0, layer=2)
+        codec.encode_groups(kv, [[0, 1, 2, 3]], wire, [0], [2])
     with pytest.raises(ValueError, match="groups of 4"):
         codec.encode_groups(kv, [[0, 1, 2]], wire, [0])
     with pytest.raises(ValueError, match="layout"):
@@ -240,9 +244,9 @@ def test_wrong_ids_and_memories_are_refused_before_a_byte_is_written() -> None:
 @pytest.mark.parametrize(("block_size", "kv_cache_dtype"), [(128, "auto"), (24, "auto"), (16, "int8")])
 def test_blocks_that_do_not_make_groups_have_no_codec(block_size: int, kv_cache_dtype) -> None:
     layout = MemoryLayout(kv_segments([(2, 64), (2, 64)], block_size, torch.bfloat16, kv_cache_dtype))
-    assert not codecs.is_available(layout)
+    assert not quantisation.is_available(layout)
     with pytest.raises(ValueError, match="block"):
-        codecs.wire_layout(layout, "int8")
+        quantisation.wire_layout(layout, "int8")
 
 
 @each_codec
@@ -262,7 +266,7 @@ def test_outlier_channels_of_k_do_not_matter_to_attention() -> None:
     key, value, query = torch.randn(192, 2, 64), torch.randn(192, 2, 64), torch.randn(8, 4, 64)
     larger = torch.where(torch.arange(64) % 16 == 0, 20.0, 1.0)
     for codec, low, high in (("int8", 0.0, 0.02), ("int4", 0.05, 0.3)):
-        plain = attention_error(key, value, query, codec, codecs.RUN_CHANNELS)
-        outliers = attention_error(key * larger, value, query / larger, codec, codecs.RUN_CHANNELS)
+        plain = attention_error(key, value, query, codec, quantisation.RUN_CHANNELS)
+        outliers = attention_error(key * larger, value, query / larger, codec, quantisation.RUN_CHANNELS)
         assert low < plain < high
         assert outliers < 1.5 * plain

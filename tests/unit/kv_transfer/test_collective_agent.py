@@ -1,4 +1,5 @@
-"""The collective agent against hostile, silent and lost peers, and the arithmetic of its registered memory."""
+"""The collective agent against hostile, silent and lost peers, and the arithmetic of its registered
+memory."""
 
 from __future__ import annotations
 
@@ -18,23 +19,22 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from kv_transfer.agents import collective_agent
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
 from kv_transfer.agents.collective_agent import CollectiveAgent
-from kv_transfer.agents.collective_link import AgentMetadata
-from kv_transfer.agents.collective_wire import (
+from kv_transfer.agents.collective_frames import (
     MAX_GREETING_BYTES,
-    Channel,
     FrameSocket,
-    Hello,
-    Notice,
-    PairStore,
-    Post,
+    Greeting,
+    Notification,
+    PostHeader,
     Refusal,
 )
+from kv_transfer.agents.collective_group import Channel, PairStore
+from kv_transfer.agents.collective_link import CollectiveMetadata
 from kv_transfer.agents.regions import Region, RegionTable, locate, pieces
 
 LAYOUT = MemoryLayout((SegmentSpec(4, (8,), torch.float32), SegmentSpec(4, (4,), torch.float32)))
 NUM_BLOCKS = 16
 DEADLINE_S = 5.0
-PROMPT_S = 0.5  # what must not wait for anybody, on a busy machine
+PROMPT_S = 0.5  # for calls that must not wait, on a busy machine
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def make():
 
 
 def until(condition, *agents):
-    """Drives the agents; what they delivered meanwhile."""
+    """Drives the agents until then; returns what they delivered."""
     received, pause = [], threading.Event()
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
@@ -89,7 +89,7 @@ def write(writer, owner, blocks):
 
 
 def expect_loss(agent, handle, *others):
-    """The words of the error that the pending write ends with."""
+    """The message of the error with which the pending write ends."""
     with pytest.raises(PeerLostError) as caught:
         until(is_over(agent, handle), agent, *others)
     assert agent.poll(handle) is TransferState.FAILED
@@ -98,7 +98,7 @@ def expect_loss(agent, handle, *others):
 
 
 def expect_loss_of_a_new_write(writer, owner, metadata, *others):
-    """The words of the error; the post itself may raise it, if the news has come by then."""
+    """The message of the error. The post itself may raise it, if the loss is known by then."""
     with pytest.raises(PeerLostError) as caught:
         handle = post(writer, owner, [2], metadata)
         try:
@@ -130,8 +130,8 @@ def test_two_agents_write_to_each_other_at_the_same_time(make):
 
 
 def with_more_memory(metadata):
-    """What a writer would hold that believes the owner's memory to be larger than it is."""
-    known = msgspec.msgpack.decode(metadata, type=AgentMetadata)
+    """Metadata of an owner whose memory seems larger than it is."""
+    known = msgspec.msgpack.decode(metadata, type=CollectiveMetadata)
     regions = tuple(Region(region.address - 4096, region.num_bytes + 8192) for region in known.regions)
     return msgspec.msgpack.encode(msgspec.structs.replace(known, regions=regions))
 
@@ -152,7 +152,7 @@ def test_a_target_outside_the_memory_ends_the_writers_link_and_nobody_elses(make
 
 
 def dial(owner):
-    known = msgspec.msgpack.decode(owner.metadata(), type=AgentMetadata)
+    known = msgspec.msgpack.decode(owner.metadata(), type=CollectiveMetadata)
     return known, socket.create_connection((known.host, known.port), DEADLINE_S)
 
 
@@ -192,8 +192,8 @@ def test_a_stranger_without_the_token_hears_nothing_and_delivers_nothing(make):
     owner = make("owner")
     _, connection = dial(owner)
     frames = FrameSocket(connection)
-    frames.write(Hello(b"guess" * 6, "stranger", "gloo"), DEADLINE_S)
-    frames.write(Notice(b"let me in"), DEADLINE_S)
+    frames.write(Greeting(b"guess" * 6, "stranger", "gloo"), DEADLINE_S)
+    frames.write(Notification(b"let me in"), DEADLINE_S)
     received = until(lambda: owner._writers and owner._writers[0].is_over, owner)
     with pytest.raises(PeerLostError):
         frames.read(DEADLINE_S)
@@ -206,7 +206,7 @@ def test_a_writer_that_wants_a_backend_the_owner_lacks_is_told_so(make):
     owner._backends = frozenset({"gloo"})
     known, connection = dial(owner)
     frames = FrameSocket(connection)
-    frames.write(Hello(known.token, "writer", "nccl"), DEADLINE_S)
+    frames.write(Greeting(known.token, "writer", "nccl"), DEADLINE_S)
     until(lambda: owner._writers and owner._writers[0].is_over, owner)
     answer = frames.read(DEADLINE_S)
     frames.shut()
@@ -214,7 +214,7 @@ def test_a_writer_that_wants_a_backend_the_owner_lacks_is_told_so(make):
 
 
 def test_strangers_who_dial_and_stay_silent_are_counted(make, monkeypatch):
-    monkeypatch.setattr(collective_agent, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(collective_agent, "MAX_UNKNOWN_CONNECTIONS", 3)
     owner = make("owner")
     strangers = [dial(owner)[1] for _ in range(5)]
     until(lambda: sum(map(is_hung_up, strangers)) == 2, owner)
@@ -232,7 +232,7 @@ def test_no_verb_waits_for_an_owner_that_never_answers(make):
     writer.notify("owner", b"hello")
     assert [writer.poll(handle) for handle in handles] == [TransferState.PENDING] * 3
     assert writer.notifications() == []
-    writer.release(handles[0])  # nothing of it has left: it is simply forgotten
+    writer.release(handles[0])  # no byte of it has left: it is forgotten
     assert writer.poll(handles[0]) is TransferState.FAILED
     writer.disconnect("owner")
     assert time.monotonic() - began_at < PROMPT_S
@@ -318,9 +318,9 @@ def test_a_post_must_name_whole_rows(make):
     writer, owner = make("writer"), make("owner")
     assert write(writer, owner, [1]) is TransferState.DONE
     link = writer._peers["owner"][1]
-    link._frames.write(Post(99, b"\0" * 15, b""), DEADLINE_S)
+    link._frames.write(PostHeader(99, b"\0" * 15, b""), DEADLINE_S)
     until(lambda: link.error is not None, writer, owner)
-    assert "makes no sense" in str(link.error)
+    assert "out of place or malformed" in str(link.error)
 
 
 @given(

@@ -1,4 +1,5 @@
-"""Leases of workers of two ranks each: over the in-process agent and pipes that deliver at once, on a virtual clock."""
+"""Leases of workers of two ranks each: over the in-process agent and pipes that deliver at once, on a virtual
+clock."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from kv_transfer.agents.agent import LayoutMismatchError, TransferError
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.lease.group import GroupTransferEngine, RankLink, RankMover
-from kv_transfer.lease.receiver import Aborted, Completed
-from kv_transfer.lease.sender import Finished, SendAborted, SendFailed
+from kv_transfer.lease.events import Aborted, Completed, Finished, SendAborted, SendFailed
+from kv_transfer.lease.group import GroupTransferEngine, RankLink
+from kv_transfer.lease.rank_follower import RankFollower
+from kv_transfer.lease.rank_messages import OrderCancel, OrderGrant, OrderRevoke, RankReady
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.clock import ManualClock
 from tests.fakes.leases import MARGIN_S, TTL_S, SteppedPair
@@ -33,16 +35,18 @@ class Instant:
 
 
 class Worker:
-    """Writer or owner: a mover per rank, the group's over them."""
+    """Writer or owner: a transfer engine per rank, the group's over them."""
 
     def __init__(self, network, clock, name, is_writer):
         self.memories = [BlockMemory(LAYOUT, 8) for _ in range(NUM_RANKS)]
         self.events = []
         self.reached = True  # whether rank 1's forwards have come as far as rank 0's
         sides = [{"outgoing" if is_writer else "incoming": memory} for memory in self.memories]
-        self.link = RankLink(Instant(lambda order: self.rank_mover.do(order)))  # type: ignore[arg-type]
-        self.rank_mover = RankMover(
-            Instant(lambda message: self.link.take(message, lambda event: self.group.on_event(1, event))),  # type: ignore[arg-type]
+        self.link = RankLink(Instant(lambda order: self.rank_follower.follow(order)))  # type: ignore[arg-type]
+        self.rank_follower = RankFollower(
+            Instant(
+                lambda message: self.link.on_report(message, lambda event: self.group.on_event(1, event))
+            ),  # type: ignore[arg-type]
             lambda mark: self.reached,
         )
         own = TransferEngine(
@@ -53,9 +57,9 @@ class Worker:
             **sides[0],
         )
         other = TransferEngine(
-            network.agent(f"{name}-1"), clock, self.rank_mover.on_event, margin_s=MARGIN_S, **sides[1]
+            network.agent(f"{name}-1"), clock, self.rank_follower.on_event, margin_s=MARGIN_S, **sides[1]
         )
-        self.rank_mover.attach(other)
+        self.rank_follower.attach(other)
         self.engines = [own, other]
         self.group = GroupTransferEngine(own, [self.link], self.events.append, lambda: (1, 1))
 
@@ -98,7 +102,7 @@ def pair():
     pair.let_everything_end()
     for worker in (pair.writer, pair.owner):
         assert [engine.num_open for engine in worker.engines] == [0, 0]
-        assert len(worker.events) <= 1 and not worker.group._leases and not worker.rank_mover._open
+        assert len(worker.events) <= 1 and not worker.group._leases and not worker.rank_follower._open
 
 
 def test_every_rank_writes_its_share_and_the_lease_ends_once(pair):
@@ -176,7 +180,7 @@ def test_a_worker_with_another_number_of_ranks_is_refused(pair):
 
 def test_a_rank_that_cannot_open_its_part_fails_the_lease(pair):
     grant = pair.grant()
-    pair.writer.engines[1].open(grant.shards[0].received(pair.clock.at)).abort("somebody else had it")
+    pair.writer.engines[1].open(grant.shards[0].received(pair.clock.at)).abort("taken by a test")
     with pytest.raises(TransferError):
         pair.writer.engines[1].open(grant.shards[0].received(pair.clock.at))
     outgoing = pair.writer.group.open(grant.received(pair.clock.at))
@@ -191,20 +195,20 @@ def test_a_rank_that_ends_is_known_at_once():
     link = RankLink(ours)
     listening = threading.Thread(target=link.listen, args=(print,))
     listening.start()
-    theirs.send(("ready", 1))
-    assert link.answer(5) == 1
+    theirs.send(RankReady(1))
+    link.wait_ready(5)
     theirs.close()
     with pytest.raises(TransferError, match="has ended"):
-        link.answer(5)
+        link.wait_granted(5)
     listening.join(5)
     assert not listening.is_alive()
-    link.tell("cancel", "lease")  # nobody hears it, nobody minds
+    link.order(OrderCancel("lease"))  # not an error
 
 
 def test_a_link_whose_listener_fails_is_given_up_by_name():
     ours, theirs = Pipe()
-    link, transfer_engine = RankLink(ours), RankMover(theirs, lambda mark: True)
-    transfer_engine.attach(SimpleNamespace(sent=None))  # type: ignore[arg-type]
+    link, transfer_engine = RankLink(ours), RankFollower(theirs, lambda mark: True)
+    transfer_engine.attach(SimpleNamespace(sent=None, received=None))  # type: ignore[arg-type]
     transfer_engine.on_event(SendFailed("lease", TransferError("because")))
 
     def broken(event):
@@ -213,26 +217,26 @@ def test_a_link_whose_listener_fails_is_given_up_by_name():
     with pytest.raises(OSError, match="the owner's"):
         link.listen(broken)
     with pytest.raises(TransferError, match="has ended"):
-        link.answer(5)
+        link.wait_granted(5)
 
 
 def test_orders_and_events_survive_a_real_pipe():
     ours, theirs = Pipe()
     memory, events = BlockMemory(LAYOUT, 4), queue.SimpleQueue()
-    link, rank_mover = RankLink(ours), RankMover(theirs, lambda mark: True)
+    link, rank_follower = RankLink(ours), RankFollower(theirs, lambda mark: True)
     transfer_engine = TransferEngine(
-        InProcessNetwork().agent("rank"), ManualClock(), rank_mover.on_event, incoming=memory
+        InProcessNetwork().agent("rank"), ManualClock(), rank_follower.on_event, incoming=memory
     )
-    rank_mover.attach(transfer_engine)
-    for run, *arguments in ((rank_mover.run,), (link.listen, events.put)):
+    rank_follower.attach(transfer_engine)
+    for run, *arguments in ((rank_follower.run,), (link.listen, events.put)):
         threading.Thread(target=run, args=arguments, daemon=True).start()
-    link.tell("grant", "lease", (1, 2), (7, 8), 5.0, ())
-    grant = link.answer(5)
+    link.order(OrderGrant("lease", (1, 2), (7, 8), 5.0, ()))
+    grant = link.wait_granted(5)
     assert (grant.block_ids, grant.generations) == ((1, 2), (7, 8))
-    link.tell("revoke", "lease", "why not")
-    link.tell("grant", "next", (3,), (9,), 5.0, ())
-    link.answer(5)  # orders keep their order: the lease is revoked
+    link.order(OrderRevoke("lease", "why not"))
+    link.order(OrderGrant("next", (3,), (9,), 5.0, ()))
+    link.wait_granted(5)  # orders keep their order: the lease is revoked
     transfer_engine.step()
     assert events.get(timeout=5) == Aborted("lease", "why not")
-    rank_mover.on_event(SendFailed("lease", TransferError("because")))
+    rank_follower.on_event(SendFailed("lease", TransferError("because")))
     assert str(events.get(timeout=5).error) == "because"

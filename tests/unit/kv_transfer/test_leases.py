@@ -8,8 +8,7 @@ import torch
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from kv_transfer.agents.agent import LayoutMismatchError, LeaseExpiredError, PeerLostError, TransferError
-from kv_transfer.lease.receiver import Aborted, Completed, Expired, LateWrite
-from kv_transfer.lease.sender import Finished, SendAborted, SendFailed
+from kv_transfer.lease.events import Aborted, Completed, Expired, Finished, LateWrite, SendAborted, SendFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 
@@ -17,7 +16,7 @@ LAYOUT = MemoryLayout((SegmentSpec(4, (2,), torch.float32), SegmentSpec(4, (3,),
 
 
 class Pair(LeasePair):
-    """Eight blocks on either side, the writer's full of numbers."""
+    """Eight blocks on either side; the writer's are full of numbers."""
 
     def __init__(self):
         super().__init__(BlockMemory(LAYOUT, 8), BlockMemory(LAYOUT, 8))
@@ -177,7 +176,7 @@ def test_a_write_that_never_ends_is_taken_back_at_the_deadline(pair):
     pair.clock.at = TTL_S
     pair.step()
     assert isinstance(pair.sent[0], SendFailed)
-    assert not pair.received  # only the owner's own timer may end it: bytes might have been under way
+    assert not pair.received  # only the owner's timer may end it: bytes might have been in flight
     pair.clock.at = TTL_S + MARGIN_S
     pair.step()
     assert pair.received == [Expired("lease")]
@@ -355,7 +354,7 @@ def test_a_step_that_raises_is_reported_once_and_leases_still_end():
 
 
 def test_how_long_a_block_takes_to_a_peer_is_measured_and_forgotten_with_it(pair, monkeypatch):
-    monkeypatch.setattr("kv_transfer.lease.link.MIN_MEASURED_BYTES", 1)
+    monkeypatch.setattr("kv_transfer.lease.link_meter.MIN_MEASURED_BYTES", 1)
     pair.network.faults.post_polls = 2
     grant = pair.grant()
     outgoing = pair.open(grant)

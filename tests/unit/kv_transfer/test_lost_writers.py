@@ -1,4 +1,4 @@
-"""What becomes of leases whose writer or owner is lost: over the in-process agent, on a virtual clock."""
+"""Leases whose writer or owner is lost: over the in-process agent, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.members import ProcessId
 from kv_transfer.agents.agent import LeaseExpiredError, PeerLostError
-from kv_transfer.lease.receiver import IN_FLIGHT_S, LOOK_EVERY_S, Aborted, Completed
-from kv_transfer.lease.sender import SendFailed
+from kv_transfer.lease.events import Aborted, Completed, SendFailed
+from kv_transfer.lease.receiver import IN_FLIGHT_S, LOOK_EVERY_S
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S
 from tests.unit.kv_transfer.test_leases import LAYOUT, Pair, send
@@ -74,8 +74,8 @@ def test_a_writer_that_ended_behind_its_last_word_has_delivered(pair):
 
 
 def test_a_lost_peer_is_forgotten_under_all_that_was_known_of_it(pair, monkeypatch):
-    """Its namesake is another process: how fast that one is says nothing about leases of the one before."""
-    monkeypatch.setattr("kv_transfer.lease.link.MIN_MEASURED_BYTES", 1)
+    """A new agent of that name is another process: its speed says nothing about leases of the old one."""
+    monkeypatch.setattr("kv_transfer.lease.link_meter.MIN_MEASURED_BYTES", 1)
     before = pair.open(pair.grant("before"))
     before.write([7], [0])
     pair.writer.step()

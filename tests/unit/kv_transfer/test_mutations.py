@@ -1,4 +1,5 @@
-"""The protocol is broken on purpose, one rule at a time: each time something else notices, and no wrong bytes become an answer."""
+"""One rule of the protocol is broken on purpose at a time: another rule notices, and no wrong bytes become an
+answer."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import math
 
 import pytest
 
-from kv_transfer.lease.receiver import TAKEN_BACK_S, Aborted, Completed, Expired, LateWrite
+from kv_transfer.lease.events import Aborted, Completed, Expired, LateWrite
+from kv_transfer.lease.receiver import TAKEN_BACK_S
 from tests.fakes.leases import MARGIN_S, TTL_S
 from tests.unit.kv_transfer.test_leases import Pair, assert_arrived, send
 
@@ -28,7 +30,7 @@ def expire(pair):
 
 def test_a_writer_that_ignores_its_time_is_found_out_by_the_next_owner_of_the_blocks(pair):
     late = pair.open(pair.grant("late"))
-    late._expires_at = math.inf  # the mutation
+    late.expires_at = math.inf  # the mutation
     expire(pair)
     grant = pair.grant("next")
     following = pair.open(grant)
@@ -47,9 +49,9 @@ def test_a_writer_that_ignores_its_time_is_found_out_by_the_next_owner_of_the_bl
 def test_a_write_that_lands_behind_the_margin_ends_what_holds_the_blocks_now(
     pair, ends_with, is_next_complete
 ):
-    """The writer was stopped between its look at the clock and the write."""
+    """The writer was stopped between the check of the clock and the write."""
     late = pair.open(pair.grant("late"))
-    late._expires_at = math.inf  # the mutation
+    late.expires_at = math.inf  # the mutation
     expire(pair)
     grant = pair.grant("next")
     following = pair.open(grant)
@@ -75,7 +77,7 @@ def test_a_write_that_lands_behind_the_margin_ends_what_holds_the_blocks_now(
 
 def test_the_last_word_of_a_writer_that_wrote_nothing_harms_nothing(pair):
     late = pair.open(pair.grant("late"))
-    late._expires_at = math.inf
+    late.expires_at = math.inf
     expire(pair)
     send(pair, pair.grant("next"))
     late.abort("stopped")

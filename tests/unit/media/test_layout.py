@@ -307,7 +307,7 @@ def test_a_processor_that_cannot_be_asked_is_refused_at_start_with_the_reason(tm
     folder = save_family("llava", tmp_path)
     folder.processor.patch_size = None
     folder.processor.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"'llava' is not supported: its processor cannot say .* image"):
+    with pytest.raises(ConfigError, match=r"'llava' is not supported: its processor cannot lay out .* image"):
         MediaProcessor.load(tmp_path)
 
 

@@ -5,7 +5,6 @@ whole tiny models before and after `optimise`.
 from __future__ import annotations
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cluster.errors import InternalError
-from cluster.model.cpu import build as builder
-from cluster.model.cpu.library import Kernels, load, load_variant, runnable_variants
+from cluster.model.cpu.library import Kernels, load, load_variant
 from cluster.model.cpu.modules import NativeRmsNorm, PackedGatedMlp, PackedLinear, optimise
+from cluster.native.library import runnable_variants
 
 # Not imported above: transformers' model classes come after cluster.model, which prepares torchvision for them.
 LlamaMLP = hf.models.llama.modeling_llama.LlamaMLP
@@ -317,50 +316,6 @@ def test_int8_weights_change_logits_little_but_are_used():
     native = optimised(model, weight_dtype="int8")
     ids = torch.randint(1, 131, (2, 20))
     assert 1e-4 < relative_error(native(ids).logits, model(ids).logits) < 0.1
-
-
-# ------------------------------------------------------------------------------------------------------------- building
-
-
-@pytest.fixture
-def one_small_source(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "small.cpp").write_text('extern "C" int answer() { return 42; }\n')
-    monkeypatch.setattr(builder, "PACKAGE", tmp_path)
-    return tmp_path / "cache"
-
-
-def test_no_compiler_is_none_with_a_reason(one_small_source, caplog):
-    assert builder.build(builder.VARIANTS[-1], [one_small_source], ["no-such-compiler"]) is None
-    assert "no-such-compiler: not found" in caplog.text
-
-
-def test_source_that_does_not_compile_is_none_with_the_compilers_words(one_small_source, caplog):
-    (one_small_source.parent / "small.cpp").write_text("int answer() { return nothing; }\n")
-    assert builder.build(builder.VARIANTS[-1], [one_small_source]) is None
-    assert "nothing" in caplog.text
-
-
-def test_no_writable_folder_is_none_with_a_reason(one_small_source, caplog):
-    (one_small_source.parent / "file").touch()
-    assert builder.build(builder.VARIANTS[-1], [one_small_source.parent / "file" / "below"]) is None
-    assert "writable" in caplog.text
-
-
-def test_builds_that_start_together_give_one_library(one_small_source):
-    def start(_: int) -> Path | None:
-        return builder.build(builder.VARIANTS[-1], [one_small_source])
-
-    with ThreadPoolExecutor(4) as pool:
-        paths = set(pool.map(start, range(4)))
-    assert len(paths) == 1
-    assert {path.suffix for path in one_small_source.iterdir()} == {".so", ""}
-    assert list(one_small_source.glob("*.so")) == list(paths)
-
-
-def test_a_changed_source_is_another_library(one_small_source):
-    first = builder.build(builder.VARIANTS[-1], [one_small_source])
-    (one_small_source.parent / "small.cpp").write_text('extern "C" int answer() { return 43; }\n')
-    assert builder.build(builder.VARIANTS[-1], [one_small_source]) != first
 
 
 def test_the_process_has_one_openmp_runtime():

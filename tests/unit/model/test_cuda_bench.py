@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.gpu import SHAPES, Row, num_weights, smoke_rows
+from bench.gpu import SHAPES, TableLine, num_weights, smoke_rows
 
 
 def test_the_smoke_run_measures_every_kind_of_row() -> None:
@@ -27,4 +27,4 @@ def test_weights_are_counted_as_published(name: str, millions: int) -> None:
 
 
 def test_a_row_tells_what_part_of_the_bound_was_reached() -> None:
-    assert str(Row("step", 2e-6, 1e-6)).split() == ["step", "2.0", "1.0", "0.50"]
+    assert str(TableLine("step", 2e-6, 1e-6)).split() == ["step", "2.0", "1.0", "0.50"]

@@ -69,7 +69,7 @@ def test_pieces_give_the_rows_of_the_whole(family):
     name, encoder, items = family
     runner = runner_of(encoder)
     for modality, one_item in items.items():
-        cut = encoder.cut(modality)
+        cut = encoder.splitter(modality)
         assert (cut is None) == ((name, modality) in WHOLE)
         if cut is None:
             continue

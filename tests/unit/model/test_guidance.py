@@ -7,19 +7,19 @@ from cluster.model.guidance import forbid, guide
 
 def test_guided_logits_are_those_of_transformers():
     torch.manual_seed(0)
-    logits, companion = torch.randn(3, 11), torch.randn(3, 11)
+    logits, negative = torch.randn(3, 11), torch.randn(3, 11)
 
     def model(*_args, **_kwargs):
-        return ModelOutput(logits=companion[:, None])
+        return ModelOutput(logits=negative[:, None])
 
     processor = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, model)
     expected = processor(torch.zeros(3, 1, dtype=torch.int64), logits.clone())
-    torch.testing.assert_close(guide(logits, companion, 1.7), expected)
+    torch.testing.assert_close(guide(logits, negative, 1.7), expected)
 
 
 def test_a_scale_of_one_leaves_the_distribution_alone():
-    logits, companion = torch.randn(2, 7), torch.randn(2, 7)
-    torch.testing.assert_close(guide(logits, companion, 1.0).softmax(-1), logits.softmax(-1))
+    logits, negative = torch.randn(2, 7), torch.randn(2, 7)
+    torch.testing.assert_close(guide(logits, negative, 1.0).softmax(-1), logits.softmax(-1))
 
 
 def test_forbidden_tokens_cannot_be_drawn_and_the_others_stay():

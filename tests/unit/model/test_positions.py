@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from cluster.model.positions import ONE_DIMENSIONAL, PositionRule, PromptPositions
+from cluster.config.families import PositionForm
+from cluster.model.positions import RULES, PositionRule, PromptPositions
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 
 ASKED = (3, 1, 4, 1, 5)
@@ -32,10 +33,10 @@ def test_generated_tokens_go_on_where_the_prompt_that_was_asked_ends(attempts):
     assert placed.position_ids[:, 5:].tolist() == [[11.0 + i for i in range(count)]] * 3
 
 
-def test_a_companion_is_resumed_with_the_same_tokens():
+def test_a_negative_prompt_is_resumed_with_the_same_tokens():
     guidance = Guidance(1.5, Prompt((9, 9)))
     request = GenerateRequest("r", Prompt(ASKED), (SamplingParams(),), StopParams(50), guidance)
-    companion = request.resumed("s", 0, (7, 8, 6), 0.0).guidance.negative_prompt
-    assert companion.num_generated == 3 and companion.as_asked == Prompt((9, 9))
-    placed = ONE_DIMENSIONAL.of_prompt(nn.Module(), companion)
+    negative = request.resumed("s", 0, (7, 8, 6), 0.0).guidance.negative_prompt
+    assert negative.num_generated == 3 and negative.as_asked == Prompt((9, 9))
+    placed = RULES[PositionForm.ONE_DIMENSIONAL].of_prompt(nn.Module(), negative)
     assert placed.position_ids.tolist() == [0, 1, 2, 3, 4] and placed.delta == 0

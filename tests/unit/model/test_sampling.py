@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from cluster.model.cpu.library import load_variant, runnable_variants
+from cluster.model.cpu.library import load_variant
 from cluster.model.sampling import (
     _GAMMA,
     _MIX_1,
@@ -34,6 +34,7 @@ from cluster.model.sampling import (
     keep_likely,
     sample,
 )
+from cluster.native.library import runnable_variants
 from cluster.types.request import SamplingParams
 
 VOCAB = 7

@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 
 from router.openai.app import build_api
-from router.openai.limits import PATIENCE, Patience
+from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
 from tests.unit.openai.fake_door import FakeDoor
 
 
@@ -19,11 +19,11 @@ def door() -> FakeDoor:
 
 
 @contextlib.asynccontextmanager
-async def serving(door: FakeDoor, patience: Patience = PATIENCE) -> AsyncIterator[str]:
+async def serving(door: FakeDoor, timeouts: ClientTimeouts = CLIENT_TIMEOUTS) -> AsyncIterator[str]:
     """A real HTTP server on loopback; afterwards every generation must have been closed."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        build_api(door, patience), log_level="warning", lifespan="off", timeout_graceful_shutdown=2
+        build_api(door, timeouts), log_level="warning", lifespan="off", timeout_graceful_shutdown=2
     )
     server = uvicorn.Server(config)
     task = asyncio.ensure_future(server.serve(sockets=[listener]))

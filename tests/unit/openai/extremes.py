@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 
+from router.calls import ChatCall, CompletionCall
 from router.openai.protocol import DoorProtocol
 from router.openai.schema import HARMLESS, NEUTRAL, ChatRequest, CompletionRequest, parse
-from router.openai.translate import ChatCall, CompletionCall, chat_call, completion_call
+from router.openai.translate import chat_call, completion_call
 
 Path = tuple[str | int, ...]
 ENDPOINTS: dict[str, type[BaseModel]] = {

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from cluster.text.defaults import GenerationDefaults
+from router.calls import ChatCall, CompletionCall, MediaNote, TextDelta, Usage
 from router.openai.limits import Limits
-from router.openai.protocol import MediaNote, TextDelta, Usage
-from router.openai.translate import ChatCall, CompletionCall
 
 
-class FakeLedger:
+class FakeTimeline:
     def fields(self) -> dict[str, object]:
         return {"ttft_ms": 1.5, "placement": {"decode": "secret-replica"}, "alternatives": ["secret-replica"]}
 
@@ -20,7 +19,7 @@ class FakeLedger:
 
 
 class FakeGeneration:
-    ledger = FakeLedger()
+    timeline = FakeTimeline()
 
     def __init__(self, door: FakeDoor, words: Sequence[str]):
         self._door, self._words = door, words

@@ -10,15 +10,17 @@ import msgspec
 import pytest
 
 from router.openai.app import build_api
-from router.openai.limits import PATIENCE, Patience
+from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
 from tests.unit.openai.fake_door import FakeDoor
 
 BODY = {"model": "org/demo", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def call(door: FakeDoor, method: str, path: str, patience: Patience = PATIENCE, **kwargs) -> httpx.Response:
+def call(
+    door: FakeDoor, method: str, path: str, timeouts: ClientTimeouts = CLIENT_TIMEOUTS, **kwargs
+) -> httpx.Response:
     async def main():
-        api = build_api(door, patience)
+        api = build_api(door, timeouts)
         transport = httpx.ASGITransport(api, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
             return await client.request(method, path, **kwargs)
@@ -189,6 +191,13 @@ def test_a_request_that_leaves_fields_out_gets_the_models_own(door):
     call_ = door.calls[1]
     assert (call_.sampling[0].temperature, call_.sampling[0].top_k) == (0.5, 0) and call_.sampling[0].seed
     assert (call_.stop.token_ids, call_.stop.strings, call_.stop.max_tokens) == ((3,), ("\n",), 9)
+
+
+def test_choices_of_neighbouring_seeds_share_no_seed(door):
+    for seed in range(5):
+        chat(door, n=8, seed=seed, temperature=1)
+    seeds = [params.seed for call_ in door.calls for params in call_.sampling]
+    assert len(set(seeds)) == len(seeds) == 40
 
 
 def test_media_parts_become_sources_in_order(door):

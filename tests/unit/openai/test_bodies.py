@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,9 +13,10 @@ import msgspec
 import pytest
 
 from cluster.errors import OverloadedError
+from cluster.text.defaults import GenerationDefaults
 from router.openai.app import build_api
 from router.openai.bodies import BodyBudget
-from router.openai.limits import PATIENCE, Limits, Patience
+from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts, Limits
 from tests.unit.openai.conftest import serving
 from tests.unit.openai.fake_door import FakeDoor
 from tests.unit.openai.test_app import call, error_of
@@ -60,7 +62,11 @@ def chunks_of(body: bytes) -> Iterator[bytes]:
 
 
 async def respond(
-    door: FakeDoor, chunks: Iterator[bytes], patience: Patience = PATIENCE, *, stalls: bool = False
+    door: FakeDoor,
+    chunks: Iterator[bytes],
+    timeouts: ClientTimeouts = CLIENT_TIMEOUTS,
+    *,
+    stalls: bool = False,
 ) -> tuple[int, dict[str, str], bytes]:
     """Straight through ASGI: the cost is the application's alone. stalls: the end of the body never comes."""
     num_ends = 0
@@ -80,7 +86,7 @@ async def respond(
     async def send(message: dict) -> None:
         sent.append(message)
 
-    await build_api(door, patience)(dict(SCOPE), receive, send)
+    await build_api(door, timeouts)(dict(SCOPE), receive, send)
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:])
 
@@ -194,7 +200,7 @@ def test_messages_and_parts_are_counted(door):
 
 def test_a_stalled_body_ends_with_408(door):
     status, headers, answer = asyncio.run(
-        respond(door, iter([b'{"model":']), Patience(body_s=0.05), stalls=True)
+        respond(door, iter([b'{"model":']), ClientTimeouts(body_s=0.05), stalls=True)
     )
     assert status == 408 and headers["connection"] == "close"
     assert json.loads(answer)["error"]["code"] == "request_timeout"
@@ -246,7 +252,7 @@ def test_a_client_that_does_not_read_is_given_up(door):
     door.words = ["x" * 100_000] * 10_000
 
     async def main() -> None:
-        async with serving(door, Patience(read_s=0.1)) as address:
+        async with serving(door, ClientTimeouts(read_s=0.1)) as address:
             host, port = address.removeprefix("http://").split(":")
             body = json.dumps(
                 {"model": "org/demo", "messages": [{"role": "user", "content": "x"}], "stream": True}
@@ -277,7 +283,7 @@ def test_a_send_that_never_ends_ends_the_request_quietly(door, stream):
 
     async def main() -> None:
         async with asyncio.timeout(20):
-            await build_api(door, Patience(read_s=0.05))(dict(SCOPE), receive, send)
+            await build_api(door, ClientTimeouts(read_s=0.05))(dict(SCOPE), receive, send)
 
     asyncio.run(main())
     assert all(generation.num_closed for generation in door.generations)
@@ -288,8 +294,29 @@ def test_a_client_that_reads_is_not_given_up(door, stream):
     """However long the pauses of the answer are."""
     door.pause_s = 0.1
     body = {"model": "org/demo", "messages": [{"role": "user", "content": "x"}], "stream": stream}
-    response = call(door, "POST", "/v1/chat/completions", Patience(read_s=0.02), json=body)
+    response = call(door, "POST", "/v1/chat/completions", ClientTimeouts(read_s=0.02), json=body)
     assert response.status_code == 200
+
+
+class ObservedDoor(FakeDoor):
+    """Notes the threads in which bodies become calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[threading.Thread] = set()
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        self.threads.add(threading.current_thread())
+        return FakeDoor.defaults
+
+
+@pytest.mark.parametrize(("num_chars", "is_beside"), [(1 << 10, False), (80 << 10, True)])
+def test_a_large_body_is_parsed_beside_the_event_loop(num_chars, is_beside):
+    door = ObservedDoor()
+    body = {"model": "org/demo", "messages": [{"role": "user", "content": "x" * num_chars}]}
+    assert call(door, "POST", "/v1/chat/completions", json=body).status_code == 200
+    assert (threading.current_thread() not in door.threads) == is_beside and door.threads
 
 
 def test_a_blocked_event_loop_shows_in_the_metrics(door):

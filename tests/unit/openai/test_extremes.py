@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import RequestError
-from router.openai.translate import ChatCall, CompletionCall
+from router.calls import ChatCall, CompletionCall
 from tests.unit.openai.extremes import ENDPOINTS, EXTREMES, accepted, fields, request
 from tests.unit.openai.fake_door import FakeDoor
 from tests.unit.openai.test_app import call, error_of

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from cluster.types.media import FrameStrategy, MediaOptions
-from router.openai.protocol import MediaNote
-from router.openai.translate import MediaRules
+from router.calls import MediaNote, MediaRules
 from tests.unit.openai.test_app import call, chat, error_of
 
 PARTS = [

@@ -1,4 +1,4 @@
-"""A feature store alone: a mover that takes notes, doors that are lists."""
+"""A feature store alone: a transfer engine that records leases, doors that are lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRANTED, SHARED = FeatureGranted.__name__, FeatureShared.__name__
 
 
 class FakeMover:
-    """Takes note of leases."""
+    """Records leases."""
 
     def __init__(self):
         self.granted: list[str] = []
@@ -58,7 +58,7 @@ class Parts:
         return self.store.close_lease(self.grants[request_id, 0].lease_id, completed=completed)
 
     def let_go(self):
-        """Everybody leaves, every lease ends; nothing may be left."""
+        """Every request leaves, every lease ends; nothing may be left."""
         for key in list(self.store._items):
             self.store.release(key, has_ended=True)
         for lease_id in list(self.store._by_lease):

@@ -189,7 +189,7 @@ def test_an_item_that_came_for_another_request_is_ready_when_a_request_starts(ri
     rig.features.release(("keeper", 0))
 
 
-def test_a_lease_that_fails_costs_nobody_anything(rig, relay):
+def test_a_lease_that_fails_harms_no_request(rig, relay):
     share(rig, relay, "r", "s", "t")
     relay.play(1)
     (lease_id,) = rig.features._by_lease
@@ -208,7 +208,7 @@ def test_a_door_that_goes_away_takes_its_requests_along_without_a_lease_for_each
     assert not rig.features._items
 
 
-def test_the_companion_is_computed_while_embeddings_are_missing(rig, relay):
+def test_the_negative_prompt_is_computed_while_embeddings_are_missing(rig, relay):
     item = make_item("a", 5)
     relay.start(make_request("r", 3, [item], negative=7), [item])
     only_to(relay, "prefill")
@@ -275,7 +275,7 @@ def test_a_text_prompt_does_not_wait_for_a_long_media_prompt(rig, relay):
 
 
 @pytest.mark.parametrize(("mean_slice_s", "usual"), [(math.inf, 20), (0.25, 5), (1e-3, 1)])
-def test_layers_of_a_long_prompt_last_no_longer_than_their_turn(rig, relay, mean_slice_s, usual):
+def test_layers_of_a_long_prompt_last_no_longer_than_their_slice(rig, relay, mean_slice_s, usual):
     """Five hundredths of a second a token, one layer; the largest step has 20 tokens."""
     sizes = []
 

@@ -11,7 +11,7 @@ from tests.unit.prefill_service.feature_parts import SHARED, Parts
 
 
 class Model(Parts):
-    """Takes note of who waits for what, and asks after each event for what must always hold."""
+    """Records what each request waits for, and checks the invariants after each event."""
 
     def __init__(self):
         super().__init__()
@@ -81,10 +81,10 @@ class Model(Parts):
             assert (copy in store._queued) != (store._by_lease.get(copy.lease_id) is copy)
         queued = [int(name) for copy in store._queued for name, _ in copy.consumers]
         holding = [int(key[0]) for key, copy in items.items() if copy.block_ids]
-        assert max(holding, default=-1) < min(queued, default=1 << 30), "somebody waits for a younger one"
+        assert max(holding, default=-1) < min(queued, default=1 << 30), "a request waits for a younger one"
 
     def end_well(self) -> None:
-        """Encoders do their work and requests end in any order: everybody gets embeddings."""
+        """Encoders do their work and requests end in any order: all requests get embeddings."""
         for _ in range(2 * self.num_reserved):
             self.end_lease(0, True)
             while self.ready:
@@ -105,7 +105,7 @@ events = st.one_of(
 
 @settings(max_examples=300)
 @given(st.lists(arrivals, min_size=2, max_size=6), st.lists(events, max_size=60))
-def test_whatever_the_order_of_events_nothing_leaks_and_nobody_is_forgotten(first, happened):
+def test_in_any_order_of_events_nothing_leaks_and_no_request_is_forgotten(first, happened):
     model = Model()
     for name, *values in (*first, *happened):
         getattr(model, name)(*values)

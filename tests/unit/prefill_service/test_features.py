@@ -1,4 +1,4 @@
-"""The feature store: whose embeddings get room when, and who shares them."""
+"""The feature store: which embeddings get room when, and which requests share them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def parts():
     parts.let_go()
 
 
-def test_room_is_given_in_order_of_arrival_and_nobody_overtakes(parts):
+def test_room_is_given_in_order_of_arrival_without_overtaking(parts):
     parts.reserve("first", 8)
     parts.reserve("large", 16)
     parts.reserve("small", 4)
@@ -76,7 +76,7 @@ def test_an_item_released_while_queued_is_never_granted_and_lets_others_pass(par
     parts.store.release(("large", 0))
 
 
-def test_room_whose_writer_gave_up_is_granted_anew(parts):
+def test_room_whose_writer_gave_up_is_granted_again(parts):
     parts.reserve("r", 16)
     first = parts.grants["r", 0]
     assert parts.close("r", completed=False) == []
@@ -146,7 +146,7 @@ def test_one_item_twice_in_a_prompt_has_one_copy(parts):
 
 
 @pytest.mark.parametrize("order", ["abc", "cba", "bac"])
-def test_the_copy_lives_as_long_as_anybody_wants_it(parts, order):
+def test_the_copy_lives_as_long_as_a_consumer_wants_it(parts, order):
     share(parts, *"abc")
     parts.close("a")
     for name in order:
@@ -156,7 +156,7 @@ def test_the_copy_lives_as_long_as_anybody_wants_it(parts, order):
     assert parts.store.num_used_blocks == 0
 
 
-def test_a_copy_that_nobody_wants_any_more_is_not_shared(parts):
+def test_a_copy_without_consumers_is_not_shared(parts):
     share(parts, "a")
     parts.store.release(("a", 0))
     share(parts, "b")
@@ -189,7 +189,7 @@ def test_an_owner_that_needs_no_embeddings_leaves_its_lease_to_the_others(parts)
     assert parts.close("a") == [("b", 0)]
 
 
-def test_when_the_lease_of_an_owner_that_left_fails_nobody_is_hurt(parts):
+def test_when_the_lease_of_an_owner_that_left_fails_no_consumer_is_harmed(parts):
     share(parts, "a", "b", num_rows=16)
     parts.store.release(("a", 0), has_ended=True)
     assert parts.transfer_engine.cancelled == [], "there is no room to move to"
@@ -207,7 +207,7 @@ def test_the_others_do_not_wait_for_the_encoder_of_a_cancelled_owner_if_there_is
     assert parts.close("a") == [] and parts.store.num_used_blocks == 2
 
 
-def test_nobody_joins_a_copy_for_which_older_ones_would_wait(parts):
+def test_no_request_joins_a_copy_for_which_older_ones_would_wait(parts):
     share(parts, "a", num_rows=12)
     parts.reserve("waits", 8)
     share(parts, "b", num_rows=12)

@@ -121,7 +121,7 @@ def test_embeddings_that_come_during_a_step_of_others_end_the_wait_for_media_the
     assert (timing.media_s, timing.queued_s) == (1.0, 3.0)
 
 
-def test_a_companion_that_can_be_computed_is_no_wait_for_media(rig, relay):
+def test_a_negative_prompt_that_can_be_computed_is_no_wait_for_media(rig, relay):
     item = make_item("a", 5)
     relay.start(make_request("r", 3, [item], negative=12), [item])
     hand_over(relay)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cluster.kvcache.memory import MemoryLayout, SegmentSpec
 from cluster.types.messages import KvReady
 from kv_transfer.agents.agent import LeaseExpiredError, TransferError
-from prefill_service.state import Phase
+from prefill_service.state import PrefillPhase
 from prefill_service.transfer import (
     MIN_SENT_BYTES,
     MIN_WRITE_BYTES,
@@ -91,9 +91,9 @@ def test_every_segment_of_every_block_goes_exactly_once(
     num_tokens, cached, chunks, num_layers, block_bytes, granted_before_chunk, blocks_together
 ):
     cached = min(cached * BLOCK_SIZE, (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE)
-    companion, seq = sequence(num_tokens, cached), sequence(9, 0, first_block=500)
+    negative, seq = sequence(num_tokens, cached), sequence(9, 0, first_block=500)
     recorder = Recorder(blocks_together=blocks_together)
-    req = request(seq, companion)
+    req = request(seq, negative)
     req.outgoing = None
     left = [*chunks, max(num_tokens, seq.num_tokens)]
     for i, size in enumerate(left):
@@ -108,7 +108,7 @@ def test_every_segment_of_every_block_goes_exactly_once(
     req.outgoing = recorder
     req.first_tokens = (5,)
     send_computed(req, BLOCK_SIZE)
-    tables = seq.block_table + companion.block_table
+    tables = seq.block_table + negative.block_table
     for index, local in enumerate(tables):
         segments = {segment: found for (i, segment), found in recorder.written.items() if i == index}
         assert set(segments.values()) == {local}
@@ -234,7 +234,7 @@ def test_a_request_whose_grant_comes_while_its_step_runs_joins_with_the_layers_t
 
 
 class Opener:
-    """A mover whose leases of some names cannot be opened."""
+    """A transfer engine that cannot open leases of some names."""
 
     def __init__(self, *bad):
         self.bad, self.opened = bad, {}
@@ -252,7 +252,7 @@ def received(name):
 
 def test_a_grant_for_a_request_that_has_ended_is_given_back_and_belongs_to_nothing():
     closing = request(sequence(8, 8))
-    closing.outgoing, closing.phase = None, Phase.CLOSING
+    closing.outgoing, closing.phase = None, PrefillPhase.CLOSING
     transfer_engine = Opener("bad")
     targets = Targets(transfer_engine, BUDGET, WIDE)
     for name in ("closing", "gone", "bad"):
@@ -265,11 +265,11 @@ def test_a_grant_for_a_request_that_has_ended_is_given_back_and_belongs_to_nothi
     assert not targets.by_lease and closing.outgoing is None
 
 
-def test_between_layers_only_good_grants_of_prompts_in_the_step_are_taken_up():
+def test_between_layers_only_good_grants_of_prompts_in_the_step_are_used():
     running, other, failing = (request(sequence(8, 8)) for _ in range(3))
     requests = {"running": running, "other": other, "failing": failing}
     for each in requests.values():
-        each.outgoing, each.phase = None, Phase.RUNNING
+        each.outgoing, each.phase = None, PrefillPhase.RUNNING
     targets = Targets(Opener("failing"), BUDGET, WIDE)
     for name in (*requests, "gone"):
         targets.offer(name, received(name))
@@ -281,7 +281,7 @@ def test_between_layers_only_good_grants_of_prompts_in_the_step_are_taken_up():
     assert set(targets.by_lease) == {"running", "other"}
 
 
-@pytest.mark.parametrize("phase", [None, Phase.CLOSING])
+@pytest.mark.parametrize("phase", [None, PrefillPhase.CLOSING])
 def test_a_grant_that_comes_too_late_is_given_back_at_once(phase):
     """To a request that has ended, or is about to."""
     outgoing, closing = Recorder(), request(sequence(8, 8))

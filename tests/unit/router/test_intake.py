@@ -18,7 +18,7 @@ from cluster.media.survey import MediaSurvey
 from cluster.media.surveyor import Surveyed
 from cluster.types.media import MediaOptions, Modality
 from cluster.types.request import SamplingParams
-from router.openai.translate import ChatCall, MediaRules, StopRules
+from router.calls import ChatCall, MediaRules, StopRules
 from router.prompts.intake import ByteLimits, MediaIntake, MediaTooLargeError
 
 PICTURE, OTHER = image(30, 20), image(31, 20)
@@ -80,9 +80,15 @@ class Intake:
             for data in contents
         )
         return await self.intake.take_in(
-            ChatCall((), media, (SamplingParams(),), StopRules(1, (), ()),
-                     media_rules=MediaRules(omits_bad=omits_bad), tenant=tenant)
-        )  # fmt: skip
+            ChatCall(
+                messages=(),
+                media=media,
+                sampling=(SamplingParams(),),
+                stop=StopRules(1, (), ()),
+                media_rules=MediaRules(omits_bad=omits_bad),
+                tenant=tenant,
+            )
+        )
 
 
 async def test_equal_items_are_held_and_opened_once():

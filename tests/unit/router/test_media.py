@@ -1,4 +1,4 @@
-"""What a door makes of a request's media: looked at, left out, cut. Real files, and a processor with round numbers."""
+"""What a door makes of a request's media: looked at, left out, reduction. Real files, and a processor with round numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from cluster.media.settings import MediaSettings, naming
 from cluster.media.sources import MediaSource
 from cluster.media.surveyor import SurveyOrder, look
 from cluster.types.media import FrameStrategy, MediaGeometry, MediaLayout, MediaOptions, MediaProbe, Modality
-from router.openai.protocol import MediaNote
-from router.openai.translate import MediaRules
-from router.prompts.media import Content, Look, MediaPlanner, _with_cut
-from router.prompts.media_budget import Cut, Reason
+from router.calls import MediaNote, MediaRules
+from router.prompts.media import Content, MeasuredItem, MediaPlanner, _with_reduction
+from router.prompts.media_budget import Reduction, ReductionReason
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 AS_NEEDED = MediaRules()
@@ -105,10 +104,10 @@ def look_at(plans: MediaPlanner, *items, rules: MediaRules = AS_NEEDED, **option
     """items: (modality, bytes or error). Options are those of images and videos."""
     of = {kind: MediaOptions() if kind is AUDIO else MediaOptions(**options) for kind in Modality}
     sources = [MediaSource(kind, "", options=of[kind]) for kind, _ in items]
-    return plans.look(sources, contents_of(sources, [content for _, content in items], rules), rules)
+    return plans.measure(sources, contents_of(sources, [content for _, content in items], rules), rules)
 
 
-def looks_at(plans: MediaPlanner, *items, **options) -> list[Look]:
+def looks_at(plans: MediaPlanner, *items, **options) -> list[MeasuredItem]:
     looks, notes = look_at(plans, *items, **options)
     assert not notes
     return looks
@@ -179,28 +178,28 @@ def test_a_heard_clip_is_two_items_and_its_sound_is_the_same_whichever_frames_ar
 
 def test_what_fits_is_left_as_it_is():
     looks = looks_at(planner(), (IMAGE, SMALL), (AUDIO, SOUND))
-    assert planner().reduce(looks, 74, MediaRules(), Reason.BUDGET) == (looks, [])
+    assert planner().reduce(looks, 74, MediaRules(), ReductionReason.BUDGET) == (looks, [])
 
 
 def test_a_request_in_too_many_tokens_is_refused_where_it_must_not_be_reduced_or_cannot():
     plans = planner()
     looks = looks_at(plans, (IMAGE, SMALL), (AUDIO, SOUND))
     with pytest.raises(ContextLengthError, match="have 74 tokens; there is room for 73"):
-        plans.reduce(looks, 73, MediaRules(is_exact=True), Reason.BUDGET)
+        plans.reduce(looks, 73, MediaRules(is_exact=True), ReductionReason.BUDGET)
     with pytest.raises(ContextLengthError, match="room for 0"):
-        plans.reduce(looks, -20, MediaRules(), Reason.BUDGET)
+        plans.reduce(looks, -20, MediaRules(), ReductionReason.BUDGET)
     with pytest.raises(ContextLengthError):
-        plans.reduce(looks[1:], 9, MediaRules(), Reason.BUDGET)
+        plans.reduce(looks[1:], 9, MediaRules(), ReductionReason.BUDGET)
 
 
 def test_frames_go_before_pixels_and_notes_say_what_is_left():
     plans = planner()
     looks = looks_at(plans, (VIDEO, CLIP), (IMAGE, SMALL), (AUDIO, SOUND))
     assert rows(looks) == [1024, 64, 10]
-    reduced, notes = plans.reduce(looks, 800, MediaRules(), Reason.BUDGET)
+    reduced, notes = plans.reduce(looks, 800, MediaRules(), ReductionReason.BUDGET)
     assert rows(reduced)[1:] == [64, 10] and reduced[1] is looks[1]
     assert notes == [MediaNote(0, "video", "budget", 512, 4)] and rows(reduced)[0] == 512
-    reduced, notes = plans.reduce(looks, 300, MediaRules(), Reason.LOAD)
+    reduced, notes = plans.reduce(looks, 300, MediaRules(), ReductionReason.LOAD)
     assert [note.item for note in notes] == [0, 1] and {note.reason for note in notes} == {"load"}
     assert [note.num_tokens for note in notes] == rows(reduced)[:2] and sum(rows(reduced)) <= 300
     assert notes[0].num_frames == 4 and notes[1].num_frames is None
@@ -211,21 +210,21 @@ def test_pixels_are_taken_from_what_the_model_sees_not_from_the_file(size):
     plans = planner()
     looks = looks_at(plans, (IMAGE, image(*size)))
     assert rows(looks) == [256]
-    reduced, (note,) = plans.reduce(looks, 130, MediaRules(), Reason.BUDGET)
+    reduced, (note,) = plans.reduce(looks, 130, MediaRules(), ReductionReason.BUDGET)
     assert 100 <= rows(reduced)[0] <= 130 and note.max_pixels < OWN_PIXELS
 
 
 def test_no_item_is_looked_at_more_closely_when_another_has_to_make_room():
     plans = planner()
     looks = looks_at(plans, (IMAGE, image(500, 500)), (IMAGE, image(64, 64)))
-    reduced, _ = plans.reduce(looks, 400, MediaRules(), Reason.BUDGET)
+    reduced, _ = plans.reduce(looks, 400, MediaRules(), ReductionReason.BUDGET)
     assert rows(reduced)[0] == rows(reduced)[1] and 350 <= sum(rows(reduced)) <= 400
 
 
 def test_the_clients_own_bounds_stay_bounds():
     plans = planner()
     looks = looks_at(plans, (IMAGE, image(640, 640)), min_pixels=900, max_pixels=1024)
-    reduced, (note,) = plans.reduce(looks, 40, MediaRules(), Reason.BUDGET)
+    reduced, (note,) = plans.reduce(looks, 40, MediaRules(), ReductionReason.BUDGET)
     assert rows(looks) == [64] and 30 <= rows(reduced)[0] <= 40
     assert note.max_pixels < 1024 and reduced[0].options.min_pixels <= note.max_pixels
 
@@ -234,7 +233,7 @@ def test_pooled_items_are_cut_from_their_size_before_pooling():
     plans = planner()
     looks = looks_at(plans, (IMAGE, image(640, 640)), spatial_pooling=3)
     assert rows(looks) == [25]
-    reduced, (note,) = plans.reduce(looks, 24, MediaRules(), Reason.BUDGET)
+    reduced, (note,) = plans.reduce(looks, 24, MediaRules(), ReductionReason.BUDGET)
     assert rows(reduced) == [16] and note.max_pixels <= OWN_PIXELS
 
 
@@ -256,10 +255,10 @@ def test_what_encoders_compute_is_known_before_pooling_and_bounded():
 def test_clips_of_a_model_with_one_size_lose_frames_alone():
     plans = planner(has_one_size=True)
     looks = looks_at(plans, (VIDEO, CLIP), (IMAGE, SMALL))
-    reduced, notes = plans.reduce(looks, 600, MediaRules(), Reason.BUDGET)
+    reduced, notes = plans.reduce(looks, 600, MediaRules(), ReductionReason.BUDGET)
     assert rows(reduced) == [512, 64] and [note.item for note in notes] == [0]
     with pytest.raises(ContextLengthError):
-        plans.reduce(looks, 500, MediaRules(), Reason.BUDGET)
+        plans.reduce(looks, 500, MediaRules(), ReductionReason.BUDGET)
 
 
 def test_clips_that_are_bounded_as_a_whole_lose_frames_all_the_same():
@@ -267,7 +266,7 @@ def test_clips_that_are_bounded_as_a_whole_lose_frames_all_the_same():
     plans = planner(bounds_whole_clips=True)
     looks = looks_at(plans, (VIDEO, video(16, 4, (256, 256))))
     assert looks[0].probe.num_frames == 8 and rows(looks) == [4 * 11**2]
-    reduced, (note,) = plans.reduce(looks, 370, MediaRules(), Reason.BUDGET)
+    reduced, (note,) = plans.reduce(looks, 370, MediaRules(), ReductionReason.BUDGET)
     assert note.num_frames == 6 and rows(reduced) == [3 * 11**2]
 
 
@@ -277,7 +276,7 @@ def test_every_strategy_keeps_within_the_budget(strategy):
     clip = video_of(scenes(5, 4, 6, 5), fps=4, gop_size=2)
     looks = looks_at(plans, (VIDEO, clip), strategy=strategy)
     for most in (500, 300, 100):
-        reduced, notes = plans.reduce(looks, most, MediaRules(), Reason.BUDGET)
+        reduced, notes = plans.reduce(looks, most, MediaRules(), ReductionReason.BUDGET)
         assert 0 < rows(reduced)[0] <= most and notes[0].num_frames == reduced[0].probe.num_frames
 
 
@@ -308,15 +307,15 @@ def test_what_cannot_be_reduced_is_encoded_as_it_is_under_load():
 
 
 @pytest.mark.parametrize(
-    ("options", "cut", "after"),
+    ("options", "reduction", "after"),
     [
-        (MediaOptions(), Cut(), MediaOptions()),
-        (MediaOptions(fps=2.0), Cut(max_frames=4), MediaOptions(fps=2.0, max_frames=4)),
-        (MediaOptions(min_frames=8, max_frames=8), Cut(4), MediaOptions(min_frames=4, max_frames=4)),
-        (MediaOptions(min_frames=2, max_frames=8), Cut(4), MediaOptions(min_frames=2, max_frames=4)),
-        (MediaOptions(min_pixels=90), Cut(max_pixels=50), MediaOptions(min_pixels=50, max_pixels=50)),
-        (MediaOptions(spatial_pooling=2), Cut(4, 50), MediaOptions(max_frames=4, max_pixels=50, spatial_pooling=2)),
+        (MediaOptions(), Reduction(), MediaOptions()),
+        (MediaOptions(fps=2.0), Reduction(max_frames=4), MediaOptions(fps=2.0, max_frames=4)),
+        (MediaOptions(min_frames=8, max_frames=8), Reduction(4), MediaOptions(min_frames=4, max_frames=4)),
+        (MediaOptions(min_frames=2, max_frames=8), Reduction(4), MediaOptions(min_frames=2, max_frames=4)),
+        (MediaOptions(min_pixels=90), Reduction(max_pixels=50), MediaOptions(min_pixels=50, max_pixels=50)),
+        (MediaOptions(spatial_pooling=2), Reduction(4, 50), MediaOptions(max_frames=4, max_pixels=50, spatial_pooling=2)),
     ],
 )  # fmt: skip
-def test_a_cut_lowers_what_a_client_asked_for_and_leaves_the_rest(options, cut, after):
-    assert _with_cut(options, cut) == after
+def test_a_cut_lowers_what_a_client_asked_for_and_leaves_the_rest(options, reduction, after):
+    assert _with_reduction(options, reduction) == after

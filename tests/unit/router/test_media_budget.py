@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.types.media import MediaProbe, Modality
-from router.prompts.media_budget import MIN_FRAMES, MIN_PIXELS_SHARE, Cut, fit, load_share
+from router.prompts.media_budget import MIN_FRAMES, MIN_PIXELS_SHARE, Reduction, fit, load_share
 
 
 def image(width: int, height: int) -> MediaProbe:
@@ -24,41 +24,41 @@ SOUND = MediaProbe(Modality.AUDIO, num_samples=16_000)
 def rows(probes):
     """A row for each 100 pixels of a frame, at least one; 25 for a sound."""
 
-    def measure(idx: int, cut: Cut) -> int:
+    def measure(idx: int, reduction: Reduction) -> int:
         probe = probes[idx]
         if probe.modality is Modality.AUDIO:
             return 25
-        pixels = min(probe.width * probe.height, cut.max_pixels or 10**9)
-        frames = min(probe.num_frames or 1, cut.max_frames or 10**9)
+        pixels = min(probe.width * probe.height, reduction.max_pixels or 10**9)
+        frames = min(probe.num_frames or 1, reduction.max_frames or 10**9)
         return frames * max(1, pixels // 100)
 
     return measure
 
 
-def total(probes, cuts) -> int:
+def total(probes, reductions) -> int:
     measure = rows(probes)
-    return sum(measure(idx, cut) for idx, cut in enumerate(cuts))
+    return sum(measure(idx, reduction) for idx, reduction in enumerate(reductions))
 
 
 def test_what_fits_is_left_alone():
     probes = [image(100, 100), SOUND]
-    assert fit(probes, 125, rows(probes)) == [Cut(), Cut()]
+    assert fit(probes, 125, rows(probes)) == [Reduction(), Reduction()]
 
 
 def test_clips_lose_frames_before_anything_loses_pixels():
     probes = [video(32, 100, 100), image(100, 100)]
-    cuts = fit(probes, 100 + 1600, rows(probes))
-    assert cuts is not None and cuts[0].max_pixels is None and cuts[1] == Cut()
-    assert cuts[0].max_frames in (15, 16)
+    reductions = fit(probes, 100 + 1600, rows(probes))
+    assert reductions is not None and reductions[0].max_pixels is None and reductions[1] == Reduction()
+    assert reductions[0].max_frames in (15, 16)
 
 
 def test_pixels_go_when_frames_are_not_enough():
     probes = [video(32, 100, 100), image(200, 100)]
-    cuts = fit(probes, 300, rows(probes))
-    assert cuts is not None and cuts[0].max_frames == MIN_FRAMES
-    share = [cuts[0].max_pixels / 10_000, cuts[1].max_pixels / 20_000]
+    reductions = fit(probes, 300, rows(probes))
+    assert reductions is not None and reductions[0].max_frames == MIN_FRAMES
+    share = [reductions[0].max_pixels / 10_000, reductions[1].max_pixels / 20_000]
     assert share[0] == pytest.approx(share[1], abs=0.01) and share[0] == pytest.approx(0.5, abs=0.05)
-    assert 280 <= total(probes, cuts) <= 300
+    assert 280 <= total(probes, reductions) <= 300
 
 
 def test_what_cannot_fit_is_not_cut_at_all():
@@ -75,17 +75,17 @@ items = st.one_of(
 
 @given(st.lists(items, max_size=4), st.integers(1, 20_000))
 def test_cuts_keep_within_the_budget_and_use_most_of_it(probes, budget):
-    cuts = fit(probes, budget, rows(probes))
-    if cuts is None:
+    reductions = fit(probes, budget, rows(probes))
+    if reductions is None:
         floor = [
-            Cut(MIN_FRAMES, max(1, int(p.width * p.height * MIN_PIXELS_SHARE)) if p.width else None)
+            Reduction(MIN_FRAMES, max(1, int(p.width * p.height * MIN_PIXELS_SHARE)) if p.width else None)
             for p in probes
         ]
         assert total(probes, floor) > budget
     else:
-        assert total(probes, cuts) <= budget
-        whole = total(probes, [Cut() for _ in probes])
-        assert cuts == [Cut() for _ in probes] or whole > budget
+        assert total(probes, reductions) <= budget
+        whole = total(probes, [Reduction() for _ in probes])
+        assert reductions == [Reduction() for _ in probes] or whole > budget
 
 
 def test_media_keeps_less_the_longer_the_queue_but_a_quarter_at_least():

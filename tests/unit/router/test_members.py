@@ -10,7 +10,7 @@ import pytest
 from cluster.rpc import Connection, Server
 from cluster.types.members import Member, Role
 from cluster.types.messages import LoadReport, Tokens
-from router.members import MemberTable
+from router.members import MemberTable, Peer
 
 
 class Listener:
@@ -62,6 +62,11 @@ async def table():
     assert not table._dialling and not table.all_peers()
 
 
+def only(table: MemberTable) -> Peer:
+    (peer,) = table.all_peers()
+    return peer
+
+
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(5):
         while not condition():
@@ -72,7 +77,7 @@ async def test_a_listed_worker_becomes_a_candidate_and_its_load_is_known(table, 
     table.update(Role.DECODE, [await workers.start("d")])
     await until(lambda: table.candidates(Role.DECODE))
     workers.connections[0].send(Tokens((), LoadReport(num_queued_units=7)))
-    await until(lambda: table.peer("d").load.num_queued_units == 7)
+    await until(lambda: only(table).load.num_queued_units == 7)
     assert table.candidates(Role.PREFILL) == []
 
 
@@ -86,29 +91,24 @@ async def test_a_worker_that_is_not_up_yet_is_dialled_until_it_answers(table, wo
     await until(lambda: table.candidates(Role.DECODE))
 
 
-async def test_a_draining_worker_keeps_its_flights_and_then_goes(table, workers):
+async def test_a_draining_worker_is_kept_until_the_listener_closes_it(table, workers):
     table.update(Role.DECODE, [await workers.start("d")])
     await until(lambda: table.candidates(Role.DECODE))
-    peer = table.peer("d")
-    peer.num_flights = 1
+    peer = only(table)
     table.update(Role.DECODE, [])
     assert table.candidates(Role.DECODE) == [] and table.all_peers() == [peer]
-    peer.num_flights = 0
-    table.close_if_drained(peer)
+    table.close("d")
     assert table.all_peers() == [] and table._listener.lost == ["d"]
 
 
 async def test_a_cut_connection_is_told_and_dialled_again(table, workers):
     table.update(Role.DECODE, [await workers.start("d")])
     await until(lambda: table.candidates(Role.DECODE))
-    old = table.peer("d")
+    old = only(table)
     workers.connections[0].abort()
     await until(lambda: table._listener.lost == ["d"])
     await until(lambda: table.candidates(Role.DECODE))
-    assert table.peer("d") is not old
-    old.is_listed = False
-    table.close_if_drained(old)
-    assert table.candidates(Role.DECODE), "the old connection's end is not the new one's"
+    assert only(table) is not old
 
 
 async def test_a_worker_that_is_unlisted_while_it_is_dialled_is_no_candidate(table, workers):
@@ -117,22 +117,22 @@ async def test_a_worker_that_is_unlisted_while_it_is_dialled_is_no_candidate(tab
     await asyncio.sleep(0)  # the dial is under way
     table.update(Role.DECODE, [])
     await until(lambda: not table._dialling)
-    assert table.candidates(Role.DECODE) == [] and table.all_peers() == []
+    assert table.candidates(Role.DECODE) == [] and not any(peer.is_listed for peer in table.all_peers())
 
 
 async def test_a_worker_that_greets_is_in_the_table_before_the_listener_hears_of_it(workers, tmp_path):
     """Its greeting is here before the dial has returned, and a request may be placed there at once."""
     greeted: list[tuple[str, bool]] = []
 
-    class Placing(Listener):
+    class Sending(Listener):
         def on_joined(self, peer):
-            greeted.append(("joined", table.peer("d") is peer))
-            peer.send(Tokens(()))
+            greeted.append(("joined", only(table) is peer))
+            table.send("d", Tokens(()))
 
         def on_message(self, peer, message):
-            greeted.append(("told", table.peer("d") is peer))
+            greeted.append(("told", only(table) is peer))
 
-    table = MemberTable("door", Placing(), None)
+    table = MemberTable("door", Sending(), None)
     server = Server(f"unix:{tmp_path / 'd'}", "d", lambda c: c.send(Tokens(())), lambda *_: None)
     await server.start()
     workers.servers.append(server)

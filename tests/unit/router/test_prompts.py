@@ -10,10 +10,10 @@ import pytest
 from bench.media_files import audio, image, video
 from cluster.errors import ContextLengthError, MediaError, RequestError
 from cluster.media.sources import MediaSource
-from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart, TextPart
+from cluster.text.chat import ChatMedia, ChatMessage, ChatText, LaidOutMedia
 from cluster.types.media import MediaOptions, Modality, PlacedMedia
 from cluster.types.request import Prompt, SamplingParams
-from router.openai.translate import ChatCall, GuidanceRules, MediaRules, StopRules
+from router.calls import ChatCall, GuidanceRules, MediaRules, StopRules
 from router.prompts.builder import MediaCaps, PromptBuilder, items_of_earlier_turns, without_items
 from router.prompts.media import MediaPlanner
 from tests.unit.router.test_media import AS_NEEDED, FakeProcessor, contents_of
@@ -32,9 +32,9 @@ class FakeText:
         placed: list[PlacedMedia] = []
         items = iter(media)
         for message in messages:
-            parts = (TextPart(message.content),) if isinstance(message.content, str) else message.content
+            parts = (ChatText(message.content),) if isinstance(message.content, str) else message.content
             for part in parts:
-                if isinstance(part, TextPart):
+                if isinstance(part, ChatText):
                     token_ids += map(ord, part.text)
                     continue
                 item = next(items)
@@ -59,7 +59,7 @@ def builder(max_model_len: int = 1000, max_items: int = 4, max_tokens: int = 0, 
 
 def user(*parts: str | Modality) -> ChatMessage:
     return ChatMessage(
-        "user", tuple(TextPart(part) if type(part) is str else MediaPart(Modality(part)) for part in parts)
+        "user", tuple(ChatText(part) if type(part) is str else ChatMedia(Modality(part)) for part in parts)
     )
 
 
@@ -70,8 +70,13 @@ def call(
         MediaSource(kind, "", options=MediaOptions()) for message in messages for kind in message.modalities()
     )
     return ChatCall(
-        messages, media, (SamplingParams(),), StopRules(max_tokens, (), ()), media_rules=rules, **fields
-    )  # fmt: skip
+        messages=messages,
+        media=media,
+        sampling=(SamplingParams(),),
+        stop=StopRules(max_tokens, (), ()),
+        media_rules=rules,
+        **fields,
+    )
 
 
 def prepared(built: PromptBuilder, asked: ChatCall, *contents: bytes | MediaError, share: float = 1.0):

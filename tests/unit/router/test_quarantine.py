@@ -1,7 +1,8 @@
-"""Who is suspected of having ended a worker, and who is refused for it."""
+"""Which work is suspected of having ended a worker, and refused for it."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from cluster.errors import QuarantinedError, UnavailableError
@@ -10,54 +11,54 @@ from cluster.types.members import Role
 from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from router.flow.quarantine import BARRED_S, MAX_SUSPECTS, NEAR_TOKENS, Quarantine, content_of
-from tests.fakes.clock import ManualClock
-from tests.unit.router.scripted_door import ITEM, REQUEST
+from tests.unit.router.scripted_flow import ITEM, REQUEST
+
+NOW = 5.0
 
 
 @pytest.fixture
 def quarantine() -> Quarantine:
-    return Quarantine(ManualClock())
+    return Quarantine()
 
 
 def test_the_first_loss_makes_a_suspect_and_the_second_bars(quarantine):
-    quarantine.lost("x", "e0")
-    quarantine.lost("x", "e0")  # of another request of the same content
-    assert quarantine.is_suspect("x") and not quarantine.is_barred("x")
-    quarantine.lost("x", "e1")
-    assert quarantine.is_barred("x") and quarantine.num_barred == 1
-    assert not quarantine.is_suspect("y")
+    quarantine.lost("x", "e0", NOW)
+    quarantine.lost("x", "e0", NOW)  # of another request of the same content
+    assert quarantine.is_suspect("x", NOW) and not quarantine.is_barred("x", NOW)
+    quarantine.lost("x", "e1", NOW)
+    assert quarantine.is_barred("x", NOW) and quarantine.num_barred == 1
+    assert not quarantine.is_suspect("y", NOW)
 
 
 def test_what_is_lost_at_different_points_of_an_answer_is_barred_after_the_third_loss(quarantine):
     """A bystander is lost wherever it happens to be."""
-    quarantine.lost("x", "d0", 40)
-    quarantine.lost("x", "d1", 40 + NEAR_TOKENS + 1)
-    assert not quarantine.is_barred("x")
-    quarantine.lost("x", "d2", 200)
-    assert quarantine.is_barred("x")
+    quarantine.lost("x", "d0", NOW, 40)
+    quarantine.lost("x", "d1", NOW, 40 + NEAR_TOKENS + 1)
+    assert not quarantine.is_barred("x", NOW)
+    quarantine.lost("x", "d2", NOW, 200)
+    assert quarantine.is_barred("x", NOW)
 
 
-def test_who_survives_is_not_suspected_any_more(quarantine):
-    quarantine.lost("x", "e0")
+def test_work_that_a_worker_survives_is_not_suspected_any_more(quarantine):
+    quarantine.lost("x", "e0", NOW)
     quarantine.survived("x")
-    quarantine.lost("x", "e1")
-    assert not quarantine.is_barred("x")
+    quarantine.lost("x", "e1", NOW)
+    assert not quarantine.is_barred("x", NOW)
 
 
 def test_the_loss_of_a_connection_is_not_held_against_what_it_had(quarantine):
-    quarantine.lost("x", "e0")
+    quarantine.lost("x", "e0", NOW)
     quarantine.came_back("e0")
     assert len(quarantine) == 0
 
 
 def test_suspicion_ends_with_time_and_is_bounded(quarantine):
-    quarantine.lost("x", "e0")
-    quarantine.lost("x", "e1")
-    quarantine._clock.at += BARRED_S
-    assert not quarantine.is_barred("x")
+    quarantine.lost("x", "e0", NOW)
+    quarantine.lost("x", "e1", NOW)
+    assert not quarantine.is_barred("x", NOW + BARRED_S)
     for number in range(MAX_SUSPECTS + 1):
-        quarantine.lost(number, "e0")
-    assert len(quarantine) == MAX_SUSPECTS and not quarantine.is_suspect(0)
+        quarantine.lost(number, "e0", NOW)
+    assert len(quarantine) == MAX_SUSPECTS and not quarantine.is_suspect(0, NOW)
 
 
 def test_prompts_are_told_apart_by_tokens_and_media():
@@ -74,42 +75,36 @@ def test_prompts_are_told_apart_by_tokens_and_media():
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-async def test_a_request_that_took_two_workers_with_it_is_refused_when_it_comes_again(door, role):
-    task, _ = await door.start()
-    (flight,) = door.dispatcher._flights.values()
-    door.dispatcher.quarantine.lost(flight.content, "an earlier worker")
-    door.dispatcher.on_lost(door.members.peers[role])
-    with pytest.raises(QuarantinedError, match="this prompt were lost"):
-        await task
+def test_a_request_that_took_two_workers_with_it_is_refused_when_it_comes_again(door, role):
+    reader = door.start()
+    door.flow.quarantine.lost(door.attempt().content, "an earlier worker", door.now)
+    door.lose(role)
+    reader.check_error(QuarantinedError, "this prompt were lost")
     num_sent = sum(len(door.sent(each)) for each in Role)
-    (stream,) = door.generate(REQUEST, [ITEM], [b"block"])
-    with pytest.raises(QuarantinedError, match="this prompt were lost"):
-        await anext(stream)
+    (again,) = door.submit(msgspec.structs.replace(REQUEST, request_id="again"), [ITEM], [b"block"])
+    again.check_error(QuarantinedError, "this prompt were lost")
     assert sum(len(door.sent(each)) for each in Role) == num_sent
 
 
-async def test_the_first_loss_of_a_request_is_no_reason_to_refuse_it(door):
-    task, _ = await door.start()
-    door.dispatcher.on_lost(door.members.peers[Role.DECODE])
-    with pytest.raises(UnavailableError, match="decode worker was lost"):
-        await task
-    door.dispatcher.on_joined(door.members.peers[Role.DECODE])
-    assert len(door.dispatcher.quarantine) == 0, "it is there again: only its connection was lost"
+def test_the_first_loss_of_a_request_is_no_reason_to_refuse_it(door):
+    reader = door.start()
+    door.lose(Role.DECODE)
+    reader.check_error(UnavailableError, "decode worker was lost")
+    assert len(door.flow.quarantine) == 1
+    door.join(Role.DECODE)
+    assert len(door.flow.quarantine) == 0, "it is there again: only its connection was lost"
 
 
-async def test_a_request_with_a_barred_item_is_refused_at_once_by_name(door):
+def test_a_request_with_a_barred_item_is_refused_at_once_by_name(door):
     for worker in ("e0", "e1"):
-        door.dispatcher.quarantine.lost(ITEM.media_hash, worker)
-    (stream,) = door.generate(REQUEST, [ITEM], [])
-    with pytest.raises(QuarantinedError, match=r"item 0 \(image\): the workers that encoded it were lost"):
-        await anext(stream)
+        door.flow.quarantine.lost(ITEM.media_hash, worker, door.now)
+    (reader,) = door.submit(REQUEST, [ITEM])
+    reader.check_error(QuarantinedError, r"item 0 \(image\): the workers that encoded it were lost")
     assert not any(door.sent(role) for role in Role)
 
 
-async def test_an_answer_clears_its_request_of_suspicion(door):
-    task, _ = await door.start()
-    (flight,) = door.dispatcher._flights.values()
-    door.dispatcher.quarantine.lost(flight.content, "an earlier worker")
+def test_an_answer_clears_its_request_of_suspicion(door):
+    reader = door.start()
+    door.flow.quarantine.lost(door.attempt().content, "an earlier worker", door.now)
     door.token(Role.PREFILL, 5, reason=FinishReason.STOP)
-    await task
-    assert len(door.dispatcher.quarantine) == 0
+    assert reader.token_ids == [5] and len(door.flow.quarantine) == 0

@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from cluster.types.messages import EncodeTiming, PrefillTiming
-from router.openai.protocol import Usage
+from router.calls import Usage
 from router.policy import Decision, ItemPrediction, Placement, Prediction
 from router.telemetry.timeline import RequestTimeline
 from router.telemetry.tracing import Tracing
@@ -37,7 +37,8 @@ def a_ledger(trace_parent: str = "") -> RequestTimeline:
     prediction = Prediction(0.1, 0.2, 0.2, 0.4, 0.01, 0.02, 0.3, 0.7, (ItemPrediction(0.05, 0.1, 0.01),))
     ledger = RequestTimeline(10.0, trace_parent)
     ledger.prepared(10.0, 10.02)
-    ledger.launched(10.02, 10.03, Decision(Placement(("e0",), "p0", "d0", "int8"), prediction, ()))
+    ledger.placed(10.02, Decision(Placement(("e0",), "p0", "d0", "int8"), prediction, ()))
+    ledger.started(10.03)
     ledger.encoded(0, EncodeTiming(encoding_s=0.1, sending_s=0.02), cached=False)
     ledger.token(10.5, PrefillTiming(media_s=0.15, queued_s=0.1, computing_s=0.2), 0.0)
     ledger.token(10.6, None, 0.03)

@@ -63,7 +63,7 @@ def test_media_leaves_texts_share_alone_unless_one_request_needs_more():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 8), st.integers(0, 3)), min_size=1, max_size=60))
-def test_everybody_is_served_once_when_memory_comes_back(arrivals):
+def test_every_request_is_served_once_when_memory_is_free_again(arrivals):
     """Whatever arrives, a pool that gives back what it gave out serves all, and counts nothing at the end."""
     admission = PromptAdmission(POLICY, NUM_BLOCKS)
     sizes, held, free, served = {}, [], NUM_BLOCKS, []

@@ -80,7 +80,7 @@ def test_media_moves_even_when_text_owns_the_whole_step():
     assert chunks.schedule(16) == [Chunk("video", 1), Chunk("text", 15)]
 
 
-def test_a_prompt_whose_media_is_being_encoded_blocks_nobody():
+def test_a_prompt_whose_media_is_being_encoded_delays_no_other():
     chunks = scheduler()
     chunks.add(Ticket("waits", 0, 20, is_text=False), 20)
     add_media(chunks, "runs", 30, arrived_at=60)
@@ -113,7 +113,7 @@ def test_a_span_longer_than_the_budget_runs_whole_as_the_first_chunk_beside_text
     assert chunks.schedule(16) == [Chunk("image", 24), Chunk("text", 8)]
 
 
-def test_a_span_that_does_not_fit_waits_for_its_turn_and_is_passed_over():
+def test_a_span_that_does_not_fit_waits_and_is_skipped():
     chunks = scheduler()
     add_text(chunks, "text", 10)
     add_media(chunks, "image", 32, ((0, 32),))

@@ -32,7 +32,7 @@ def test_a_request_that_was_removed_never_comes_out_even_when_it_returns():
     assert [queue.pop().request_id for _ in range(len(queue))] == ["b", "a"]
 
 
-def test_an_empty_queue_has_nobody_next():
+def test_an_empty_queue_has_no_next_request():
     queue = waiting_queue(Ticket("a", 0, 1))
     queue.remove("a")
     queue.remove("a")

@@ -23,12 +23,12 @@ def ids(rows: list[Row]) -> str:
     return "".join(row.request_id for row in rows)
 
 
-def test_everyone_runs_while_all_fit():
+def test_all_requests_run_while_they_fit():
     running = deque([Row("a"), Row("b")])
     assert ids(select_batch(running, 2)) == "ab" == ids(select_batch(running, 2))
 
 
-def test_when_more_run_than_fit_they_take_turns():
+def test_when_more_run_than_fit_they_rotate():
     running = deque(Row(name) for name in "abcde")
     assert [ids(select_batch(running, 2)) for _ in range(5)] == ["ab", "cd", "ea", "bc", "de"]
 
@@ -43,12 +43,12 @@ def test_a_group_larger_than_the_batch_runs_alone_rather_than_never():
     assert [ids(select_batch(running, 4)) for _ in range(3)] == ["a", "b", "ca"]
 
 
-def test_nobody_runs_when_nobody_is_there():
+def test_without_requests_the_batch_is_empty():
     assert select_batch(deque[Row](), 4) == []
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(1, 8))
-def test_everyone_runs_once_before_anyone_runs_twice_more(sizes: list[int], max_batch_requests: int):
+def test_every_request_runs_once_before_another_runs_twice_more(sizes: list[int], max_batch_requests: int):
     running = deque(Row(str(i), num_sequences=size) for i, size in enumerate(sizes))
     num_runs = dict.fromkeys(running, 0)
     for _ in range(3 * len(sizes)):
@@ -60,13 +60,13 @@ def test_everyone_runs_once_before_anyone_runs_twice_more(sizes: list[int], max_
     assert set(running) == set(num_runs) and len(running) == len(sizes)
 
 
-def test_the_lowest_class_gives_way_and_in_it_the_newest():
+def test_the_newest_of_the_lowest_class_is_the_victim():
     rows = [Row("old low", 1, 0), Row("new low", 1, 5), Row("new high", 0, 9)]
     assert choose_victim(rows).request_id == "new low"
     assert choose_victim(rows[2:]).request_id == "new high"
 
 
-def test_nobody_can_give_way_when_nobody_runs():
+def test_without_requests_there_is_no_victim():
     with pytest.raises(ValueError):
         choose_victim(list[Row]())
 

@@ -88,7 +88,7 @@ BUDGET = 16
 
 @st.composite
 def prompts(draw: st.DrawFn, with_spans: bool) -> list[Prompt]:
-    """A few requests, and an adversary who sends more work than can be done in every second for a while."""
+    """A few requests, and an adversary that sends more work than can be done in every second for a while."""
     result = []
     for number in range(draw(st.integers(1, 4))):
         is_text, num_tokens = draw(st.booleans()), draw(st.integers(1, 100))
@@ -124,7 +124,7 @@ def test_under_any_load_a_request_waits_for_nothing_but_the_work_that_is_more_ur
 
 
 @given(prompts(with_spans=True), st.integers(1, 6))
-def test_spans_and_a_full_pool_starve_nobody(case: list[Prompt], max_running: int):
+def test_spans_and_a_full_pool_starve_no_request(case: list[Prompt], max_running: int):
     finished = finish_steps(case, POLICY, BUDGET, max_running)
     assert len(finished) == len(case)
     for prompt in case:

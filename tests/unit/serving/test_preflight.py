@@ -15,7 +15,7 @@ import yaml
 from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError
 from cluster.serving.local_environment import free_port
-from cluster.serving.preflight import Machine, Plan, check
+from cluster.serving.preflight import Machine, StartPlan, check
 from tests.fakes.model_folders import text_folder, whole_omni_folder
 
 GIB = 1 << 30
@@ -36,7 +36,7 @@ def serve_file(tmp_path: Path, args: dict[str, Any] | None = None, **sections: A
 
 def checked(
     tmp_path: Path, model: Path | str | None = None, args: dict | None = None, **sections: Any
-) -> Plan:
+) -> StartPlan:
     variables = {} if model is None else {"EPDG_MODEL": str(model)}
     return check(serve_file(tmp_path, args, **sections), {**variables, "HF_HUB_OFFLINE": "1"}, MACHINE)
 
@@ -47,7 +47,7 @@ def check_refused(tmp_path: Path, pattern: str, **given: Any) -> None:
     assert "\n" not in str(error.value)
 
 
-def names(plan: Plan) -> list[str]:
+def names(plan: StartPlan) -> list[str]:
     return [each["name"] for each in plan.content["applications"][0]["deployments"]]
 
 
@@ -113,7 +113,7 @@ def test_a_wrong_setting_is_named(tmp_path, args, pattern):
     ("sections", "pattern"),
     [
         ({"http_option": {}}, "section 'http_option' is unknown; did you mean 'http_options'"),
-        ({"http_options": {"port": "x"}}, "http_options.port: 'x' is no port"),
+        ({"http_options": {"port": "x"}}, "http_options.port: 'x' is not a port"),
         ({"applications": None}, "no list of applications"),
         ({"deployments": [{"name": "Decod"}]}, "deployment 'Decod' is unknown; did you mean 'Decode'"),
         ({"deployments": [{"name": "Decode", "num_replicas": 99}]}, "Decode: 99 replicas; this machine"),
@@ -127,7 +127,7 @@ def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*nothing\.yaml: No such file"):
         check(tmp_path / "nothing.yaml", {}, MACHINE)
     (tmp_path / "file.yaml").write_text("{")
-    with pytest.raises(ConfigError, match=r"file\.yaml is no YAML"):
+    with pytest.raises(ConfigError, match=r"file\.yaml is not YAML"):
         check(tmp_path / "file.yaml", {}, MACHINE)
 
 

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from cluster.serving.status import ClusterFailed, Progress, ServeStatus, are_running, own_message
+from cluster.serving.status import ClusterFailed, ServeStatus, StartProgress, are_running, own_message
 
 TRACEBACK = """A replica failed to start with exception. Retrying 2 more time(s). Error:
 \x1b[36mray::ServeReplica:epdg:Prefill.initialize_and_get_metadata()\x1b[39m (pid=9, ip=192.0.2.2)
@@ -33,7 +33,7 @@ def application(**deployments: dict) -> dict:
 
 
 def test_each_pool_is_said_to_load_and_to_be_ready_once():
-    progress = Progress()
+    progress = StartProgress()
     assert progress.update({}, 9.0) == []
     assert progress.update(application(Encode=deployment("STARTING")), 11.0) == ["encode: loading …"]
     assert progress.update(application(Encode=deployment("STARTING")), 12.0) == []
@@ -42,7 +42,7 @@ def test_each_pool_is_said_to_load_and_to_be_ready_once():
 
 
 def test_a_pool_is_ready_when_all_its_replicas_run():
-    progress = Progress()
+    progress = StartProgress()
     assert progress.update(application(Decode=deployment("RUNNING", target=2)), 11.0) == ["decode: loading …"]
     both = application(Decode=deployment("RUNNING", target=2, count=2))
     assert progress.update(both, 12.0) == ["decode: ready in 2.0 s"]
@@ -50,7 +50,7 @@ def test_a_pool_is_ready_when_all_its_replicas_run():
 
 def test_the_first_failure_of_a_replica_ends_the_start_in_one_line():
     with pytest.raises(ClusterFailed) as error:
-        Progress().update(application(Prefill=deployment("STARTING", message=TRACEBACK)), 11.0)
+        StartProgress().update(application(Prefill=deployment("STARTING", message=TRACEBACK)), 11.0)
     assert str(error.value) == (
         "prefill: this worker needs more memory than there is: weights 9.7 MiB (loaded); available 20.0 MiB"
     )
@@ -61,7 +61,7 @@ def test_an_application_that_cannot_be_built_ends_the_start():
         "epdg": {"status": "DEPLOY_FAILED", "message": "…\nValueError: no such thing", "deployments": {}}
     }
     with pytest.raises(ClusterFailed, match=r"^ValueError: no such thing$"):
-        Progress().update(failed, 11.0)
+        StartProgress().update(failed, 11.0)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,12 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from cluster.text.detokenizer import Detokenizer
 
 SAMPLE = "Grüße, 世界! 👩‍👩‍👧 naïve café\n\tdef f(x): return x\n" + "🙂🙃" * 5
 RELAXED = settings(max_examples=150, deadline=None, derandomize=True)
@@ -36,6 +40,29 @@ def test_no_half_character_is_ever_shown(text):
     detokenizer = text.detokenizer()
     pieces = [detokenizer.push([token_id]) for token_id in text._tokenizer.encode(SAMPLE)]
     assert "".join(pieces) == SAMPLE
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback():
+    """A tokenizer like Llama 2's: characters outside the vocabulary become one token per byte."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocab |= {piece: 257 + idx for idx, piece in enumerate(["▁", "▁a", "▁the", "a", "b", "é", "世"])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)  # type: ignore[assignment]
+    return tokenizer
+
+
+@RELAXED
+@given(content=st.text("▁abé世界🙂🙃ñ", max_size=40), sizes=st.lists(st.integers(0, 4), max_size=80))
+def test_characters_of_several_byte_tokens_are_shown_whole(byte_fallback, content, sizes):
+    token_ids = byte_fallback.encode(content).ids
+    detokenizer, pieces, position = Detokenizer(byte_fallback.decode, ()), [], 0
+    for size in [*sizes, len(token_ids)]:
+        pieces.append(detokenizer.push(token_ids[position : position + size]))
+        position += size
+    assert "".join(pieces) == byte_fallback.decode(token_ids)
     assert not any("\ufffd" in piece for piece in pieces)
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
 from cluster.errors import ConfigError, RequestError
-from cluster.text.chat import ChatMessage, LaidOutMedia, MediaPart, TextPart
+from cluster.text.chat import ChatMedia, ChatMessage, ChatText, LaidOutMedia
 from cluster.text.defaults import GenerationDefaults
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaGeometry, MediaLayout, MediaProbe, Modality, PlacedMedia
@@ -43,7 +43,7 @@ def laid_out(modality: Modality, name: str, token: str, num_rows: int) -> LaidOu
     ],
 )
 def test_prompts_are_those_of_the_full_processor(text, media, call_kwargs, parts):
-    ours = tuple(MediaPart(part) if isinstance(part, Modality) else TextPart(part) for part in parts)
+    ours = tuple(ChatMedia(part) if isinstance(part, Modality) else ChatText(part) for part in parts)
     theirs = [
         {"type": part.value, part.value: THEIRS[part]}
         if isinstance(part, Modality)
@@ -74,7 +74,7 @@ def test_prompts_are_those_of_the_full_processor(text, media, call_kwargs, parts
 )
 @pytest.mark.parametrize("as_string", [False, True])
 def test_special_tokens_typed_by_a_client_are_only_letters(text, forged, as_string):
-    content = forged if as_string else (TextPart(forged),)
+    content = forged if as_string else (ChatText(forged),)
     prompt = text.chat_prompt([ChatMessage("user", content)])
     plain = text.chat_prompt([ChatMessage("user", "x")])
     special = text._special_ids
@@ -119,7 +119,7 @@ def test_a_template_that_drops_an_item_is_noticed(demo_model, media):
     forgetful = _with_template(demo_model, media, "<|im_start|>{{ messages[0].role }}")
     with pytest.raises(RequestError, match="0 image placeholders for 1 image items"):
         forgetful.chat_prompt(
-            [ChatMessage("user", (MediaPart(IMAGE),))], [laid_out(IMAGE, "h", "<|IMAGE|>", 3)]
+            [ChatMessage("user", (ChatMedia(IMAGE),))], [laid_out(IMAGE, "h", "<|IMAGE|>", 3)]
         )
 
 
@@ -133,7 +133,7 @@ def test_a_template_that_takes_lists_of_parts_alone_gets_a_string_as_a_list(demo
 
 def test_a_template_may_reorder_items(demo_model, media):
     last_first = _with_template(demo_model, media, "<|im_start|><|AUDIO|><|IMAGE|><|IMAGE|>")
-    parts = (MediaPart(IMAGE), MediaPart(AUDIO), MediaPart(IMAGE))
+    parts = (ChatMedia(IMAGE), ChatMedia(AUDIO), ChatMedia(IMAGE))
     items = [
         laid_out(IMAGE, "first", "<|IMAGE|>", 2),
         laid_out(AUDIO, "sound", "<|AUDIO|>", 3),
@@ -156,7 +156,7 @@ def test_rows_with_text_and_another_items_rows_between_them_stand_in_several_ran
         ((0, 2), (1, 2), (0, 2), (1, 1)),
         ((VIDEO, clip), (AUDIO, sound)),
     )
-    prompt = text.chat_prompt([ChatMessage("user", (MediaPart(VIDEO),))], [LaidOutMedia(layout, ("c", "s"))])
+    prompt = text.chat_prompt([ChatMessage("user", (ChatMedia(VIDEO),))], [LaidOutMedia(layout, ("c", "s"))])
     start = 1 + 4 + between
     assert prompt.media == (
         PlacedMedia(VIDEO, "c", ((1, 2), (start, 2)), clip),
@@ -171,10 +171,10 @@ def test_a_text_model_gets_strings_and_refuses_media(demo_model, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content + '!' }}")
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 1024}')
     model = TextProcessor.load(tmp_path)
-    prompt = model.chat_prompt([ChatMessage("user", (TextPart("a"), TextPart("b")))])
+    prompt = model.chat_prompt([ChatMessage("user", (ChatText("a"), ChatText("b")))])
     assert model._tokenizer.decode(prompt.token_ids) == "a\nb!"
     with pytest.raises(RequestError, match="takes no image input"):
-        model.chat_prompt([ChatMessage("user", (MediaPart(IMAGE),))])
+        model.chat_prompt([ChatMessage("user", (ChatMedia(IMAGE),))])
 
 
 def test_a_folder_without_a_model_is_a_configuration_error(tmp_path):

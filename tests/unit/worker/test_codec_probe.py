@@ -9,7 +9,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel
 from cluster.worker import codec_probe
 from cluster.worker.codec_probe import CodecError, check_codec, codec_error
-from kv_transfer.codecs.wire import Wire
+from kv_transfer.codecs.wire_memory import Wire
 from tests.flow.tiny_models import TEXT_FAMILIES
 
 

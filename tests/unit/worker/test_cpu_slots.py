@@ -36,11 +36,11 @@ def advance(clock, seconds):
 
 
 def wait_until_queued(folder, unless=None):
-    """Somebody waits for a slot: he has the lock `next`."""
-    queue = make(folder)._next
+    """Returns when a worker waits for a slot: it holds the lock `next`."""
+    queue = make(folder)._queue_lock
     deadline = time.monotonic() + DEADLINE_S
-    while not (unless and unless.is_set()) and queue.try_take():
-        queue.give()
+    while not (unless and unless.is_set()) and queue.try_acquire():
+        queue.release()
         assert time.monotonic() < deadline
         os.sched_yield()
 
@@ -80,24 +80,24 @@ def test_a_worker_with_fewer_threads_leaves_the_first_slot_to_the_others(tmp_pat
     assert refused == []
 
 
-def test_who_waits_goes_before_the_next_step_of_whoever_runs(tmp_path, pool):
+def test_a_waiting_worker_goes_before_the_next_step_of_the_running_one(tmp_path, pool):
     """A worker with step after step must not keep the slot by asking again at once."""
     busy, other = make(tmp_path), make(tmp_path)
     has_run = threading.Event()
 
-    def wait_for_a_turn():
+    def wait_for_a_slot():
         with other.acquire():
             has_run.set()
 
     with busy.acquire():
-        done = pool.submit(wait_for_a_turn)
+        done = pool.submit(wait_for_a_slot)
         wait_until_queued(tmp_path)
     with busy.acquire():
         assert has_run.is_set()
     done.result(DEADLINE_S)
 
 
-def test_a_step_gives_way_between_layers_only_when_its_patience_is_over(tmp_path, pool):
+def test_a_step_yields_between_layers_only_after_its_exclusive_time(tmp_path, pool):
     clock = ManualClock()
     long, short = make(tmp_path, clock), make(tmp_path, clock)
     ran = []
@@ -121,7 +121,7 @@ def test_a_step_gives_way_between_layers_only_when_its_patience_is_over(tmp_path
 
 
 def test_others_are_slowed_down_by_a_fixed_share(tmp_path, pool):
-    """One second of them for every 0.3 seconds of the step, once its patience is over."""
+    """One second of the others for every 0.3 seconds of the step, after its exclusive time."""
     clock = ManualClock()
     long, decode = make(tmp_path, clock), make(tmp_path, clock)
     stop = threading.Event()
@@ -133,7 +133,7 @@ def test_others_are_slowed_down_by_a_fixed_share(tmp_path, pool):
             with decode.acquire():
                 if ended_at is not None:
                     gaps.append(clock.now() - ended_at)
-                wait_until_queued(tmp_path, unless=stop)  # the long step, which comes next then
+                wait_until_queued(tmp_path, unless=stop)  # the long step, which comes next
                 advance(clock, 1.0)
                 ended_at = clock.now()
 
@@ -150,22 +150,23 @@ def test_others_are_slowed_down_by_a_fixed_share(tmp_path, pool):
 
 
 class ScriptedLock:
-    """Can be taken, or not, as the letters say: y or n."""
+    """Can be acquired or not, as the letters say: y or n."""
 
     def __init__(self, answers):
         self._answers = iter(answers)
 
-    def try_take(self):
+    def try_acquire(self):
         return next(self._answers) == "y"
 
-    def give(self):
+    def release(self):
         pass
 
 
 def test_most_of_a_pause_like_the_last_ones_passes_without_a_poll(tmp_path):
     clock, pauses = ManualClock(), []
     cpu_slots = make(tmp_path, clock, pause=lambda seconds: (pauses.append(seconds), advance(clock, seconds)))
-    cpu_slots._next = ScriptedLock("y" + "ny" * 3)  # somebody waits at each offer, and has a slot at once
+    # At each layer another worker waits, and gets a slot at once.
+    cpu_slots._queue_lock = ScriptedLock("y" + "ny" * 3)
     cpu_slots._slots = [ScriptedLock("y" + "n" * 20 + "y" + "nnny" + "y")]
     with cpu_slots.acquire(exclusive_s=0.0):
         assert cpu_slots.mean_slice_s == math.inf
@@ -179,12 +180,12 @@ def test_most_of_a_pause_like_the_last_ones_passes_without_a_poll(tmp_path):
         assert pauses == [pytest.approx(QUIET_SHARE * 20 * POLL_S)] + [POLL_S] * 3
         del pauses[:]
         advance(clock, 1.0)
-        cpu_slots._away_s = [10.0]
+        cpu_slots._pauses_s = [10.0]
         cpu_slots.yield_between_layers()
         assert pauses == [MAX_QUIET_S]
 
 
-def test_a_turn_that_never_comes_is_given_up_for_good(tmp_path, caplog):
+def test_a_worker_that_gets_no_slot_runs_without_slots_for_good(tmp_path, caplog):
     clock = ManualClock()
     stuck, worker = make(tmp_path, clock), make(tmp_path, clock)
     polls = []
@@ -195,10 +196,10 @@ def test_a_turn_that_never_comes_is_given_up_for_good(tmp_path, caplog):
         with worker.acquire():
             worker.yield_between_layers()
     assert len(polls) == 4  # the second step has not waited at all
-    assert "takes none any more" in caplog.text
+    assert "runs without CPU slots" in caplog.text
 
 
-def test_the_turn_of_a_killed_process_is_free_at_once(tmp_path):
+def test_the_slot_of_a_killed_process_is_free_at_once(tmp_path):
     make(tmp_path)  # makes the files
     script = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(flush=True); sys.stdin.read()"
     child = subprocess.Popen(
@@ -227,7 +228,7 @@ def test_a_worker_that_shares_nothing_never_waits_and_still_measures_its_steps()
     assert cpu_slots.ran_s == 3.0
 
 
-def test_a_failing_step_gives_its_turn_back(tmp_path):
+def test_a_failing_step_frees_its_slot(tmp_path):
     cpu_slots, other = make(tmp_path), make(tmp_path)
     with pytest.raises(ZeroDivisionError), cpu_slots.acquire():
         _ = 1 / 0
@@ -238,7 +239,7 @@ def test_a_failing_step_gives_its_turn_back(tmp_path):
     assert refused == []
 
 
-def test_workers_with_other_cores_share_no_turns(tmp_path, monkeypatch):
+def test_workers_with_other_cores_share_no_slots(tmp_path, monkeypatch):
     def on_cores(cores, num_threads):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
         return shared_cpu_slots(ManualClock(), tmp_path / "new" / "private", num_threads)
@@ -246,6 +247,6 @@ def test_workers_with_other_cores_share_no_turns(tmp_path, monkeypatch):
     with on_cores({0, 1}, 2).acquire(), on_cores({2, 3}, 2).acquire(), on_cores(set(range(64)), 16).acquire():
         pass
     assert sorted(path.parent.name for path in tmp_path.rglob("next")) == sorted(
-        ["turns-3", "turns-c", "turns-" + "f" * 16]
+        ["cpu-slots-3", "cpu-slots-c", "cpu-slots-" + "f" * 16]
     )
-    assert len(list((tmp_path / "new" / "private" / ("turns-" + "f" * 16)).glob("slot-*"))) == 4
+    assert len(list((tmp_path / "new" / "private" / ("cpu-slots-" + "f" * 16)).glob("slot-*"))) == 4

@@ -72,7 +72,7 @@ def test_an_engine_with_a_deadline_is_stepped_when_it_comes():
     assert engine.num_steps >= 3
 
 
-def test_an_engine_that_hangs_can_be_given_up_from_outside():
+def test_an_engine_that_hangs_can_be_failed_from_outside():
     hanging, failures = threading.Event(), []
 
     class HangingEngine:
@@ -91,6 +91,6 @@ def test_an_engine_that_hangs_can_be_given_up_from_outside():
         loop.check_health()
     assert "a rank has ended" in str(raised.value.__cause__)
     loop.on_failure(lambda: failures.append("told late"))
-    assert failures[1:] == ["told late"], "who asks after the death hears of it, too"
+    assert failures[1:] == ["told late"], "a late caller is told, too"
     hanging.set()
     loop.stop(5)

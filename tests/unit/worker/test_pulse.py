@@ -51,7 +51,7 @@ class Worker:
 
 
 @pytest.mark.parametrize("name", ["engine", "transfer"])
-def test_a_thread_that_hangs_is_told_within_two_seconds_and_given_up_at_the_limit(name):
+def test_a_thread_that_hangs_is_reported_within_two_seconds_and_fails_at_the_limit(name):
     worker = Worker()
     getattr(worker, name).beat()
     worker.wait(SILENT_S)
@@ -62,7 +62,7 @@ def test_a_thread_that_hangs_is_told_within_two_seconds_and_given_up_at_the_limi
     assert worker.told == [(name,)] and worker.hung == [name]
 
 
-def test_a_thread_that_moves_again_is_told():
+def test_a_thread_that_moves_again_is_reported():
     worker = Worker()
     worker.engine.beat()
     worker.wait(10)
@@ -97,7 +97,7 @@ def test_a_thread_without_work_is_never_silent():
     assert worker.told == [] and worker.hung == []
 
 
-def test_a_transport_that_only_fails_is_given_up_sooner():
+def test_a_transport_that_only_fails_ends_the_worker_sooner():
     worker = Worker()
     worker.transfer.begin()
     worker.transfer.is_failing = True
@@ -107,14 +107,14 @@ def test_a_transport_that_only_fails_is_given_up_sooner():
     assert worker.hung == ["transfer"]
 
 
-def test_who_waits_for_a_turn_and_who_offers_one_moves(tmp_path):
+def test_waiting_for_a_cpu_slot_and_yielding_one_count_as_progress(tmp_path):
     clock, moves = ManualClock(), []
 
     def pause(_: float) -> None:
         clock.at += 1.0
 
-    first = CpuSlots(clock, tmp_path / "turns", 1, on_progress=lambda: moves.append("first"))
-    second = CpuSlots(clock, tmp_path / "turns", 1, pause, lambda: moves.append("second"))
+    first = CpuSlots(clock, tmp_path / "slots", 1, on_progress=lambda: moves.append("first"))
+    second = CpuSlots(clock, tmp_path / "slots", 1, pause, lambda: moves.append("second"))
     with first.acquire():
         first.yield_between_layers()
         with second.acquire():
@@ -199,7 +199,7 @@ def test_a_hanging_engine_has_work_and_does_not_move_and_an_idle_one_rests():
 
 @pytest.fixture
 async def shell(tmp_path):
-    """A worker's sockets around an engine that nobody asks for anything."""
+    """A worker's sockets around an engine without requests."""
     tmp_path.chmod(0o700)
     setup = SimpleNamespace(address=f"unix:{tmp_path / 'w'}", replica_id="w", secret=None)
 

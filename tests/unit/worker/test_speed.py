@@ -7,9 +7,9 @@ import pytest
 from cluster.scheduling.fit import StepFit
 from cluster.types.curves import Link
 from cluster.types.media import Modality
-from cluster.types.messages import LoadReport, Measured, Message
+from cluster.types.messages import ChannelMessage, LoadReport, Measured
 from cluster.worker.outbox import Outbox
-from cluster.worker.speed import PAUSE_S, Speed
+from cluster.worker.speed import PAUSE_S, SpeedReporter
 from tests.fakes.clock import ManualClock
 
 
@@ -19,9 +19,9 @@ class Worker:
         self.links: dict[str, Link] = {}
         self.prefill = StepFit(512, 512)
         self.encode = {modality: StepFit(512, 1) for modality in Modality}
-        self.told: list[tuple[int, Message]] = []
+        self.told: list[tuple[int, ChannelMessage]] = []
         self.outbox = Outbox(self.told.extend)
-        self.speed = Speed(
+        self.speed = SpeedReporter(
             self.outbox,
             self.clock,
             encode=self.encode,
@@ -33,7 +33,7 @@ class Worker:
     def step(self, after_s: float = PAUSE_S) -> list[Measured]:
         """What door 1 is told of it."""
         self.clock.at += after_s
-        self.speed.tell()
+        self.speed.report()
         self.told.clear()
         self.outbox.flush(LoadReport())
         return [message for door, message in self.told if door == 1 and isinstance(message, Measured)]

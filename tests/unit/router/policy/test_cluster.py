@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.types.media import Modality
 from cluster.types.members import Role
-from router.policy import POLICIES, ClusterView, JointPolicy, RequestView, Worker
+from router.policy import ClusterView, JointPolicy, RequestView, Worker, make_policy
+from router.policy.registry import BASELINES, POLICIES
 from tests.fakes.placement import add, cluster_of, hashes, load, media, text
 
 
@@ -124,8 +125,8 @@ def test_a_silent_worker_is_avoided_while_there_is_another():
         cluster = cluster_of()
         for silent in (f"{role[0]}0", f"{role[0]}1"):
             cluster.set_silent(silent, True)
-            for policy in POLICIES.values():
-                chosen = policy().decide(media(400), cluster, 0.0).placement
+            for policy in map(make_policy, (*POLICIES, *BASELINES)):
+                chosen = policy.decide(media(400), cluster, 0.0).placement
                 of_role = {
                     Role.ENCODE: chosen.encoders[0],
                     Role.PREFILL: chosen.prefill,
@@ -162,8 +163,8 @@ def test_a_worker_that_is_not_listed_gets_nothing_new():
     cluster = cluster_of()
     for replica_id in ("e0", "p0", "d0"):
         cluster.set_listed(replica_id, False)
-    for policy in POLICIES.values():
-        placement = policy().decide(media(400, 400), cluster, 0.0).placement
+    for policy in map(make_policy, (*POLICIES, *BASELINES)):
+        placement = policy.decide(media(400, 400), cluster, 0.0).placement
         assert (placement.encoders, placement.prefill, placement.decode) == (("e1", "e1"), "p1", "d1")
     cluster.set_listed("p0", True)
     cluster.set_listed("p1", False)
@@ -211,7 +212,7 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data(), idx=st.integers(0, 2))
     def advance(self, data, idx):
         request_id = data.draw(st.sampled_from(sorted(self.alive)))
-        if idx < len(self.cluster._flights[request_id].items):
+        if idx < len(self.cluster._in_flight[request_id].items):
             encoder = data.draw(st.sampled_from(sorted(self.cluster.encoders.slots)))
             self.cluster.item_moved(request_id, idx, encoder)
             self.cluster.item_done(request_id, idx)

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.policy import JointPolicy
-from router.policy.predict import Outlook
+from router.policy.estimate import Estimate
 from router.policy.search import MAX_PREFILLS, MAX_STEPS, Search
 from tests.fakes.placement import (
     all_placements,
@@ -40,18 +40,18 @@ def test_the_search_finds_what_looking_at_everything_finds(seed, num_items, may_
     if rng.random() < 0.5:
         cached = request.block_hashes[: rng.randrange(len(request.block_hashes) + 1)]
         cluster.blocks_changed(f"p{rng.randrange(sizes[1])}", cached, [])
-    outlook = Outlook(request, cluster, 1.0, tie_ratio=0.0)
-    least = min(outlook.cost_s(placement) for placement in all_placements(request, cluster))
+    estimate = Estimate(request, cluster, 1.0, tie_ratio=0.0)
+    least = min(estimate.cost_s(placement) for placement in all_placements(request, cluster))
     decision = JointPolicy(tie_ratio=0.0).decide(request, cluster, 1.0)
-    assert Search(outlook).best().cost_s == pytest.approx(least)
-    assert outlook.cost_s(decision.placement) == pytest.approx(least)
+    assert Search(estimate).best().cost_s == pytest.approx(least)
+    assert estimate.cost_s(decision.placement) == pytest.approx(least)
 
 
 def test_the_bounds_leave_little_to_look_at():
     rng, num_visited, num_workers = random.Random(3), 0, 60
     cluster = random_cluster(rng, (num_workers, num_workers, num_workers))
     for idx in range(40):
-        each = Search(Outlook(media(400, 1000, name=f"r{idx}"), cluster, 1.0))
+        each = Search(Estimate(media(400, 1000, name=f"r{idx}"), cluster, 1.0))
         each.best()
         num_visited += each.num_visited
     assert num_visited / 40 < num_workers / 10
@@ -64,12 +64,12 @@ def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_li
         for idx in range(24):
             cluster.reported(f"{prefix}{idx}", load(rng.randint(0, 4000), rng.randint(1, 9)), 1.0)
     requests = [media(*[rng.randint(200, 900) for _ in range(3)], name=f"r{idx}") for idx in range(10)]
-    outlooks = [Outlook(request, cluster, 1.0) for request in requests]
-    searches = [Search(outlook) for outlook in outlooks]
+    estimates = [Estimate(request, cluster, 1.0) for request in requests]
+    searches = [Search(estimate) for estimate in estimates]
     found_s = [each.best().cost_s for each in searches]
     assert all(each.num_steps <= MAX_STEPS for each in searches)
     assert all(each.num_visited <= MAX_PREFILLS for each in searches)
-    least = [Search(outlook, max_prefills=24, max_steps=10**6) for outlook in outlooks]
+    least = [Search(estimate, max_prefills=24, max_steps=10**6) for estimate in estimates]
     least_s = [each.best().cost_s for each in least]
     assert sum(each.num_steps for each in least) > 5 * sum(each.num_steps for each in searches)
     assert sum(found_s) <= 1.005 * sum(least_s)
@@ -79,8 +79,8 @@ def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_li
 @settings(max_examples=25)
 def test_ties_cost_no_more_than_they_may(seed):
     cluster, request = random_cluster(random.Random(seed), (3, 3, 2)), media(400, 1000)
-    outlook = Outlook(request, cluster, 1.0, tie_ratio=0.0)
-    least = min(outlook.cost_s(placement) for placement in all_placements(request, cluster))
+    estimate = Estimate(request, cluster, 1.0, tie_ratio=0.0)
+    least = min(estimate.cost_s(placement) for placement in all_placements(request, cluster))
     chosen = JointPolicy(tie_ratio=0.01).decide(request, cluster, 1.0).placement
-    allowed = 4 * 0.01 * float(outlook.prefills.text_s.min())
-    assert outlook.cost_s(chosen) <= least + allowed
+    allowed = 4 * 0.01 * float(estimate.prefills.text_s.min())
+    assert estimate.cost_s(chosen) <= least + allowed

@@ -9,7 +9,8 @@ from cluster.errors import RequestError, UnavailableError
 from cluster.types.curves import CodecSpeed, Curve, Link, ServiceCurves
 from cluster.types.media import Modality
 from cluster.types.members import Role
-from router.policy import POLICIES, JointPolicy, Worker
+from router.policy import JointPolicy, Worker, make_policy
+from router.policy.registry import BASELINES, POLICIES
 from tests.fakes import placement
 from tests.fakes.placement import (
     DECODE,
@@ -26,9 +27,11 @@ from tests.fakes.placement import (
     text,
 )
 
+NAMES = (*POLICIES, *BASELINES)
+
 
 def decide(request, cluster, policy="joint", now=0.0):
-    return POLICIES[policy]().decide(request, cluster, now)
+    return make_policy(policy).decide(request, cluster, now)
 
 
 def busy(cluster, **units):
@@ -37,7 +40,7 @@ def busy(cluster, **units):
     return cluster
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("empty", ["encode", "prefill", "decode"])
 def test_an_empty_pool_is_named(policy, empty):
     cluster = cluster_of(*(0 if empty == pool else 2 for pool in ("encode", "prefill", "decode")))
@@ -45,7 +48,7 @@ def test_an_empty_pool_is_named(policy, empty):
         decide(media(400), cluster, policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 def test_what_nobody_can_hold_is_refused_and_who_can_is_chosen(policy):
     cluster = cluster_of(1, 1, 1)
     request = text(160, num_prefill_blocks=20_000, num_decode_blocks=20_000)
@@ -59,12 +62,12 @@ def test_what_nobody_can_hold_is_refused_and_who_can_is_chosen(policy):
     assert (placement.prefill, placement.decode) == ("p-large", "d-large")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 def test_text_needs_no_encoder(policy):
     assert decide(text(), cluster_of(num_encoders=0), policy).placement.encoders == ()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 def test_an_item_goes_to_an_encoder_that_takes_its_kind(policy):
     cluster = cluster_of(num_encoders=0)
     cluster.add(Worker("sound", Role.ENCODE, 10, modalities=("audio",)))
@@ -75,7 +78,7 @@ def test_an_item_goes_to_an_encoder_that_takes_its_kind(policy):
     assert cluster.num_queued_rows(Modality.AUDIO) == 0
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "round_robin"])
+@pytest.mark.parametrize("policy", [name for name in NAMES if name != "round_robin"])
 def test_the_least_loaded_worker_of_each_pool_is_chosen_among_equals(policy):
     cluster = busy(cluster_of(), e0=1000, p0=5000, p1=10, d0=3, d1=4)
     placement = decide(media(400), cluster, policy).placement
@@ -83,7 +86,7 @@ def test_the_least_loaded_worker_of_each_pool_is_chosen_among_equals(policy):
 
 
 def test_round_robin_takes_turns():
-    policy, cluster = POLICIES["round_robin"](), cluster_of(2, 3, 2)
+    policy, cluster = make_policy("round_robin"), cluster_of(2, 3, 2)
     placements = [policy.decide(media(400, 400, 400, name=f"r{i}"), cluster, 0.0).placement for i in range(6)]
     assert Counter(p.prefill for p in placements) == dict.fromkeys(("p0", "p1", "p2"), 2)
     assert Counter(p.decode for p in placements) == dict.fromkeys(("d0", "d1"), 3)
@@ -107,7 +110,7 @@ def test_a_long_queue_outweighs_a_cached_prefix():
 
 def test_every_policy_predicts_alike():
     cluster = busy(cluster_of(1, 1, 1), e0=300, p0=500, d0=5)
-    predictions = {decide(media(400, 4000), cluster, policy).prediction for policy in POLICIES}
+    predictions = {decide(media(400, 4000), cluster, policy).prediction for policy in NAMES}
     assert len(predictions) == 1
 
 
@@ -285,12 +288,12 @@ def test_the_next_best_are_told_with_what_they_would_take():
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 def test_an_items_next_encoder_is_another_one_with_the_shortest_queue(policy):
     cluster, item = busy(cluster_of(num_encoders=3), e0=0, e1=4000, e2=100), media(400).media[0]
-    assert POLICIES[policy]().place_item(item, cluster, 0.0, {"e0"}) == "e2"
+    assert make_policy(policy).place_item(item, cluster, 0.0, {"e0"}) == "e2"
     with pytest.raises(UnavailableError, match="no encode worker"):
-        POLICIES[policy]().place_item(item, cluster, 0.0, {"e0", "e1", "e2", "gone"})
+        make_policy(policy).place_item(item, cluster, 0.0, {"e0", "e1", "e2", "gone"})
 
 
 def test_a_slow_worker_takes_less_of_the_load_than_a_fast_one():

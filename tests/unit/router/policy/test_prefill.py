@@ -14,7 +14,7 @@ from cluster.scheduling.keys import Ticket
 from cluster.types.curves import Curve, Link, ServiceCurves
 from cluster.types.members import Role
 from router.policy import ClusterView, Placement, Prediction, RequestView, Worker
-from router.policy.predict import Outlook
+from router.policy.estimate import Estimate
 from tests.fakes.placement import (
     BLOCK,
     ENCODE,
@@ -36,7 +36,7 @@ AT_P0 = Placement((), "p0", "d0")
 def predict(
     cluster: ClusterView, request: RequestView, now: float = 0.0, placement: Placement = AT_P0
 ) -> Prediction:
-    return Outlook(request, cluster, now).prediction(placement)
+    return Estimate(request, cluster, now).prediction(placement)
 
 
 def send(
@@ -114,7 +114,7 @@ def test_cached_blocks_cost_nothing_but_one_token_is_always_computed():
 
 
 def test_prompts_computed_beside_it_count():
-    assert predict(cluster_of(), text(160, num_companion_tokens=40)).ttft_s == pytest.approx(
+    assert predict(cluster_of(), text(160, num_negative_tokens=40)).ttft_s == pytest.approx(
         PREFILL.seconds(200)
     )
 

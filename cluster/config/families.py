@@ -1,0 +1,143 @@
+"""What differs between multimodal model types: one static `ModelFamily` record for each. No torch, no
+transformers.
+
+The launcher, the composition, the door's media processor, the encoder and the language model all read these
+records. To add a family whose encoder and positions have a known form, add one record here. A new form also
+gets a function in `cluster.model.media_calls` or `cluster.model.positions`.
+
+A model type without a record is served as text if it is a plain causal language model. Otherwise it is
+refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from cluster.types.media import Modality
+
+
+class EncoderForm(Enum):
+    """What an encoder takes for several media items at once; `cluster.model.media_calls` has one function for
+    each form."""
+
+    PACKED_IMAGES = auto()  # patches of all images in one sequence
+    PACKED_VIDEOS = auto()  # patches of all clips in one sequence
+    TILED_IMAGES = auto()  # tiles of one size, the same number of rows from each
+    SIZED_IMAGES = auto()  # padded pixels and the true image sizes
+    STACKED_VIDEOS = auto()  # frames of one size; a newline row ends each clip
+    MASKED_TILES = auto()  # tiles and a mask of their valid pixels
+    MEL_WINDOWS = auto()  # windows of a spectrum
+    MASKED_MEL_WINDOWS = auto()  # windows of a spectrum and a mask of the valid frames
+    PADDED_MELS = auto()  # Qwen2.5-Omni: spectra padded to the longest, with a mask
+    SINGLE_MELS = auto()  # Qwen3-Omni: one spectrum per call, with a mask
+    FIXED_MEL_WINDOW = auto()  # Qwen2-Audio: one window of 30 s, with a mask
+
+
+class PositionForm(Enum):
+    """How prompt tokens get their rotary positions; `cluster.model.positions` has one rule for each form."""
+
+    ONE_DIMENSIONAL = auto()
+    QWEN_VL = auto()  # time, height, width
+    QWEN_OMNI = auto()  # time, height, width; sound and pictures are aligned in time
+
+
+@dataclass(frozen=True)
+class WholeCheckpoint:
+    """A checkpoint that also holds a speech generator, which is not served. The family is the part under
+    `part_key`."""
+
+    model_type: str
+    part_key: str  # in config.json
+    part_class: str  # of transformers
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    model_type: str  # as in config.json; of a part: as transformers names the part
+    encoders: Mapping[Modality, EncoderForm] = field(default_factory=dict)  # empty: text only
+    positions: PositionForm = PositionForm.ONE_DIMENSIONAL
+    text_module: str = "language_model"  # name of the text backbone inside `model.model`
+    # tokens of one item see each other: a prefill chunk must not cut an item
+    is_media_bidirectional: bool = False
+    can_pool: bool = False  # embedding rows lie on a grid and carry no deep-stack features
+    bounds_whole_clips: bool = False  # the processor's pixel bounds hold for all frames of a clip together
+    hears_clips: bool = False  # the processor takes a clip with its sound track
+    whole: WholeCheckpoint | None = None
+    refusal: str = ""  # why the family is not served, although its model code runs here
+
+    @property
+    def modalities(self) -> tuple[Modality, ...]:
+        return tuple(self.encoders)
+
+
+TEXT = ModelFamily("")  # any plain causal language model
+
+_VISION = {Modality.IMAGE: EncoderForm.PACKED_IMAGES, Modality.VIDEO: EncoderForm.PACKED_VIDEOS}
+_TILES = {Modality.IMAGE: EncoderForm.TILED_IMAGES}
+_SIZED = {Modality.IMAGE: EncoderForm.SIZED_IMAGES}
+_MASKED_TILES = {Modality.IMAGE: EncoderForm.MASKED_TILES}
+_MASKED_MELS = {Modality.AUDIO: EncoderForm.MASKED_MEL_WINDOWS}
+
+_RECORDS = (
+    ModelFamily("qwen2_vl", _VISION, PositionForm.QWEN_VL, can_pool=True),
+    ModelFamily("qwen2_5_vl", _VISION, PositionForm.QWEN_VL, can_pool=True),
+    ModelFamily("qwen3_vl", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
+    ModelFamily("qwen3_vl_moe", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
+    ModelFamily(
+        "qwen2_5_omni_thinker",
+        {**_VISION, Modality.AUDIO: EncoderForm.PADDED_MELS},
+        PositionForm.QWEN_OMNI,
+        can_pool=True,
+        hears_clips=True,
+        whole=WholeCheckpoint("qwen2_5_omni", "thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration"),
+    ),
+    ModelFamily(
+        "qwen3_omni_moe_thinker",
+        {**_VISION, Modality.AUDIO: EncoderForm.SINGLE_MELS},
+        PositionForm.QWEN_OMNI,
+        hears_clips=True,
+        whole=WholeCheckpoint(
+            "qwen3_omni_moe", "thinker_config", "Qwen3OmniMoeThinkerForConditionalGeneration"
+        ),
+    ),
+    ModelFamily("llava", _TILES),
+    ModelFamily("llava_next", _SIZED),
+    ModelFamily("llava_onevision", {**_SIZED, Modality.VIDEO: EncoderForm.STACKED_VIDEOS}),
+    ModelFamily("internvl", {**_TILES, Modality.VIDEO: EncoderForm.TILED_IMAGES}),
+    ModelFamily("mistral3", _SIZED),
+    ModelFamily("idefics3", _MASKED_TILES, text_module="text_model"),
+    ModelFamily(
+        "smolvlm", {**_MASKED_TILES, Modality.VIDEO: EncoderForm.MASKED_TILES}, text_module="text_model"
+    ),
+    ModelFamily("gemma3", _TILES, is_media_bidirectional=True),
+    ModelFamily("qwen2_audio", {Modality.AUDIO: EncoderForm.FIXED_MEL_WINDOW}),
+    ModelFamily(
+        "voxtral",
+        {Modality.AUDIO: EncoderForm.MEL_WINDOWS},
+        refusal="mistral-common makes its prompts, not a chat template",
+    ),
+    ModelFamily("audioflamingo3", _MASKED_MELS),
+    ModelFamily("glmasr", _MASKED_MELS),
+)
+
+MEDIA_FAMILIES: Mapping[str, ModelFamily] = {family.model_type: family for family in _RECORDS}
+_BY_WHOLE = {family.whole.model_type: family for family in _RECORDS if family.whole is not None}
+
+
+def family_of_type(model_type: str) -> ModelFamily:
+    """The record of a served part or model; `TEXT` for a model type without one."""
+    return MEDIA_FAMILIES.get(model_type, TEXT)
+
+
+def part_of_whole(model_type: str) -> tuple[ModelFamily, WholeCheckpoint] | None:
+    """The family of the part that is served of a checkpoint of this type; None: the whole checkpoint is
+    served."""
+    family = _BY_WHOLE.get(model_type)
+    return None if family is None or family.whole is None else (family, family.whole)
+
+
+def no_adapter() -> str:
+    """The reason for refusing a multimodal model type without a record."""
+    return f"it is multimodal and has no adapter; model types with one: {', '.join(sorted(MEDIA_FAMILIES))}"

@@ -1,0 +1,83 @@
+"""Which models this package can run, and what a language model does to its logits.
+
+What is known per model type stands in `cluster.config.families`. This module adds the checks that need
+transformers: first on the configuration, before any weight is read (`check_supported`), then on the text
+model's class (`check_class`). Holds no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from cluster.config.families import MEDIA_FAMILIES, ModelFamily, family_of_type, no_adapter
+from cluster.errors import ConfigError
+
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+
+
+def family_of(config: PreTrainedConfig) -> ModelFamily:
+    """Raises ConfigError for a model this layer cannot run; the message names it and says why."""
+    check_supported(config)
+    return family_of_type(config.model_type)
+
+
+def check_supported(config: PreTrainedConfig) -> None:
+    name = config.model_type
+    if config.is_encoder_decoder:
+        _refuse(name, "it is an encoder-decoder model; only decoder-only language models are served")
+    if name not in MEDIA_FAMILIES and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        _refuse(
+            name, f"it has no adapter; multimodal model types with one: {', '.join(sorted(MEDIA_FAMILIES))}"
+        )
+    text = config.get_text_config()
+    if name not in MEDIA_FAMILIES and text is not config:
+        _refuse(name, no_adapter())
+    if getattr(text, "attention_chunk_size", None) is not None:
+        _refuse(
+            name,
+            "transformers' attention interface does not express its chunked attention (attention_chunk_size)",
+        )
+    layer_types = set(getattr(text, "layer_types", None) or _ATTENTION_LAYERS)
+    if other := sorted(layer_types.difference(_ATTENTION_LAYERS)):
+        _refuse(name, f"its layers of type {', '.join(other)} keep state that a block of KV cannot hold")
+
+
+def check_class(model_class: type) -> None:
+    """The checks on the class of the text model: recurrent state, and attention that cannot be replaced.
+    Raises ConfigError."""
+    name = model_class.config_class.model_type if model_class.config_class else model_class.__name__
+    if model_class._is_stateful:
+        _refuse(name, f"{model_class.__name__} keeps recurrent (SSM or linear-attention) state")
+    if not model_class._supports_attention_backend:
+        _refuse(name, f"{model_class.__name__} does not call transformers' attention interface")
+
+
+def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
+    """What the family's ForCausalLM does to the logits after the head. LanguageModel compares it with the
+    real one."""
+    text = config.get_text_config()
+    cap = getattr(text, "final_logit_softcapping", None)
+    divisor = getattr(text, "logits_scaling", None)
+    factor = getattr(text, "logit_scale", None)
+    if cap:
+        return lambda logits: (logits / cap).tanh() * cap
+    if divisor:
+        return lambda logits: logits / divisor
+    if factor:
+        return lambda logits: logits * factor
+    return lambda logits: logits
+
+
+def num_deepstack_layers(config: PreTrainedConfig) -> int:
+    """Number of layers of the language model that add their own vision feature to the media rows (Qwen3-VL,
+    Qwen3-Omni)."""
+    vision = getattr(config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
+def _refuse(name: str, reason: str) -> None:
+    raise ConfigError(f"model type '{name}' is not supported: {reason}")

@@ -1,0 +1,62 @@
+"""Loads the native library of a folder of C++ sources, in the best variant that this CPU runs; builds it if
+it is not there yet.
+
+Any thread. A call of a loaded function releases the interpreter's lock while it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from cluster.native.build import VARIANTS, Variant, build
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    cdll: ctypes.CDLL  # its caller declares the functions' arguments
+    variant: str  # the compiled one's name
+    capabilities: frozenset[str]  # CPU features that it uses, as /proc/cpuinfo spells them
+
+
+def load(sources: Path) -> NativeLibrary | None:
+    """The best variant that this CPU runs and that can be built here, or None with the reason in the log. May
+    build: seconds."""
+    libraries = (load_variant(sources, variant) for variant in runnable_variants())
+    return next((library for library in libraries if library is not None), None)
+
+
+def load_variant(sources: Path, variant: Variant) -> NativeLibrary | None:
+    path = build(sources, variant)
+    if path is None:
+        return None
+    try:
+        return NativeLibrary(ctypes.CDLL(str(path)), variant.name, variant.cpu_flags)
+    except OSError as error:
+        logger.warning("native CPU kernels do not load: %s", error)
+        return None
+
+
+@cache
+def runnable_variants() -> tuple[Variant, ...]:
+    """Best first; none is a warning."""
+    flags = _cpu_flags()
+    variants = tuple(variant for variant in VARIANTS if variant.cpu_flags <= flags)
+    if not variants:
+        logger.warning("no native CPU kernels: this CPU has no AVX2")
+    return variants
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Of the first core; empty where /proc/cpuinfo has none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())

@@ -1,0 +1,62 @@
+"""The requests that one language engine knows, by id, and the time that each of them may wait.
+
+An entry exists from the engine's `start` until the request has left the engine. Used on the engine's thread
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol, TypeVar
+
+from cluster.clock import Clock
+from cluster.worker.deadlines import Deadlines
+from cluster.worker.outbox import DoorId
+
+
+class TrackedRequest(Protocol):
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def door(self) -> DoorId: ...
+
+    @property
+    def is_closing(self) -> bool:
+        """The request is over for its door. It stays in the table until an open transfer has ended."""
+        ...
+
+
+R = TypeVar("R", bound=TrackedRequest)
+
+
+class RequestTable(Mapping[str, R]):
+    """`deadlines`: by request id. The id of a request that has ended expires, too, and is ignored then."""
+
+    def __init__(self, clock: Clock):
+        self._requests: dict[str, R] = {}
+        self.deadlines = Deadlines(clock)
+
+    def __getitem__(self, request_id: str) -> R:
+        return self._requests[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: R) -> None:
+        self._requests[request.request_id] = request
+
+    def remove(self, request_id: str) -> None:
+        del self._requests[request_id]
+
+    def live(self, request_id: str) -> R | None:
+        """The request, unless it is unknown, has ended or is closing."""
+        request = self._requests.get(request_id)
+        return None if request is None or request.is_closing else request
+
+    def of_door(self, door: DoorId) -> list[str]:
+        """Ids of the door's requests, in order of arrival."""
+        return [request_id for request_id, request in self._requests.items() if request.door == door]

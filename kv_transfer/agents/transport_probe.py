@@ -1,0 +1,108 @@
+"""Whether NIXL moves memory of a device between processes of this host, and how fast.
+
+A worker on a GPU asks at start. Without CUDA IPC NIXL may go through host memory: that works, but is so slow
+that the cause would be hard to find later.
+
+`probe_transport` starts `python -m kv_transfer.agents.transport_probe` as the other process. It registers a
+memory on the same device, drives its agent while the bytes come, and reports their checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from cluster.config.environment import child_environment
+from cluster.errors import ConfigError
+from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec, block_descriptors
+from kv_transfer.agents.agent import TransferError, TransferState
+from kv_transfer.agents.factory import make_agent
+from kv_transfer.codecs.checksum import checksum_blocks
+
+LAYOUT = MemoryLayout((SegmentSpec(1, (1 << 20,), torch.uint8),))
+NUM_BLOCKS = 32
+NUM_WRITES = 3  # after the write that makes the connection
+TIMEOUT_S = 90.0  # a process that loads torch, NIXL and CUDA may take half a minute
+
+
+def probe_transport(device: torch.device, timeout_s: float = TIMEOUT_S) -> float:
+    """Bytes per second from one process to another. Blocks for some seconds. Raises ConfigError if the bytes
+    do not arrive."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "kv_transfer.agents.transport_probe", str(theirs.fileno()), str(device)]
+    environment = child_environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    theirs.close()
+    pipe = Connection(ours.detach())
+    try:
+        return _measure(device, pipe, time.monotonic() + timeout_s)
+    except (TransferError, EOFError, OSError) as error:
+        raise ConfigError(
+            f"NIXL does not move memory of {device} between processes of this host: {error}",
+            param="transport",
+        ) from error
+    finally:
+        pipe.close()
+        process.kill()
+        process.wait()
+
+
+def _measure(device: torch.device, pipe: Connection, deadline: float) -> float:
+    agent = make_agent("nixl", f"transport-probe-{secrets.token_hex(8)}")
+    try:
+        memory = BlockMemory(LAYOUT, NUM_BLOCKS, device)
+        memory.buffer.random_(0, 256)
+        memory.synchronize()
+        agent.register(memory)
+        metadata, address = _receive(pipe, deadline)
+        peer, blocks = agent.connect(metadata), range(NUM_BLOCKS)
+        remote = block_descriptors(LAYOUT, address, NUM_BLOCKS, blocks)
+        times = []
+        for _ in range(1 + NUM_WRITES):
+            start = time.perf_counter()
+            handle = agent.post(peer, memory.descriptors(blocks), remote)
+            while (state := agent.poll(handle)) is TransferState.PENDING:
+                if time.monotonic() > deadline:
+                    raise TransferError("a write does not end")
+                agent.notifications()
+            times.append(time.perf_counter() - start)
+            agent.release(handle)
+            if state is TransferState.FAILED:
+                raise TransferError("a write failed")
+        pipe.send(None)
+        if _receive(pipe, deadline) != checksum_blocks(memory, blocks):
+            raise TransferError("the bytes that arrived are not those that were sent")
+        return memory.buffer.numel() / min(times[1:])
+    finally:
+        agent.close()
+
+
+def _receive(pipe: Connection, deadline: float) -> Any:
+    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+        raise TransferError("the other process does not answer")
+    return pipe.recv()
+
+
+def main(pipe_fd: int, device: str) -> None:
+    pipe = Connection(pipe_fd)
+    memory = BlockMemory(LAYOUT, NUM_BLOCKS, device)
+    agent = make_agent("nixl", f"transport-probe-{secrets.token_hex(8)}")
+    agent.register(memory)
+    pipe.send((agent.metadata(), memory.base_address))
+    while not pipe.poll(0.001):
+        agent.notifications()  # drives the transport
+    pipe.recv()
+    pipe.send(checksum_blocks(memory, range(NUM_BLOCKS)))
+    pipe.poll(TIMEOUT_S)  # the agent must live until the other process has ended the pipe
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,135 @@
+"""A wire memory beside a KV memory, on either side of a lease: room for KV that travels coded.
+
+    owner   grants a wire block for each whole group of 64 tokens, together with the KV blocks
+    writer  codes a group into a wire block of its own, writes that block to the owner's and keeps it until
+            the lease ends
+    owner   decodes into the KV blocks when everything has arrived; then the lease is complete
+
+The door decides whether KV travels coded; if it does, decode grants wire blocks. These travel raw: a group
+without a wire block on either side, and tokens that make no whole group.
+
+Blocks are allocated and freed on any thread. `encode` and `decode` belong to the agent's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory
+from cluster.types.curves import CodecSpeed
+from kv_transfer.codecs.codec import Codec
+from kv_transfer.codecs.quantisation import GROUP_TOKENS, CodecName
+
+MEASURED_GROUPS, MEASURED_ROUNDS = 8, 3
+LOOK_EVERY = 4096  # coded groups of a layer between two measurements of the error
+
+
+@dataclass
+class CodingCounts:
+    """Of a writer's wire since the start. The fields are those of `SentTotals`."""
+
+    coded_groups: int = 0
+    crowded_groups: int = 0  # that went raw because there was no room
+    key_error: float = 0.0  # `Codec.relative_error` of the group and layer that were measured last
+    value_error: float = 0.0
+
+
+class Wire:
+    def __init__(self, kv: BlockMemory, codec: CodecName, num_tokens: int):
+        """Room for `num_tokens` of KV. Raises ValueError for a layout that cannot be coded.
+
+        Measures the codec, which overwrites KV blocks: call it before `kv` holds anything.
+        """
+        self.codec = Codec(kv.layout, codec)
+        num_blocks = max(1, num_tokens // GROUP_TOKENS)
+        self.memory = BlockMemory(self.codec.wire_layout, num_blocks, kv.buffer.device)
+        self.ratio = self.memory.layout.block_bytes / (self.codec.blocks_per_group * kv.layout.block_bytes)
+        self._kv = kv
+        self._pool = BlockPool(num_blocks, GROUP_TOKENS)
+        self._lock = threading.Lock()
+        self.counts = CodingCounts()
+        self._num_until_look = LOOK_EVERY
+        self.encoding, self.decoding = self._measured()
+        self._num_until_look = 0
+
+    @property
+    def blocks_per_group(self) -> int:
+        return self.codec.blocks_per_group
+
+    @property
+    def num_used(self) -> int:
+        with self._lock:
+            return self._pool.num_referenced
+
+    def first_blocks(self, run_lengths: Sequence[int]) -> list[int]:
+        """Place of the first block of every whole group. Runs of so many tokens follow each other; each
+        begins with a new block."""
+        firsts: list[int] = []
+        start = 0
+        for length in run_lengths:
+            end = start + length // GROUP_TOKENS * self.blocks_per_group
+            firsts += range(start, end, self.blocks_per_group)
+            start += -(-length // self.codec.block_size)
+        return firsts
+
+    def try_allocate(self, num_blocks: int) -> list[int] | None:
+        with self._lock:
+            return self._pool.try_allocate(num_blocks)
+
+    def try_allocate_to_send(self) -> int | None:
+        """A block for one group that is to be sent. Counts the group as coded or, for None, as crowded."""
+        block_ids = self.try_allocate(1)
+        if block_ids is None:
+            self.counts.crowded_groups += 1
+            return None
+        self.counts.coded_groups += 1
+        return block_ids[0]
+
+    def generations(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        with self._lock:
+            return self._pool.generations(block_ids)
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        with self._lock:
+            self._pool.free(block_ids)
+
+    def encode(self, groups: Sequence[Sequence[int]], wire_ids: Sequence[int], layers: Sequence[int]) -> None:
+        """KV blocks of each group to its wire block. The bytes are there when it returns."""
+        self.codec.encode_groups(self._kv, groups, self.memory, wire_ids, layers)
+        self.memory.synchronize()
+        self._num_until_look -= len(groups) * len(layers)
+        if self._num_until_look <= 0:
+            self._num_until_look = LOOK_EVERY
+            errors = self.codec.relative_error(self._kv, groups[-1], self.memory, wire_ids[-1], layers[-1])
+            self.counts.key_error, self.counts.value_error = errors
+
+    def decode(self, wire_ids: Sequence[int], groups: Sequence[Sequence[int]]) -> None:
+        """All layers of these groups. The bytes are there when it returns."""
+        self.codec.decode_groups(self.memory, wire_ids, self._kv, groups)
+        self._kv.synchronize()
+
+    def _measured(self) -> tuple[CodecSpeed, CodecSpeed]:
+        """Of encoding and of decoding: the fastest of a few rounds."""
+        per_group = self.blocks_per_group
+        count = min(MEASURED_GROUPS, self.memory.num_blocks, self._kv.num_blocks // per_group)
+        if count == 0:  # no group fits the memory: none will be coded
+            return CodecSpeed(self.ratio, 1.0), CodecSpeed(self.ratio, 1.0)
+        groups = [range(i * per_group, (i + 1) * per_group) for i in range(count)]
+        wire_ids, layers = range(count), range(self.codec.num_layers)
+        encode_s: list[float] = []
+        decode_s: list[float] = []
+        for _ in range(MEASURED_ROUNDS):
+            start = time.perf_counter()
+            self.encode(groups, wire_ids, layers)
+            between = time.perf_counter()
+            self.decode(wire_ids, groups)
+            encode_s.append(between - start)
+            decode_s.append(time.perf_counter() - between)
+        num_bytes = count * per_group * self._kv.layout.block_bytes
+        return CodecSpeed(self.ratio, min(encode_s) / num_bytes), CodecSpeed(
+            self.ratio, min(decode_s) / num_bytes
+        )

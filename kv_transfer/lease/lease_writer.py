@@ -1,0 +1,210 @@
+"""One lease on the writer's agent thread: posts what is queued, waits until it has arrived, tells the owner.
+
+    open --finish--> draining --all writes DONE, done notified--> Finished
+    open, draining --abort--> draining --no write in flight, abort notified--> SendAborted
+    open, draining --write, peer or clock fails--> draining --no write in flight, abort tried--> SendFailed
+
+Nothing is posted after the grant's deadline, which is checked before each post. At the deadline a write that
+is still in flight is cancelled; if it cannot be, its peer is disconnected. Then no abort is sent, because
+bytes might still land: the owner's timer ends the lease. A process that is stopped between the check and the
+post may still write later; its last notification, done or abort, then tells the owner where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from cluster.kvcache.memory import BlockMemory, block_descriptors
+from kv_transfer.agents.agent import PeerLostError, TransferError, TransferHandle, TransferState
+from kv_transfer.codecs.checksum import checksum_blocks
+from kv_transfer.lease.envelope import Envelope, NoticeKind, digest_grant, encode
+from kv_transfer.lease.events import Finished, SendAborted, SendEvent, SendFailed
+from kv_transfer.lease.group_coding import BlockWrite
+from kv_transfer.lease.outgoing import Outgoing, QueuedWrite, expired
+from kv_transfer.lease.peer_links import PeerLinks
+
+
+@dataclass
+class SentBytes:
+    """By all leases of a sender."""
+
+    raw: int = 0
+    coded: int = 0  # as they travelled
+
+
+class LeaseWriter:
+    def __init__(
+        self,
+        outgoing: Outgoing,
+        memory: BlockMemory,
+        links: PeerLinks,
+        sent: SentBytes,
+        now: Callable[[], float],
+    ):
+        self.outgoing = outgoing
+        self.peer: str | None = None  # once connected
+        self._memory = memory
+        self._links = links
+        self._sent = sent
+        self._now = now
+        self._in_flight: list[TransferHandle] = []
+        self._has_posted = False
+        self._error: TransferError | None = None
+        self._is_silent = (
+            False  # bytes may still land: the owner must not be told that the writer has stopped
+        )
+
+    def advance(self) -> SendEvent | None:
+        """One round; the event that ends the lease, or None. Belongs to `Sender.poll`."""
+        outgoing = self.outgoing
+        # Read before the queue: writes queued before finish are seen now, a later abort in the next round.
+        payload, abort_reason = outgoing.payload, outgoing.abort_reason
+        try:
+            self._post_queued(is_aborted=abort_reason is not None)
+        except TransferError as error:
+            self._fail(error)
+        try:
+            self._settle()  # also after a failed post: the owner is told only if nothing is in flight
+        except TransferError as error:
+            self._fail(error)
+        is_over = self._now() >= outgoing.expires_at
+        if self._in_flight:
+            if not is_over:
+                return None
+            self.stop(expired(outgoing.grant))
+        if self._error is None and abort_reason is None and (payload is None or outgoing.queued):
+            if not is_over:
+                return None
+            self._fail(expired(outgoing.grant))
+        return self._conclude(payload, abort_reason)
+
+    def stop(self, error: TransferError) -> None:
+        """Ends the writes that are in flight, without a word to the owner: bytes may still land."""
+        self._error = self._error or error
+        self._is_silent = True
+        self.release_all()
+
+    def release_all(self) -> None:
+        handles, self._in_flight = self._in_flight, []
+        for handle in handles:
+            if not self._links.cancel(self.peer or "", handle):
+                self._is_silent = True
+
+    def _post_queued(self, is_aborted: bool) -> None:
+        queued = self.outgoing.queued
+        while queued:
+            if self._error is not None or is_aborted:
+                queued.clear()
+                return
+            if (ready := queued[0].ready) is not None and not ready():
+                return
+            self._post_write(queued.popleft())
+
+    def _post_write(self, write: QueuedWrite) -> None:
+        peer = self._connect()
+        grant, coding, raw = self.outgoing.grant, self.outgoing.coding, write.sources
+        if coding is not None:
+            coded, raw = coding.encode(write.sources, write.segment_ids)
+            if coded.local_ids:
+                part = coding.part
+                self._sent.coded += self._post(
+                    peer, coding.wire.memory, coded, part.base_address, part.num_blocks
+                )
+        if raw:
+            remote_ids = [grant.block_ids[place] for place in raw]
+            blocks = BlockWrite(list(raw.values()), remote_ids, write.segment_ids)
+            self._sent.raw += self._post(peer, self._memory, blocks, grant.base_address, grant.num_blocks)
+
+    def _post(
+        self, peer: str, memory: BlockMemory, write: BlockWrite, base_address: int, num_blocks: int
+    ) -> int:
+        """From one memory to the owner's memory of the same layout. Returns the number of bytes."""
+        local = memory.descriptors(write.local_ids, write.segment_ids)
+        remote = block_descriptors(
+            memory.layout, base_address, num_blocks, write.remote_ids, write.segment_ids
+        )
+        posted_at = self._now()
+        if posted_at >= self.outgoing.expires_at:
+            raise expired(self.outgoing.grant)
+        self._has_posted = True
+        self._in_flight.append(self._links.post(peer, local, remote, posted_at))
+        return int(local[:, 1].sum())
+
+    def _connect(self) -> str:
+        if self.peer is None:
+            self.peer = self._links.connect(self.outgoing.grant.agent_metadata)
+        return self.peer
+
+    def _settle(self) -> None:
+        """Releases the writes that are over. Raises if one of them failed; the others stay in flight."""
+        num_failed = 0
+        still_in_flight: list[TransferHandle] = []
+        handles, self._in_flight = self._in_flight, still_in_flight
+        for position, handle in enumerate(handles):
+            try:
+                state = self._links.poll(self.peer or "", handle)
+            except TransferError:
+                still_in_flight.extend(handles[position:])
+                raise
+            if state is TransferState.PENDING:
+                still_in_flight.append(handle)
+                continue
+            num_failed += state is TransferState.FAILED
+            if not self._links.release(self.peer or "", handle):
+                self._is_silent = True
+        if num_failed:
+            raise TransferError(f"lease {self.outgoing.lease_id}: {num_failed} writes failed")
+
+    def _fail(self, error: TransferError) -> None:
+        self._error = self._error or error
+        self.outgoing.queued.clear()
+        self._lose_peer_if_gone(error)
+
+    def _lose_peer_if_gone(self, error: TransferError) -> None:
+        if isinstance(error, PeerLostError) and self.peer is not None:
+            self._links.lose(self.peer, error)
+
+    def _conclude(self, payload: bytes | None, abort_reason: str | None) -> SendEvent:
+        lease_id = self.outgoing.lease_id
+        if self._error is None and abort_reason is None:
+            assert payload is not None
+            try:
+                self._notify(NoticeKind.DONE, payload)
+                return Finished(lease_id)
+            except TransferError as error:
+                self._fail(error)
+                self._is_silent = True  # it is unknown whether the owner got it; the owner's timer decides
+        if not self._is_silent:
+            reason = str(self._error) if self._error is not None else abort_reason
+            try:
+                self._notify(NoticeKind.ABORT, (reason or "").encode())
+            except TransferError as error:  # the owner's timer ends the lease
+                self._lose_peer_if_gone(error)
+        if self._error is not None:
+            return SendFailed(lease_id, self._error)
+        return SendAborted(lease_id, abort_reason or "")
+
+    def _notify(self, kind: NoticeKind, payload: bytes) -> None:
+        outgoing = self.outgoing
+        envelope = Envelope(outgoing.lease_id, digest_grant(outgoing.grant), kind, payload)
+        if kind is NoticeKind.DONE:
+            envelope = self._with_checksums(envelope)
+        elif self._has_posted:
+            coded = () if outgoing.coding is None else tuple(outgoing.coding.coded_groups)
+            written = tuple(sorted(outgoing.sources))
+            envelope = msgspec.structs.replace(envelope, written=written, coded=coded)
+        self._links.notify(self._connect(), encode(envelope))
+
+    def _with_checksums(self, envelope: Envelope) -> Envelope:
+        coding, sources = self.outgoing.coding, self.outgoing.sources
+        raw = sorted(sources)
+        if coding is not None:
+            raw = [place for place in raw if not coding.covers(place)]
+            groups = coding.coded_groups
+            found = checksum_blocks(coding.wire.memory, list(groups.values()))
+            envelope = msgspec.structs.replace(envelope, coded=tuple(groups), coded_checksum=found)
+        found = checksum_blocks(self._memory, [sources[place] for place in raw])
+        return msgspec.structs.replace(envelope, written=tuple(raw), checksum=found)

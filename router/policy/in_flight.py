@@ -1,0 +1,65 @@
+"""What a door remembers of its own requests from the decision to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.policy.calibration import Kind
+from router.policy.pool import Charge
+from router.policy.views import ItemView, Placement, Prediction, RequestView
+
+
+@dataclass(eq=False, slots=True)
+class InFlightItem:
+    """One media item of an in-flight request."""
+
+    view: ItemView
+    encoder: str
+    charge: Charge | None  # None: the encoder had the item already, or is done with it
+
+
+@dataclass(eq=False, slots=True)
+class InFlightRequest:
+    """A request of this door."""
+
+    request: RequestView
+    placement: Placement
+    prediction: Prediction
+    started_at: float
+    residual: float  # corrections that the prediction contains
+    prefill_factor: float
+    encode_factors: tuple[float, ...]
+    work: Charge  # at the worker that computes the prompt
+    decode: Charge
+    items: list[InFlightItem]
+    expected: Sequence[bytes]  # hashes of the blocks that prefill will have
+
+    @property
+    def computes_at(self) -> str:
+        return self.placement.prefill or self.placement.decode
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.request, self.placement.prefill, self.prediction.media_s)
+
+
+def num_early_tokens(
+    request: RequestView, prediction: Prediction, num_tokens: float, num_cached: int
+) -> float:
+    """Of the tokens to compute, those before the first item whose embeddings still have to arrive."""
+    coming = [
+        item.start
+        for item, predicted in zip(request.media, prediction.items, strict=True)
+        if predicted.arrival_s > 0
+    ]
+    return max(0.0, min(coming) - num_cached) + request.num_negative_tokens if coming else num_tokens
+
+
+def kind_of(request: RequestView, prefill: str | None, media_s: float) -> Kind:
+    """The kind of a placement's prediction."""
+    if prefill is None:
+        return Kind.LOCAL_PREFILL
+    if not request.media:
+        return Kind.TEXT
+    return Kind.AWAITED if media_s > 0 else Kind.COMPUTED

@@ -1,0 +1,222 @@
+"""A request flow between workers that say what a test has them say, in virtual time. Keeps what workers are sent and readers get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cluster.config.settings import AdmissionArgs
+from cluster.errors import ClusterError, UnavailableError, to_info
+from cluster.scheduling.keys import SchedulingPolicy
+from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
+from cluster.types.members import Member, Role
+from cluster.types.messages import (
+    AnyMessage,
+    Cancel,
+    Failed,
+    FinishReason,
+    LoadReport,
+    Ping,
+    PrefillAdmitted,
+    TokenEvent,
+    Tokens,
+)
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from cluster.types.transfer import Grant
+from router.admission.controller import AdmissionController
+from router.admission.queue import AdmissionQueue, Capacity
+from router.flow.outputs import CallDecode, Deliver, Drained, Output, Placed, Send
+from router.flow.placer import Placer
+from router.flow.request_flow import RequestFlow, Timeouts
+from router.flow.state import Attempt, ClientRequest
+from router.policy import ClusterView, JointPolicy, Policy
+from router.telemetry.timeline import RequestTimeline
+
+FIRST_TOKEN_S, REQUEST_S = 20.0, 40.0
+ITEM = MediaItem(Modality.IMAGE, b"png", "hash", MediaGeometry(3))
+REQUEST = GenerateRequest(
+    "r",
+    Prompt((1, 2, 9, 9, 9, 3), (PlacedMedia(ITEM.modality, "hash", ((2, 3),), ITEM.geometry),)),
+    (SamplingParams(),),
+    StopParams(3),
+)
+
+
+def grant(lease_id: str) -> Grant:
+    return Grant(lease_id, b"", 0, 8, "", (0,), (0,), 1.0)
+
+
+@dataclass
+class Reader:
+    """One choice."""
+
+    request_id: str
+    choice_idx: int
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: ClusterError | None = None
+
+    def get(self, event: TokenEvent | ClusterError) -> None:
+        assert not self.has_ended, "an ended choice gets no more"
+        if isinstance(event, ClusterError):
+            self.error = event
+        else:
+            self.token_ids += event.token_ids
+            self.finish_reason = event.finish_reason
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    def check_error(self, kind: type[ClusterError], match: str) -> None:
+        assert self.error is not None, "no error has come"
+        with pytest.raises(kind, match=match):
+            raise self.error
+
+
+class ScriptedFlow:
+    """The three workers are named like their roles."""
+
+    def __init__(self, policy: Policy | None = None, **admission: Any):
+        self.now = 100.0
+        self.cluster = ClusterView(SchedulingPolicy(5.0, 2000.0, 0.3), 1.0, 2)
+        self.queue = AdmissionQueue(AdmissionArgs(**admission), 0.3, Capacity(0, 0, 0))
+        self.flow = RequestFlow(
+            Placer(policy or JointPolicy(), self.cluster, 16),
+            AdmissionController(self.queue),
+            Timeouts(FIRST_TOKEN_S, REQUEST_S),
+        )
+        self.messages: dict[str, list[AnyMessage]] = {role.value: [] for role in Role}
+        self.num_pings = 0
+        self.calls: list[str] = []  # requests whose decode replica was called
+        self.drained: list[str] = []
+        self.readers: dict[str, list[Reader]] = {}
+        self.cannot_send: Callable[[AnyMessage], bool] = lambda _: False
+        for role in Role:
+            self.join(role)
+
+    # The driver
+
+    def run(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args, self.now)
+        while outputs := self.flow.take_outputs():
+            for output in outputs:
+                self._carry_out(output)
+
+    def _carry_out(self, output: Output) -> None:
+        match output:
+            case Send(name, message, request_id):
+                if self.cannot_send(message):
+                    self.flow.on_send_failed(request_id, UnavailableError("frame too long"), self.now)
+                elif isinstance(message, Ping):
+                    self.num_pings += 1
+                else:
+                    self.messages[name].append(message)
+            case Deliver(request_id, choice_idx, event):
+                self.readers[request_id][choice_idx].get(event)
+            case CallDecode(_, request_id):
+                self.calls += [request_id] if self.flow.is_running(request_id) else []
+            case Placed(timeline):
+                timeline.started(self.now)
+            case Drained(name):
+                self.drained.append(name)
+                self.flow.on_lost(name, self.now)
+
+    def wait(self, seconds: float) -> None:
+        """Timers fire when they are due."""
+        end = self.now + seconds
+        while (at := self.flow.next_timer()) is not None and at <= end:
+            self.now = max(self.now, at)
+            self.run(self.flow.on_timer)
+        self.now = end
+
+    # Workers
+
+    def join(self, role: Role, name: str = "") -> None:
+        name = name or role.value
+        self.messages.setdefault(name, [])
+        self.run(self.flow.on_joined, Member(name, role, "", "", "", 8))
+
+    def lose(self, name: str) -> None:
+        self.run(self.flow.on_lost, name)
+
+    def tell(self, name: str, message: AnyMessage) -> None:
+        self.run(self.flow.on_message, name, message)
+
+    def token(
+        self,
+        role: Role,
+        *token_ids: int,
+        reason: FinishReason | None = None,
+        name: str = "r",
+        choice: int = 0,
+    ) -> None:
+        event = TokenEvent(name, token_ids, reason, choice_idx=choice)
+        self.tell(role, Tokens((event,), LoadReport()))
+
+    def fail(self, role: Role, error: ClusterError | None = None, item_idx: int | None = None) -> None:
+        self.tell(role, Failed("r", to_info(error or UnavailableError(f"{role} gave up")), item_idx))
+
+    # Clients
+
+    def submit(
+        self,
+        request: GenerateRequest,
+        items: Sequence[MediaItem] = (),
+        hashes: Sequence[bytes] = (),
+        timeline: RequestTimeline | None = None,
+    ) -> list[Reader]:
+        readers = [Reader(request.request_id, idx) for idx in range(len(request.sampling))]
+        self.readers[request.request_id] = readers
+        timeline = timeline or RequestTimeline(self.now)
+        self.run(self.flow.submit, ClientRequest(request, items, hashes, timeline))
+        return readers
+
+    def start(self) -> Reader:
+        """A request with a media item whose prompt has memory at prefill."""
+        (reader,) = self.submit(REQUEST, [ITEM], [b"block"])
+        self.tell(Role.PREFILL, PrefillAdmitted("r"))
+        return reader
+
+    def close(self, reader: Reader) -> None:
+        self.run(self.flow.close, reader.request_id, reader.choice_idx)
+
+    # What is there
+
+    def attempt(self, request_id: str = "r") -> Attempt:
+        attempt = self.flow._attempts.get(request_id)
+        assert attempt is not None
+        return attempt
+
+    def num_requests(self, name: str) -> int:
+        return next(worker.num_requests for worker in self.flow.workers if worker.replica_id == name)
+
+    def units(self) -> dict[Role, float]:
+        """Work that counts as sent and is not known to be done."""
+        pools = (self.cluster.encoders, self.cluster.prefills, self.cluster.decodes)
+        return {pool.role: float(pool.sent_units.sum()) for pool in pools}
+
+    def sent(self, name: str) -> list[str]:
+        return [type(message).__name__ for message in self.messages[name]]
+
+    def audit(self) -> None:
+        """Readers that have not ended leave; then nothing is held and every work is accounted for."""
+        for readers in self.readers.values():
+            for reader in readers:
+                if not reader.has_ended:
+                    self.close(reader)
+        assert self.flow.is_idle and self.queue.is_idle and self.flow.num_running == 0
+        assert all(worker.num_requests == 0 for worker in self.flow.workers)
+        for pool in (self.cluster.encoders, self.cluster.prefills, self.cluster.decodes):
+            assert not pool.sent_units.any() and not pool.sent_requests.any() and not pool.sent_blocks.any()
+        assert not self.cluster.media._expected and not len(self.cluster.pending)
+        for name, messages in self.messages.items():
+            cancelled = [
+                m.request_id for m in messages if isinstance(m, Cancel) and m == Cancel(m.request_id)
+            ]
+            assert len(cancelled) == len(set(cancelled)), f"{name} is told twice to let go"
+        self.wait(1.0)
+        assert self.flow.next_timer() is None, "an idle door has no timer"
