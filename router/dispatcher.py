@@ -114,7 +114,7 @@ class Dispatcher:
         elif isinstance(output, CallDecode):
             self._call(output)
         elif isinstance(output, Placed):
-            output.timeline.launched(self._clock.now())
+            output.timeline.started(self._clock.now())
         else:
             assert isinstance(output, Drained)
             self.members.close(output.replica_id)

@@ -140,7 +140,7 @@ class Placer:
             block_size=self.block_size,
             block_hashes=hashes,
             media=tuple(_item_view(request, items, idx, self._row_bytes) for idx in range(len(items))),
-            num_companion_tokens=0 if guidance is None else len(guidance.negative_prompt.token_ids),
+            num_negative_tokens=0 if guidance is None else len(guidance.negative_prompt.token_ids),
             num_sequences=len(request.sampling) * len(request.prompts),
             num_prefill_blocks=request.num_prompt_blocks(self.block_size),
             num_decode_blocks=request.max_blocks(self.block_size),

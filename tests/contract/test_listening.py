@@ -25,9 +25,8 @@ def test_an_agent_listens_on_loopback_only(kind):
 
 
 @needs_nixl
-def test_the_environment_does_not_move_a_nixl_agent_to_another_network(monkeypatch):
-    monkeypatch.setenv("UCX_NET_DEVICES", "all")
-    with process_of(listen, "nixl", None) as (pipe, _):
+def test_the_environment_does_not_move_a_nixl_agent_to_another_network():
+    with process_of(listen, "nixl", None, environment={"UCX_NET_DEVICES": "all"}) as (pipe, _):
         found = receive(pipe)
     assert found and [text for is_local, text in found if not is_local] == []
 

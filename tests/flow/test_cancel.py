@@ -17,7 +17,7 @@ from tests.fakes.progress import Progress
 from tests.flow.local_cluster import local_cluster
 from tests.flow.test_law import cluster_args
 
-NUM_CLIENTS = 90
+NUM_CLIENTS = 48
 LONGEST_STAY, LONGEST_PAUSE = 400, 40  # events of all answers: of a client that leaves; between two arrivals
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -62,11 +63,15 @@ def cut_stretches(cluster: LocalCluster) -> None:
         decode._engine._local_prefill._budget = StepBudget(10.0, BLOCK_SIZE, STRETCH)
 
 
-@pytest.mark.parametrize("num_choices", [1, 2])
-@pytest.mark.parametrize("speculation", ["off", "ngram", "draft"])
-@pytest.mark.parametrize(
-    "prefills_locally", [lambda _: True, lambda number: number % 2], ids=["all", "every other"]
-)
+ALL, EVERY_OTHER = (lambda _: True), (lambda number: number % 2)  # which prompts decode computes
+ALWAYS = (("off", 1, ALL), ("off", 2, EVERY_OTHER), ("ngram", 2, ALL), ("draft", 1, EVERY_OTHER))
+WAYS = [
+    pytest.param(*way, marks=() if way in ALWAYS else pytest.mark.slow)
+    for way in itertools.product(("off", "ngram", "draft"), (1, 2), (ALL, EVERY_OTHER))
+]
+
+
+@pytest.mark.parametrize(("speculation", "num_choices", "prefills_locally"), WAYS)
 async def test_prompts_that_decode_computes_are_answered_like_generate(
     folder, prompts, expected, speculation, num_choices, prefills_locally
 ):
@@ -112,7 +117,7 @@ async def test_a_seed_draws_what_it_draws_where_prefill_computes_the_prompt(fold
 
 async def test_texts_that_stay_among_media_that_move_are_answered_like_generate():
     reference = Reference(MODEL)
-    expected = [(case, reference.answer(case, MAX_TOKENS)) for case in make_cases(13, 60)]
+    expected = [(case, reference.answer(case, MAX_TOKENS)) for case in make_cases(13, 30)]
     async with local_cluster(cluster_args(48, "nixl"), (1, 1, 2)) as cluster:
         policy = let_prefill_locally(cluster.door)
         await check_all(cluster, expected, 16)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.workload import Reference, make_cases
+from bench.workload import Case, Reference, make_cases
 from cluster.types.members import Role
 from router.openai.app import build_api
 from tests.flow.local_cluster import local_cluster
@@ -18,11 +18,17 @@ from tests.flow.test_law import MAX_TOKENS, MODEL, ask, cluster_args
 NUM_CASES = 16
 
 
-@pytest.mark.parametrize("role", [Role.ENCODE, Role.PREFILL, Role.DECODE])
-async def test_a_worker_that_must_go_first_finishes_its_requests(role):
+@pytest.fixture(scope="module")
+def media_cases() -> list[tuple[Case, str]]:
+    """With the answers' texts."""
     reference = Reference(MODEL)
     cases = [case for case in make_cases(29, 2 * NUM_CASES) if case.kind != "text"][:NUM_CASES]
-    expected = [reference.answer(case, MAX_TOKENS).text for case in cases]
+    return [(case, reference.answer(case, MAX_TOKENS).text) for case in cases]
+
+
+@pytest.mark.parametrize("role", [Role.ENCODE, Role.PREFILL, Role.DECODE])
+async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, role):
+    cases, expected = zip(*media_cases, strict=True)
     async with local_cluster(cluster_args(64), (2, 2, 2), num_doors=2) as cluster:
         pools = {Role.ENCODE: cluster.encoders, Role.PREFILL: cluster.prefills, Role.DECODE: cluster.decodes}
         leaving = pools[role][0]
@@ -58,7 +64,7 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(role):
         await draining
         assert leaving._engine.load().is_idle and leaving_peers() == []
         answers = [answer for some in await asyncio.gather(*asking) for answer in some]
-        assert [answer["choices"][0]["message"]["content"] for answer in answers] == expected
+        assert [answer["choices"][0]["message"]["content"] for answer in answers] == list(expected)
 
 
 async def test_a_worker_does_not_wait_longer_than_it_is_given_nor_without_doors():

@@ -56,6 +56,7 @@ async def choices(cluster: LocalCluster, case: Case, **fields: object) -> list[s
 
 async def test_answers_that_were_preempted_equal_generate(cases, expected):
     """Blocks for less than three conversations; everybody wants to run, and goes on after `generate`'s last token."""
+    cases, expected = cases[:18], expected[:18]
     args = with_decode(cluster_args(48), kv_blocks=11)
     async with local_cluster(args) as cluster:
         overcommit(cluster)
@@ -130,7 +131,7 @@ async def test_guided_tokens_equal_transformers_guided_generate(text_model, num_
 async def test_guided_media_answers_equal_two_full_forwards_per_token(reference, cases):
     """transformers' guided `generate` fails on this family, so the reference is written out: both prompts are run from their
     first token for every token."""
-    media = [case for case in cases if case.kind in ("image", "audio", "video")][:6]
+    media = [case for case in cases if case.kind in ("image", "audio", "video")][:3]
     async with local_cluster(cluster_args(48)) as cluster:
         fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "max_tokens": 10}
         got = await asyncio.gather(*(choices(cluster, case, **fields) for case in media))
@@ -141,7 +142,7 @@ async def test_guided_media_answers_equal_two_full_forwards_per_token(reference,
 async def test_guided_choices_that_were_preempted_do_not_change(cases):
     """Prompts of one kind and long answers: several are in decode at once, however fast the machine is."""
     fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "ignore_eos": True, "max_tokens": 48}
-    pictures = [case for case in cases if case.kind == "image"][:6]
+    pictures = [case for case in cases if case.kind in ("image", "two images")][:6]
     async with local_cluster(cluster_args(48)) as cluster:
         alone = [await choices(cluster, case, **fields) for case in pictures]
     async with local_cluster(with_decode(cluster_args(48), kv_blocks=18)) as cluster:
@@ -154,6 +155,7 @@ async def test_guided_choices_that_were_preempted_do_not_change(cases):
 @pytest.mark.parametrize("sampled", [False, True])
 async def test_speculation_changes_no_token(cases, expected, sampled):
     fields = {"temperature": 1.2, "seed": 5, "n": 2} if sampled else {}
+    cases = cases[:18] if sampled else cases  # few drafts fit greedy answers
     args = with_decode(
         cluster_args(48), kv_blocks=512, speculation={"method": "ngram", "max_draft_tokens": 4}
     )

@@ -19,7 +19,7 @@ from router.openai.app import build_api
 from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, cluster_args
 
-NUM_CLIENTS = 200
+NUM_CLIENTS = 100
 
 
 @asynccontextmanager

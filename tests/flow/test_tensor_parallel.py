@@ -18,14 +18,15 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.model.loading import Half, load_half
 from cluster.model.parallel import (
+    ForwardProgress,
     LeadingModel,
-    Progress,
     follow,
     join_group,
     leave_group,
 )
 from cluster.model.step_model import StepModel
 from decode_service.service import DecodeService
+from tests.fakes.processes import fork_server
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES
 
@@ -71,7 +72,7 @@ def run_rank(
         except ConfigError as error:
             results.send((name, str(error)))
             continue
-        kv, progress = BlockMemory(model.kv_layout, 14), Progress()
+        kv, progress = BlockMemory(model.kv_layout, 14), ForwardProgress()
         if rank > 0:
             follow(model, kv, group, calls[name], progress, torch.float32, model.feature_width)
             assert progress.has((2, model.num_layers))
@@ -97,8 +98,7 @@ def shared(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, tuple]]:
     """By family: what two ranks found out."""
-    # A forked child would inherit an OpenMP pool without its threads.
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     meeting = tmp_path_factory.mktemp("group") / "meeting"
     pipes = {name: Pipe() for name in checkpoints}
     ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
@@ -179,7 +179,7 @@ def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_is_reached_layer_by_layer_and_when_the_device_has_caught_up() -> None:
-    progress, is_written = Progress(), False
+    progress, is_written = ForwardProgress(), False
     assert progress.has((0, 0))
     progress.begin()
     assert not progress.has((1, 1))

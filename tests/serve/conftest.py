@@ -1,5 +1,5 @@
 """Two clusters for the session, each on a port of its own and ended by process id: the shipped one, of four processes behind HTTP,
-and a larger one. To start one costs half a minute of two cores: a test takes one of these if it can."""
+and a larger one. To start one costs half a minute of two cores: every test that runs by default takes one of these."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="session")
 def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Two encoders; prefill and decode workers of two processes each, and decode guesses."""
+    """Two encoders, one prefill worker and two decode workers; prefill and decode workers have two processes each, and decode guesses."""
     speculation = {"method": "ngram", "max_draft_tokens": 3}
     args = {"tensor_parallel_size": 2, "decode": {"speculation": speculation}}
-    with running(tmp_path_factory.mktemp("parallel"), args, Encode=2) as local:
+    with running(tmp_path_factory.mktemp("parallel"), args, Encode=2, Decode=2) as local:
         yield local
 
 

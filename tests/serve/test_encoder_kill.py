@@ -12,26 +12,21 @@ import httpx
 from bench.workload import Reference, make_cases
 from cluster.serving.launch import LocalCluster
 from tests.serve.conftest import audit
-from tests.serve.test_replicas import pid_of
+from tests.serve.test_replicas import pid_of, until_running
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 MAX_TOKENS = 16
-NUM_CASES = 80
+NUM_CASES = 40
 
 
 async def test_an_encoder_that_is_killed_under_load_costs_no_request(parallel: LocalCluster) -> None:
     cases = [case for case in make_cases(41, 2 * NUM_CASES) if case.kind != "text"][:NUM_CASES]
     reference = Reference(MODEL)
     expected = [reference.answer(case, MAX_TOKENS).text for case in cases]
-    await both_encoders(parallel.url)
+    async with httpx.AsyncClient(base_url=parallel.url, timeout=120) as client:
+        await until_running(client, "encode", 2)
     assert await ask_all(parallel, cases) == expected
     audit(parallel)
-
-
-async def both_encoders(url: str) -> None:
-    async with asyncio.timeout(300), httpx.AsyncClient() as client:
-        while (await client.get(f"{url}/metrics")).text.count('epdg_worker_running{pool="encode"') < 2:
-            await asyncio.sleep(0.1)
 
 
 async def ask_all(local: LocalCluster, cases: list) -> list[str]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from bench.first_steps.folders import make_text
 from bench.first_steps.launcher import SERVE, run_until_end, running, write_config
 from cluster.serving.launch import processes_of
-from tests.serve.test_replicas import ask
+from tests.serve.test_replicas import HANG_S, ask
 
 pytestmark = pytest.mark.slow  # each starts a cluster of its own
 
@@ -29,7 +29,7 @@ def test_a_text_checkpoint_starts_with_the_shipped_file_and_no_encode_pool(model
     with running([*SERVE, str(write_config(tmp_path))], str(model), tmp_path) as ready:
         answer = ask(ready.url)
         assert answer.status_code == 200, answer.text
-        assert httpx.get(f"{ready.url}/v1/models").json()["data"][0]["id"] == "text"
+        assert httpx.get(f"{ready.url}/v1/models", timeout=HANG_S).json()["data"][0]["id"] == "text"
         note, starting, *pools = ready.progress
         folder = folder_of(starting)
         assert "Client for request" not in (folder / "serve.log").read_text()

@@ -12,6 +12,7 @@ import pytest
 from cluster.serving.launch import processes_of
 from cluster.serving.local_environment import ray_headers
 from tests.fakes.sockets import listeners_of, unix_paths_of, with_descendants
+from tests.serve.test_replicas import HANG_S
 
 JOB = {"entrypoint": "id"}
 
@@ -59,10 +60,11 @@ def test_ray_takes_no_job_without_the_token(cluster, server):
         url = f"{cluster.dashboard_url()}/api/jobs/"
     else:
         url = f"http://127.0.0.1:{port_of(cluster, 'dashboard_agent_listen_port')}/api/job_agent/jobs/"
-    assert httpx.post(url, json=JOB).status_code == 401
-    assert httpx.post(url, json=JOB, headers={"Authorization": f"Bearer {'0' * 64}"}).status_code == 403
+    assert httpx.post(url, json=JOB, timeout=HANG_S).status_code == 401
+    wrong = {"Authorization": f"Bearer {'0' * 64}"}
+    assert httpx.post(url, json=JOB, headers=wrong, timeout=HANG_S).status_code == 403
     # The route is there: with the token the body is looked at, and this one names no entrypoint.
-    answer = httpx.post(url, json={}, headers=ray_headers(cluster.folder))
+    answer = httpx.post(url, json={}, headers=ray_headers(cluster.folder), timeout=HANG_S)
     assert answer.status_code in (400, 500) and "entrypoint" in answer.text
 
 

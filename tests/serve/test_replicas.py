@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -15,11 +16,13 @@ from cluster.serving.launch import processes_of
 PAUSE_S, HANG_S = 0.05, 120.0
 
 
-def pid_of(cluster, pool: str) -> int:
+def pids_of(cluster, pool: str) -> list[int]:
     title = f"ray::ServeReplica:epdg:{pool}".encode()
-    return next(
-        pid for pid in processes_of(cluster.folder) if title in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+    return [pid for pid in processes_of(cluster.folder) if title in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def pid_of(cluster, pool: str) -> int:
+    return pids_of(cluster, pool)[0]
 
 
 def wait_for_health(url: str, status: int, timeout_s: float) -> None:
@@ -31,8 +34,15 @@ def wait_for_health(url: str, status: int, timeout_s: float) -> None:
     pytest.fail(f"/health was not {status} within {timeout_s} s and as many answers as come in that time")
 
 
+async def until_running(client: httpx.AsyncClient, pool: str, num_workers: int) -> None:
+    """The door tells of so many workers of the pool (`encode`, …)."""
+    async with asyncio.timeout(300):
+        while (await client.get("/metrics")).text.count(f'epdg_worker_running{{pool="{pool}"') != num_workers:
+            await asyncio.sleep(0.05)
+
+
 def ask(url: str) -> httpx.Response:
-    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    model = httpx.get(f"{url}/v1/models", timeout=HANG_S).json()["data"][0]["id"]
     body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=HANG_S)
 

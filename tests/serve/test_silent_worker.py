@@ -6,35 +6,37 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 
 import httpx
 
-from tests.serve.conftest import running
-from tests.serve.test_replicas import pid_of
+from cluster.serving.launch import LocalCluster
+from tests.serve.test_replicas import pid_of, until_running
 
 GUARD_S = 60.0
+SILENT = 'epdg_door_silent_workers{pool="decode"}'
 
 
-async def test_a_stopped_worker_is_avoided_until_it_moves(tmp_path: Path) -> None:
-    with running(tmp_path, Decode=2) as local:
-        async with asyncio.timeout(4 * GUARD_S), httpx.AsyncClient(base_url=local.url, timeout=120) as client:
-            await until(client, 'epdg_worker_running{pool="decode"', 2, count=True)
-            stopped = pid_of(local, "Decode")
-            os.kill(stopped, signal.SIGSTOP)
-            try:
-                early = [asyncio.ensure_future(ask(client)) for _ in range(6)]
+async def test_a_stopped_worker_is_avoided_until_it_moves(parallel: LocalCluster) -> None:
+    async with (
+        asyncio.timeout(4 * GUARD_S),
+        httpx.AsyncClient(base_url=parallel.url, timeout=120) as client,
+    ):
+        await until_running(client, "decode", 2)
+        stopped = pid_of(parallel, "Decode")
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            early = [asyncio.ensure_future(ask(client)) for _ in range(6)]
+            began_at = time.monotonic()
+            await until_silent(client, 1)
+            print(f"known after {time.monotonic() - began_at:.2f} s")
+            for _ in range(12):
                 began_at = time.monotonic()
-                await until(client, 'epdg_door_silent_workers{pool="decode"}', 1)
-                print(f"known after {time.monotonic() - began_at:.2f} s")
-                for _ in range(12):
-                    began_at = time.monotonic()
-                    assert await ask(client) == 200
-                    print(f"answered in {time.monotonic() - began_at:.2f} s")
-            finally:
-                os.kill(stopped, signal.SIGCONT)
-            await until(client, 'epdg_door_silent_workers{pool="decode"}', 0)
-            assert set(await asyncio.gather(*early)) == {200}, "they go on with their worker"
+                assert await ask(client) == 200
+                print(f"answered in {time.monotonic() - began_at:.2f} s")
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        await until_silent(client, 0)
+        assert set(await asyncio.gather(*early)) == {200}, "they go on with their worker"
 
 
 async def ask(client: httpx.AsyncClient) -> int:
@@ -42,13 +44,11 @@ async def ask(client: httpx.AsyncClient) -> int:
     return (await client.post("/v1/chat/completions", json=body)).status_code
 
 
-async def until(client: httpx.AsyncClient, name: str, wanted: int, *, count: bool = False) -> None:
-    """A metric has a value, or so many lines begin with its name."""
+async def until_silent(client: httpx.AsyncClient, num_workers: int) -> None:
+    """The door counts so many decode workers that do not move."""
     async with asyncio.timeout(GUARD_S):
         while True:
-            lines = [
-                line for line in (await client.get("/metrics")).text.splitlines() if line.startswith(name)
-            ]
-            if (len(lines) if count else sum(float(line.rsplit(" ", 1)[1]) for line in lines)) == wanted:
+            lines = (await client.get("/metrics")).text.splitlines()
+            if sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(SILENT)) == num_workers:
                 return
             await asyncio.sleep(0.05)

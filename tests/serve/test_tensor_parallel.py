@@ -14,12 +14,11 @@ import pytest
 from bench import equality
 from bench.workload import Reference, make_cases
 from cluster.serving.launch import LocalCluster, processes_of
-from tests.serve.test_replicas import ask, pid_of, wait_for_health
+from tests.serve.test_replicas import HANG_S, ask, pid_of, pids_of, until_running, wait_for_health
 
 
-def rank_of(cluster: LocalCluster, pool: str) -> int:
-    """Process id of rank 1."""
-    leader = pid_of(cluster, pool)
+def rank_of(cluster: LocalCluster, leader: int) -> int:
+    """Process id of rank 1 of the worker whose rank 0 is `leader`."""
     return next(pid for pid in processes_of(cluster.folder) if parent_of(pid) == leader)
 
 
@@ -29,7 +28,7 @@ def parent_of(pid: int) -> int:
 
 def test_greedy_answers_equal_generate(parallel):
     reference = Reference(equality.MODEL)
-    expected = [(case, reference.answer(case, equality.MAX_TOKENS)) for case in make_cases(79, 48)]
+    expected = [(case, reference.answer(case, equality.MAX_TOKENS)) for case in make_cases(79, 24)]
     faults, _ = asyncio.run(equality.run(parallel.url, expected, 8))
     assert faults == []
 
@@ -45,29 +44,32 @@ def test_greedy_answers_equal_generate(parallel):
 def test_choices_and_guidance_give_what_one_process_gives(parallel, cluster, fields):
     answers = []
     for url in (parallel.url, cluster.url):
-        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        model = httpx.get(f"{url}/v1/models", timeout=HANG_S).json()["data"][0]["id"]
         body = {"model": model, "messages": [{"role": "user", "content": "count to ten"}], "max_tokens": 40}
-        response = httpx.post(f"{url}/v1/chat/completions", json={**body, **fields}, timeout=60)
+        response = httpx.post(f"{url}/v1/chat/completions", json={**body, **fields}, timeout=HANG_S)
         assert response.status_code == 200, response.text
         answers.append([choice["message"]["content"] for choice in response.json()["choices"]])
     assert answers[0] == answers[1] and len(answers[0]) == fields.get("n", 1)
 
 
 def test_a_worker_that_loses_a_rank_is_replaced(parallel):
-    worker, rank = pid_of(parallel, "Prefill"), rank_of(parallel, "Prefill")
-    os.kill(rank, signal.SIGKILL)
+    worker = pid_of(parallel, "Prefill")
+    os.kill(rank_of(parallel, worker), signal.SIGKILL)
     wait_for_health(parallel.url, 503, timeout_s=2)
     wait_for_health(parallel.url, 200, timeout_s=180)
     assert pid_of(parallel, "Prefill") != worker
     assert ask(parallel.url).status_code == 200
 
 
-def test_the_ranks_of_a_killed_worker_end(parallel):
-    rank = os.pidfd_open(rank_of(parallel, "Decode"))
-    os.kill(pid_of(parallel, "Decode"), signal.SIGKILL)
+async def test_the_ranks_of_a_killed_worker_end_and_it_is_replaced(parallel):
+    workers = pids_of(parallel, "Decode")
+    killed, rank = workers[0], os.pidfd_open(rank_of(parallel, workers[0]))
+    os.kill(killed, signal.SIGKILL)
     has_ended, _, _ = select.select([rank], [], [], 120)
     os.close(rank)
     assert has_ended, "a rank lives on without its worker"
-    wait_for_health(parallel.url, 503, timeout_s=2)
-    wait_for_health(parallel.url, 200, timeout_s=180)
+    async with asyncio.timeout(300), httpx.AsyncClient(base_url=parallel.url, timeout=HANG_S) as client:
+        while killed in (now := pids_of(parallel, "Decode")) or len(now) < 2:
+            await asyncio.sleep(0.5)
+        await until_running(client, "decode", 2)
     assert ask(parallel.url).status_code == 200

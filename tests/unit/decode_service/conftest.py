@@ -1,11 +1,15 @@
-"""Tiny models, and what they say without drafts."""
+"""Tiny models, what they say without drafts, and an engine between scripted neighbours."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from cluster.model.language import LanguageModel
+from tests.fakes.engines import Rig
+from tests.fakes.relay import Relay
 from tests.flow.tiny_models import TEXT_FAMILIES
 from tests.unit.decode_service.drafting import BLOCK_SIZE, decode, requests_of
 
@@ -28,3 +32,15 @@ def draft() -> LanguageModel:
 @pytest.fixture(scope="module")
 def expected(target) -> list[list[int]]:
     return decode(target, requests_of(target))
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig(decode_blocks=10)
+
+
+@pytest.fixture
+def relay(rig: Rig) -> Iterator[Relay]:
+    relay = Relay(rig)
+    yield relay
+    relay.finish()

@@ -145,6 +145,21 @@ def test_an_item_that_is_asked_for_twice_is_one_delivery(rig, num_turns):
     assert rig.encoder.engine.load().is_idle and rig.encoder.engine.load().encoded.num_encoded == 1
 
 
+def test_the_end_of_an_earlier_transfer_is_not_the_end_of_an_item_that_was_asked_for_again(rig):
+    rig.network.faults.post_polls = 4
+    rig.start(ITEM)
+    rig.target(ITEM)
+    while not rig.encoder.engine.load().num_open_leases:
+        rig.turn()
+    rig.start(ITEM)
+    while rig.encoder.engine.load().num_open_leases:
+        rig.turn()
+    rig.turn()
+    assert rig.said(Failed) == rig.said(Encoded) == []
+    assert rig.encoder.engine.load().num_waiting == 1
+    rig.receive("encoder", Cancel("r"))
+
+
 def test_an_item_without_deliveries_is_not_encoded(rig):
     rig.start(ITEM)
     rig.encoder.step()

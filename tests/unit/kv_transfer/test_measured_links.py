@@ -12,6 +12,7 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from cluster.types.curves import Link
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.lease.group import GroupTransferEngine
+from kv_transfer.lease.sender import Finished, SendFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.clock import ManualClock
 
@@ -34,7 +35,27 @@ def test_a_link_is_known_by_the_owners_name_once_something_was_sent():
     (link,) = writer.links.values()
     assert set(writer.links) == {"d0"}
     assert link.bytes_per_s in {(1 << 20) / (0.5 * n) for n in (1, 2, 3)}
-    assert owner.links == {}, "it writes to nobody"
+    assert owner.links == {}, "it writes to no peer"
+
+
+def test_the_link_to_a_peer_that_is_lost_is_forgotten():
+    clock, network, sent = ManualClock(), InProcessNetwork(), []
+    network.faults.post_polls = 2
+    writer = TransferEngine(network.agent("p0"), clock, sent.append, outgoing=BlockMemory(LAYOUT, 1))
+    owner = TransferEngine(network.agent("d0"), clock, lambda event: None, incoming=BlockMemory(LAYOUT, 1))
+    grants = [owner.grant(name, [0], [0], 10.0) for name in ("first", "second")]
+    for number, grant in enumerate(grants):
+        if number == 1:
+            assert set(writer.links) == {"d0"}
+            network.kill("d0")
+        outgoing = writer.open(grant.received(clock.at))
+        outgoing.write([0], [0])
+        outgoing.finish(b"")
+        for _ in range(4):
+            writer.step()
+            clock.at += 0.5
+    assert isinstance(sent[0], Finished) and isinstance(sent[1], SendFailed)
+    assert writer.links == {}
 
 
 @pytest.mark.parametrize("num_others", [1, 3])

@@ -193,6 +193,13 @@ def test_a_request_that_leaves_fields_out_gets_the_models_own(door):
     assert (call_.stop.token_ids, call_.stop.strings, call_.stop.max_tokens) == ((3,), ("\n",), 9)
 
 
+def test_choices_of_neighbouring_seeds_share_no_seed(door):
+    for seed in range(5):
+        chat(door, n=8, seed=seed, temperature=1)
+    seeds = [params.seed for call_ in door.calls for params in call_.sampling]
+    assert len(set(seeds)) == len(seeds) == 40
+
+
 def test_media_parts_become_sources_in_order(door):
     parts = [
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}},

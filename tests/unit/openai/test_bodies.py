@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from cluster.errors import OverloadedError
+from cluster.text.defaults import GenerationDefaults
 from router.openai.app import build_api
 from router.openai.bodies import BodyBudget
 from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts, Limits
@@ -294,6 +296,27 @@ def test_a_client_that_reads_is_not_given_up(door, stream):
     body = {"model": "org/demo", "messages": [{"role": "user", "content": "x"}], "stream": stream}
     response = call(door, "POST", "/v1/chat/completions", ClientTimeouts(read_s=0.02), json=body)
     assert response.status_code == 200
+
+
+class ObservedDoor(FakeDoor):
+    """Notes the threads in which bodies become calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[threading.Thread] = set()
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        self.threads.add(threading.current_thread())
+        return FakeDoor.defaults
+
+
+@pytest.mark.parametrize(("num_chars", "is_beside"), [(1 << 10, False), (80 << 10, True)])
+def test_a_large_body_is_parsed_beside_the_event_loop(num_chars, is_beside):
+    door = ObservedDoor()
+    body = {"model": "org/demo", "messages": [{"role": "user", "content": "x" * num_chars}]}
+    assert call(door, "POST", "/v1/chat/completions", json=body).status_code == 200
+    assert (threading.current_thread() not in door.threads) == is_beside and door.threads
 
 
 def test_a_blocked_event_loop_shows_in_the_metrics(door):

@@ -120,7 +120,7 @@ class ScriptedFlow:
             case CallDecode(_, request_id):
                 self.calls += [request_id] if self.flow.is_running(request_id) else []
             case Placed(timeline):
-                timeline.launched(self.now)
+                timeline.started(self.now)
             case Drained(name):
                 self.drained.append(name)
                 self.flow.on_lost(name, self.now)
