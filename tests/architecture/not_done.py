@@ -1,10 +1,11 @@
 """What the tests of this folder find and do not refuse yet, per room (a folder, two levels deep).
 
-A room that is not named has nothing left. A number may only fall; an empty table goes.
+A room that is not named has nothing left. A number may only fall; `python -m tests.architecture.findings write`
+lowers it.
 """
 
 # names with a word that the glossary replaces
-WORDS: dict[str, int] = {
+NAMES: dict[str, int] = {
     "cluster/media": 1,
     "cluster/serving": 1,
     "cluster/simulator": 48,
@@ -13,13 +14,13 @@ WORDS: dict[str, int] = {
     "router/telemetry": 9,
 }
 
-# comments and docstrings with who, whoever, nobody, somebody, anew, he
+# sentences with who, whoever, nobody, somebody, anew, he
 RIDDLES: dict[str, int] = {
     "cluster/simulator": 31,
     "router": 1,
 }
 
-# comments and docstrings with a word that the glossary replaces
+# sentences with a word that the glossary replaces
 OLD_WORDS: dict[str, int] = {
     "cluster/simulator": 3,
     "router": 1,
@@ -54,7 +55,7 @@ LONG_LINES: dict[str, int] = {
     "router/flow": 38,
     "router/openai": 1,
     "tests": 6,
-    "tests/architecture": 10,
+    "tests/architecture": 2,
     "tests/contract": 33,
     "tests/fakes": 20,
     "tests/faults": 13,
@@ -65,7 +66,7 @@ LONG_LINES: dict[str, int] = {
 }
 
 # lines that their comment has broken
-COMMENTS_BEHIND_BRACKETS: dict[str, int] = {
+COMMENTS: dict[str, int] = {
     "bench/encoder": 1,
     "bench/fuzz": 1,
     "bench/router": 1,
@@ -81,13 +82,13 @@ COMMENTS_BEHIND_BRACKETS: dict[str, int] = {
     "tests/unit": 7,
 }
 
-# class names that two modules define
-CLASSES: set[str] = {
-    "Flight",
-    "Lengths",
-    "Plan",
-    "Progress",
-    "Prompt",
-    "Refusal",
-    "Sender",
+# modules that define one class name
+CLASSES: dict[str, int] = {
+    "Flight": 2,
+    "Lengths": 2,
+    "Plan": 2,
+    "Progress": 2,
+    "Prompt": 2,
+    "Refusal": 2,
+    "Sender": 2,
 }
