@@ -23,7 +23,7 @@ from cluster.worker.language import LanguageSizes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
-from cluster.worker.service import PhaseService, language_member
+from cluster.worker.service import PhaseService
 from cluster.worker.setup import check_device_transport, set_up
 from decode_service.engine import DecodeEngine
 from decode_service.local_prefill import MAX_LOCAL_PREFILL_TOKENS
@@ -83,7 +83,14 @@ class DecodeService(PhaseService):
         )
         self._engine.warm_up()
         process.attach(self._engine, self._on_message)
-        super().__init__(process, language_member(process, Role.DECODE, model, num_blocks))
+        member = process.member(
+            Role.DECODE,
+            model.kv_layout,
+            num_blocks,
+            block_bytes=model.kv_layout.block_bytes,
+            num_layers=model.num_layers,
+        )
+        super().__init__(process, member)
         self._runs: dict[str, asyncio.Future[None]] = {}
         self._started: set[str] = set()  # requests that have started and not ended
         self._ended: OrderedDict[str, None] = OrderedDict()

@@ -12,7 +12,7 @@ from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.types.members import Member, Role
+from cluster.types.members import Role
 from cluster.types.messages import AnyMessage, Cancel, EncodeTarget, StartEncode
 from cluster.worker.memory_plan import MemoryPlan, available_bytes, encoder_step_bytes
 from cluster.worker.outbox import DoorId
@@ -82,18 +82,8 @@ class EncoderService(PhaseService):
         process.attach(self._engine, self._on_message)
         self._engine.attach(process.loop)
         model.on_block(process.cpu_slots.yield_between_layers)
-        member = Member(
-            replica_id,
-            Role.ENCODE,
-            "",
-            model.fingerprint,
-            layout.fingerprint,
-            num_blocks,
-            tuple(modality.value for modality in model.modalities),
-            process.hardware,
-            processes=process.processes,
-        )
-        super().__init__(process, member)
+        modalities = tuple(modality.value for modality in model.modalities)
+        super().__init__(process, process.member(Role.ENCODE, layout, num_blocks, modalities=modalities))
 
     async def stop(self) -> None:
         await super().stop()

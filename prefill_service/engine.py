@@ -91,12 +91,12 @@ class PrefillEngine:
         outbox.greet_with(lambda: BlocksChanged(blocks.content(), ()))
 
     def step(self) -> float | None:
-        for request_id in self._requests.expired():
+        for request_id in self._requests.deadlines.expired():
             self._blame.run(request_id, self._lifecycle.expire, request_id)
         self._admit()
         self._tell_doors(self.load())  # before the step: decode reserves blocks for what was admitted
         if not self._run_chunks():
-            return self._requests.wait_s()
+            return self._requests.deadlines.wait_s()
         self._tell_doors()
         return 0
 
@@ -171,7 +171,7 @@ class PrefillEngine:
             raise RequestError(
                 f"the prompt has {request.num_prompt_tokens} tokens; a prefill worker holds {capacity}"
             )
-        self._requests.set_timeout(request_id, timeout_s)
+        self._requests.deadlines.add(request_id, timeout_s)
         self._admission.push(self._ticket(request, request_id, request.num_prompt_tokens))
 
     def _on_target(self, request: PrefillRequest, error: Exception | None) -> None:

@@ -29,7 +29,7 @@ from cluster.worker.language import LanguageSizes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
-from cluster.worker.service import PhaseService, language_member
+from cluster.worker.service import PhaseService
 from cluster.worker.setup import check_device_transport, set_up
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore
@@ -85,7 +85,14 @@ class PrefillService(PhaseService):
         )
         warm_up(runner, blocks, budget, process.cpu_slots, model.max_model_len)
         process.attach(self._engine, self._on_message)
-        super().__init__(process, language_member(process, Role.PREFILL, model, num_blocks))
+        member = process.member(
+            Role.PREFILL,
+            model.kv_layout,
+            num_blocks,
+            block_bytes=model.kv_layout.block_bytes,
+            num_layers=model.num_layers,
+        )
+        super().__init__(process, member)
 
     def _on_message(self, door: DoorId, message: AnyMessage) -> None:
         match message:

@@ -75,7 +75,7 @@ class DoorMetrics:
     def finished(self, reason: str) -> None:
         self._finished.labels(self._model_id, reason).inc()
 
-    def ledger(self, timeline: RequestTimeline) -> None:
+    def observe_timeline(self, timeline: RequestTimeline) -> None:
         """The first token of a request is out."""
         for stage, seconds in timeline.stages().items():
             self._stage_s.labels(self._model_id, stage).observe(seconds)
