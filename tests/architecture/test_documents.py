@@ -1,4 +1,4 @@
-"""What the documents name exists: files, modules, commands, settings, metrics, labels. Nothing is missing there.
+"""What the documents name exists: files, modules, commands, settings, metrics, labels. Nothing is missing.
 
 The documents are README.md, SECURITY.md, CHANGELOG.md, docs/ and the READMEs of bench and deploy. Paths and
 modules in docstrings are looked up as well.
