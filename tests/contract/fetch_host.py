@@ -68,7 +68,7 @@ class MediaHost:
 
     async def until_closed(self) -> None:
         """All clients have gone."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while self.num_open:
                 await asyncio.sleep(0.002)
 

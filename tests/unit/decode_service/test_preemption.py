@@ -74,9 +74,9 @@ def test_blocks_are_kept_for_those_that_wait_no_longer_than_they_do(rig, relay, 
     relay.play(1)
     rig.receive("decode", Cancel("r", choice_idx))
     relay.play(1)
-    assert rig.decode.engine._num_admitted_sequences == 1
+    assert rig.decode.engine._counts.num_admitted == 1
     relay.play()
-    assert rig.decode.engine._num_admitted_sequences == 0
+    assert rig.decode.engine._counts.num_admitted == 0
 
 
 def test_a_new_request_does_not_get_the_block_that_a_running_one_needs_next(rig, relay):
