@@ -181,7 +181,7 @@ async def test_a_worker_whose_connection_was_cut_is_dialled_again(expected):
     async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
         let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
         lost = next(peer for peer in cluster.door.peers if peer.member.role is Role.DECODE)
-        await lost.aclose()
+        await lost.connection.aclose()
         async with asyncio.timeout(60):
             while len(cluster.door.peers) < 3:
                 await asyncio.sleep(0.01)
