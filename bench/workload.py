@@ -8,10 +8,8 @@ the reference.
 from __future__ import annotations
 
 import base64
-import io
 import json
 import random
-import wave
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from deploy.demo_model.training import data, media
+from deploy.demo_model.training.media import png_bytes, wav_bytes
 
 KINDS = ("text", "image", "two images", "video", "audio", "image and audio")
 SAMPLING_RATE = 16_000
@@ -100,23 +99,6 @@ def make_sound(rng: random.Random) -> np.ndarray:
         pieces += [0.2 * np.hanning(len(time_s)) * voiced, np.zeros(rng.randrange(800, 3200))]
     samples = np.clip(np.concatenate(pieces), -1, 1)
     return (np.round(samples * 32767) / 32768).astype(np.float32)
-
-
-def png_bytes(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def wav_bytes(samples: np.ndarray) -> bytes:
-    """A 16 kHz mono PCM16 file; samples on the 16 bit grid survive unchanged."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as wav:
-        wav.setnchannels(1)
-        wav.setsampwidth(2)
-        wav.setframerate(SAMPLING_RATE)
-        wav.writeframes(np.round(samples * 32768).clip(-32768, 32767).astype("<i2").tobytes())
-    return file.getvalue()
 
 
 def data_uri(media_type: str, file: bytes) -> str:

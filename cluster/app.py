@@ -1,20 +1,24 @@
-"""The composition root: from a configuration to a Serve application of four deployments, Encode, Prefill, Decode and Door.
+"""The composition root: from a configuration to a Serve application of four deployments, Encode, Prefill,
+Decode and Door.
 
-`serve run deploy/cluster.yaml` calls `build` with that file's `args`. The file's `deployments:` section overrides what is set here
-per deployment (replica counts, resources). This module builds no model: model code is imported in the replicas only. A model that
-takes no media gets no Encode deployment. Serve refuses a file that names a missing deployment. A file for all models therefore
-names Encode only if it changes something there.
+`serve run deploy/cluster.yaml` calls `build` with that file's `args`. The file's `deployments:` section
+overrides what is set here per deployment (replica counts, resources). This module builds no model: model code
+is imported in the replicas only. A model that takes no media gets no Encode deployment. Serve refuses a file
+that names a missing deployment. A file for all models therefore names Encode only if it changes something
+there.
 
 The hosts' offers at composition time keep the pools apart:
 
-* If a host of the cluster has a custom resource `encode_pool`, `prefill_pool` or `decode_pool` (`make serve` gives them to its own
-  host), each replica of that pool takes one unit and runs only on such hosts.
-* If a host has the label `pool=encode`, `pool=prefill` or `pool=decode`, replicas of that pool run only on hosts with the label.
+* If a host of the cluster has a custom resource `encode_pool`, `prefill_pool` or `decode_pool` (`make serve`
+  gives them to its own host), each replica of that pool takes one unit and runs only on such hosts.
+* If a host has the label `pool=encode`, `pool=prefill` or `pool=decode`, replicas of that pool run only on
+  hosts with the label.
 * With `device: cuda` a replica takes one GPU for each of its ranks.
 * A machine that offers none of these still runs everything.
 """
 
-# No `from __future__ import annotations`: Serve validates the arguments with the class in `build`'s annotation.
+# No `from __future__ import annotations`: Serve validates the arguments with the class in `build`'s
+# annotation.
 
 import logging
 import os
@@ -45,7 +49,8 @@ SERVICES = {
 DOOR = "router.door:Door"
 API = "router.openai.app:build_api"
 
-# The engines admit and refuse requests. Serve's default of 5 would queue requests that the engines do not see.
+# The engines admit and refuse requests. Serve's default of 5 would queue requests that the engines do not
+# see.
 MAX_ONGOING_REQUESTS = 1_000_000
 HEALTH_CHECK_PERIOD_S = (
     5.0  # doors notice a death at once, by end-of-file; Serve's check replaces the replica
@@ -68,7 +73,8 @@ class Hosts:
 
 
 def build(args: ClusterArgs) -> serve.Application:
-    """Raises ConfigError for a model or setting that cannot work, and for a Ray cluster that is reachable without a token."""
+    """Raises ConfigError for a model or setting that cannot work, and for a Ray cluster that is reachable
+    without a token."""
     require_authentication(ray.util.get_node_ip_address(), read_environment())
     return compose(args, Hosts.here())
 
@@ -76,7 +82,8 @@ def build(args: ClusterArgs) -> serve.Application:
 def compose(
     args: ClusterArgs, hosts: Hosts, services: dict[Role, str] = SERVICES, door: str = DOOR, api: str = API
 ) -> serve.Application:
-    """`build` with other classes in the same deployments. The classes are import paths, so each process loads only its own."""
+    """`build` with other classes in the same deployments. The classes are import paths, so each process loads
+    only its own."""
     resolved = resolve(args, read_environment(), num_cores=len(os.sched_getaffinity(0)))
     config, _ = check_checkpoint(Path(resolved.model))
     roles = [role for role in Role if role is not Role.ENCODE or takes_media(config)]

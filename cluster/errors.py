@@ -4,7 +4,7 @@
     ├── RequestError            the client must change the request (4xx; never retried by this cluster)
     │   ├── MediaError          one media item cannot be used; the message names the item
     │   ├── ContextLengthError  prompt and answer do not fit the model
-    │   ├── QuarantinedError    422: workers were lost while they computed this content; it is refused for a while
+    │   ├── QuarantinedError    422: workers were lost over this content; it is refused for a while
     │   ├── UnsupportedError    a field that this server does not implement (no field is ignored silently)
     │   └── ModelNotFoundError  404
     ├── OverloadedError         429: the client may retry after `retry_after_s`
@@ -12,8 +12,8 @@
     ├── NotWantedError          work that was stopped because nothing waits for it; never leaves its process
     └── ConfigError             the operator must change the configuration; raised at start only
 
-An error crosses a process as `ErrorInfo`; only `to_info` and `from_info` know the mapping. Any exception that is not a
-ClusterError is a bug: the process logs it and answers with an internal error (500).
+An error crosses a process as `ErrorInfo`; only `to_info` and `from_info` know the mapping. Any exception that
+is not a ClusterError is a bug: the process logs it and answers with an internal error (500).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import msgspec
 
 
 class BookkeepingError(ValueError):
-    """What is held differs from what is recorded as held. No request caused it: the engine that finds it ends, and its worker is
-    replaced."""
+    """What is held differs from what is recorded as held. No request caused it: the engine that finds it
+    ends, and its worker is replaced."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -102,7 +102,8 @@ class ConfigError(ClusterError):
 _BY_NAME: dict[str, type[ClusterError]] = {
     cls.__name__: cls
     for cls in (
-        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, QuarantinedError, UnsupportedError,
+        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, QuarantinedError,
+        UnsupportedError,
         ModelNotFoundError,
         OverloadedError, UnavailableError, ConfigError,
     )
@@ -110,7 +111,8 @@ _BY_NAME: dict[str, type[ClusterError]] = {
 
 
 def to_info(error: BaseException) -> ErrorInfo:
-    """The wire form. The text of an unexpected exception stays in this process's log, because it may contain internals."""
+    """The wire form. The text of an unexpected exception stays in this process's log, because it may contain
+    internals."""
     if isinstance(error, ClusterError):
         kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME)
         return ErrorInfo(kind, error.message, error.param, error.retry_after_s)

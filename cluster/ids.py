@@ -1,4 +1,5 @@
-"""Names of requests and leases, which live in more than one process. Unique per cluster, safe in logs, not guessable."""
+"""Names of requests and leases, which live in more than one process. Unique per cluster, safe in logs, not
+guessable."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class DecodeEngine:
         self._local_prefill.warm_up(self._blocks)
 
     def step(self) -> float | None:
-        for request_id in self._requests.expired():
+        for request_id in self._requests.deadlines.expired():
             self._blame.run(request_id, self._lifecycle.expire, request_id)
         self._admit()
         if self._local_prefill:
@@ -131,7 +131,7 @@ class DecodeEngine:
         self._speed.report()
         self._outbox.flush(self.load())
         has_work = batch or self._local_prefill  # the step may have freed what a waiting request needs
-        return 0 if has_work else self._requests.wait_s()
+        return 0 if has_work else self._requests.deadlines.wait_s()
 
     def _run_local_prefill(self) -> None:
         """First tokens go out at once, before the step of the running batch."""
@@ -179,7 +179,7 @@ class DecodeEngine:
             )
         if request.prefills and (request.request.guidance or request.request.prompt.media):
             raise InternalError("decode computes only text prompts without a negative prompt")
-        self._requests.set_timeout(request.request_id, request.timeout_s)
+        self._requests.deadlines.add(request.request_id, request.timeout_s)
         self._waiting.push(self._ticket(request))
 
     def cancel(self, request_id: str, choice_idx: int | None = None) -> None:
@@ -219,6 +219,7 @@ class DecodeEngine:
             num_open_leases=self._kv_input.num_open_leases,
             totals=DecodeTotals(self.num_preempted, self._runner.num_drafted, self._runner.num_accepted),
             num_context_tokens=self._counts.num_context_tokens,
+            received=self._kv_input.received,
         )
 
     def _ticket(self, request: DecodeRequest) -> Ticket:

@@ -10,7 +10,7 @@ import msgspec
 
 from cluster.ids import new_lease_id
 from cluster.kvcache.blocks import BlockPool
-from cluster.types.transfer import Grant
+from cluster.types.transfer import Grant, ReceivedTotals
 from decode_service.state import DecodeRequest
 from kv_transfer.lease.transfer import BlockTransfer
 
@@ -27,6 +27,10 @@ class KvInput:
     @property
     def num_open_leases(self) -> int:
         return len(self._by_lease)
+
+    @property
+    def received(self) -> ReceivedTotals:
+        return self._transfer_engine.received
 
     def grant(self, request: DecodeRequest, token_s: float | None) -> Grant:
         """Lets a prefill worker write to the blocks of the request's prompts. token_s: in which this worker

@@ -23,8 +23,8 @@ from cluster.worker.language import LanguageSizes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
-from cluster.worker.service import PhaseService, language_member
-from cluster.worker.setup import check_device_lane, set_up
+from cluster.worker.service import PhaseService
+from cluster.worker.setup import check_device_transport, set_up
 from decode_service.engine import DecodeEngine
 from decode_service.local_prefill import MAX_LOCAL_PREFILL_TOKENS
 from decode_service.runner import DecodeRunner
@@ -39,7 +39,7 @@ class DecodeService(PhaseService):
     def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
         """Loads the language half of the model. Blocks until it is loaded. Raises ConfigError."""
         setup = set_up(args, replica_id)
-        check_device_lane(args, setup)
+        check_device_transport(args, setup)
         num_blocks = args.decode.kv_blocks
         sizes = LanguageSizes(
             num_kv_blocks=num_blocks,
@@ -83,7 +83,14 @@ class DecodeService(PhaseService):
         )
         self._engine.warm_up()
         process.attach(self._engine, self._on_message)
-        super().__init__(process, language_member(process, Role.DECODE, model, num_blocks))
+        member = process.member(
+            Role.DECODE,
+            model.kv_layout,
+            num_blocks,
+            block_bytes=model.kv_layout.block_bytes,
+            num_layers=model.num_layers,
+        )
+        super().__init__(process, member)
         self._runs: dict[str, asyncio.Future[None]] = {}
         self._started: set[str] = set()  # requests that have started and not ended
         self._ended: OrderedDict[str, None] = OrderedDict()

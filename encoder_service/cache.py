@@ -151,7 +151,7 @@ class EmbeddingCache:
         self._entries.move_to_end(media_hash, last=keep)
         self._changed.add(media_hash)
 
-    def abandon(self, media_hash: str) -> None:
+    def free_reserved(self, media_hash: str) -> None:
         """Frees the room of an entry that will not be completed. Ignored if the item has no such room."""
         entry = self._filling.pop(media_hash, None)
         if entry is not None:

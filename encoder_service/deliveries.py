@@ -139,9 +139,9 @@ class Deliveries:
         if delivery.outgoing is not None:
             delivery.outgoing.abort(reason)
         elif delivery.target is not None:
-            self.give_back(delivery.target, reason)
+            self.return_grant(delivery.target, reason)
 
-    def give_back(self, target: ReceivedGrant, reason: str) -> None:
+    def return_grant(self, target: ReceivedGrant, reason: str) -> None:
         """Returns a grant that will not be used."""
         try:
             self._transfer_engine.open(target).abort(reason)

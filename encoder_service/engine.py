@@ -131,7 +131,7 @@ class EncoderEngine:
         """Prefill has made room. If the delivery has ended, the grant is returned at once."""
         delivery = self._deliveries.get(delivery_key(request_id, item_idx))
         if delivery is None:
-            return self._deliveries.give_back(target, "the request has ended")
+            return self._deliveries.return_grant(target, "the request has ended")
         delivery.target = target
         self._blame_delivery.run(delivery.key, self._serve, delivery)
 
@@ -391,5 +391,5 @@ class EncoderEngine:
         del self._items[item.media_hash]
         self._queued_rows.release(item.media_hash)
         self._preparation.release(item.media_hash)
-        self._cache.abandon(item.media_hash)
+        self._cache.free_reserved(item.media_hash)
         self._cache.note(item.media_hash)

@@ -12,13 +12,13 @@ from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.types.members import Member, Role
+from cluster.types.members import Role
 from cluster.types.messages import AnyMessage, Cancel, EncodeTarget, StartEncode
 from cluster.worker.memory_plan import MemoryPlan, available_bytes, encoder_step_bytes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import WorkerProcess
 from cluster.worker.service import PhaseService
-from cluster.worker.setup import check_device_lane, set_up
+from cluster.worker.setup import check_device_transport, set_up
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
 from encoder_service.engine import EncoderEngine
@@ -37,7 +37,7 @@ class EncoderService(PhaseService):
     def __init__(self, args: ClusterArgs, replica_id: str):
         """Loads the encoder half of the model. Blocks until it is loaded. Raises ConfigError."""
         setup = set_up(args, replica_id)
-        check_device_lane(args, setup)
+        check_device_transport(args, setup)
         processor = MediaProcessor.load(args.model)
         if processor is None:
             raise ConfigError(f"{args.model} is a text model; it needs no encoder pool")
@@ -82,18 +82,8 @@ class EncoderService(PhaseService):
         process.attach(self._engine, self._on_message)
         self._engine.attach(process.loop)
         model.on_block(process.cpu_slots.yield_between_layers)
-        member = Member(
-            replica_id,
-            Role.ENCODE,
-            "",
-            model.fingerprint,
-            layout.fingerprint,
-            num_blocks,
-            tuple(modality.value for modality in model.modalities),
-            process.hardware,
-            processes=process.processes,
-        )
-        super().__init__(process, member)
+        modalities = tuple(modality.value for modality in model.modalities)
+        super().__init__(process, process.member(Role.ENCODE, layout, num_blocks, modalities=modalities))
 
     async def stop(self) -> None:
         await super().stop()

@@ -91,12 +91,12 @@ class PrefillEngine:
         outbox.greet_with(lambda: BlocksChanged(blocks.content(), ()))
 
     def step(self) -> float | None:
-        for request_id in self._requests.expired():
+        for request_id in self._requests.deadlines.expired():
             self._blame.run(request_id, self._lifecycle.expire, request_id)
         self._admit()
         self._tell_doors(self.load())  # before the step: decode reserves blocks for what was admitted
         if not self._run_chunks():
-            return self._requests.wait_s()
+            return self._requests.deadlines.wait_s()
         self._tell_doors()
         return 0
 
@@ -147,6 +147,7 @@ class PrefillEngine:
             num_open_leases=len(self._targets.by_lease) + self._features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,
             sent=self._transfer_engine.sent,
+            received=self._transfer_engine.received,
             held_bytes=self._features.held_bytes,
         )
 
@@ -170,7 +171,7 @@ class PrefillEngine:
             raise RequestError(
                 f"the prompt has {request.num_prompt_tokens} tokens; a prefill worker holds {capacity}"
             )
-        self._requests.set_timeout(request_id, timeout_s)
+        self._requests.deadlines.add(request_id, timeout_s)
         self._admission.push(self._ticket(request, request_id, request.num_prompt_tokens))
 
     def _on_target(self, request: PrefillRequest, error: Exception | None) -> None:

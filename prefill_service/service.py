@@ -29,8 +29,8 @@ from cluster.worker.language import LanguageSizes
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
-from cluster.worker.service import PhaseService, language_member
-from cluster.worker.setup import check_device_lane, set_up
+from cluster.worker.service import PhaseService
+from cluster.worker.setup import check_device_transport, set_up
 from prefill_service.engine import PrefillEngine
 from prefill_service.features import FeatureStore
 from prefill_service.runner import PrefillRunner
@@ -41,7 +41,7 @@ class PrefillService(PhaseService):
     def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
         """Loads the language half of the model. Blocks until it is loaded. Raises ConfigError."""
         setup = set_up(args, replica_id)
-        check_device_lane(args, setup)
+        check_device_transport(args, setup)
         num_blocks = args.prefill.kv_blocks
         max_batch_tokens = max(args.block_size, args.prefill.max_batch_tokens)
         sizes = LanguageSizes(
@@ -85,7 +85,14 @@ class PrefillService(PhaseService):
         )
         warm_up(runner, blocks, budget, process.cpu_slots, model.max_model_len)
         process.attach(self._engine, self._on_message)
-        super().__init__(process, language_member(process, Role.PREFILL, model, num_blocks))
+        member = process.member(
+            Role.PREFILL,
+            model.kv_layout,
+            num_blocks,
+            block_bytes=model.kv_layout.block_bytes,
+            num_layers=model.num_layers,
+        )
+        super().__init__(process, member)
 
     def _on_message(self, door: DoorId, message: AnyMessage) -> None:
         match message:

@@ -26,7 +26,7 @@ class StopRules(msgspec.Struct, frozen=True):
 
 
 class GuidanceRules(msgspec.Struct, frozen=True):
-    """Classifier-free guidance. Without a negative prompt the companion is the prompt's last token."""
+    """Classifier-free guidance. Without a negative prompt, the prompt's last token is one."""
 
     scale: float
     negative: tuple[ChatMessage, ...] | str | None

@@ -1,6 +1,8 @@
-"""Drives the request flow on the door's event loop: connections to workers, streams of readers, Serve's calls, one timer.
+"""Drives the request flow on the door's event loop: connections to workers, streams of readers, Serve's
+calls, one timer.
 
-Every message and event is passed to `RequestFlow` with the time, and what the flow wants done is done at once, in order. Decides nothing.
+Every message and event is passed to `RequestFlow` with the time, and what the flow wants done is done at
+once, in order. Decides nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ class Dispatcher:
         elif isinstance(output, CallDecode):
             self._call(output)
         elif isinstance(output, Placed):
-            output.timeline.launched(self._clock.now())
+            output.timeline.started(self._clock.now())
         else:
             assert isinstance(output, Drained)
             self.members.close(output.replica_id)

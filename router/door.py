@@ -1,7 +1,8 @@
 """The door: what one HTTP replica is, without HTTP and without Ray.
 
-Owns the text and media rooms, the members' connections, the dispatcher and the metrics. Everything lives on one event loop. Text is
-tokenised on threads of its own, beside which nothing else runs but arithmetic on media; files are opened in surveyor processes.
+Owns the text and media rooms, the members' connections, the dispatcher and the metrics. Everything lives on
+one event loop. Text is tokenised on threads of its own, beside which nothing else runs but arithmetic on
+media; files are opened in surveyor processes.
 """
 
 from __future__ import annotations
@@ -143,10 +144,10 @@ class Door:
         return self._metrics.render()
 
     async def chat(self, call: ChatCall) -> list[Choice]:
-        ledger = RequestTimeline(self._clock.now(), call.trace_parent)
-        prompt = await self.prepare(call, ledger)
+        timeline = RequestTimeline(self._clock.now(), call.trace_parent)
+        prompt = await self.prepare(call, timeline)
         try:
-            return self._generate(prompt, call, ledger)
+            return self._generate(prompt, call, timeline)
         except BaseException:
             prompt.release()
             raise
@@ -155,13 +156,13 @@ class Door:
         choices: list[Choice] = []
         arrived_at = self._clock.now()
         for prompt in call.prompts:
-            ledger = RequestTimeline(arrived_at, call.trace_parent)
+            timeline = RequestTimeline(arrived_at, call.trace_parent)
             prepared = await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
-            ledger.prepared(arrived_at, self._clock.now())
-            choices += self._generate(prepared, call, ledger)
+            timeline.prepared(arrived_at, self._clock.now())
+            choices += self._generate(prepared, call, timeline)
         return choices
 
-    async def prepare(self, call: ChatCall, ledger: RequestTimeline) -> PreparedPrompt:
+    async def prepare(self, call: ChatCall, timeline: RequestTimeline) -> PreparedPrompt:
         """What `chat` generates from; to be released. Raises ClusterError."""
         self._prompts.check_count(call)
         media = await self._intake.take_in(call)
@@ -170,7 +171,7 @@ class Door:
         except BaseException:
             media.release()
             raise
-        ledger.prepared(media.read_at, self._clock.now())
+        timeline.prepared(media.read_at, self._clock.now())
         return replace(prepared, release=media.release)
 
     def _media_share(self) -> float:
@@ -178,7 +179,7 @@ class Door:
         return load_share(self._cluster.num_queued_rows(), self._reduce_from_rows)
 
     def _generate(
-        self, prompt: PreparedPrompt, call: ChatCall | CompletionCall, ledger: RequestTimeline
+        self, prompt: PreparedPrompt, call: ChatCall | CompletionCall, timeline: RequestTimeline
     ) -> list[Choice]:
         """One request with all choices of a prompt: they share its computation and its KV."""
         rules = call.stop
@@ -195,12 +196,12 @@ class Door:
                 StopStrings(rules.strings),
                 self._metrics,
                 self._clock,
-                ledger,
-                keeps_ledger=choice_idx == 0,
+                timeline,
+                keeps_timeline=choice_idx == 0,
                 tracing=self._tracing,
             )
             for choice_idx, tokens in enumerate(
-                self._dispatcher.generate(request, prompt.items, prompt.block_hashes, ledger, call.tenant)
+                self._dispatcher.generate(request, prompt.items, prompt.block_hashes, timeline, call.tenant)
             )
         ]
 
@@ -213,8 +214,8 @@ class Door:
             return min(self.defaults.max_tokens or room, room)
         if rules.max_tokens > room:
             raise ContextLengthError(
-                f"{prompt.num_tokens} prompt tokens and {rules.max_tokens} answer tokens exceed this model's context of "
-                f"{self._max_model_len}",
+                f"{prompt.num_tokens} prompt tokens and {rules.max_tokens} answer tokens exceed this model's "
+                f"context of {self._max_model_len}",
                 param="max_tokens",
             )
         return rules.max_tokens

@@ -31,22 +31,23 @@ class Choice:
         stop_strings: StopStrings,
         metrics: DoorMetrics,
         clock: Clock,
-        ledger: RequestTimeline,
+        timeline: RequestTimeline,
         *,
-        keeps_ledger: bool,
+        keeps_timeline: bool,
         tracing: Tracing | None = None,
     ):
-        """`ledger`: of the request, on `clock`; its choices share it, one of them keeps it. `tracing`: where it goes in the end."""
+        """`timeline`: of the request, on `clock`; its choices share it, one of them keeps it. `tracing`:
+        where it goes in the end."""
         self._prompt = prompt
         self._tokens = tokens
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._metrics = metrics
         self._clock = clock
-        self.ledger = ledger
-        self._keeps_ledger = keeps_ledger
+        self.timeline = timeline
+        self._keeps_timeline = keeps_timeline
         self._tracing = tracing
-        self._last_at = ledger.arrived_at
+        self._last_at = timeline.arrived_at
         self._num_tokens = 0
         self._num_cached_tokens = 0
         self._outcome: str | None = "cancelled"  # what is counted at the end; None once counted
@@ -84,8 +85,8 @@ class Choice:
         self._prompt.release()
         if self._outcome is not None:
             self._metrics.finished(self._outcome)
-            if self._keeps_ledger and self._tracing is not None:
-                self._tracing.ended(self.ledger, self._outcome, self.usage)
+            if self._keeps_timeline and self._tracing is not None:
+                self._tracing.ended(self.timeline, self._outcome, self.usage)
             self._outcome = None
 
     def _measure(self, event: TokenEvent) -> None:
@@ -97,8 +98,8 @@ class Choice:
             self._metrics.cached_tokens.inc(event.num_cached_tokens)
         else:
             self._metrics.itl_s.observe(now - self._last_at)
-        if self._keeps_ledger and self.ledger.token(now, event.timing, event.step_s):
-            self._metrics.ledger(self.ledger)
+        if self._keeps_timeline and self.timeline.token(now, event.timing, event.step_s):
+            self._metrics.observe_timeline(self.timeline)
         self._metrics.generation_tokens.inc(len(event.token_ids))
         self._last_at = now
         self._num_tokens += len(event.token_ids)

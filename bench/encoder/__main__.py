@@ -29,9 +29,10 @@ from pathlib import Path
 
 import httpx
 
-from bench.encoder import records, report
-from bench.encoder.records import Record
+from bench import records
+from bench.encoder import report
 from bench.encoder.serving import num_cores, running, settings
+from bench.records import Record
 from cluster.errors import ClusterError
 
 DEMO = str(Path(__file__).parents[2] / "deploy" / "demo_model")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from transformers import AutoTokenizer
 
 from bench.encoder.clients import text_part
-from bench.encoder.records import Record
 from bench.engine.prompts import Part
 from bench.media_files import video_of
+from bench.records import Record
+from bench.workload import png_bytes
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.fetch import FetchedMedia
 from cluster.media.processor import MediaProcessor
@@ -248,7 +247,7 @@ class EvaluatedModel:
 
 def message(sample: Sample) -> list[Part]:
     """Its media, then its question."""
-    images = [_part("image_url", "image/png", _png(image)) for image in sample.images]
+    images = [_part("image_url", "image/png", png_bytes(np.asarray(image))) for image in sample.images]
     clips = [_part("video_url", "video/mp4", clip(pixels)) for pixels in sample.videos]
     return [*images, *clips, text_part(sample.turn.question)]
 
@@ -256,12 +255,6 @@ def message(sample: Sample) -> list[Part]:
 def clip(pixels: np.ndarray) -> bytes:
     """[T, H, W, 3] uint8 → an mp4 file."""
     return video_of(list(pixels), FPS, codec="libx264", gop_size=FPS)
-
-
-def _png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def _part(kind: str, media_type: str, data: bytes) -> Part:

@@ -16,10 +16,10 @@ import psutil
 import torch
 
 from bench.encoder.clients import at_once, request, required, tally, text_part
-from bench.encoder.records import Record
 from bench.encoder.serving import ENCODER_ITEMS, endpoint, grown, read_metrics, replicas
 from bench.engine.client import ChatRequest, Endpoint
 from bench.engine.prompts import Prompts
+from bench.records import Record
 from bench.soak import wait_idle
 from cluster.worker.memory_plan import encoder_step_bytes
 from encoder_service.service import MAX_BATCH_ROWS

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.encoder.records import Record
 from bench.engine.prompts import Prompts
+from bench.records import Record
 from bench.workload import SAMPLING_RATE, wav_bytes
 from cluster.errors import ConfigError
 from cluster.media.decode import decode

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 
-from bench.encoder.records import Record
+from bench.records import Record
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk

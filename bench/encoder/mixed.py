@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.encoder.clients import at_once, request, required, text_part
-from bench.encoder.records import REPOSITORY, Record
 from bench.encoder.serving import endpoint
 from bench.engine.client import ChatRequest
 from bench.engine.prompts import Prompts
 from bench.engine.servers import is_healthy
+from bench.records import REPOSITORY, Record
 from cluster.serving.local_environment import free_port
 
 OURS, BASELINE = "cluster", "synchronous"

@@ -28,17 +28,17 @@ import torch
 import uvicorn
 
 from bench.encoder.clients import request, required, text_part
-from bench.encoder.records import Record
 from bench.encoder.serving import NO_END
 from bench.engine.client import ChatRequest, Endpoint, ask, open_session
 from bench.engine.prompts import WORDS, Part, Prompts
+from bench.in_process import START_TIMEOUT_S, started
+from bench.records import Record
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, resolve
 from cluster.serving.local_environment import free_port
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
-from cluster.types.members import Role
 from cluster.worker.cpu_slots import no_cpu_slots
 from decode_service.service import DecodeService
 from encoder_service.runner import EncoderRunner, Prepared
@@ -50,7 +50,6 @@ from router.openai.app import build_api
 ENCODE_S = 0.2
 IMAGE_SIDE = 64
 SHORT_WORDS = 4
-START_TIMEOUT_S = 10.0
 SAMPLE_WORDS = 1000  # their tokens are counted
 CASES = ("text", "image", "one", "two")
 
@@ -137,20 +136,8 @@ async def cluster(args: ClusterArgs) -> AsyncIterator[str]:
     encoder._engine._runner = SlowRunner(encoder._engine._runner, ENCODE_S)
     encoder._engine._cpu_slots = no_cpu_slots(SystemClock())
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))
-    services = (encoder, prefill, decode)
-    members = [await service.start() for service in services]
-    for role in Role:
-        door.update_members(role, [member for member in members if member.role is role])
-    try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not door.is_ready():
-                await asyncio.sleep(0.005)
-        async with api(door) as url:
-            yield url
-    finally:
-        await door.aclose()
-        for service in services:
-            await service.stop()
+    async with started(door, (encoder, prefill, decode)), api(door) as url:
+        yield url
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench.encoder.records import Record
+from bench.records import Record
 from cluster.simulator.charts import box, label, svg
 from cluster.simulator.results import percentile
 

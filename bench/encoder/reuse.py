@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from bench.encoder.clients import at_once, request, required, text_part
-from bench.encoder.records import Record
 from bench.encoder.serving import CACHED_TOKENS, ENCODER_ITEMS, endpoint, grown, read_metrics
 from bench.engine.client import ChatRequest
 from bench.engine.prompts import Part, Prompts
+from bench.records import Record
 
 TURNS = {
     "cold": "first",

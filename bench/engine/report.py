@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from bench.engine.processes import ROLES
 from bench.engine.servers import OURS
+from bench.records import read as read_records
 from cluster.simulator.charts import box, label, svg
 
 Record = dict[str, Any]
@@ -29,9 +29,8 @@ class Results:
     failures: list[Record] = field(default_factory=list)
 
 
-def read(files: Iterable[Path]) -> Results:
-    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return collect(records)
+def read(files: Sequence[Path]) -> Results:
+    return collect(read_records(files))
 
 
 def collect(records: Iterable[Record]) -> Results:

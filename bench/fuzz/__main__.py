@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from typing import Any
@@ -24,11 +25,12 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.fuzz.beside import Beside, percentile
+from bench.fuzz.beside import Beside
 from bench.fuzz.corpus import CHAT, seeds
 from bench.fuzz.mutator import KINDS, HttpCase, Mutator
 from bench.fuzz.wire import Reply, send
 from bench.soak import wait_idle
+from cluster.simulator.results import percentile
 
 QUIET_S = 8.0
 PHASE_CASES = 500
@@ -129,9 +131,14 @@ def latencies(beside: Beside) -> dict[str, dict[str, float]]:
     report = {}
     for name in ("quiet", "valid", "fuzz"):
         gaps_s = [gap_s for phase, some in beside.gaps_s.items() if phase.startswith(name) for gap_s in some]
+        if gaps_s:
+            p50_s, p99_s = (percentile(gaps_s, share) for share in (0.5, 0.99))
+        else:
+            p50_s = p99_s = math.nan
         report[name] = {
             "tokens": len(gaps_s),
-            **{f"p{100 * share:g}_ms": round(1e3 * percentile(gaps_s, share), 2) for share in (0.5, 0.99)},
+            "p50_ms": round(1e3 * p50_s, 2),
+            "p99_ms": round(1e3 * p99_s, 2),
         }
     return report
 

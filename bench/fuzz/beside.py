@@ -55,8 +55,3 @@ class Beside:
             self.num_failed += 1
             await asyncio.sleep(1)
         return gaps_s
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.encoder import records
+from bench import records
 from bench.router import decisions, report
 from bench.router.cases import NUM_SEEDS, all_cases, names
 from bench.router.run import run

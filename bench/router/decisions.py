@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 from statistics import fmean, median
 
-from bench.encoder.records import Record
+from bench.records import Record
 from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B
 from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.results import percentile

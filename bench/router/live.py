@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from bench.encoder import records
-from bench.encoder.records import Record
+from bench import records
+from bench.records import Record
 from bench.router import live_report
 from bench.router.client import Answer
 from bench.router.devices import EMULATED

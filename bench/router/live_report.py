@@ -6,7 +6,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from bench.encoder.records import Record
+from bench.records import Record
 from cluster.simulator.results import percentile
 
 NUM_RESAMPLES = 300

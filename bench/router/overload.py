@@ -23,8 +23,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.encoder import records
-from bench.encoder.records import Record
+from bench import records
+from bench.records import Record
 from bench.router.client import Answer, Call
 from bench.router.devices import EMULATED
 from bench.router.driver import capacity, open_loop

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench.encoder.records import Record
+from bench.records import Record
 from bench.router.cases import DATA_PARALLEL, POLICY_NAMES, SLOS, SPLITS
 from bench.router.policies import ORACLE
 from cluster.simulator.charts import box, label, svg

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
 
-from bench.encoder.records import Record
+from bench.records import Record
 from bench.router.cases import (
     DATA_PARALLEL,
     GROUP_SPLITS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from bench.encoder.records import Record
+from bench.records import Record
 from bench.router.cases import OverloadCase
 from bench.router.policies import maker
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
-from bench.encoder.records import Record
+from bench.records import Record
 from bench.router.client import Answer
 from cluster.config.settings import ClusterArgs
 from cluster.types.curves import ServiceCurves

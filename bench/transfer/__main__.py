@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from bench import records
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, resolve
 
@@ -70,7 +70,7 @@ def _lanes(arguments: argparse.Namespace) -> None:
     from bench.transfer.lanes import lanes, measure
 
     with lanes(arguments.agents.split(","), arguments.codecs.split(",")) as every:
-        _append(arguments.out, measure(every, _numbers(arguments.blocks), arguments.repeats))
+        records.append(arguments.out, measure(every, _numbers(arguments.blocks), arguments.repeats))
 
 
 def _hidden(arguments: argparse.Namespace) -> None:
@@ -92,7 +92,7 @@ def _hidden(arguments: argparse.Namespace) -> None:
     )
     links = [float(link) for link in arguments.links.split(",")]
     resolved = resolve(args, read_environment(), num_cores=len(os.sched_getaffinity(0)))
-    _append(arguments.out, asyncio.run(measure(resolved, lengths, links, arguments.repeats)))
+    records.append(arguments.out, asyncio.run(measure(resolved, lengths, links, arguments.repeats)))
 
 
 def _accuracy(arguments: argparse.Namespace) -> None:
@@ -101,7 +101,7 @@ def _accuracy(arguments: argparse.Namespace) -> None:
     from deploy.demo_model.training.words import test_words
     from kv_transfer.codecs.quantisation import CODECS
 
-    records = measure(
+    measured = measure(
         ModelHalves(arguments.model),
         test_words(arguments.seed, arguments.cache),
         arguments.seed,
@@ -110,32 +110,22 @@ def _accuracy(arguments: argparse.Namespace) -> None:
         _checked(arguments.prompts.split(","), ("short", "long")),
         _checked(arguments.tasks or list(TASKS), TASKS),
     )
-    _append(arguments.out, records)
-
-
-def _append(path: Path, records: Iterable[dict[str, object]]) -> None:
-    with path.open("a") as file:
-        for record in records:
-            print(json.dumps(record), file=file, flush=True)
+    records.append(arguments.out, measured)
 
 
 def _table(arguments: argparse.Namespace) -> None:
     from bench.transfer.report import accuracy_table, hidden_table, lane_table
 
-    records = _read(arguments.files)
+    found = records.read(arguments.files)
     tables = {"lane": lane_table, "hidden": hidden_table, "accuracy": accuracy_table}
-    found = {kind: [record for record in records if record["type"] == kind] for kind in tables}
-    print("\n\n".join("\n".join(tables[kind](some)) for kind, some in found.items() if some))
+    by_kind = {kind: [record for record in found if record["type"] == kind] for kind in tables}
+    print("\n\n".join("\n".join(tables[kind](some)) for kind, some in by_kind.items() if some))
 
 
 def _plot(arguments: argparse.Namespace) -> None:
     from bench.transfer.report import plot
 
-    arguments.out.write_text(plot(r for r in _read(arguments.files) if r["type"] == "lane"))
-
-
-def _read(files: Sequence[Path]) -> list[dict[str, object]]:
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    arguments.out.write_text(plot(r for r in records.read(arguments.files) if r["type"] == "lane"))
 
 
 def _checked(names: list[Any], known: Collection[str]) -> list[Any]:

@@ -26,9 +26,9 @@ from unittest.mock import patch
 
 import numpy as np
 
+from bench.in_process import started
 from cluster.config.settings import ClusterArgs
 from cluster.ids import new_request_id
-from cluster.types.members import Role
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from decode_service.service import DecodeService
 from kv_transfer.agents.agent import TransferState
@@ -142,18 +142,8 @@ async def cluster(args: ClusterArgs, link: EmulatedLink, times: RequestTimes):
         decode = DecodeService(args, f"d-{unique}")
     _watch(prefill, decode, times)
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))
-    members = [await prefill.start(), await decode.start()]
-    for role in Role:
-        door.update_members(role, [member for member in members if member.role is role])
-    async with asyncio.timeout(10):
-        while len(door.peers) < len(members):
-            await asyncio.sleep(0.005)
-    try:
+    async with started(door, (prefill, decode)):
         yield door
-    finally:
-        await door.aclose()
-        await prefill.stop()
-        await decode.stop()
 
 
 def _watch(prefill: PrefillService, decode: DecodeService, times: RequestTimes) -> None:

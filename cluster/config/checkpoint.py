@@ -1,7 +1,8 @@
-"""What a model folder says about itself. Reads JSON and file headers in milliseconds, without torch and transformers.
+"""What a model folder says about itself. Reads JSON and file headers in milliseconds, without torch and
+transformers.
 
-The launcher and the composition ask before anything starts, doors and workers when they load. Every ConfigError names the file at
-fault.
+The launcher and the composition ask before anything starts, doors and workers when they load. Every
+ConfigError names the file at fault.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from cluster.types.media import Modality
 _MEDIA_PARTS = ("vision_config", "audio_config")
 _TEXT_CLASS_ENDINGS = ("ForCausalLM", "LMHeadModel")
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json",
 )  # fmt: skip
 _PICKLED = "pytorch_model*.bin"
 
@@ -31,8 +33,8 @@ class Weights:
 
 
 def check_checkpoint(folder: Path) -> tuple[dict[str, Any], Weights]:
-    """The configuration of the part that is served, and the weights. Raises ConfigError for everything that would make loading
-    fail, as far as it can be seen without reading a weight."""
+    """The configuration of the part that is served, and the weights. Raises ConfigError for everything that
+    would make loading fail, as far as it can be seen without reading a weight."""
     config = read_config(folder)
     check_family(config)
     check_tokenizer(folder)
@@ -120,8 +122,8 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> Weights:
-    """Checks every header and size, not the bytes inside tensors. Raises ConfigError for a file that is missing, truncated or in
-    another format."""
+    """Checks every header and size, not the bytes inside tensors. Raises ConfigError for a file that is
+    missing, truncated or in another format."""
     files = _weight_files(folder)
     return Weights(sum(_count_parameters(file) for file in files))
 

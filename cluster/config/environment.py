@@ -4,7 +4,8 @@ EPDG_MODEL           model folder or hub id, unless the application's arguments 
 EPDG_SOCKET_DIR      folder of Unix sockets and locks (default /tmp/epdg-<uid>), private to this user
 EPDG_CLUSTER_SECRET  shared by all hosts of one cluster; needed when side channels run over TCP
 HF_HUB_OFFLINE       the Hugging Face hub's own variable: no model is downloaded
-RAY_AUTH_MODE        Ray's own variable: whether its token authentication is on. Ray passes it to all processes of a cluster
+RAY_AUTH_MODE        Ray's own variable: whether its token authentication is on. Ray passes it to all
+                     processes of a cluster
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def tell_local_rank(rank: int) -> None:
-    """Tells transformers, whose tensor parallelism reads it there, the rank, and tells Gloo that all ranks are on this host.
-    Changes this process's environment."""
+    """Tells transformers, whose tensor parallelism reads it there, the rank, and tells Gloo that all ranks
+    are on this host. Changes this process's environment."""
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def tell_net_devices(devices: Sequence[str]) -> None:
-    """Tells UCX its network devices; otherwise it listens on every interface of the host. UCX reads them when an agent is made.
-    Changes this process's environment."""
+    """Tells UCX its network devices; otherwise it listens on every interface of the host. UCX reads them when
+    an agent is made. Changes this process's environment."""
     os.environ["UCX_NET_DEVICES"] = ",".join(devices)
 
 

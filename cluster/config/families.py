@@ -1,10 +1,12 @@
-"""What differs between multimodal model types: one static `ModelFamily` record for each. No torch, no transformers.
+"""What differs between multimodal model types: one static `ModelFamily` record for each. No torch, no
+transformers.
 
-The launcher, the composition, the door's media processor, the encoder and the language model all read these records. To add a
-family whose encoder and positions have a known form, add one record here. A new form also gets a function in
-`cluster.model.media_calls` or `cluster.model.positions`.
+The launcher, the composition, the door's media processor, the encoder and the language model all read these
+records. To add a family whose encoder and positions have a known form, add one record here. A new form also
+gets a function in `cluster.model.media_calls` or `cluster.model.positions`.
 
-A model type without a record is served as text if it is a plain causal language model. Otherwise it is refused by name.
+A model type without a record is served as text if it is a plain causal language model. Otherwise it is
+refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from cluster.types.media import Modality
 
 
 class EncoderForm(Enum):
-    """What an encoder takes for several media items at once; `cluster.model.media_calls` has one function for each form."""
+    """What an encoder takes for several media items at once; `cluster.model.media_calls` has one function for
+    each form."""
 
     PACKED_IMAGES = auto()  # patches of all images in one sequence
     PACKED_VIDEOS = auto()  # patches of all clips in one sequence
@@ -42,7 +45,8 @@ class PositionForm(Enum):
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint that also holds a speech generator, which is not served. The family is the part under `part_key`."""
+    """A checkpoint that also holds a speech generator, which is not served. The family is the part under
+    `part_key`."""
 
     model_type: str
     part_key: str  # in config.json
@@ -128,7 +132,8 @@ def family_of_type(model_type: str) -> ModelFamily:
 
 
 def part_of_whole(model_type: str) -> tuple[ModelFamily, WholeCheckpoint] | None:
-    """The family of the part that is served of a checkpoint of this type; None: the whole checkpoint is served."""
+    """The family of the part that is served of a checkpoint of this type; None: the whole checkpoint is
+    served."""
     family = _BY_WHOLE.get(model_type)
     return None if family is None or family.whole is None else (family, family.whole)
 

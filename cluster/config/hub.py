@@ -1,7 +1,7 @@
 """Models named by their id on the Hugging Face hub ("org/name") instead of a folder.
 
-`download` uses huggingface_hub, which shows progress, resumes interrupted downloads and keeps files in the user's cache. The
-launcher calls it before anything starts; the started processes see the local folder only.
+`download` uses huggingface_hub, which shows progress, resumes interrupted downloads and keeps files in the
+user's cache. The launcher calls it before anything starts; the started processes see the local folder only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def is_hub_id(model: str) -> bool:
 
 
 def download(model_id: str, *, is_offline: bool, endpoint: str | None = None) -> Path:
-    """The folder of this model in the cache. Unless `is_offline`, missing files are downloaded first. Blocks meanwhile. Raises
-    ConfigError. `endpoint`: another hub than the environment's."""
+    """The folder of this model in the cache. Unless `is_offline`, missing files are downloaded first. Blocks
+    meanwhile. Raises ConfigError. `endpoint`: another hub than the environment's."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
 

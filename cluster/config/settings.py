@@ -1,8 +1,8 @@
 """The settings of one cluster: `ClusterArgs`, the `args` of the application in deploy/cluster.yaml.
 
-The values are frozen and made without I/O. An unknown name is refused, and the error names the nearest known one. `resolve` fills
-in what depends on the machine: the model's absolute path (after a download, if a hub id names it) and thread counts. Everything
-behind the composition root sees resolved values only.
+The values are frozen and made without I/O. An unknown name is refused, and the error names the nearest known
+one. `resolve` fills in what depends on the machine: the model's absolute path (after a download, if a hub id
+names it) and thread counts. Everything behind the composition root sees resolved values only.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ class _PoolArgs(_Args):
 class EncodeArgs(_PoolArgs):
     max_batch_items: int = Field(8, ge=1)  # media items in one encoder step
     cache_bytes: int = Field(256 * MIB, ge=0)  # embeddings kept for media seen before
-    # preprocessed media that wait for the encoder; room for a long video (Qwen2.5-VL: 19 KiB a row, 16,384 rows) and some images
+    # preprocessed media that wait for the encoder; room for a long video (Qwen2.5-VL: 19 KiB a row, 16,384
+    # rows) and some images
     max_prepared_bytes: int = Field(512 * MIB, ge=1)
-    # embedding rows that wait for the encoder; beyond this number new items are refused (429). A GPU that makes 10,000 rows a second
-    # needs about `first_token_timeout_s` for so many: later items would only miss that deadline
+    # embedding rows that wait for the encoder; beyond this number new items are refused (429). A GPU that
+    # makes 10,000 rows a second needs about `first_token_timeout_s` for so many: later items would only miss
+    # that deadline
     max_queued_rows: int = Field(1 << 20, ge=1)
 
 
@@ -61,9 +63,8 @@ class SchedulingArgs(_Args):
     # a request goes before requests of the next higher class that arrived this much later
     aging_s: float = Field(5.0, ge=0)
     tokens_per_s: float = Field(2000.0, gt=0)  # prompt tokens that weigh as much as one second of waiting
-    text_share: float = Field(
-        0.3, ge=0, le=1
-    )  # share of prefill's steps and blocks for requests without media
+    # share of prefill's steps and blocks for requests without media
+    text_share: float = Field(0.3, ge=0, le=1)
 
 
 class SpeculationArgs(_Args):
@@ -91,16 +92,17 @@ class TransferArgs(_Args):
     """How KV travels from prefill to decode."""
 
     # raw: exactly as computed
-    # int8, int4: half or a quarter of the bytes, a little less exact; int4 only if a probe of the model allows it
+    # int8, int4: half or a quarter of the bytes, a little less exact; int4 only if a probe of the model
+    # allows it
     # auto: int8 if that is predicted to arrive sooner, else raw
     codec: Literal["raw", "int8", "int4", "auto"] = "raw"
-    wire_tokens: int = Field(
-        16_384, ge=64
-    )  # tokens that may travel coded at once, per worker; others travel raw
+    # tokens that may travel coded at once, per worker; others travel raw
+    wire_tokens: int = Field(16_384, ge=64)
     # auto: decode computes the end of a prompt itself if its KV would arrive later over a slow link
     recompute: Literal["never", "auto"] = "never"
-    # network devices of a private network between the hosts, by UCX's names ("eth1", "mlx5_0:1"). NIXL listens there, and everything
-    # that reaches it may write into the workers' memory. Needed with side_channel: tcp; on one host NIXL uses loopback only
+    # network devices of a private network between the hosts, by UCX's names ("eth1", "mlx5_0:1"). NIXL
+    # listens there, and everything that reaches it may write into the workers' memory. Needed with
+    # side_channel: tcp; on one host NIXL uses loopback only
     net_devices: tuple[str, ...] = ()
 
     @property
@@ -130,11 +132,12 @@ class MediaArgs(_Args):
     max_held_bytes: int = Field(2048 * MIB, ge=1)
     # of all items of a request; 0: as many as the model's context has room for
     max_tokens: int = Field(0, ge=0)
-    # rows that encoders compute, before pooling: for one image (its rows attend to each other), and for all items of a request
+    # rows that encoders compute, before pooling: for one image (its rows attend to each other), and for all
+    # items of a request
     max_picture_rows: int = Field(16_384, ge=1)
     max_rows: int = Field(65_536, ge=1)
-    # When the shortest encoder queue has this many embedding rows, new media is reduced: the longer the queue the more, down to a
-    # quarter of its tokens. The answer tells the client. 0: never
+    # When the shortest encoder queue has this many embedding rows, new media is reduced: the longer the queue
+    # the more, down to a quarter of its tokens. The answer tells the client. 0: never
     reduce_from_queued_rows: int = Field(0, ge=0)
 
 
@@ -158,11 +161,13 @@ class AdmissionArgs(_Args):
         AdmissionClassArgs(name="interactive", max_priority=0, weight=8.0),
         AdmissionClassArgs(name="batch", max_wait_s=300.0),
     )
-    # predicted work in the cluster per worker of a pool; further requests wait at the door. Two of prefill's steps: less would leave
-    # workers idle, more would make urgent requests wait behind work that cannot be recalled
+    # predicted work in the cluster per worker of a pool; further requests wait at the door. Two of prefill's
+    # steps: less would leave workers idle, more would make urgent requests wait behind work that cannot be
+    # recalled
     max_outstanding_s: float = Field(1.0, gt=0)
     max_queued: int = Field(1024, ge=1)  # requests that wait at this door, which holds their media
-    # doors that share the cluster evenly, each admitting its part; 1: a door takes all that load reports say is free
+    # doors that share the cluster evenly, each admitting its part; 1: a door takes all that load reports say
+    # is free
     num_doors: int = Field(1, ge=1)
 
     @model_validator(mode="after")
@@ -171,9 +176,7 @@ class AdmissionArgs(_Args):
         *bounds, last = [each.max_priority for each in self.classes] or [0]
         given = [bound for bound in bounds if bound is not None]
         if last is not None or len(given) < len(bounds) or given != sorted(set(given)):
-            raise ValueError(
-                "max_priority must increase from class to class, and the last class must have none"
-            )
+            raise ValueError("max_priority must grow from class to class, and the last class has none")
         if len(set(names)) < len(names):
             raise ValueError("two classes have one name")
         return self
@@ -185,8 +188,9 @@ POLICY = r"^(joint|least_loaded|round_robin|per_stage|linear|[A-Za-z_][\w.]*:[A-
 class DoorArgs(_Args):
     request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
     first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token, once a request has been let in
-    # how requests are placed. joint: all workers of a request together, for the earliest first token. Else the import
-    # path of another policy, package.module:Class. The names of the comparison policies are aliases for one release.
+    # how requests are placed. joint: all workers of a request together, for the earliest first token. Else the
+    # import path of another policy, package.module:Class. The names of the comparison policies are aliases for
+    # one release.
     policy: str = Field("joint", pattern=POLICY)
     # of an OpenTelemetry collector, such as http://localhost:4318/v1/traces; empty: no traces
     otlp_traces_endpoint: str = ""
@@ -195,9 +199,8 @@ class DoorArgs(_Args):
     # tenants share KV and embeddings, and can therefore find out what others have sent
     share_caches: bool = False
     show_workers: bool = False  # to clients that ask for a request's timeline
-    held_body_bytes: int = Field(
-        1 << 30, ge=1
-    )  # of all requests in work; beyond it requests are refused (429)
+    # of all requests in work; beyond it requests are refused (429)
+    held_body_bytes: int = Field(1 << 30, ge=1)
     media: MediaArgs = MediaArgs()
     admission: AdmissionArgs = AdmissionArgs()
 
@@ -219,7 +222,8 @@ class ClusterArgs(_Args):
     # collective: Gloo, NCCL; in_process: tests
     transport: Literal["nixl", "collective", "in_process"] = "nixl"
     side_channel: Literal["unix", "tcp"] = "unix"  # tcp: pools on several hosts
-    # a worker is replaced if its engine or transfer thread has work and has not moved for so long; any single layer takes less
+    # a worker is replaced if its engine or transfer thread has work and has not moved for so long; any single
+    # layer takes less
     hang_timeout_s: float = Field(60.0, gt=0)
     # address of this replica for other hosts; with side_channel: tcp the replica sets it
     host: str = "127.0.0.1"
@@ -234,7 +238,8 @@ class ClusterArgs(_Args):
     def _check_network(self) -> ClusterArgs:
         if self.side_channel == "tcp" and self.transport == "nixl" and not self.transfer.net_devices:
             raise ValueError(
-                'side_channel: tcp needs transfer.net_devices, the network devices that NIXL may use between hosts (as "eth1" '
+                "side_channel: tcp needs transfer.net_devices, the network devices that NIXL may use between "
+                'hosts (as "eth1" '
                 'or "mlx5_0:1"): of a private network, because NIXL does not authenticate what writes there'
             )
         return self

@@ -1,10 +1,13 @@
 """Images, videos and sounds: from what a client sent to what an encoder takes. CPU only.
 
-* `sources`: a data URI to bytes. `fetch`: the bytes of any item, also remote ones (async; everything else may block).
+* `sources`: a data URI to bytes. `fetch`: the bytes of any item, also remote ones (async; everything else may
+  block).
 * `hashing`: the key of an item in every cache.
-* `survey`, `probe`: size and length of an item. `surveyors`, `surveyor`: the processes in which a door opens files.
+* `survey`, `probe`: size and length of an item. `surveyors`, `surveyor`: the processes in which a door opens
+  files.
 * `processor`: exact placeholder counts from a probe (door), model inputs from decoded media (encoder).
-* `decode`: bytes to arrays, by `images`, `videos` and `sounds`. `sampling`: which frames of a video are taken.
+* `decode`: bytes to arrays, by `images`, `videos` and `sounds`. `sampling`: which frames of a video are
+  taken.
 * `clips`: moving pictures in a container or an animated image.
 * `container`: the only place that opens a container with FFmpeg. `boxes` checks an MP4's index before that.
 * `budget`: the time and packets that one `probe` or `decode` may take.

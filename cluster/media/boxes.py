@@ -1,7 +1,7 @@
 """The box structure of MP4 and related formats, as far as it must be checked before FFmpeg may open the file.
 
-An index of a few bytes can declare billions of samples, and FFmpeg would reserve memory and time for them when it opens the file.
-`check_index` adds up the declared numbers and allocates nothing.
+An index of a few bytes can declare billions of samples, and FFmpeg would reserve memory and time for them
+when it opens the file. `check_index` adds up the declared numbers and allocates nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ MAX_EDITS = 1_000  # per file; for each edit FFmpeg visits all samples
 def boxes(
     data: bytes, start: int = 0, end: int | None = None, depth: int = 0
 ) -> Iterator[tuple[bytes, int, int]]:
-    """(type, start and end of the payload) of every box, parents before their children. Stops at the first malformed box."""
+    """(type, start and end of the payload) of every box, parents before their children. Stops at the first
+    malformed box."""
     end = len(data) if end is None else end
     while start + 8 <= end:
         size, kind, header = int.from_bytes(data[start : start + 4]), data[start + 4 : start + 8], 8
@@ -49,7 +50,8 @@ def check_index(data: bytes, max_samples: int) -> None:
 
 
 def frame_times(data: bytes, max_frames: int) -> tuple[list[int], int]:
-    """Durations of the first track's samples ([] without a track), and time units per second. Raises MediaError."""
+    """Durations of the first track's samples ([] without a track), and time units per second. Raises
+    MediaError."""
     durations: list[int] = []
     timescale = 1
     for kind, start, end in boxes(data):

@@ -1,4 +1,5 @@
-"""Limits of wall time and packets for one `probe` or `decode` of one item. Each has its own DecodeBudget, on one thread."""
+"""Limits of wall time and packets for one `probe` or `decode` of one item. Each has its own DecodeBudget, on
+one thread."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from cluster.media.settings import MediaLimits
 
 
 class DecodeBudget:
-    """The time starts when the object is made. C libraries cannot be interrupted; their next read of the file stops them."""
+    """The time starts when the object is made. C libraries cannot be interrupted; their next read of the file
+    stops them."""
 
     def __init__(
         self,
@@ -20,7 +22,8 @@ class DecodeBudget:
         is_wanted: Callable[[], bool] = lambda: True,
         now: Callable[[], float] = time.monotonic,
     ):
-        """`timeout_s`: replaces the time limit if it is shorter. `is_wanted`: whether anything still waits for the result."""
+        """`timeout_s`: replaces the time limit if it is shorter. `is_wanted`: whether anything still waits
+        for the result."""
         self.limits = limits
         self._timeout_s = limits.max_decode_s if timeout_s is None else min(timeout_s, limits.max_decode_s)
         self._is_wanted = is_wanted
@@ -29,7 +32,8 @@ class DecodeBudget:
         self._packets_left = limits.max_packets
 
     def check(self) -> None:
-        """Call it between frames, packets and reads. Raises MediaError when the time is over, and NotWantedError."""
+        """Call it between frames, packets and reads. Raises MediaError when the time is over, and
+        NotWantedError."""
         if self._now() > self._ends_at:
             raise MediaError(too_slow(self._timeout_s))
         if not self._is_wanted():

@@ -1,4 +1,5 @@
-"""The calls to a transformers processor for one item: inputs of the encoder and the text that stands for the item.
+"""The calls to a transformers processor for one item: inputs of the encoder and the text that stands for the
+item.
 
 The processor is the real one, which gets pixels and waveforms, or its `shapes_only` copy, which gets blanks.
 """
@@ -34,7 +35,8 @@ class Processed:
 
 
 class ProcessorCalls:
-    """Thread safe. All calls raise MediaError or UnsupportedError if the client can fix it, and whatever the processor raises."""
+    """Thread safe. All calls raise MediaError or UnsupportedError if the client can fix it, and whatever the
+    processor raises."""
 
     def __init__(self, processor: Any, family: ModelFamily, call_kwargs: Mapping[str, Any]):
         """call_kwargs: call-time arguments from the model folder."""
@@ -123,13 +125,15 @@ class ProcessorCalls:
             raise MediaError("temporal_pooling and spatial_pooling must be at least 1")
         if not self._family.can_pool:
             raise UnsupportedError(
-                f"temporal_pooling and spatial_pooling are not supported for {self._family.model_type} models",
+                f"temporal_pooling and spatial_pooling are not supported for {self._family.model_type} "
+                "models",
                 param="messages",
             )
         return True
 
     def _pooled(self, grids: torch.Tensor, part: Any, options: MediaOptions) -> torch.Tensor:
-        """[1, 3] patches before merging → the grid with which the processor writes as many tokens as there are pooled rows."""
+        """[1, 3] patches before merging → the grid with which the processor writes as many tokens as there
+        are pooled rows."""
         import torch
 
         time, height, width = grids[0].tolist()
@@ -147,10 +151,10 @@ def _has_vision_options(options: MediaOptions) -> bool:
 def _area(part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: int = 1) -> dict[str, Any]:
     """Call arguments for `min_pixels` and `max_pixels`. share: number of images that are bounded together.
 
-    * If one of the model's own bounds contradicts the client's, the client's wins. However, nothing is enlarged beyond the model's
-      own upper bound.
-    * Only processors that bound the number of pixels take these arguments. If a model has fixed sizes, shrinking its input first
-      would lose detail and save nothing."""
+    * If one of the model's own bounds contradicts the client's, the client's wins. However, nothing is
+      enlarged beyond the model's own upper bound.
+    * Only processors that bound the number of pixels take these arguments. If a model has fixed sizes,
+      shrinking its input first would lose detail and save nothing."""
     if options.min_pixels is None and options.max_pixels is None:
         return {}
     size = kwargs.get("size") or part.size
@@ -159,7 +163,8 @@ def _area(part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: in
         raise UnsupportedError("min_pixels and max_pixels: this model uses fixed sizes", param="messages")
     if options.min_pixels is not None and options.min_pixels > own_max:
         raise MediaError(
-            f"min_pixels is {options.min_pixels}; nothing is enlarged beyond this model's own limit of {own_max}",
+            f"min_pixels is {options.min_pixels}; nothing is enlarged beyond this model's own limit of "
+            f"{own_max}",
             param="mm_processor_kwargs.min_pixels",
         )
     least = own_min if options.min_pixels is None else options.min_pixels * share

@@ -1,7 +1,9 @@
-"""Two kinds of files with moving pictures behind one protocol: containers (FFmpeg) and animated images (Pillow).
+"""Two kinds of files with moving pictures behind one protocol: containers (FFmpeg) and animated images
+(Pillow).
 
-A `Clip` says without decoding when its frames are shown (`timeline`), and decodes them in order (`pictures`). Pillow reads WebP and
-AVIF, because this FFmpeg reads no animated WebP and only the cover of an AVIF sequence. FFmpeg reads GIF and APNG.
+A `Clip` says without decoding when its frames are shown (`timeline`), and decodes them in order (`pictures`).
+Pillow reads WebP and AVIF, because this FFmpeg reads no animated WebP and only the cover of an AVIF sequence.
+FFmpeg reads GIF and APNG.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from cluster.media.images import image_format, open_image
 
 LUMA_SIDE = 64  # samples of each row and column in which cuts are looked for, approximately
 DEFAULT_FRAME_MS = 100  # duration of an animation's frame that says 0, as in browsers
+# pixel formats whose first plane is 8-bit luma
 _PLANAR_LUMA = frozenset(
     ("gray", "nv12", "yuv420p", "yuvj420p", "yuv422p", "yuvj422p", "yuv444p", "yuvj444p")
-)  # pixel formats whose first plane is 8-bit luma
+)
 
 
 class Timeline(msgspec.Struct, frozen=True):
@@ -141,7 +144,8 @@ class ContainerClip:
                     yield ContainerPicture(frame)
 
     def _check_size(self, width: int, height: int) -> None:
-        """FFmpeg has the limit as well: for a size far beyond it FFmpeg reports no size and decodes no frame."""
+        """FFmpeg has the limit as well: for a size far beyond it FFmpeg reports no size and decodes no
+        frame."""
         max_pixels = self._budget.limits.max_pixels
         if not 0 < width * height <= max_pixels:
             raise MediaError(f"frames of more than {max_pixels} pixels, or of unknown size, are not accepted")

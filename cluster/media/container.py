@@ -1,7 +1,8 @@
 """Opens video and audio containers.
 
-Magic bytes select the demuxer from a fixed list, and FFmpeg is forced to use it. Otherwise FFmpeg would also try playlists and other
-formats that make it open further files or addresses. Only decoders of common codecs may run, not the hundreds of others in FFmpeg.
+Magic bytes select the demuxer from a fixed list, and FFmpeg is forced to use it. Otherwise FFmpeg would also
+try playlists and other formats that make it open further files or addresses. Only decoders of common codecs
+may run, not the hundreds of others in FFmpeg.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"
 # FFmpeg's limit also applies to a decoder's own buffers, which are larger than the frames of tiny videos.
 MIN_BUFFER_PIXELS = 2**20
 VIDEO_CODECS = frozenset((
-    "h264", "hevc", "vvc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg",
-    "h263", "flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "wmv3", "vc1", "theora", "prores", "dnxhd", "gif", "apng", "png",
+    "h264", "hevc", "vvc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4", "mpeg2video",
+    "mpeg1video", "mjpeg",
+    "h263", "flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "wmv3", "vc1", "theora", "prores", "dnxhd", "gif",
+    "apng", "png",
     "rawvideo", "vp6f", "vp6a",
 ))  # fmt: skip
 AUDIO_CODECS = frozenset((
-    "aac", "aac_latm", "mp1", "mp1float", "mp2", "mp2float", "mp3", "mp3float", "opus", "libopus", "vorbis", "flac", "alac",
-    "ac3", "eac3", "dca", "wmav1", "wmav2", "wmapro", "amrnb", "amrwb", "libopencore_amrnb", "libopencore_amrwb", "speex", "gsm", "gsm_ms",
+    "aac", "aac_latm", "mp1", "mp1float", "mp2", "mp2float", "mp3", "mp3float", "opus", "libopus", "vorbis",
+    "flac", "alac",
+    "ac3", "eac3", "dca", "wmav1", "wmav2", "wmapro", "amrnb", "amrwb", "libopencore_amrnb",
+    "libopencore_amrwb", "speex", "gsm", "gsm_ms",
     "adpcm_ima_wav", "adpcm_ms", "adpcm_ima_qt", "adpcm_swf", "g722", "g726",
     *(name for name in av.codecs_available if name.startswith("pcm_")),
 ))  # fmt: skip
@@ -94,7 +99,8 @@ def open_container(data: bytes, budget: DecodeBudget) -> Iterator[InputContainer
 
 
 def first_stream(container: InputContainer, kind: Literal["video", "audio"], budget: DecodeBudget) -> Any:
-    """The stream to decode, with its decoder limited to the budget. (PyAV has different types for video and audio streams.)"""
+    """The stream to decode, with its decoder limited to the budget. (PyAV has different types for video and
+    audio streams.)"""
     streams = [stream for stream in container.streams if stream.type == kind]
     if kind == "video":  # the cover of a song is not a video
         streams = [s for s in streams if not s.disposition & av.stream.Disposition.attached_pic]

@@ -1,4 +1,5 @@
-"""Bytes to arrays: one RGB image, sampled RGB frames, or one mono waveform. Runs at the encoder, as `probe` does at the door.
+"""Bytes to arrays: one RGB image, sampled RGB frames, or one mono waveform. Runs at the encoder, as `probe`
+does at the door.
 
 The same functions determine size and length for `probe` and `decode`, so the two agree about every file.
 """
@@ -26,9 +27,11 @@ def decode(
     item_idx: int | None = 0,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> np.ndarray:
-    """Image: [H, W, 3] uint8. Video: [T, H, W, 3] uint8, the frames that `probe` names. Audio: [num_samples] float32.
+    """Image: [H, W, 3] uint8. Video: [T, H, W, 3] uint8, the frames that `probe` names. Audio: [num_samples]
+    float32.
 
-    Blocks while it decodes, for at most `max_decode_s` and no longer than it `is_wanted`. Raises MediaError and NotWantedError."""
+    Blocks while it decodes, for at most `max_decode_s` and no longer than it `is_wanted`. Raises MediaError
+    and NotWantedError."""
     with naming(modality, item_idx):
         budget = DecodeBudget(settings.limits, is_wanted=is_wanted)
         return decode_within(modality, data, settings, options, budget)

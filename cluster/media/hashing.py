@@ -14,6 +14,7 @@ _encoder = msgspec.json.Encoder(order="deterministic")
 def media_hash(
     modality: Modality, digest: bytes, settings_fingerprint: str, options: MediaOptions, tenant: str
 ) -> str:
-    """Hex SHA-256. `digest` is the SHA-256 of the item's bytes. Items of different tenants never share a hash."""
+    """Hex SHA-256. `digest` is the SHA-256 of the item's bytes. Items of different tenants never share a
+    hash."""
     meaning = _encoder.encode((modality, settings_fingerprint, options, tenant))
     return hashlib.sha256(digest + meaning).hexdigest()

@@ -1,7 +1,7 @@
 """One image: its header (door) and its pixels (encoder), the same as from transformers' `load_image`.
 
-The image is rotated by its EXIF orientation. Then Pillow converts it to RGB, which drops transparency and ignores colour profiles.
-Magic bytes decide the format, not a declared type.
+The image is rotated by its EXIF orientation. Then Pillow converts it to RGB, which drops transparency and
+ignores colour profiles. Magic bytes decide the format, not a declared type.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def decode_image(data: bytes, budget: DecodeBudget) -> np.ndarray:
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:
-    """EXIF orientation. To look for it behind the pixels of a PNG, Pillow decodes the image, so a PNG without marks is skipped."""
+    """EXIF orientation. To look for it behind the pixels of a PNG, Pillow decodes the image, so a PNG without
+    marks is skipped."""
     if image.format == "PNG" and not any(mark in data for mark in _PNG_ORIENTATION_MARKS):
         return 1
     return image.getexif().get(0x0112, 1)
@@ -85,8 +86,8 @@ def _check_size(width: int, height: int, budget: DecodeBudget) -> None:
 
 
 def _check_jpeg_scans(data: bytes) -> None:
-    """Refuses images with many scans: a progressive image of a few kilobytes can take minutes. Checks only the first image, not
-    the ones that phones append."""
+    """Refuses images with many scans: a progressive image of a few kilobytes can take minutes. Checks only
+    the first image, not the ones that phones append."""
     place, num_scans = 2, 0
     for _ in range(MAX_JPEG_SEGMENTS):
         found = _JPEG_MARKER.search(data, place)

@@ -12,7 +12,8 @@ from cluster.types.media import MediaGeometry, MediaLayout, Modality
 
 
 def make_layout(processed: Processed, modality: Modality, row_tokens: Mapping[Modality, str]) -> MediaLayout:
-    """row_tokens: the token that the processor writes once for each embedding row. Raises MediaError for an item without rows."""
+    """row_tokens: the token that the processor writes once for each embedding row. Raises MediaError for an
+    item without rows."""
     inputs = [(modality, processed.inputs)]
     if processed.sound_inputs is not None:
         inputs.append((Modality.AUDIO, processed.sound_inputs))
@@ -26,7 +27,8 @@ def make_layout(processed: Processed, modality: Modality, row_tokens: Mapping[Mo
 
 
 def cut_runs(text: str, tokens: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
-    """The text with every run of one of the tokens shortened to one token, and (index of the token, length) of each run."""
+    """The text with every run of one of the tokens shortened to one token, and (index of the token, length)
+    of each run."""
     runs: list[tuple[int, int]] = []
 
     def cut(match: re.Match[str]) -> str:

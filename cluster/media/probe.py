@@ -1,5 +1,5 @@
-"""Size and length of an item, checked against the limits, before the item goes anywhere. Blocks; a door runs it in processes of its
-own (`surveyors`).
+"""Size and length of an item, checked against the limits, before the item goes anywhere. Blocks; a door runs
+it in processes of its own (`surveyors`).
 
 * Image: the header is enough.
 * Video: packets and the first frame are enough; the strategy "scenes" decodes all frames.

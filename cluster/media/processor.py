@@ -1,11 +1,13 @@
 """The model's own preprocessing (transformers), with and without the pixels.
 
-* `layout`, for the door: the text and the number of embedding rows of an item. The processor itself is asked about an item of that
-  size without content (`shapes`).
-* `prepare`, for the encoder: the tensors of one item that `get_image_features`, `get_video_features` and `get_audio_features` take.
+* `layout`, for the door: the text and the number of embedding rows of an item. The processor itself is asked
+  about an item of that size without content (`shapes`).
+* `prepare`, for the encoder: the tensors of one item that `get_image_features`, `get_video_features` and
+  `get_audio_features` take.
 
-Both make the same calls (`calls`), so they agree. `mm_processor_kwargs.json` in the model folder holds call-time arguments; without
-them some processors (Qwen2.5-Omni's) ignore parts of their own saved configuration.
+Both make the same calls (`calls`), so they agree. `mm_processor_kwargs.json` in the model folder holds
+call-time arguments; without them some processors (Qwen2.5-Omni's) ignore parts of their own saved
+configuration.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class MediaProcessor:
 
     @classmethod
     def load(cls, path: str | Path, limits: MediaLimits = DEFAULT_LIMITS) -> MediaProcessor | None:
-        """None for a text-only model. Raises ConfigError for a model whose processor cannot be used in this way. Takes seconds."""
+        """None for a text-only model. Raises ConfigError for a model whose processor cannot be used in this
+        way. Takes seconds."""
         folder = Path(path)
         config = read_config(folder)
         check_family(config)
@@ -99,8 +102,9 @@ class MediaProcessor:
         *,
         item_idx: int = 0,
     ) -> MediaLayout:
-        """Exactly what the processor would make of such an item. `sound`: the sound track of a clip that is heard. Decodes nothing. Takes
-        milliseconds, or microseconds for a repeated question. Raises MediaError, UnsupportedError."""
+        """Exactly what the processor would make of such an item. `sound`: the sound track of a clip that is
+        heard. Decodes nothing. Takes milliseconds, or microseconds for a repeated question. Raises
+        MediaError, UnsupportedError."""
         self._check_modality(probe.modality)
         with naming(probe.modality, item_idx):
             return self._cached_layout(probe, options, sound)
@@ -113,7 +117,8 @@ class MediaProcessor:
 
     @property
     def bounds_whole_clips(self) -> bool:
-        """Whether the pixel bounds hold for all frames of a clip together: fewer frames may then be larger."""
+        """Whether the pixel bounds hold for all frames of a clip together: fewer frames may then be
+        larger."""
         return self._family.bounds_whole_clips
 
     def patch_side(self, modality: Modality) -> int:
@@ -130,8 +135,8 @@ class MediaProcessor:
         *,
         item_idx: int | None = 0,
     ) -> dict[str, torch.Tensor]:
-        """Model inputs of one item from the array that `decode` made, as the processor gives them for a batch of one. Pooling follows the
-        encoder and changes nothing here. Raises MediaError, UnsupportedError."""
+        """Model inputs of one item from the array that `decode` made, as the processor gives them for a batch
+        of one. Pooling follows the encoder and changes nothing here. Raises MediaError, UnsupportedError."""
         self._check_modality(modality)
         options = msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
         with naming(modality, item_idx):
@@ -208,7 +213,8 @@ class MediaProcessor:
         """Raises ConfigError if the processor cannot be asked about an item without content."""
         if not self.modalities:
             raise ConfigError(
-                f"model type {self._family.model_type!r} is not supported: its processor names no placeholder token"
+                f"model type {self._family.model_type!r} is not supported: its processor names no "
+                "placeholder token"
             )
         for modality in self.modalities:
             try:
@@ -221,8 +227,8 @@ class MediaProcessor:
 
 
 def _row_tokens(processor: Any, config: Mapping[str, Any]) -> dict[Modality, str]:
-    """For each modality that the processor takes: the token that it writes once for each embedding row. A model without a video
-    token takes the frames of a video as images."""
+    """For each modality that the processor takes: the token that it writes once for each embedding row. A
+    model without a video token takes the frames of a video as images."""
     parts = {
         Modality.IMAGE: "image_processor",
         Modality.VIDEO: "video_processor",

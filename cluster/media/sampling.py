@@ -16,13 +16,15 @@ from cluster.types.media import FrameStrategy, MediaOptions
 MAX_FPS = 1000.0  # faster than any camera whose files reach this server
 NUM_LUMA_BINS = 32
 CUT_SHARE = 0.25  # share of the pixels that must change their bin between two frames for a cut
-# The change must also be so many times that between neighbouring frames, because flicker and fast motion are not cuts.
+# The change must also be so many times that between neighbouring frames, because flicker and fast motion are
+# not cuts.
 CUT_RATIO = 3.0
 CUT_NEIGHBOURS = 8  # frames on each side
 
 
 def video_sampling(own: VideoSampling, options: MediaOptions) -> VideoSampling:
-    """The model's sampling with the client's wishes; `own.max_frames` stays the ceiling. Raises MediaError."""
+    """The model's sampling with the client's wishes; `own.max_frames` stays the ceiling. Raises
+    MediaError."""
     _check(own, options)
     max_frames = min(options.max_frames or own.max_frames, own.max_frames)
     min_frames = min(own.min_frames, max_frames) if options.min_frames is None else options.min_frames
@@ -39,14 +41,16 @@ def _check(own: VideoSampling, options: MediaOptions) -> None:
     ceiling = min(options.max_frames or own.max_frames, own.max_frames)
     if options.min_frames is not None and options.min_frames > ceiling:
         raise MediaError(
-            f"min_frames or num_frames is {options.min_frames}, more than the {ceiling} frames that may be taken"
+            f"min_frames or num_frames is {options.min_frames}, more than the {ceiling} frames that may be "
+            "taken"
         )
     if options.strategy is FrameStrategy.KEYFRAMES and not options.fps is options.min_frames is None:
         raise MediaError("the strategy 'keyframes' takes max_frames, but neither fps nor min_frames")
 
 
 def uniform(num_frames: int, source_fps: float, sampling: VideoSampling) -> list[int]:
-    """As transformers' `sample_frames`. If that would take no frame: the available frames of one temporal patch."""
+    """As transformers' `sample_frames`. If that would take no frame: the available frames of one temporal
+    patch."""
     wanted = min(
         max(num_frames / source_fps * sampling.fps, sampling.min_frames), sampling.max_frames, num_frames
     )
@@ -55,9 +59,9 @@ def uniform(num_frames: int, source_fps: float, sampling: VideoSampling) -> list
     return [idx * num_frames // wanted for idx in range(wanted)]
 
 
-def thinned(indices: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the indices, at equal distances, always with the first."""
-    count = min(len(indices), most)
+def thinned(indices: Sequence[int], max_count: int) -> list[int]:
+    """At most `max_count` of the indices, at equal distances, always with the first."""
+    count = min(len(indices), max_count)
     return [indices[idx * len(indices) // count] for idx in range(count)]
 
 
@@ -69,7 +73,8 @@ def keyframes(key_idx: Sequence[int], sampling: VideoSampling) -> list[int]:
 
 
 def scenes(num_frames: int, uniform_idx: Sequence[int], cut_idx: Sequence[int]) -> list[int]:
-    """As many frames as `uniform_idx` has: the first, the first after each cut (strongest cuts first), then uniform ones."""
+    """As many frames as `uniform_idx` has: the first, the first after each cut (strongest cuts first), then
+    uniform ones."""
     count = len(uniform_idx)
     chosen = set([0, *(idx for idx in cut_idx if 0 < idx < num_frames)][:count])
     rest = [idx for idx in uniform_idx if idx not in chosen]
@@ -83,7 +88,8 @@ def luma_histogram(luma: np.ndarray) -> np.ndarray:
 
 
 def cuts(histograms: Sequence[np.ndarray]) -> list[int]:
-    """Positions of the histograms that follow a cut, strongest cut first. Integer arithmetic gives the same on every machine."""
+    """Positions of the histograms that follow a cut, strongest cut first. Integer arithmetic gives the same
+    on every machine."""
     if len(histograms) < 2:
         return []
     changes = np.abs(np.diff(np.stack(histograms), axis=0)).sum(axis=1) // 2

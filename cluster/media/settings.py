@@ -59,7 +59,8 @@ def item_name(modality: Modality, item_idx: int) -> str:
 
 @contextmanager
 def naming(modality: Modality, item_idx: int | None) -> Iterator[None]:
-    """Puts the item's name before every error, unless `item_idx` is None. Turns any exception of a decoder into a MediaError."""
+    """Puts the item's name before every error, unless `item_idx` is None. Turns any exception of a decoder
+    into a MediaError."""
     prefix = "" if item_idx is None else f"{item_name(modality, item_idx)}: "
     try:
         yield

@@ -1,7 +1,8 @@
 """The model's own transformers processor, run on inputs without pixels and sound, to learn only sizes.
 
-Image and video processors run on meta tensors, which have a shape and no memory. Their metadata (grids, tile counts, sizes) are real
-numbers. Feature extractors get silence and skip the spectrum, because its number of frames depends only on the padding.
+Image and video processors run on meta tensors, which have a shape and no memory. Their metadata (grids, tile
+counts, sizes) are real numbers. Feature extractors get silence and skip the spectrum, because its number of
+frames depends only on the padding.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def blank_audio(probe: MediaProbe) -> np.ndarray:
 
 
 class _Shapes:
-    """An image or video processor that replaces its meta outputs by zeros. Processors read the shapes of the outputs, and some of them
-    through numpy."""
+    """An image or video processor that replaces its meta outputs by zeros. Processors read the shapes of the
+    outputs, and some of them through numpy."""
 
     def __init__(self, processor: Any):
         self._processor = processor
@@ -76,8 +77,8 @@ def _zeros(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _silent(extractor: Any) -> Any:
-    """A copy of a Whisper feature extractor that computes no spectrum. Other extractors are returned unchanged, because it is not
-    known whether they work without."""
+    """A copy of a Whisper feature extractor that computes no spectrum. Other extractors are returned
+    unchanged, because it is not known whether they work without."""
     from transformers import WhisperFeatureExtractor
 
     if not isinstance(extractor, WhisperFeatureExtractor):
@@ -87,5 +88,5 @@ def _silent(extractor: Any) -> Any:
     def no_frames(waveforms: np.ndarray, *_: Any) -> np.ndarray:
         return np.zeros((len(waveforms), extractor.feature_size, 0), np.float32)
 
-    setattr(silent, "_torch_extract_fbank_features", no_frames)  # noqa: B010 - not declared on the class's type
+    setattr(silent, "_torch_extract_fbank_features", no_frames)  # noqa: B010 - not declared
     return silent

@@ -1,6 +1,8 @@
-"""A few slots for many tenants' work. The tenant with the fewest slots goes next, and no tenant has more than its maximum.
+"""A few slots for many tenants' work. The tenant with the fewest slots goes next, and no tenant has more than
+its maximum.
 
-Belongs to one event loop. Within a tenant the order is that of arrival. A cancelled caller frees its slot, or stops waiting.
+Belongs to one event loop. Within a tenant the order is that of arrival. A cancelled caller frees its slot, or
+stops waiting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A sound, or the sound track of a video: one mono waveform at the model's rate.
 
-No header gives the exact number of samples after resampling. The door therefore decodes as well, without keeping the samples
-(`count_samples`).
+No header gives the exact number of samples after resampling. The door therefore decodes as well, without
+keeping the samples (`count_samples`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from cluster.media.budget import DecodeBudget
 from cluster.media.container import first_stream, open_container
 from cluster.media.settings import MediaSettings
 
-SAMPLE_RATES = range(
-    2_000, 768_001
-)  # Hz; outside this range resampling makes huge outputs from small files, or is too slow
+# Hz; outside this range resampling makes huge outputs from small files, or is too slow
+SAMPLE_RATES = range(2_000, 768_001)
 
 # Otherwise FFmpeg makes two equal channels 3 dB louder; other libraries take the mean.
 MONO_IS_THE_MEAN = {"rematrix_maxval": "1.0"}
@@ -30,7 +29,8 @@ def count_samples(data: bytes, settings: MediaSettings, budget: DecodeBudget) ->
 
 
 def decode_audio(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> np.ndarray:
-    """[num_samples] float32: the first audio stream, mixed to mono and resampled by FFmpeg. Raises MediaError."""
+    """[num_samples] float32: the first audio stream, mixed to mono and resampled by FFmpeg. Raises
+    MediaError."""
     return np.concatenate(list(_pieces(data, settings, budget)))
 
 

@@ -1,4 +1,5 @@
-"""Where an item's bytes come from. This module reads data URIs, `fetch` reads remote URLs, and no path is ever opened."""
+"""Where an item's bytes come from. This module reads data URIs, `fetch` reads remote URLs, and no path is
+ever opened."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ def read_source(source: MediaSource, max_bytes: int, item_idx: int = 0) -> tuple
 
 
 def _decoded(url: str, start: int) -> bytes:
-    """Decodes base64 from `start` on, in pieces. A single call would hold the interpreter's lock, and so block the event loop, until
-    the end."""
+    """Decodes base64 from `start` on, in pieces. A single call would hold the interpreter's lock, and so
+    block the event loop, until the end."""
     data = io.BytesIO()
     for begin in range(start, len(url), PIECE_CHARS):
         piece = base64.b64decode(url[begin : begin + PIECE_CHARS], validate=True)

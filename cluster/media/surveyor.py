@@ -1,7 +1,8 @@
 """The process in which a door opens media files. FFmpeg and Pillow run here, on untrusted bytes.
 
-If one of them crashes, only this process ends; the door's streams go on. The process imports neither torch nor transformers, opens no
-path and no address, and has no data but the current order. It ends when its socket ends, also when the door is killed.
+If one of them crashes, only this process ends; the door's streams go on. The process imports neither torch
+nor transformers, opens no path and no address, and has no data but the current order. It ends when its socket
+ends, also when the door is killed.
 
     door → here  SurveyOrder, then the file's bytes
     here → door  Surveyed or SurveyRefused
@@ -31,7 +32,8 @@ class SurveyOrder(msgspec.Struct, frozen=True, array_like=True):
     settings: MediaSettings
     num_bytes: int  # of the file, which follows
     timeout_s: float
-    # decode the whole file, as an encoder would: the client wants the answer without items that cannot be decoded
+    # decode the whole file, as an encoder would: the client wants the answer without items that cannot be
+    # decoded
     decodes: bool = False
 
 

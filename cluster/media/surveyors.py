@@ -1,12 +1,15 @@
-"""A door's surveyor processes. Files are opened there (`surveyor`) and not in the door, whose event loop and streams stay unaffected.
+"""A door's surveyor processes. Files are opened there (`surveyor`) and not in the door, whose event loop and
+streams stay unaffected.
 
-Steps of a survey: it waits for a slot among all tenants' surveys → takes an idle process, or starts one → sends order and bytes →
-receives the answer.
+Steps of a survey: it waits for a slot among all tenants' surveys → takes an idle process, or starts one →
+sends order and bytes → receives the answer.
 
-* If a survey is cancelled or takes too long, its process is killed at once. The next survey starts another one.
-* If a process dies over a file, another process tries the file once more. A file that ends two processes is refused.
-* Long surveys (clips, sounds, whole decodes) leave one process for headers of images, which take a millisecond, and one for other
-  tenants.
+* If a survey is cancelled or takes too long, its process is killed at once. The next survey starts another
+  one.
+* If a process dies over a file, another process tries the file once more. A file that ends two processes is
+  refused.
+* Long surveys (clips, sounds, whole decodes) leave one process for headers of images, which take a
+  millisecond, and one for other tenants.
 
 Belongs to one event loop. Processes start when they are needed; `warm_up` starts the first one early.
 """
@@ -80,7 +83,8 @@ class SurveyorProcess:
         self._is_ready = False
 
     async def ask(self, order: SurveyOrder, data: bytes) -> SurveyAnswer:
-        """Raises SurveyorEndedError, TimeoutError for a survey that takes too long, UnavailableError if the process does not start."""
+        """Raises SurveyorEndedError, TimeoutError for a survey that takes too long, UnavailableError if the
+        process does not start."""
         loop = asyncio.get_running_loop()
         try:
             await self._start_up()
@@ -148,7 +152,8 @@ class SurveyorPool:
             self._idle.append(self._start())
 
     async def survey(self, tenant: str, order: SurveyOrder, data: bytes, time: DecodeTime) -> Surveyed:
-        """Raises MediaError, which does not name the item, OverloadedError and UnavailableError. May be cancelled at any time."""
+        """Raises MediaError, which does not name the item, OverloadedError and UnavailableError. May be
+        cancelled at any time."""
         async with AsyncExitStack() as slots:
             try:
                 async with asyncio.timeout(WAIT_TIMEOUT_S):

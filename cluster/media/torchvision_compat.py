@@ -1,8 +1,9 @@
 """Makes torchvision importable next to a CPU-only torch.
 
-transformers' video processors import torchvision. PyPI's torchvision is linked against CUDA torch. Next to a CPU-only torch its
-extension does not load, and the import fails because the schemas of its two custom operators are missing ("operator torchvision::nms
-does not exist"). The transforms that processors use are plain torch, so defining the schemas is enough.
+transformers' video processors import torchvision. PyPI's torchvision is linked against CUDA torch. Next to a
+CPU-only torch its extension does not load, and the import fails because the schemas of its two custom
+operators are missing ("operator torchvision::nms does not exist"). The transforms that processors use are
+plain torch, so defining the schemas is enough.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _libraries: list[torch.library.Library] = []  # a Library removes its operators 
 
 
 def ensure_torchvision() -> None:
-    """Call it before any processor is loaded. May be repeated. Raises ImportError if torchvision is not installed."""
+    """Call it before any processor is loaded. May be repeated. Raises ImportError if torchvision is not
+    installed."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError as error:

@@ -1,9 +1,10 @@
 """A video: which of its frames are taken (door and encoder), and their pixels (encoder).
 
-Door and encoder both use `survey_clip` and `taken_frames`, so their answers cannot differ. A planned frame is the last one shown at
-its time. The number of frames is therefore always the plan's, even if some packets show nothing (VP8's hidden frames) or two share
-a time. Planning reads the packets and decodes the first frame. Only the strategy "scenes" decodes all frames, also at the door, and
-twice at the encoder; the number of frames does not depend on the cuts that it finds.
+Door and encoder both use `survey_clip` and `taken_frames`, so their answers cannot differ. A planned frame is
+the last one shown at its time. The number of frames is therefore always the plan's, even if some packets show
+nothing (VP8's hidden frames) or two share a time. Planning reads the packets and decodes the first frame.
+Only the strategy "scenes" decodes all frames, also at the door, and twice at the encoder; the number of
+frames does not depend on the cuts that it finds.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def _taken(clip: Clip, plan: VideoPlan) -> Iterator[Picture]:
 
 
 def _is_after(picture: Picture, position: int, plan: VideoPlan, nth: int) -> bool:
-    """Whether this picture is shown after the plan's nth frame. If so, the picture before it was visible at that time."""
+    """Whether this picture is shown after the plan's nth frame. If so, the picture before it was visible at
+    that time."""
     if plan.times is None or picture.time is None:
         return position > plan.frame_idx[nth]
     return picture.time > plan.times[nth]

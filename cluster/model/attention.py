@@ -1,8 +1,9 @@
-"""The attention function that every text backbone calls. It writes new K and V into block memory, then attends over it.
+"""The attention function that every text backbone calls. It writes new K and V into block memory, then
+attends over it.
 
-It is registered in transformers' AttentionInterface under `ATTENTION_NAME`. The step's metadata passes through the HF layers as the
-keyword `paged`. transformers builds no mask for an unknown name, so each backend makes its masks. Runs on the engine's thread. Owns
-no memory.
+It is registered in transformers' AttentionInterface under `ATTENTION_NAME`. The step's metadata passes
+through the HF layers as the keyword `paged`. transformers builds no mask for an unknown name, so each backend
+makes its masks. Runs on the engine's thread. Owns no memory.
 
 Letters: T new tokens of all sequences, B sequences, Hq query heads, Hk KV heads, D key width, Dv value width.
 """
@@ -26,7 +27,8 @@ Span = tuple[int, int]  # absolute positions, half-open
 
 @dataclass
 class PagedBatch:
-    """One packed forward, as attention sees it. Lives for one step. Backends keep masks and gathered indices in `memo`."""
+    """One packed forward, as attention sees it. Lives for one step. Backends keep masks and gathered indices
+    in `memo`."""
 
     kv: BlockMemory
     block_size: int  # token positions per block
@@ -64,8 +66,8 @@ class AttentionBackend(Protocol):
         self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
         cache: LayerCache,
     ) -> Tensor:  # fmt: skip
-        """query [T, Hq, D], new_key [T, Hk, D], new_value [T, Hk, Dv]. The latter two are already in the cache; a backend uses them
-        only if the cache returns exactly what was written. Returns [T, Hq, Dv]."""
+        """query [T, Hq, D], new_key [T, Hk, D], new_value [T, Hk, Dv]. The latter two are already in the
+        cache; a backend uses them only if the cache returns exactly what was written. Returns [T, Hq, Dv]."""
         ...
 
 
@@ -82,8 +84,8 @@ def paged_attention(
     paged: tuple[PagedBatch, AttentionBackend] | None = None,
     **_kwargs: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature. query [1, Hq, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv]; returns
-    [1, T, Hq, Dv]. Keywords that change results are refused when the model is loaded (`probe`)."""
+    """transformers' attention signature. query [1, Hq, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv];
+    returns [1, T, Hq, Dv]. Keywords that change results are refused when the model is loaded (`probe`)."""
     if paged is None:
         raise RuntimeError(
             "the attention of this model works only inside LanguageModel, which passes the block memory"
@@ -105,8 +107,8 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 def make_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The fastest installed backend for the device. Each backend reads every cache format. If its kernels do not support a case, it
-    uses the torch backend."""
+    """The fastest installed backend for the device. Each backend reads every cache format. If its kernels do
+    not support a case, it uses the torch backend."""
     from cluster.model.attention_torch import TorchAttention
 
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):

@@ -1,8 +1,9 @@
-"""Attention over block memory with the kernels of `cpu/attention.cpp`: paged decode and prefill chunks, plain and int8
-caches, windows, soft caps, sinks and bidirectional spans. Cases that `can_run` refuses use the fallback.
+"""Attention over block memory with the kernels of `cpu/attention.cpp`: paged decode and prefill chunks, plain
+and int8 caches, windows, soft caps, sinks and bidirectional spans. Cases that `can_run` refuses use the
+fallback.
 
-Values that the layers of a step share (visible ranges, pointers) are made once per step and window and kept in `PagedBatch.memo`.
-Letters as in `attention`.
+Values that the layers of a step share (visible ranges, pointers) are made once per step and window and kept
+in `PagedBatch.memo`. Letters as in `attention`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class _AttentionCall(ctypes.Structure):
         ("query", _pointer), ("key", _pointer), ("key_scales", _pointer), ("value", _pointer),
         ("value_scales", _pointer), ("sinks", _pointer), ("out", _pointer), ("query_token_stride", _int64),
         ("query_head_stride", _int64), ("query_heads", _int64), ("kv_heads", _int64), ("key_width", _int64),
-        ("value_width", _int64), ("is_bf16", _int64), ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
+        ("value_width", _int64), ("is_bf16", _int64), ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
     )  # fmt: skip
 
 
@@ -45,15 +47,18 @@ class _WriteCall(ctypes.Structure):
     """WriteCall."""
 
     _fields_ = (
-        ("rows", _pointer), ("slots", _pointer), ("target", _pointer), ("scales", _pointer), ("tokens", _int64),
-        ("heads", _int64), ("width", _int64), ("token_stride", _int64), ("head_stride", _int64), ("is_bf16", _int64),
+        ("rows", _pointer), ("slots", _pointer), ("target", _pointer), ("scales", _pointer),
+        ("tokens", _int64),
+        ("heads", _int64), ("width", _int64), ("token_stride", _int64), ("head_stride", _int64),
+        ("is_bf16", _int64),
         ("threads", _int64),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class StepView:
-    """A step's arguments and the tensors that they point into. address: of the arguments; valid while this object lives."""
+    """A step's arguments and the tensors that they point into. address: of the arguments; valid while this
+    object lives."""
 
     step: _AttentionStep
     tensors: tuple[Tensor, ...]
@@ -96,8 +101,10 @@ class CpuAttention:
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
         call = _AttentionCall(
             query.data_ptr(), *row_pointers(cache.key), *row_pointers(cache.value),
-            None if sinks is None else sinks.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), heads,
-            kv_heads, key_width, value_width, query.dtype == torch.bfloat16, layer.scaling, layer.softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1),
+            heads,
+            kv_heads, key_width, value_width, query.dtype == torch.bfloat16, layer.scaling,
+            layer.softcap or 0.0,
         )  # fmt: skip
         self._attend(step_view(batch, layer.sliding_window).step, call)
         return out
@@ -141,7 +148,8 @@ def _write_call(batch: PagedBatch, store: RowStore, rows: Tensor) -> _WriteCall:
     target, scales = row_pointers(store)
     tokens, heads, width = rows.shape
     return _WriteCall(
-        rows.data_ptr(), batch.slots.data_ptr(), target, scales, tokens, heads, width, rows.stride(0), rows.stride(1),
+        rows.data_ptr(), batch.slots.data_ptr(), target, scales, tokens, heads, width, rows.stride(0),
+        rows.stride(1),
         rows.dtype == torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
 
@@ -162,8 +170,8 @@ def step_view(batch: PagedBatch, window: int | None) -> StepView:
 
 
 def visible_ranges(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor]:
-    """Each new token sees the key positions [begin, end) of its sequence; both [T] int32. A bidirectional span moves the end, but
-    never behind the chunk."""
+    """Each new token sees the key positions [begin, end) of its sequence; both [T] int32. A bidirectional
+    span moves the end, but never behind the chunk."""
     if batch.is_decode:
         ends = batch.context_lens_tensor.int()
         positions = ends - 1

@@ -2,13 +2,15 @@
 
 `route` decides:
 
-* flash-attn 2 reads only pages of a multiple of 256 rows. flash-attn 3 (module `flash_attn_interface`, Hopper) reads any.
-* Smaller blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention`, and prefilled from rows that are gathered into
-  one tensor.
+* flash-attn 2 reads only pages of a multiple of 256 rows. flash-attn 3 (module `flash_attn_interface`,
+  Hopper) reads any.
+* Smaller blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention`, and prefilled from rows
+  that are gathered into one tensor.
 * Bidirectional spans use the fallback. In prefill, sinks and different widths of K and V use it as well.
 
 Either library may be missing. Untried on a GPU: calls follow the signatures of flash-attn 2.8.3 and of its
-hopper/flash_attn_interface.py. Routing and arguments are tested on the CPU with stand-ins for these functions.
+hopper/flash_attn_interface.py. Routing and arguments are tested on the CPU with stand-ins for these
+functions.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _MAX_FLASH_WIDTH = 256
 
 
 @dataclass(frozen=True)
-class Lengths:
+class StepLengths:
     """Sizes of one packed step, on the device and on the host."""
 
     query_starts: Tensor  # [B + 1] int32: exclusive prefix sums
@@ -48,13 +50,13 @@ class FlashLibrary(Protocol):
     page_multiple: int  # pages of block_size rows can be read when block_size is a multiple of this
 
     def paged(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         """key and value [num_blocks, block_size, Hk, D]."""
         ...
 
     def rows(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         """key and value [sum of contexts, Hk, D], sequence after sequence."""
         ...
@@ -70,7 +72,7 @@ class Flash2:
         self._with_kvcache = module.flash_attn_with_kvcache
 
     def paged(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         if lengths.max_query == 1:
             out = self._with_kvcache(
@@ -84,7 +86,7 @@ class Flash2:
         )  # fmt: skip
 
     def rows(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         return _rows(self._varlen, query, key, value, lengths, layer)
 
@@ -99,7 +101,7 @@ class Flash3:
         self._with_kvcache = module.flash_attn_with_kvcache
 
     def paged(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         return self._with_kvcache(
             query, key, value, cache_seqlens=lengths.contexts, page_table=lengths.tables,
@@ -107,7 +109,7 @@ class Flash3:
         )  # fmt: skip
 
     def rows(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
         return _rows(self._varlen, query, key, value, lengths, layer)
 
@@ -142,7 +144,8 @@ def route(
 
 
 class FlashAttention:
-    """The attention backend on CUDA, for float16 and bfloat16. `num_processors`: the device's multiprocessors."""
+    """The attention backend on CUDA, for float16 and bfloat16. `num_processors`: the device's
+    multiprocessors."""
 
     def __init__(
         self,
@@ -158,7 +161,8 @@ class FlashAttention:
         self._num_processors = num_processors
 
     def can_capture(self, block_size: int, cache: LayerCache) -> bool:
-        """Whether a decode step over such a cache launches only kernels whose shapes do not depend on the contexts."""
+        """Whether a decode step over such a cache launches only kernels whose shapes do not depend on the
+        contexts."""
         pages = self._page_multiple is not None and block_size % self._page_multiple == 0
         kernel = self._has_kernels and decode_attention.can_decode(cache)
         return kernel or (pages and isinstance(cache.key, PlainRows))
@@ -240,15 +244,16 @@ def _common(layer: LayerAttention) -> dict[str, Any]:
 
 
 def _rows(
-    varlen: Any, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, layer: LayerAttention
+    varlen: Any, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
 ) -> Tensor:
     return varlen(
-        query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query, lengths.max_context,
+        query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
+        lengths.max_context,
         **_common(layer),
     )  # fmt: skip
 
 
-def _lengths(batch: PagedBatch) -> Lengths:
+def _lengths(batch: PagedBatch) -> StepLengths:
     """The sizes of this step; made once."""
     memo_key = ("flash", "lengths")
     if memo_key not in batch.memo:
@@ -257,7 +262,7 @@ def _lengths(batch: PagedBatch) -> Lengths:
             query_starts = torch.arange(len(batch.query_lens) + 1, dtype=torch.int32, device=contexts.device)
         else:
             query_starts = _starts(torch.tensor(batch.query_lens)).to(contexts.device, non_blocking=True)
-        batch.memo[memo_key] = Lengths(
+        batch.memo[memo_key] = StepLengths(
             query_starts, _starts(contexts), contexts.int(), batch.block_tables.int(),
             max(batch.query_lens), max(batch.context_lens),
         )  # fmt: skip
@@ -269,7 +274,7 @@ def _starts(lengths: Tensor) -> Tensor:
     return F.pad(lengths.cumsum(0), (1, 0)).int()
 
 
-def _context_slots(batch: PagedBatch, lengths: Lengths) -> Tensor:
+def _context_slots(batch: PagedBatch, lengths: StepLengths) -> Tensor:
     """Flat slots [sum of contexts] int64 of every position of every sequence. Made once per step."""
     memo_key = ("flash", "slots")
     if memo_key not in batch.memo:

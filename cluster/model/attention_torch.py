@@ -1,7 +1,8 @@
-"""Attention over block memory in plain torch: any device, any dtype, every feature. Letters as in `attention`.
+"""Attention over block memory in plain torch: any device, any dtype, every feature. Letters as in
+`attention`.
 
-* Decode gathers all sequences' blocks into one padded batch. It folds the query heads that share a KV head into the query length,
-  which keeps torch's fused kernel on its fast path.
+* Decode gathers all sequences' blocks into one padded batch. It folds the query heads that share a KV head
+  into the query length, which keeps torch's fused kernel on its fast path.
 * Prefill runs one kernel per sequence.
 * Soft-capped scores and attention sinks use an explicit softmax instead of the fused kernel.
 
@@ -21,9 +22,9 @@ from cluster.model.kv_format import LayerCache, PlainRows, RowStore
 
 
 class TorchAttention:
-    """Keeps two scratch buffers for the gathered K and V of a decode step instead of allocating them in every layer.
-    Measured with the demo model, batch 32, context 256, one busy core: a whole step takes 6.9 ms instead of 9.4 at best,
-    and 8.4 instead of 20 in the median.
+    """Keeps two scratch buffers for the gathered K and V of a decode step instead of allocating them in every
+    layer. Measured with the demo model, batch 32, context 256, one busy core: a whole step takes 6.9 ms
+    instead of 9.4 at best, and 8.4 instead of 20 in the median.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,8 @@ class TorchAttention:
         return out.reshape(num_seqs, num_heads, -1)
 
     def _gather(self, name: str, store: RowStore, block_ids: Tensor, block_size: int, like: Tensor) -> Tensor:
-        """[n, block_size, Hk, D] in scratch of `like`'s dtype and device; valid until the next gather of the same name."""
+        """[n, block_size, Hk, D] in scratch of `like`'s dtype and device; valid until the next gather of the
+        same name."""
         size = len(block_ids) * block_size * math.prod(store.row_shape)
         scratch = self._scratch.get(name)
         if (
@@ -88,8 +90,8 @@ class TorchAttention:
 
 
 def _decode_view(batch: PagedBatch, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Block table [B, M] and additive mask [B, 1, 1, M * block_size] of one decode step. With a window, only blocks that a query
-    still sees are gathered."""
+    """Block table [B, M] and additive mask [B, 1, 1, M * block_size] of one decode step. With a window, only
+    blocks that a query still sees are gathered."""
     memo_key = ("decode", window)
     if memo_key not in batch.memo:
         table, lens, size = batch.block_tables, batch.context_lens_tensor, batch.block_size
@@ -110,7 +112,8 @@ def _decode_view(batch: PagedBatch, window: int | None, dtype: torch.dtype) -> t
 
 
 def _is_plain_prompt(batch: PagedBatch, layer: LayerAttention, seq: int) -> bool:
-    """Whether this is a whole prompt from its first token, causal and within the window: it needs no gather and no mask."""
+    """Whether this is a whole prompt from its first token, causal and within the window: it needs no gather
+    and no mask."""
     query_len, context_len = batch.query_lens[seq], batch.context_lens[seq]
     window = layer.sliding_window
     return (
@@ -125,7 +128,8 @@ def _is_plain_prompt(batch: PagedBatch, layer: LayerAttention, seq: int) -> bool
 def _prefill_view(
     batch: PagedBatch, window: int | None, seq: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Flat slots [S] of the keys that the chunk's queries may see, and the additive mask [n, S] (None: all are visible)."""
+    """Flat slots [S] of the keys that the chunk's queries may see, and the additive mask [n, S] (None: all
+    are visible)."""
     memo_key = ("prefill", window, seq)
     if memo_key not in batch.memo:
         query_len, context_len, size = batch.query_lens[seq], batch.context_lens[seq], batch.block_size
@@ -183,7 +187,8 @@ def _explicit(
     mask: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [b, h, n, D], key [b, h, S, D], value [b, h, S, Dv]; mask broadcasts to [b, h, n, S], sinks to [b, h, n, 1]."""
+    """query [b, h, n, D], key [b, h, S, D], value [b, h, S, Dv]; mask broadcasts to [b, h, n, S], sinks to
+    [b, h, n, 1]."""
     scores = query @ key.transpose(-1, -2) * layer.scaling
     if layer.softcap is not None:
         scores = torch.tanh(scores / layer.softcap) * layer.softcap

@@ -1,7 +1,7 @@
 """The encoder half: media tensors in, embedding rows out.
 
-Wraps transformers' unmodified encoders and projectors. Owns the weights and nothing else. Runs on the engine's thread, one call at
-a time. Calls block and synchronise the device.
+Wraps transformers' unmodified encoders and projectors. Owns the weights and nothing else. Runs on the
+engine's thread, one call at a time. Calls block and synchronise the device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cluster.types.media import Modality
 
 
 class EncoderModel:
-    """feature_width: columns of an embedding row. These are the embedding, then hidden_size columns for every deep-stack layer (zeros
-    for a modality without them)."""
+    """feature_width: columns of an embedding row. These are the embedding, then hidden_size columns for every
+    deep-stack layer (zeros for a modality without them)."""
 
     def __init__(self, model: PreTrainedModel):
         config = model.config
@@ -48,8 +48,8 @@ class EncoderModel:
     def load(
         cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> EncoderModel:
-        """Reads only the encoder half of the checkpoint. On the CPU its linears, gated MLPs and norms run on native kernels, if these
-        can be built. Raises ConfigError for models that are not supported."""
+        """Reads only the encoder half of the checkpoint. On the CPU its linears, gated MLPs and norms run on
+        native kernels, if these can be built. Raises ConfigError for models that are not supported."""
         encoder = cls(load_half(path, Half.ENCODER, dtype=dtype, device=device))
         if encoder.device.type == "cpu":
             optimise_modules(encoder._base)
@@ -67,20 +67,24 @@ class EncoderModel:
                     block.register_forward_hook(lambda *_: function())
 
     def splitter(self, modality: Modality) -> Splitter | None:
-        """Splits items of this modality into pieces, each of which `encode` takes as an item; None: items cannot be split."""
+        """Splits items of this modality into pieces, each of which `encode` takes as an item; None: items
+        cannot be split."""
         return self._calls[modality].splitter
 
     def upload(self, item: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The item in the memory where `encode` reads it: on a GPU a copy there, on the CPU the item itself. Call it on any thread but
-        the engine's. It blocks until the copy is done, while the device continues to compute."""
+        """The item in the memory where `encode` reads it: on a GPU a copy there, on the CPU the item itself.
+        Call it on any thread but the engine's. It blocks until the copy is done, while the device continues
+        to compute."""
         return item if self._uploads is None else self._uploads.copy(item)
 
     @torch.inference_mode()
     def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """One [num_tokens, feature_width] tensor per item, equal up to rounding (1e-5) to encoding the item alone.
+        """One [num_tokens, feature_width] tensor per item, equal up to rounding (1e-5) to encoding the item
+        alone.
 
         items: for each media item the HF processor's tensors, batch dimension included, e.g. `pixel_values`
-        [patches, d] + `image_grid_thw` [1, 3], or `input_features` [1, mels, frames] + `feature_attention_mask`.
+        [patches, d] + `image_grid_thw` [1, 3], or `input_features` [1, mels, frames] +
+        `feature_attention_mask`.
         """
         outputs = self._calls[modality].run(self._base, [self._on_device(item) for item in items])
         return [self._full_width(rows) for rows in outputs]

@@ -6,11 +6,13 @@ import torch
 
 
 class DeviceLostError(Exception):
-    """The device, or a process that shares the model, cannot be used any more. The worker must be replaced."""
+    """The device, or a process that shares the model, cannot be used any more. The worker must be
+    replaced."""
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """After a CUDA error every later call fails as well. cuBLAS and cuDNN report errors without an exception class of their own."""
+    """After a CUDA error every later call fails as well. cuBLAS and cuDNN report errors without an exception
+    class of their own."""
     if isinstance(error, DeviceLostError | torch.AcceleratorError):
         return True
     return isinstance(error, RuntimeError) and "CUDA error" in str(error)

@@ -1,11 +1,11 @@
 """How the K and V of a layer lie in block memory, and how rows are written and read.
 
     auto: 2 segments per layer, K then V, in the model's dtype.
-    int8: 4 segments per layer: K codes (int8), K scales (float16), V codes, V scales. `GROUP_WIDTH` neighbouring channels of one
-          row and head share a scale; value = code * scale.
+    int8: 4 segments per layer: K codes (int8), K scales (float16), V codes, V scales. `GROUP_WIDTH`
+          neighbouring channels of one row and head share a scale; value = code * scale.
 
-A memory's layout says which format it has, so nothing else stores the choice. Runs on the engine's thread. Does not synchronise the
-device. Owns no memory.
+A memory's layout says which format it has, so nothing else stores the choice. Runs on the engine's thread.
+Does not synchronise the device. Owns no memory.
 
 Letters: N blocks, T rows, H KV heads, D width of a row (K and V may differ), G = ceil(D / GROUP_WIDTH).
 """
@@ -45,7 +45,8 @@ class RowStore(Protocol):
         ...
 
     def blocks(self, block_ids: Tensor, dtype: torch.dtype, out: Tensor) -> Tensor:
-        """[n, block_size, H, D] of n blocks, copied to the start of the flat buffer `out`, which has that dtype."""
+        """[n, block_size, H, D] of n blocks, copied to the start of the flat buffer `out`, which has that
+        dtype."""
         ...
 
 
@@ -139,9 +140,9 @@ def num_groups(width: int) -> int:
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., D] → codes [..., D] int8 and scales [..., G] float16. A row of zeros gets scale 0 and codes 0. The scale is rounded
-    before the codes are made, so the error of an element is at most half a scale (plus 4e-6 if the scale is below float16's
-    normal range)."""
+    """[..., D] → codes [..., D] int8 and scales [..., G] float16. A row of zeros gets scale 0 and codes 0.
+    The scale is rounded before the codes are made, so the error of an element is at most half a scale (plus
+    4e-6 if the scale is below float16's normal range)."""
     grouped = _grouped(rows.float())
     scales = (grouped.abs().amax(-1) / MAX_CODE).half()
     divisors = scales.float().masked_fill_(scales == 0, 1.0)

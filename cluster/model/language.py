@@ -1,7 +1,8 @@
 """The language half: token ids and embedding rows in, logits out, KV in the caller's block memory.
 
-Wraps transformers' unmodified text backbone and head. Owns the weights. The engine owns the KV and the block tables and decides what
-to run. Runs on the engine's thread, one call at a time. Calls block and may synchronise the device.
+Wraps transformers' unmodified text backbone and head. Owns the weights. The engine owns the KV and the block
+tables and decides what to run. Runs on the engine's thread, one call at a time. Calls block and may
+synchronise the device.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class LanguageModel:
 
     kv_layout: K and V of every layer, in the format of `kv_format`.
     feature_width: hidden_size * (1 + deep-stack layers).
-    sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer has no window.
+    sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer
+    has no window.
     chunk_cut_spans: a chunk must not end inside a media span, because the span's tokens see each other.
     """
 
@@ -112,9 +114,10 @@ class LanguageModel:
         weight_dtype: WeightDtype = "auto",
         num_ranks: int = 1,
     ) -> LanguageModel:
-        """Reads only the language half of the checkpoint, or this rank's share of it (cluster/model/parallel.py). On the CPU a whole
-        half runs on native kernels, if these can be built. `weight_dtype` "int8": linears with 8 bit weights, CPU only. Raises
-        ConfigError for everything that is not supported."""
+        """Reads only the language half of the checkpoint, or this rank's share of it
+        (cluster/model/parallel.py). On the CPU a whole half runs on native kernels, if these can be built.
+        `weight_dtype` "int8": linears with 8 bit weights, CPU only. Raises ConfigError for everything that is
+        not supported."""
         if num_ranks > 1 and weight_dtype != "auto":
             raise ConfigError(
                 f"weight_dtype {weight_dtype} cannot be combined with tensor_parallel_size {num_ranks}"
@@ -129,7 +132,8 @@ class LanguageModel:
     def from_model(
         cls, model: PreTrainedModel, *, block_size: int = 16, kv_cache_dtype: KvCacheDtype = "auto"
     ) -> LanguageModel:
-        """Uses the language half of a model in memory. Afterwards its text backbone runs only through this object."""
+        """Uses the language half of a model in memory. Afterwards its text backbone runs only through this
+        object."""
         return cls(model.eval(), block_size, kv_cache_dtype)
 
     def _use_native_kernels(self, weight_dtype: WeightDtype) -> None:
@@ -153,8 +157,9 @@ class LanguageModel:
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """Writes the chunks' KV. Returns [n, vocab_size] float32: the logits of the last tokens of the n chunks that want logits.
-        `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA: enqueued)."""
+        """Writes the chunks' KV. Returns [n, vocab_size] float32: the logits of the last tokens of the n
+        chunks that want logits. `on_layer(i)` is called when layer i's KV of this forward is written (on
+        CUDA: enqueued)."""
         hidden = self._packed_hidden(chunks, kv, on_layer)
         ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
         rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.wants_logits]
@@ -171,8 +176,9 @@ class LanguageModel:
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
     ) -> Tensor:
-        """Computes one token for each of B sequences. context_lens[i]: KV length before this token, which is its index.
-        block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32 logits."""
+        """Computes one token for each of B sequences. context_lens[i]: KV length before this token, which is
+        its index. block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32
+        logits."""
         contexts = torch.tensor(context_lens)
         tables = _padded_tables(block_tables, max(context_lens) // self.block_size + 1)
         blocks = tables.gather(1, (contexts // self.block_size)[:, None])[:, 0]
@@ -191,7 +197,8 @@ class LanguageModel:
         return self._logits(hidden)
 
     def decode_step(self, inputs: DecodeInputs, kv: BlockMemory) -> Tensor:
-        """`decode` over tensors at fixed addresses, for a CUDA graph. Reads nothing from the host. Untried on hardware."""
+        """`decode` over tensors at fixed addresses, for a CUDA graph. Reads nothing from the host. Untried on
+        hardware."""
         num_sequences, max_blocks = inputs.block_tables.shape
         batch = PagedBatch(
             kv,
@@ -215,8 +222,9 @@ class LanguageModel:
 
     @torch.inference_mode()
     def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:
-        """Like `forward`, but returns [T, vocab_size] float32 logits of all T new tokens, chunk after chunk. Row i of a chunk predicts
-        the token after its i-th. The next call starts behind the accepted tokens and overwrites the KV of rejected ones."""
+        """Like `forward`, but returns [T, vocab_size] float32 logits of all T new tokens, chunk after chunk.
+        Row i of a chunk predicts the token after its i-th. The next call starts behind the accepted tokens
+        and overwrites the KV of rejected ones."""
         return self._logits(self._packed_hidden(chunks, kv, None))
 
     @torch.inference_mode()
@@ -262,15 +270,16 @@ class LanguageModel:
         return self._post_head(self._head(hidden)).float()
 
     def _embed_tokens(self, token_ids: Sequence[int]) -> Tensor:
-        """[T, hidden_size]. Placeholder ids may lie outside the embedding table; their rows are replaced later."""
+        """[T, hidden_size]. Placeholder ids may lie outside the embedding table; their rows are replaced
+        later."""
         ids = torch.tensor(token_ids, device=self.device)
         return self._embed(ids.masked_fill_(ids >= self._embed.num_embeddings, 0))
 
     def _place_features(
         self, embeds: Tensor, chunks: Sequence[SequenceChunk]
     ) -> tuple[list[slice], list[Tensor] | None]:
-        """Writes the feature rows into `embeds`. Returns their places, in order, and one [rows, hidden_size] tensor per deep-stack layer
-        (None: no such layers, or no media in this forward)."""
+        """Writes the feature rows into `embeds`. Returns their places, in order, and one [rows, hidden_size]
+        tensor per deep-stack layer (None: no such layers, or no media in this forward)."""
         places, deep_rows, chunk_start = [], [], 0
         for chunk in chunks:
             for piece in sorted(chunk.features, key=lambda piece: piece.start):
@@ -314,7 +323,8 @@ def _own_share(parameter: Tensor) -> Tensor:
 
 
 def _visible_spans(chunk: SequenceChunk, context_len: int) -> list[Span]:
-    """The spans that overlap this chunk. Raises InternalError for a span that goes on behind it: its KV would be wrong."""
+    """The spans that overlap this chunk. Raises InternalError for a span that goes on behind it: its KV would
+    be wrong."""
     spans = [
         (a, b) for a, b in chunk.bidirectional_spans if a < context_len and b > chunk.num_computed_tokens
     ]
@@ -326,8 +336,8 @@ def _visible_spans(chunk: SequenceChunk, context_len: int) -> list[Span]:
 
 
 def _padded_tables(block_tables: Sequence[Sequence[int]], width: int) -> Tensor:
-    """[B, width] int64 on the CPU. Each table is cut to `width` (it may reserve blocks for later) or padded with block 0, which the
-    masks hide."""
+    """[B, width] int64 on the CPU. Each table is cut to `width` (it may reserve blocks for later) or padded
+    with block 0, which the masks hide."""
     padding = (0,) * width
     return torch.tensor([[*table[:width], *padding[len(table) :]] for table in block_tables])
 

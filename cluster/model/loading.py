@@ -1,8 +1,9 @@
 """Loads one half of a checkpoint with transformers' own `from_pretrained`.
 
-A subclass made at run time drops the other half right after construction. `from_pretrained` constructs on the meta device, so the
-dropped modules never take memory. Their tensors are then unexpected and never read. Renamed keys and merged experts of hub
-checkpoints work as usual, because transformers finds its conversions by class and model type.
+A subclass made at run time drops the other half right after construction. `from_pretrained` constructs on the
+meta device, so the dropped modules never take memory. Their tensors are then unexpected and never read.
+Renamed keys and merged experts of hub checkpoints work as usual, because transformers finds its conversions
+by class and model type.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def load_half(
 ) -> PreTrainedModel:
     """transformers' model with only this rank's share of `half` in memory. Blocks while reading.
 
-    Raises ConfigError if the folder is not a model, the model type is not supported, the model has no such half, a weight file is
-    missing or truncated, a weight is not finite, or the model cannot be distributed to the ranks.
+    Raises ConfigError if the folder is not a model, the model type is not supported, the model has no such
+    half, a weight file is missing or truncated, a weight is not finite, or the model cannot be distributed to
+    the ranks.
     """
     config = read_config(path)
     family = family_of(config)
@@ -80,8 +82,8 @@ def load_half(
 
 
 def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
-    """Weight files have no checksum. This finds only flipped bits that make a weight infinite or NaN. It takes one sum per tensor, at
-    the speed of memory."""
+    """Weight files have no checksum. This finds only flipped bits that make a weight infinite or NaN. It
+    takes one sum per tensor, at the speed of memory."""
     for name, weight in model.named_parameters():
         own = weight.to_local() if isinstance(weight, DTensor) else weight
         if own.is_floating_point() and own.numel() and not own.sum().isfinite():
@@ -109,7 +111,8 @@ def _read_share(
     dtype: torch.dtype,
     num_ranks: int,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Reads this rank's share by transformers' sharding plan for the model. All ranks of the group call it together."""
+    """Reads this rank's share by transformers' sharding plan for the model. All ranks of the group call it
+    together."""
     check_heads(config.get_text_config(), num_ranks)
     try:
         loaded: Any = half_class.from_pretrained(
@@ -138,7 +141,8 @@ def check_heads(text_config: PreTrainedConfig, num_ranks: int) -> None:
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
     if heads % num_ranks or kv_heads % num_ranks:
         raise ConfigError(
-            f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to {num_ranks} ranks",
+            f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to {num_ranks} "
+            "ranks",
             param="tensor_parallel_size",
         )
 
@@ -158,14 +162,16 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 
 def fingerprint(config: PreTrainedConfig, dtype: torch.dtype) -> str:
-    """Equal for all workers that may serve together. Depends on model type, configuration and dtype, not on the weights."""
+    """Equal for all workers that may serve together. Depends on model type, configuration and dtype, not on
+    the weights."""
     text = json.dumps(_without_volatile(config.to_dict()), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{config.model_type}-{digest}-{str(dtype).removeprefix('torch.')}"
 
 
 def _without_volatile(value: object) -> object:
-    """Drops, at every depth, entries that depend on how the model was loaded and on the version of transformers."""
+    """Drops, at every depth, entries that depend on how the model was loaded and on the version of
+    transformers."""
     if isinstance(value, dict):
         return {str(key): _without_volatile(entry) for key, entry in value.items() if key not in _VOLATILE}
     return value

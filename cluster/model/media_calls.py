@@ -1,11 +1,13 @@
 """Calls to the media encoders of transformers with several items, one function for each `EncoderForm`.
 
-Each function turns the encoder's output into one [num_tokens, feature_width] tensor per item. An item is the HF processor's
-tensors for one media item, batch dimension included. `base` is `model.model` of the transformers class. A call that cannot be
-batched without padding runs items of equal shape together and all others one by one.
+Each function turns the encoder's output into one [num_tokens, feature_width] tensor per item. An item is the
+HF processor's tensors for one media item, batch dimension included. `base` is `model.model` of the
+transformers class. A call that cannot be batched without padding runs items of equal shape together and all
+others one by one.
 
-Some forms have a `Splitter`, because no part of an item sees another part: Qwen's vision attends inside one temporal patch, other
-encoders inside one frame, tile or window. The pieces of such an item, encoded one by one, give the rows of the whole, in order.
+Some forms have a `Splitter`, because no part of an item sees another part: Qwen's vision attends inside one
+temporal patch, other encoders inside one frame, tile or window. The pieces of such an item, encoded one by
+one, give the rows of the whole, in order.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class EncodeCall:
 
 
 def _along(axis: int, *keys: str, num_end_rows: int = 0) -> Splitter:
-    """A unit is one index of `axis` in each of those `keys` that an item has; all keys have the same number of units."""
+    """A unit is one index of `axis` in each of those `keys` that an item has; all keys have the same number
+    of units."""
 
     def num_units(item: Item) -> int:
         return item[keys[0]].shape[axis]
@@ -101,8 +104,8 @@ def _tiled_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
 
 
 def _sized_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Mistral3, LLaVA-NeXT and -OneVision: pixels padded to a common size plus the true `image_sizes`. An image cannot be split,
-    because LLaVA interleaves the rows of its tiles into lines of the whole image."""
+    """Mistral3, LLaVA-NeXT and -OneVision: pixels padded to a common size plus the true `image_sizes`. An
+    image cannot be split, because LLaVA interleaves the rows of its tiles into lines of the whole image."""
 
     def encode(group: Sequence[Item]) -> list[Tensor]:
         output = base.get_image_features(
@@ -136,8 +139,8 @@ def _masked_tiles(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
 
 
 def _mel_windows(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Voxtral: [windows, mels, frames] per item, flat rows out. Items run one by one: only then the rows of an item are known
-    without a copy of the family's length formula."""
+    """Voxtral: [windows, mels, frames] per item, flat rows out. Items run one by one: only then the rows of
+    an item are known without a copy of the family's length formula."""
     outputs = [base.get_audio_features(item["input_features"], return_dict=True) for item in items]
     return [output.pooler_output.flatten(0, -2) for output in outputs]
 
@@ -163,8 +166,9 @@ def _qwen2_5_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
 
 
 def _qwen3_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """One item per call. transformers pads the chunks of a call to the longest one, and its convolutions then leak bias from the
-    padding into the last rows of shorter ones (0.03 on a random model): a batch would change the numbers."""
+    """One item per call. transformers pads the chunks of a call to the longest one, and its convolutions then
+    leak bias from the padding into the last rows of shorter ones (0.03 on a random model): a batch would
+    change the numbers."""
     return [
         base.get_audio_features(
             item["input_features"], feature_attention_mask=item["feature_attention_mask"], return_dict=True
@@ -174,7 +178,8 @@ def _qwen3_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
 
 
 def _qwen2_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Fixed windows of 30 s and a mask. transformers 5.23 has no get_audio_features for it, so this repeats its forward."""
+    """Fixed windows of 30 s and a mask. transformers 5.23 has no get_audio_features for it, so this repeats
+    its forward."""
     tower = base.audio_tower
     conv_lengths, rows = tower._get_feat_extract_output_lengths(_mel_lengths(items))
     features = _joined(items, "input_features")
@@ -214,7 +219,8 @@ def _regroup(tiles: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
 def _by_shape(
     items: Sequence[Item], keys: Sequence[str], encode: Callable[[Sequence[Item]], list[Tensor]]
 ) -> list[Tensor]:
-    """Runs items of equal shape (all axes but the first) in one call each; results in the order of `items`."""
+    """Runs items of equal shape (all axes but the first) in one call each; results in the order of
+    `items`."""
     groups: dict[tuple, list[int]] = {}
     for i, item in enumerate(items):
         groups.setdefault(tuple(item[key].shape[1:] for key in keys if key in item), []).append(i)

@@ -1,13 +1,15 @@
-"""Tensor parallelism: one model over several processes of one host, one GPU each, by transformers' own sharding plans.
+"""Tensor parallelism: one model over several processes of one host, one GPU each, by transformers' own
+sharding plans.
 
-* Rank 0 is the worker process with engine, queues and sockets. It sends every model call to the other ranks, which only repeat the
-  calls (`follow`), because the model's layers meet in collectives inside each call.
+* Rank 0 is the worker process with engine, queues and sockets. It sends every model call to the other ranks,
+  which only repeat the calls (`follow`), because the model's layers meet in collectives inside each call.
 * All ranks have the whole logits; only rank 0 samples.
-* Block ids mean the same positions on all ranks. Each rank's `BlockMemory` holds its own share of the KV heads, or all heads if the
-  family's plan does not split attention. KV travels from rank i of one pool to rank i of the other: kv_transfer/lease/group.py.
+* Block ids mean the same positions on all ranks. Each rank's `BlockMemory` holds its own share of the KV
+  heads, or all heads if the family's plan does not split attention. KV travels from rank i of one pool to
+  rank i of the other: kv_transfer/lease/group.py.
 * If one rank is lost, the collectives of the others fail, so the whole group ends.
-* Calls travel over pipes, on which a rank may wait for days. Embeddings travel over the model's own group (NCCL, or Gloo on the
-  CPU). NCCL is untried on hardware.
+* Calls travel over pipes, on which a rank may wait for days. Embeddings travel over the model's own group
+  (NCCL, or Gloo on the CPU). NCCL is untried on hardware.
 """
 
 from __future__ import annotations
@@ -45,14 +47,16 @@ class ParallelGroup:
 
 
 def join_group(rank: int, size: int, meeting: Path, device_type: str) -> ParallelGroup:
-    """Blocks until all `size` processes have joined. Makes torch's default group and sets the environment variable in which
-    transformers reads the rank. Call it once per process, before the model is loaded. meeting: a file that does not exist yet, the
-    same for all ranks. Raises ConfigError if there are fewer GPUs."""
+    """Blocks until all `size` processes have joined. Makes torch's default group and sets the environment
+    variable in which transformers reads the rank. Call it once per process, before the model is loaded.
+    meeting: a file that does not exist yet, the same for all ranks. Raises ConfigError if there are fewer
+    GPUs."""
     device = torch.device(device_type)
     if device_type == "cuda":
         if torch.cuda.device_count() < size:
             raise ConfigError(
-                f"tensor_parallel_size {size} needs as many GPUs; this replica sees {torch.cuda.device_count()} "
+                f"tensor_parallel_size {size} needs as many GPUs; this replica sees "
+                f"{torch.cuda.device_count()} "
                 "(num_gpus in its ray_actor_options)",
                 param="tensor_parallel_size",
             )
@@ -71,9 +75,9 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-class Progress:
-    """How far a rank's forwards are. Rank 0 makes a mark (`now`), and the other ranks report when they have reached it (`has`). The
-    thread that runs the model records progress; any thread may ask."""
+class ForwardProgress:
+    """How far a rank's forwards are. Rank 0 makes a mark (`now`), and the other ranks report when they have
+    reached it (`has`). The thread that runs the model records progress; any thread may ask."""
 
     def __init__(self) -> None:
         self._number = 0  # of the forward that runs or ran last
@@ -86,7 +90,8 @@ class Progress:
         self._number += 1
 
     def layer(self, ready: Callable[[], bool] | None) -> None:
-        """Records that the next layer's KV is written as soon as `ready` returns True; None: it is written now."""
+        """Records that the next layer's KV is written as soon as `ready` returns True; None: it is written
+        now."""
         self._layers.append(ready)
 
     def end(self) -> None:
@@ -109,14 +114,14 @@ class Progress:
 
 
 class LeadingModel:
-    """Rank 0's model: it sends every call to the other ranks, then makes the call itself. One thread. If a call raises here, the other
-    ranks are still inside it, so every error becomes a DeviceLostError."""
+    """Rank 0's model: it sends every call to the other ranks, then makes the call itself. One thread. If a
+    call raises here, the other ranks are still inside it, so every error becomes a DeviceLostError."""
 
     def __init__(
         self,
         model: StepModel,
         others: Sequence[Connection],
-        progress: Progress,
+        progress: ForwardProgress,
         dtype: torch.dtype,
         device: torch.device,
     ):
@@ -189,11 +194,12 @@ def follow(
     kv: BlockMemory,
     group: ParallelGroup,
     calls: Connection,
-    progress: Progress,
+    progress: ForwardProgress,
     dtype: torch.dtype,
     feature_width: int,
 ) -> None:
-    """Repeats rank 0's calls until rank 0 closes the pipe. Blocks. If another rank is lost, raises the error of the collective."""
+    """Repeats rank 0's calls until rank 0 closes the pipe. Blocks. If another rank is lost, raises the error
+    of the collective."""
 
     def chunks_of(call: _Forward | _Verify) -> list[SequenceChunk]:
         return _with_features(call.chunks, dtype, group.device, feature_width)

@@ -1,8 +1,9 @@
 """Rotary positions of a prompt, from token ids and media geometries only, without pixels and embeddings.
 
-Multimodal rotary positions come from transformers' own `get_rope_index`. It needs only the model's configuration, so it runs in a
-process without the encoder's weights. It gets the prompt without generated tokens. Generated tokens of a resumed prompt continue from
-there, as in decode: `get_rope_index` would mistake a generated placeholder token for media.
+Multimodal rotary positions come from transformers' own `get_rope_index`. It needs only the model's
+configuration, so it runs in a process without the encoder's weights. It gets the prompt without generated
+tokens. Generated tokens of a resumed prompt continue from there, as in decode: `get_rope_index` would mistake
+a generated placeholder token for media.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def _qwen_vl(base: nn.Module, prompt: Prompt) -> PromptPositions:
 
 
 def _qwen_omni(base: nn.Module, prompt: Prompt) -> PromptPositions:
-    """Time-aligned positions of the Omni thinkers. `get_rope_index` supports no mix: either all clips of a prompt are heard, or none."""
+    """Time-aligned positions of the Omni thinkers. `get_rope_index` supports no mix: either all clips of a
+    prompt are heard, or none."""
     ids = torch.tensor([prompt.token_ids])
     sounds = _items(prompt, Modality.AUDIO)
     mel_frames = [sound.geometry.num_mel_frames for sound in sounds]
@@ -103,8 +105,8 @@ def _seconds(prompt: Prompt) -> Tensor | None:
 
 
 def _prompt_positions(position_ids: Tensor) -> PromptPositions:
-    """position_ids [3, T]. `generate` continues counting from the last prompt token, not from transformers' own rope delta. The two
-    differ if a clip's time axis runs ahead of the text after it (Qwen2.5-VL)."""
+    """position_ids [3, T]. `generate` continues counting from the last prompt token, not from transformers'
+    own rope delta. The two differ if a clip's time axis runs ahead of the text after it (Qwen2.5-VL)."""
     following = {float(p) + 1 for p in position_ids[:, -1]}
     if len(following) != 1:
         raise UnsupportedError("a prompt must end with text, not with a media item")

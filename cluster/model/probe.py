@@ -1,5 +1,6 @@
-"""Runs one dummy token through a text backbone to learn the widths of K and V per layer, which configurations express differently in
-each family. Refuses, by name, a backbone that needs something from attention that our backends would silently ignore."""
+"""Runs one dummy token through a text backbone to learn the widths of K and V per layer, which configurations
+express differently in each family. Refuses, by name, a backbone that needs something from attention that our
+backends would silently ignore."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from cluster.errors import ConfigError
 _PROBE_NAME = "epdg_probe"
 # keywords that families pass along and that no attention function reads, or that ours reads
 _HARMLESS = frozenset(
-    ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "use_cache", "output_attentions",
-     "cache_position", "position_embeddings", "return_dict", "output_router_logits", "is_causal")
+    ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "use_cache",
+     "output_attentions", "cache_position", "position_embeddings", "return_dict", "output_router_logits",
+     "is_causal")
 )  # fmt: skip
 
 
@@ -75,7 +77,8 @@ AttentionInterface.register(_PROBE_NAME, _probe_attention)
 
 @torch.inference_mode()
 def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerShape]:
-    """One shape per layer. Changes the backbone's attention implementation; the caller must set the final one."""
+    """One shape per layer. Changes the backbone's attention implementation; the caller must set the final
+    one."""
     text_model.set_attn_implementation(_PROBE_NAME)
     recorder = _ShapeRecorder()
     dummy = torch.zeros(1, 1, hidden_size, dtype=text_model.dtype, device=text_model.device)
@@ -106,8 +109,9 @@ def _check_windows(config: object, recorder: _ShapeRecorder) -> None:
 def check_post_head(
     model: PreTrainedModel, text_model: PreTrainedModel, post_head: Callable[[Tensor], Tensor]
 ) -> None:
-    """Compares `post_head(head(backbone))` with the logits of the model's own forward for one text token. Call it after
-    `probe_backbone` and before the final attention implementation is set. Raises ConfigError."""
+    """Compares `post_head(head(backbone))` with the logits of the model's own forward for one text token.
+    Call it after `probe_backbone` and before the final attention implementation is set. Raises
+    ConfigError."""
     token = torch.tensor([[1]], device=text_model.device)
     embedded = model.get_input_embeddings()(token)
     hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=_ShapeRecorder()).last_hidden_state
@@ -118,7 +122,8 @@ def check_post_head(
     ).logits.float()
     if not torch.allclose(ours, reference, rtol=1e-2, atol=1e-3):
         raise ConfigError(
-            f"model type '{model.config.model_type}' is not supported: its logits differ from head(backbone) by a rule "
+            f"model type '{model.config.model_type}' is not supported: its logits differ from head(backbone) "
+            "by a rule "
             "that this cluster does not know"
         )
 

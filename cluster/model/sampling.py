@@ -1,18 +1,19 @@
 """Draws tokens. A drawn token depends only on (logits, parameters, seed, position).
 
-Noise is a counter-based function of (seed, position, token id), without a generator or state. A request therefore draws the same
-tokens at every batch size, in every row, on every replica, and after a replay. In the formula all arithmetic is modulo 2^64, and
-`mix` is the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014):
+Noise is a counter-based function of (seed, position, token id), without a generator or state. A request
+therefore draws the same tokens at every batch size, in every row, on every replica, and after a replay. In
+the formula all arithmetic is modulo 2^64, and `mix` is the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast
+splittable pseudorandom number generators", 2014):
 
     row   = mix(mix(seed) + (position + 1) * GAMMA)
     bits  = mix(row + (token_id + 1) * GAMMA) >> 11                 53 bits
     u     = (bits + 0.5) / 2^53                                     in (0, 1): in double, at most 1 - 2^-53
-    token = argmax over kept token ids of logit / temperature - log(-log(u))      (Gumbel-max: exact softmax draw)
+    token = argmax over kept token ids of logit / temperature - log(-log(u))  (Gumbel-max: exact softmax draw)
 
 The filters have transformers' order: temperature, top-k, top-p, min-p.
 
-On the CPU a native kernel draws (`cpu/sampling.cpp`); it computes logarithms only for tokens that can win. On other devices, and
-without a compiler, torch draws.
+On the CPU a native kernel draws (`cpu/sampling.cpp`); it computes logarithms only for tokens that can win. On
+other devices, and without a compiler, torch draws.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-# Logits that are filtered, or drawn by torch, together. Measured on one core with rows of 151,936: torch draws 32 rows in 60 ms in
-# such groups and in 393 ms all at once. `python -m bench.kernels` measures the time of a row.
+# Logits that are filtered, or drawn by torch, together. Measured on one core with rows of 151,936: torch
+# draws 32 rows in 60 ms in such groups and in 393 ms all at once. `python -m bench.kernels` measures the time
+# of a row.
 _MAX_GROUP_ELEMENTS = 1 << 18
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """One token id per row. logits: [B, V] float32, any device. `positions[i]`: index of the drawn token in row i's sequence (prompt +
-    generated). Synchronises the device."""
+    """One token id per row. logits: [B, V] float32, any device. `positions[i]`: index of the drawn token in
+    row i's sequence (prompt + generated). Synchronises the device."""
     sampled = [row for row, p in enumerate(params) if p.temperature > 0]
     has_greedy = len(sampled) < len(params)
     tokens = logits.argmax(dim=-1) if has_greedy else logits.new_empty(len(params), dtype=torch.int64)
@@ -81,13 +83,15 @@ def draw_native(
     temperatures: Sequence[float],
     keys: Sequence[int],
 ) -> Tensor:
-    """Equals `draw(logits[rows] / temperatures, keys)`, also for NaN and rows of -inf, without a copy of the logits. The token differs
-    only if two sums are closer than double's rounding, because torch has its own logarithm. logits: [B, V] float32 on the CPU."""
+    """Equals `draw(logits[rows] / temperatures, keys)`, also for NaN and rows of -inf, without a copy of the
+    logits. The token differs only if two sums are closer than double's rounding, because torch has its own
+    logarithm. logits: [B, V] float32 on the CPU."""
     logits = logits.float() if logits.stride(-1) == 1 else logits.float().contiguous()
     count = len(rows)
     tokens = torch.empty(count, dtype=torch.int64)
     native.draw_tokens(
-        logits.data_ptr(), logits.stride(0), logits.shape[-1], (c_int64 * count)(*rows), (c_int64 * count)(*keys),
+        logits.data_ptr(), logits.stride(0), logits.shape[-1], (c_int64 * count)(*rows),
+        (c_int64 * count)(*keys),
         (c_float * count)(*temperatures), tokens.data_ptr(), count, torch.get_num_threads(),
     )  # fmt: skip
     return tokens
@@ -106,7 +110,8 @@ def declared(cdll: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def keep_likely(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """`scores` [S, V] with -inf for tokens that top-k, top-p or min-p drop. The most probable token always stays."""
+    """`scores` [S, V] with -inf for tokens that top-k, top-p or min-p drop. The most probable token always
+    stays."""
     vocab_size = scores.shape[-1]
     top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
     if any(k < vocab_size for k in top_k):
@@ -125,8 +130,8 @@ def keep_likely(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _outside_top_p(scores: Tensor, top_p: Sequence[float]) -> Tensor:
-    """[S, V] bool: tokens outside the smallest set with probability top_p. The sort is stable, so ties are dropped in the same order
-    on every machine."""
+    """[S, V] bool: tokens outside the smallest set with probability top_p. The sort is stable, so ties are
+    dropped in the same order on every machine."""
     ascending, order = _ascending(scores)
     tail = ascending.softmax(dim=-1).cumsum(dim=-1)
     limit = _column([1.0 - p for p in top_p], scores)
@@ -137,8 +142,8 @@ def _outside_top_p(scores: Tensor, top_p: Sequence[float]) -> Tensor:
 
 
 def _ascending(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """As `scores.sort(dim=-1, stable=True)`. On the CPU numpy sorts integers made of score and token id with vector instructions, in
-    a seventh of the time of torch's own sort."""
+    """As `scores.sort(dim=-1, stable=True)`. On the CPU numpy sorts integers made of score and token id with
+    vector instructions, in a seventh of the time of torch's own sort."""
     if scores.device.type != "cpu":
         return scores.sort(dim=-1, stable=True)
     bits = (scores + 0.0).view(torch.int32)  # adding 0 turns -0 into 0
@@ -150,7 +155,8 @@ def _ascending(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gumbel_noise(row_keys: Tensor, vocab_size: int) -> Tensor:
-    """[S, vocab_size] float64 standard Gumbel noise; row_keys: [S] int64 (the bits of an unsigned 64-bit key)."""
+    """[S, vocab_size] float64 standard Gumbel noise; row_keys: [S] int64 (the bits of an unsigned 64-bit
+    key)."""
     token_ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=row_keys.device)
     bits = _mix_tensor(row_keys[:, None] + token_ids * _signed(_GAMMA))
     uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53

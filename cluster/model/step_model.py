@@ -12,7 +12,8 @@ from cluster.model.language import SequenceChunk
 
 
 class StepModel(Protocol):
-    """The model that a runner calls: a `LanguageModel`, or a `LeadingModel` or `GraphedModel` that wraps one."""
+    """The model that a runner calls: a `LanguageModel`, or a `LeadingModel` or `GraphedModel` that wraps
+    one."""
 
     def forward(
         self,

@@ -1,7 +1,8 @@
 """Which models this package can run, and what a language model does to its logits.
 
-What is known per model type stands in `cluster.config.families`. This module adds the checks that need transformers: first on
-the configuration, before any weight is read (`check_supported`), then on the text model's class (`check_class`). Holds no state.
+What is known per model type stands in `cluster.config.families`. This module adds the checks that need
+transformers: first on the configuration, before any weight is read (`check_supported`), then on the text
+model's class (`check_class`). Holds no state.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def check_supported(config: PreTrainedConfig) -> None:
 
 
 def check_class(model_class: type) -> None:
-    """The checks on the class of the text model: recurrent state, and attention that cannot be replaced. Raises ConfigError."""
+    """The checks on the class of the text model: recurrent state, and attention that cannot be replaced.
+    Raises ConfigError."""
     name = model_class.config_class.model_type if model_class.config_class else model_class.__name__
     if model_class._is_stateful:
         _refuse(name, f"{model_class.__name__} keeps recurrent (SSM or linear-attention) state")
@@ -55,7 +57,8 @@ def check_class(model_class: type) -> None:
 
 
 def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
-    """What the family's ForCausalLM does to the logits after the head. LanguageModel compares it with the real one."""
+    """What the family's ForCausalLM does to the logits after the head. LanguageModel compares it with the
+    real one."""
     text = config.get_text_config()
     cap = getattr(text, "final_logit_softcapping", None)
     divisor = getattr(text, "logits_scaling", None)
@@ -70,7 +73,8 @@ def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
 
 
 def num_deepstack_layers(config: PreTrainedConfig) -> int:
-    """Number of layers of the language model that add their own vision feature to the media rows (Qwen3-VL, Qwen3-Omni)."""
+    """Number of layers of the language model that add their own vision feature to the media rows (Qwen3-VL,
+    Qwen3-Omni)."""
     vision = getattr(config, "vision_config", None)
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 

@@ -1,9 +1,10 @@
 """Compiles a folder of C++ sources into one shared library per CPU variant, and keeps the library.
 
-The name of a library holds a hash of everything that went into it: a changed source, flag or torch gives another file, and
-nothing is ever rebuilt in place. The libraries lie in `_build` beside this file or, if that is not writable, in the user's
-cache folder. If several processes start together, one builds and the others wait. The library uses the OpenMP runtime that
-torch ships: a second one in the process would be a second pool of threads on the same cores.
+The name of a library holds a hash of everything that went into it: a changed source, flag or torch gives
+another file, and nothing is ever rebuilt in place. The libraries lie in `_build` beside this file or, if that
+is not writable, in the user's cache folder. If several processes start together, one builds and the others
+wait. The library uses the OpenMP runtime that torch ships: a second one in the process would be a second pool
+of threads on the same cores.
 
 `python -m cluster.native.build FOLDER ...` builds these folders ahead, for every variant.
 """
@@ -58,7 +59,8 @@ VARIANTS = (  # best first
 def build(
     sources: Path, variant: Variant, caches: Sequence[Path] = CACHES, compilers: Sequence[str] = COMPILERS
 ) -> Path | None:
-    """The library of the folder `sources`, or None with the reason in the log. Builds it if no cache has it: blocks for seconds."""
+    """The library of the folder `sources`, or None with the reason in the log. Builds it if no cache has it:
+    blocks for seconds."""
     name = f"{sources.name}-{variant.name}-{_digest(sources, variant)}.so"
     for cache in caches:
         if (cache / name).exists():
@@ -93,7 +95,8 @@ def _build_with_any(compilers: Sequence[str], sources: Path, variant: Variant, t
 
 
 def _compile(compiler: str, sources: Path, variant: Variant, target: Path) -> None:
-    """Objects first, then one library. The linker gets torch's OpenMP runtime by path: with -fopenmp it would add its own."""
+    """Objects first, then one library. The linker gets torch's OpenMP runtime by path: with -fopenmp it would
+    add its own."""
     files = sorted(sources.resolve().glob("*.cpp"))
     runtime = str(_openmp_runtime() or "-fopenmp")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:

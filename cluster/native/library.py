@@ -1,4 +1,5 @@
-"""Loads the native library of a folder of C++ sources, in the best variant that this CPU runs; builds it if it is not there yet.
+"""Loads the native library of a folder of C++ sources, in the best variant that this CPU runs; builds it if
+it is not there yet.
 
 Any thread. A call of a loaded function releases the interpreter's lock while it runs.
 """
@@ -24,7 +25,8 @@ class NativeLibrary:
 
 
 def load(sources: Path) -> NativeLibrary | None:
-    """The best variant that this CPU runs and that can be built here, or None with the reason in the log. May build: seconds."""
+    """The best variant that this CPU runs and that can be built here, or None with the reason in the log. May
+    build: seconds."""
     libraries = (load_variant(sources, variant) for variant in runnable_variants())
     return next((library for library in libraries if library is not None), None)
 

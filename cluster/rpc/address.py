@@ -1,7 +1,7 @@
 """Names of sockets: "unix:/path" inside a host, "tcp:host:port" between hosts.
 
-A Unix socket lies in a directory that only its owner may enter, so the file system authenticates the peer. A TCP socket needs the
-cluster secret (see `handshake`).
+A Unix socket lies in a directory that only its owner may enter, so the file system authenticates the peer. A
+TCP socket needs the cluster secret (see `handshake`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ MAX_UNIX_PATH_BYTES = 107  # sun_path of struct sockaddr_un without its terminat
 
 
 def new_address(kind: Literal["unix", "tcp"], *, name: str, directory: Path, host: str) -> str:
-    """The address on which the replica `name` will listen. When the server starts, it replaces the TCP port 0 by a free one."""
+    """The address on which the replica `name` will listen. When the server starts, it replaces the TCP port 0
+    by a free one."""
     return f"unix:{directory / name}.sock" if kind == "unix" else f"tcp:{host}:0"
 
 
 def parse_unix(address: str) -> Path | None:
-    """The socket's path, or None for a TCP address. Raises ConfigError for an address or path that a socket cannot have."""
+    """The socket's path, or None for a TCP address. Raises ConfigError for an address or path that a socket
+    cannot have."""
     kind, _, rest = address.partition(":")
     if kind == "tcp":
         return None
@@ -31,7 +33,8 @@ def parse_unix(address: str) -> Path | None:
         raise ConfigError(f'"{address}" is not an address; expected "unix:/path" or "tcp:host:port"')
     if len(os.fsencode(rest)) > MAX_UNIX_PATH_BYTES:
         raise ConfigError(
-            f"the socket path {rest} is longer than {MAX_UNIX_PATH_BYTES} bytes; set EPDG_SOCKET_DIR to a shorter one"
+            f"the socket path {rest} is longer than {MAX_UNIX_PATH_BYTES} bytes; set EPDG_SOCKET_DIR to a "
+            "shorter one"
         )
     return Path(rest)
 
@@ -44,13 +47,14 @@ def parse_tcp(address: str) -> tuple[str, int]:
 
 
 def make_private(directory: Path) -> None:
-    """Creates the directory, or checks that the existing one belongs to this user alone. Other users may know its name and could have
-    put a link there, so a link is refused as well."""
+    """Creates the directory, or checks that the existing one belongs to this user alone. Other users may know
+    its name and could have put a link there, so a link is refused as well."""
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700, parents=True)
     status = directory.lstat()
     is_private = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
     if not (stat.S_ISDIR(status.st_mode) and is_private):
         raise ConfigError(
-            f"{directory} must be a directory of this user with mode 0700; set EPDG_SOCKET_DIR to another place"
+            f"{directory} must be a directory of this user with mode 0700; set EPDG_SOCKET_DIR to another "
+            "place"
         )

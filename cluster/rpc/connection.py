@@ -1,18 +1,19 @@
 """One end of a side-channel connection.
 
-Life cycle: socket opens → handshake → `on_open` → `on_message` for every message, in order → `on_close`, exactly once, however the
-connection ends. A connection that fails before `on_open` calls no callback of its owner.
+Life cycle: socket opens → handshake → `on_open` → `on_message` for every message, in order → `on_close`,
+exactly once, however the connection ends. A connection that fails before `on_open` calls no callback of its
+owner.
 
-All callbacks run synchronously on the event loop's thread inside the socket's read callback. No task is made per message, and one
-read delivers all frames that it contains. A callback must not block. If a callback raises, the connection ends, because the message
-may be half handled.
+All callbacks run synchronously on the event loop's thread inside the socket's read callback. No task is made
+per message, and one read delivers all frames that it contains. A callback must not block. If a callback
+raises, the connection ends, because the message may be half handled.
 
 `send` never blocks:
 
-* While the transport's buffer is full, messages wait here in order and are written as the buffer drains. Other peers are not
-  affected. A waiting media file is not copied; a Cancel of its request removes it.
-* If the peer reads nothing for `STALL_TIMEOUT_S`, or if more than `max_buffered_bytes` of other messages wait for it, the connection
-  is cut.
+* While the transport's buffer is full, messages wait here in order and are written as the buffer drains.
+  Other peers are not affected. A waiting media file is not copied; a Cancel of its request removes it.
+* If the peer reads nothing for `STALL_TIMEOUT_S`, or if more than `max_buffered_bytes` of other messages wait
+  for it, the connection is cut.
 * On an ended connection `send` does nothing; `on_close` tells the owner.
 """
 
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0  # time for a closing connection to flush its buffers
 MAX_BUFFERED_BYTES = 2 * MAX_FRAME_BYTES
-# of the transport's buffer: enough that the kernel always has bytes to send while the event loop does other work
+# of the transport's buffer: enough that the kernel always has bytes to send while the event loop does other
+# work
 HIGH_WATER_BYTES = 1 << 20
 STALL_TIMEOUT_S = 30.0
 
@@ -115,7 +117,8 @@ class Connection(asyncio.Protocol):
         self._opened.add_done_callback(lambda _: callback())
 
     async def aclose(self) -> None:
-        """Sends what is buffered, closes, and waits until `on_close` has run. May be called at any time and repeated."""
+        """Sends what is buffered, closes, and waits until `on_close` has run. May be called at any time and
+        repeated."""
         if self._is_open:
             self._write_waiting(to_the_end=True)
         self._is_open = False

@@ -1,6 +1,7 @@
 """Frames: a length of 4 bytes (little endian), then as many bytes. A message is one frame of msgpack.
 
-Pure: no sockets, no clock. `FrameBuffer` belongs to one connection and keeps an incomplete frame until the rest comes.
+Pure: no sockets, no clock. `FrameBuffer` belongs to one connection and keeps an incomplete frame until the
+rest comes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class FrameBuffer:
         self._tail = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Whole payloads in order. Exhaust the iterator, or do not use the buffer again. Raises FrameError."""
+        """Whole payloads in order. Exhaust the iterator, or do not use the buffer again. Raises
+        FrameError."""
         if self._tail:
             self._tail += data
             if not self._has_frame():
@@ -80,7 +82,8 @@ class FrameBuffer:
             self._tail += data[start:]
 
     def _has_frame(self) -> bool:
-        """Whether the tail holds a whole frame or one to refuse. Without this check every read would copy a large incomplete frame."""
+        """Whether the tail holds a whole frame or one to refuse. Without this check every read would copy a
+        large incomplete frame."""
         if len(self._tail) < HEADER_BYTES:
             return False
         size = int.from_bytes(self._tail[:HEADER_BYTES], "little")

@@ -7,18 +7,20 @@ Order, with S the accepting side and C the dialling side:
                S → C  proof of the server
     always:    C → S  Hello,  S → C  Hello
 
-Both sides prove that they know the cluster secret without sending it. A proof is HMAC-SHA256(secret, [LABEL, side, address,
-nonce_s, nonce_c]):
+Both sides prove that they know the cluster secret without sending it. A proof is HMAC-SHA256(secret, [LABEL,
+side, address, nonce_s, nonce_c]):
 
 * Each side draws one of the nonces for this connection, so a proof from another connection does not fit.
 * The proof contains the side, so a peer cannot send a proof back to its author.
-* The proof contains the address that the client dialled, so a host in between, which listens at another address, cannot relay it.
+* The proof contains the address that the client dialled, so a host in between, which listens at another
+  address, cannot relay it.
 
-The handshake refuses strangers and members of other clusters. It does not encrypt or sign what follows: a network on which others
-can read or alter packets needs a tunnel underneath. TLS here would not change that. The KV cache and the embeddings travel beside
-the side channel, through transports with neither encryption nor authentication, so the network between hosts must be private in any
-case (SECURITY.md). TLS would not be smaller either: Python's ssl module has no pre-shared keys before 3.13, so every host would need
-a certificate.
+The handshake refuses strangers and members of other clusters. It does not encrypt or sign what follows: a
+network on which others can read or alter packets needs a tunnel underneath. TLS here would not change that.
+The KV cache and the embeddings travel beside the side channel, through transports with neither encryption nor
+authentication, so the network between hosts must be private in any case (SECURITY.md). TLS would not be
+smaller either: Python's ssl module has no pre-shared keys before 3.13, so every host would need a
+certificate.
 """
 
 from __future__ import annotations
@@ -47,10 +49,12 @@ class _Expect(StrEnum):
 
 
 class Handshake:
-    """One side of the handshake. Feed frames until `peer` is set. Raises FrameError or ConfigError to refuse the peer."""
+    """One side of the handshake. Feed frames until `peer` is set. Raises FrameError or ConfigError to refuse
+    the peer."""
 
     def __init__(self, name: str, *, is_server: bool, address: str, secret: bytes | None):
-        """`address`: what the client dials; both sides must write it alike. `secret` None: a Unix socket, without proofs."""
+        """`address`: what the client dials; both sides must write it alike. `secret` None: a Unix socket,
+        without proofs."""
         self.peer: Hello | None = None
         self._is_server = is_server
         self._address = address
@@ -111,8 +115,8 @@ class Handshake:
         return answer
 
     def check_version(self) -> None:
-        """Raises ConfigError for another version. Call it once `peer` is set and the last answer is sent, so that both sides can report
-        the mismatch."""
+        """Raises ConfigError for another version. Call it once `peer` is set and the last answer is sent, so
+        that both sides can report the mismatch."""
         if self.peer is not None and self.peer.protocol_version != PROTOCOL_VERSION:
             raise ConfigError(
                 f"{self.peer.name} speaks side-channel protocol {self.peer.protocol_version}, this process "

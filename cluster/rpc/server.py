@@ -1,11 +1,11 @@
 """Listening and dialling. A worker listens, a door dials; both get `Connection`s.
 
-The event loop that runs `start` or `connect` runs every callback. A server owns its listening socket and the connections that it has
-accepted; `aclose` ends them all.
+The event loop that runs `start` or `connect` runs every callback. A server owns its listening socket and the
+connections that it has accepted; `aclose` ends them all.
 
-A new connection is pending until its handshake is over, for at most `HANDSHAKE_TIMEOUT_S`. A server keeps at most `MAX_PENDING`
-pending connections. One more ends the oldest of them and not itself. Peers that connect and say nothing therefore cannot keep out a
-door, whose handshake takes milliseconds.
+A new connection is pending until its handshake is over, for at most `HANDSHAKE_TIMEOUT_S`. A server keeps at
+most `MAX_PENDING` pending connections. One more ends the oldest of them and not itself. Peers that connect
+and say nothing therefore cannot keep out a door, whose handshake takes milliseconds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _watch_peer(connection: Connection) -> None:
 
 
 class Server:
-    """Calls `on_connect(connection)` once per peer that passed the handshake, then `on_message`, then `on_close`."""
+    """Calls `on_connect(connection)` once per peer that passed the handshake, then `on_message`, then
+    `on_close`."""
 
     def __init__(
         self,
@@ -148,9 +149,9 @@ async def connect(
     secret: str | None = None,
     max_buffered_bytes: int = MAX_BUFFERED_BYTES,
 ) -> Connection:
-    """Dials a worker. `on_message` may be called before this returns, because the first messages may come in the same read as the
-    end of the handshake. Raises UnavailableError if there is no answer in time, and ConfigError for a peer of another version or
-    cluster."""
+    """Dials a worker. `on_message` may be called before this returns, because the first messages may come in
+    the same read as the end of the handshake. Raises UnavailableError if there is no answer in time, and
+    ConfigError for a peer of another version or cluster."""
     loop = asyncio.get_running_loop()
     key = _key(address, secret)
 

@@ -1,7 +1,10 @@
-"""The adapters between Ray Serve and our plain classes. With `cluster.app`, the only code that imports Ray; nothing passes per token.
+"""The adapters between Ray Serve and our plain classes. With `cluster.app`, the only code that imports Ray;
+nothing passes per token.
 
 * `replicas`: wraps a worker service. `door`: wraps the HTTP door.
-* `hook_router`: tells doors which replicas exist, and sends a call to one chosen replica. `membership`: the door's end of that.
+* `hook_router`: tells doors which replicas exist, and sends a call to one chosen replica. `membership`: the
+  door's end of that.
 * `published`: a `Member` as Serve carries it. `exposure`: which addresses Ray and Serve listen on.
-* `command`, `launch`, `preflight`, `local_environment`, `status`: start, watch and stop a cluster on this machine.
+* `command`, `launch`, `preflight`, `local_environment`, `status`: start, watch and stop a cluster on this
+  machine.
 """

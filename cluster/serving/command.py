@@ -1,4 +1,5 @@
-"""The command `epdg`: `epdg serve [CONFIG]` runs a cluster on this machine until Ctrl-C. Every failure is one line on stderr."""
+"""The command `epdg`: `epdg serve [CONFIG]` runs a cluster on this machine until Ctrl-C. Every failure is one
+line on stderr."""
 
 from __future__ import annotations
 
@@ -15,11 +16,15 @@ from cluster.serving.launch import LocalCluster
 from cluster.serving.status import ClusterFailed
 
 DEFAULT_CONFIG = REPOSITORY / "deploy" / "cluster.yaml"
-DESCRIPTION = "A serving cluster for multimodal language models with separate processes for encode, prefill, decode and generate."
+DESCRIPTION = (
+    "A serving cluster for multimodal language models with separate processes for encode, prefill, decode "
+    "and generate."
+)
 SERVE = """Run a cluster on this machine until Ctrl-C.
 
-Settings, the model folder, memory and the port are checked before anything starts. A failure prints one line and the path of the
-logs. EPDG_MODEL names another model: a folder, or an id on the Hugging Face hub ("org/name"), which is downloaded."""
+Settings, the model folder, memory and the port are checked before anything starts. A failure prints one line
+and the path of the logs. EPDG_MODEL names another model: a folder, or an id on the Hugging Face hub
+("org/name"), which is downloaded."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,10 +85,11 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _welcome(cluster: LocalCluster, seconds: float) -> str:
-    return f"""ready in {seconds:.1f} s: {cluster.url}   (Ctrl-C stops it; dashboard {cluster.dashboard_url() or "not running"})
+    url, dashboard = cluster.url, cluster.dashboard_url() or "not running"
+    return f"""ready in {seconds:.1f} s: {url}   (Ctrl-C stops it; dashboard {dashboard})
 
-    curl {cluster.url}/v1/chat/completions -H 'Content-Type: application/json' \\
-      -d '{{"messages": [{{"role": "user", "content": "hello"}}], "model": "'$(curl -s {cluster.url}/v1/models \\
+    curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{{"messages": [{{"role": "user", "content": "hello"}}], "model": "'$(curl -s {url}/v1/models \\
       | python3 -c 'import json,sys; print(json.load(sys.stdin)["data"][0]["id"])')'"}}'
 """
 

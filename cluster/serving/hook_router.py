@@ -1,14 +1,15 @@
-"""Serve's request router for the worker pools. Runs in every process that holds a handle to a pool, on Serve's router thread.
+"""Serve's request router for the worker pools. Runs in every process that holds a handle to a pool, on
+Serve's router thread.
 
 It has two jobs:
 
 * It tells this process's `Membership` which replicas Serve lists.
-* It sends a call to the replica that the caller chose (`handle.options(session_id=replica_id)`). If the replica is gone, the call
-  fails at once.
+* It sends a call to the replica that the caller chose (`handle.options(session_id=replica_id)`). If the
+  replica is gone, the call fails at once.
 
-Serve pickles this class by value, so a module global here would be a copy. Shared state is therefore imported inside methods. Two
-things would hang every later call of the process and are avoided: an exception from `choose_replicas`, and an answer without
-candidates unless `should_backoff` is set.
+Serve pickles this class by value, so a module global here would be a copy. Shared state is therefore imported
+inside methods. Two things would hang every later call of the process and are avoided: an exception from
+`choose_replicas`, and an answer without candidates unless `should_backoff` is set.
 """
 
 from __future__ import annotations

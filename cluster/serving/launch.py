@@ -1,12 +1,14 @@
-"""One cluster on this machine, from start to end. `LocalCluster` does the process work of `epdg serve` (`command`).
+"""One cluster on this machine, from start to end. `LocalCluster` does the process work of `epdg serve`
+(`command`).
 
 Life cycle:
 
 1. `preflight` checks everything that can be known before the start.
 2. `serve run` starts with the environment of a private local cluster (`local_environment`).
 3. `status` follows Serve's report of the start until `/health` answers.
-4. The end stops every process of this cluster and no other. Such a process has the cluster's own folder as RAY_TMPDIR in its
-   environment. After a failure the logs in that folder stay; after a clean end the folder is removed.
+4. The end stops every process of this cluster and no other. Such a process has the cluster's own folder as
+   RAY_TMPDIR in its environment. After a failure the logs in that folder stay; after a clean end the folder
+   is removed.
 
 Imports no Ray; the cluster runs in child processes.
 """
@@ -61,16 +63,17 @@ def _in_silence(line: str) -> None:
 
 
 class LocalCluster:
-    """A context manager inside which the cluster runs. `url`: where it answers. `folder`: where its logs are."""
+    """A context manager inside which the cluster runs. `url`: where it answers. `folder`: where its logs
+    are."""
 
     def __init__(self, config: Path, *, say: Callable[[str], None] = _in_silence, **environment: str):
-        """`say` receives lines of progress. Raises ConfigError for a file that is not a Serve configuration."""
+        """`say` receives lines of progress. Raises ConfigError for a file that is not a Serve
+        configuration."""
         self._config = config
         self.host, self.port = preflight.address_of(preflight.read_serve_file(config))
         self.url = f"http://{self.host}:{self.port}"
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="epdg-", dir="/tmp")
-        )  # short, because socket paths have at most 107 bytes
+        # a short path, because socket paths have at most 107 bytes
+        self.folder = Path(tempfile.mkdtemp(prefix="epdg-", dir="/tmp"))
         self._log = self.folder / "serve.log"
         self._say = say
         self._environment = environment
@@ -113,7 +116,8 @@ class LocalCluster:
             time.sleep(POLL_S)
 
     def wait_ended(self) -> None:
-        """Blocks while the cluster runs. Raises ClusterFailed when it ends by itself, because it should run until `stop`."""
+        """Blocks while the cluster runs. Raises ClusterFailed when it ends by itself, because it should run
+        until `stop`."""
         while not self.has_ended():
             time.sleep(0.5)
         raise ClusterFailed(f"the cluster has ended: {own_message(self.log_end())}")
@@ -125,20 +129,21 @@ class LocalCluster:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-NOISE_LINES:])
 
     def dashboard_url(self) -> str | None:
-        """From Ray's log: if its usual port is taken, Ray uses the next free one. None: not in the log yet."""
+        """From Ray's log: if its usual port is taken, Ray uses the next free one. None: not in the log
+        yet."""
         found = re.search(r"dashboard at.*?(127\.0\.0\.1:\d+)", self._log.read_text(errors="replace"))
         return f"http://{found[1]}" if found else None
 
     def stop(self, *, has_failed: bool = False) -> None:
-        """Stops Serve in an orderly way, then kills remaining processes. After a failure it only kills, and keeps the logs. Blocks; may be
-        repeated."""
+        """Stops Serve in an orderly way, then kills remaining processes. After a failure it only kills, and
+        keeps the logs. Blocks; may be repeated."""
         process, self._process = self._process, None
         if process is not None and not has_failed:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_TIMEOUT_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self._end(number, patience_s=2.0)
+            self._end(number, timeout_s=2.0)
         if process is not None:
             process.wait()
         if has_failed:
@@ -181,8 +186,8 @@ class LocalCluster:
         except (urllib.error.URLError, OSError):
             return False
 
-    def _end(self, number: int, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
+    def _end(self, number: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         for pid in processes_of(self.folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

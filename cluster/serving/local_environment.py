@@ -1,7 +1,9 @@
-"""The environment variables of a private cluster on one machine, for Ray, Serve, NIXL and torch, and its ports.
+"""The environment variables of a private cluster on one machine, for Ray, Serve, NIXL and torch, and its
+ports.
 
-The cluster listens only on loopback and on Unix sockets in its private folder, and Ray's APIs require a token from that folder.
-tests/serve/test_listening.py checks this. Imports no Ray; `launch` gives the environment to the processes that it starts.
+The cluster listens only on loopback and on Unix sockets in its private folder, and Ray's APIs require a token
+from that folder. tests/serve/test_listening.py checks this. Imports no Ray; `launch` gives the environment to
+the processes that it starts.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from cluster.config.environment import child_environment
 from cluster.config.settings import REPOSITORY
 
 FREE_PORTS = range(20_000, 32_768)
-# Slower timers in every process of Ray. With these, and Serve's health check every 5 s instead of 0.5 s, the four replicas of an idle
-# cluster use 2.4 % of a core instead of 4.4 % (`python -m bench.footprint`). No timer is on a request's path, and doors notice a
-# death by end-of-file.
+# Slower timers in every process of Ray. With these, and Serve's health check every 5 s instead of 0.5 s, the
+# four replicas of an idle cluster use 2.4 % of a core instead of 4.4 % (`python -m bench.footprint`). No
+# timer is on a request's path, and doors notice a death by end-of-file.
 QUIET = {
     "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "60000",
     "RAY_SERVE_EVENT_LOOP_MONITORING_INTERVAL_S": "60",
@@ -34,8 +36,8 @@ QUIET = {
     "RAY_task_events_report_interval_ms": "10000",
 }
 POOL_SLOTS = 16  # most replicas of one pool on this machine
-# In the configuration that Ray writes for HAProxy, statistics and metrics listen on every interface. Ray starts this script instead of
-# HAProxy (arguments: -db -f FILE …), and the script changes both to loopback.
+# In the configuration that Ray writes for HAProxy, statistics and metrics listen on every interface. Ray
+# starts this script instead of HAProxy (arguments: -db -f FILE …), and the script changes both to loopback.
 HAPROXY_SCRIPT = r"""#!/bin/sh
 set -e
 sed -i -e '/^frontend prometheus$/,/^frontend http_frontend$/ s/bind :/bind 127.0.0.1:/' \
@@ -45,9 +47,10 @@ exec "$HAPROXY_BINARY" "$@"
 
 
 def cluster_environment(folder: Path) -> dict[str, str]:
-    """This process's environment with everything that a private cluster on one machine needs. Writes Ray's token and the script that
-    starts HAProxy into `folder`, which must be private."""
-    # Only for a checkout. A wheel's packages are found anyway, and site-packages before the standard library would hide its modules.
+    """This process's environment with everything that a private cluster on one machine needs. Writes Ray's
+    token and the script that starts HAProxy into `folder`, which must be private."""
+    # Only for a checkout. A wheel's packages are found anyway, and site-packages before the standard library
+    # would hide its modules.
     checkout = {"PYTHONPATH": str(REPOSITORY)} if (REPOSITORY / "pyproject.toml").is_file() else {}
     _token_path(folder).touch(mode=0o600)
     _token_path(folder).write_text(secrets.token_hex(32))
@@ -59,7 +62,8 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         **checkout,
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}:/usr/local/bin",
         RAY_ADDRESS="local",  # never join another cluster that runs here
-        # Ray's setting for a cluster of one machine: its address is 127.0.0.1, and all its processes listen there
+        # Ray's setting for a cluster of one machine: its address is 127.0.0.1, and all its processes listen
+        # there
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN="",  # a value from another cluster would win over the file
@@ -90,7 +94,8 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_SERVE_HAPROXY_SERVER_STATE_FILE=str(proxy / "server-state"),
         RAY_SERVE_HAPROXY_LOG_TARGET=str(proxy / "log"),  # does not exist; default: a UDP port
         EPDG_SOCKET_DIR=str(folder / "s"),
-        # Threads of a waiting pool leave the cores to others, but only after a short while: between the layers of a step they spin.
+        # Threads of a waiting pool leave the cores to others, but only after a short while: between the
+        # layers of a step they spin.
         OMP_WAIT_POLICY="passive",
         GOMP_SPINCOUNT="20000",
         HF_HUB_OFFLINE="1",
@@ -110,8 +115,8 @@ def _token_path(folder: Path) -> Path:
 
 
 def free_port() -> int:
-    """A port on which no process listens. It lies below the range that the system gives to connections, so that no connection takes
-    it before it is used. Raises OSError if there is none."""
+    """A port on which no process listens. It lies below the range that the system gives to connections, so
+    that no connection takes it before it is used. Raises OSError if there is none."""
     for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

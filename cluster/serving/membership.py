@@ -1,7 +1,8 @@
 """The door process's end of Serve's membership push: the replicas that Serve lists now, per role.
 
-One registry per process. Serve's router thread writes (`HookRouter.update_replicas`) and the door's event loop reads (`subscribe`).
-A subscriber gets the current state at once and then every change, in order, on its own loop. Imports no Ray.
+One registry per process. Serve's router thread writes (`HookRouter.update_replicas`) and the door's event
+loop reads (`subscribe`). A subscriber gets the current state at once and then every change, in order, on its
+own loop. Imports no Ray.
 """
 
 from __future__ import annotations

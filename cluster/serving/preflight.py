@@ -1,8 +1,8 @@
 """Checks, before Ray starts, whether a Serve file, its settings, the model and this machine fit together.
 
-`check` reads the file and the headers in the model folder and asks the kernel. It takes well under a second, starts nothing and
-imports neither Ray nor torch. Its result, a `StartPlan`, is the file to run: the model as an absolute path, without pools that the
-model does not need. Every ConfigError is one line.
+`check` reads the file and the headers in the model folder and asks the kernel. It takes well under a second,
+starts nothing and imports neither Ray nor torch. Its result, a `StartPlan`, is the file to run: the model as
+an absolute path, without pools that the model does not need. Every ConfigError is one line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from cluster.serving.local_environment import POOL_SLOTS
 BUILDER = "cluster.app:build"
 DEPLOYMENTS = ("Encode", "Prefill", "Decode", "Door")
 _SERVE_SECTIONS = (  # Serve would ignore an unknown name
-    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
+    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config",
+    "tracing_config",
     "applications", "target_capacity",
 )  # fmt: skip
 _GIB = 1 << 30
@@ -80,7 +81,8 @@ def read_serve_file(file: Path) -> dict[str, Any]:
 def check(
     file: Path, variables: Mapping[str, str] | None = None, machine: Machine | None = None
 ) -> StartPlan:
-    """Raises ConfigError, which says what to change. Blocks while a model named by its hub id is downloaded."""
+    """Raises ConfigError, which says what to change. Blocks while a model named by its hub id is
+    downloaded."""
     content = copy.deepcopy(read_serve_file(file))
     host, port = address_of(content)
     check_port(host, port)
@@ -112,7 +114,8 @@ def check_port(host: str, port: int) -> None:
 def _complete(
     application: dict[str, Any], file: Path, environment: Environment, machine: Machine
 ) -> list[str]:
-    """Checks one application that `cluster.app` builds and fills in what is known now. Returns notes for the operator."""
+    """Checks one application that `cluster.app` builds and fills in what is known now. Returns notes for the
+    operator."""
     args = _settings(application.get("args") or {}, file)
     resolved = resolve(args, environment, num_cores=len(machine.cores))
     config, weights = check_checkpoint(Path(resolved.model))
@@ -153,8 +156,8 @@ def _check_machine(args: ClusterArgs, environment: Environment, machine: Machine
 
 
 def check_memory(args: ClusterArgs, config: Mapping[str, Any], weights: Weights, machine: Machine) -> None:
-    """A lower bound, on CPUs, of what cluster/worker/memory_plan.py computes with the model in memory. Raises ConfigError if a pool
-    cannot fit."""
+    """A lower bound, on CPUs, of what cluster/worker/memory_plan.py computes with the model in memory. Raises
+    ConfigError if a pool cannot fit."""
     if args.device == "cuda" or (args.device == "auto" and machine.has_gpu()):
         return
     item_bytes = _ITEM_BYTES[args.dtype]
@@ -168,8 +171,9 @@ def check_memory(args: ClusterArgs, config: Mapping[str, Any], weights: Weights,
         num_tokens = num_blocks * args.block_size
         if num_tokens * row_bytes + weight_bytes > available:
             raise ConfigError(
-                f"{name} needs {num_tokens * row_bytes / _GIB:,.1f} GiB of KV ({name}.kv_blocks {num_blocks:,} × {args.block_size} "
-                f"tokens × {row_bytes:,} bytes) and {weight_bytes / _GIB:,.1f} GiB of weights; {available / _GIB:,.1f} GiB are available",
+                f"{name} needs {num_tokens * row_bytes / _GIB:,.1f} GiB of KV ({name}.kv_blocks "
+                f"{num_blocks:,} × {args.block_size} tokens × {row_bytes:,} bytes) and "
+                f"{weight_bytes / _GIB:,.1f} GiB of weights; {available / _GIB:,.1f} GiB are available",
                 param=f"{name}.kv_blocks",
             )
 
@@ -187,15 +191,16 @@ def _kv_row_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
 def _check_deployments(
     application: dict[str, Any], file: Path, *, has_encoder: bool, model: str
 ) -> list[str]:
-    """Removes deployments that the model does not need. Raises ConfigError for a name that Serve would refuse later, and for more
-    replicas than this machine takes."""
+    """Removes deployments that the model does not need. Raises ConfigError for a name that Serve would refuse
+    later, and for more replicas than this machine takes."""
     kept = list(application.get("deployments") or [])
     for deployment in kept:
         _check_name(deployment.get("name"), DEPLOYMENTS, f"{file}: deployment")
         for number in _replica_counts(deployment):
             if number > POOL_SLOTS:
                 raise ConfigError(
-                    f"{file}: {deployment['name']}: {number} replicas; this machine takes {POOL_SLOTS} of a pool"
+                    f"{file}: {deployment['name']}: {number} replicas; "
+                    f"this machine takes {POOL_SLOTS} of a pool"
                 )
     if has_encoder:
         return []

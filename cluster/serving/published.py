@@ -17,5 +17,6 @@ def encode_member(member: Member) -> dict[str, str]:
 
 
 def decode_members(metadata: Iterable[dict[str, Any]]) -> list[Member]:
-    """The published members. Replicas that have not published yet are left out; a later push contains them."""
+    """The published members. Replicas that have not published yet are left out; a later push contains
+    them."""
     return [msgspec.json.decode(entry[_KEY], type=Member) for entry in metadata if _KEY in entry]

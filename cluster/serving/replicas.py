@@ -2,13 +2,15 @@
 
 Life cycle:
 
-1. `__init__` imports and builds the service. torch is loaded here, in the replica, and never in the process that composes the
-   application. It may block, because it does not run on the replica's user loop; all other steps do.
+1. `__init__` imports and builds the service. torch is loaded here, in the replica, and never in the process
+   that composes the application. It may block, because it does not run on the replica's user loop; all other
+   steps do.
 2. `record_replica_metadata` opens the side channel and publishes the service's `Member`.
 3. `check_health` runs every period.
 4. Serve removes the replica from its list and drains its calls.
-5. `__del__` waits until the doors, which see the list, have no requests left here, and stops the service. The wait is necessary
-   because only decode's requests are Serve calls: encode and prefill workers look idle to Serve while they work.
+5. `__del__` waits until the doors, which see the list, have no requests left here, and stops the service. The
+   wait is necessary because only decode's requests are Serve calls: encode and prefill workers look idle to
+   Serve while they work.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ class WorkerService(Protocol):
 
 
 def freeze_what_is_loaded() -> None:
-    """Excludes modules, models and tokenizers from garbage collection, because they stay until the process ends. Collections that
-    visited all of them blocked the door's event loop; bench/fuzz/README.md has the figures."""
+    """Excludes modules, models and tokenizers from garbage collection, because they stay until the process
+    ends. Collections that visited all of them blocked the door's event loop; bench/fuzz/README.md has the
+    figures."""
     gc.collect()
     gc.freeze()
 
@@ -103,7 +106,8 @@ def _bind_to(cores: Sequence[int]) -> None:
 
 
 class DecodeReplica(Replica):
-    """A decode replica. One Serve call per request stays open while the request generates, so that Serve's drain and limits see it."""
+    """A decode replica. One Serve call per request stays open while the request generates, so that Serve's
+    drain and limits see it."""
 
     async def run(self, request_id: str) -> None:
         try:

@@ -1,7 +1,8 @@
-"""Serve's report of a starting application as lines for the operator: which pools load, which are ready, what failed and why.
+"""Serve's report of a starting application as lines for the operator: which pools load, which are ready, what
+failed and why.
 
-`ServeStatus` asks the dashboard's REST API. `StartProgress` turns successive answers into lines. At the first sign of a failure it
-raises `ClusterFailed`, although Serve would still retry. Imports no Ray.
+`ServeStatus` asks the dashboard's REST API. `StartProgress` turns successive answers into lines. At the first
+sign of a failure it raises `ClusterFailed`, although Serve would still retry. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class StartProgress:
         self._ready: set[str] = set()
 
     def update(self, applications: Mapping[str, Any], now: float) -> list[str]:
-        """Lines for everything that has changed since the last call. `now`: Unix time. Raises ClusterFailed."""
+        """Lines for everything that has changed since the last call. `now`: Unix time. Raises
+        ClusterFailed."""
         lines = []
         for application in applications.values():
             for name, deployment in application.get("deployments", {}).items():
@@ -77,7 +79,8 @@ def are_running(applications: Mapping[str, Any]) -> bool:
 
 
 def own_message(text: str) -> str:
-    """The message of the innermost error of a traceback, in one line. Of a text without a traceback: its last line."""
+    """The message of the innermost error of a traceback, in one line. Of a text without a traceback: its last
+    line."""
     lines = _COLOUR.sub("", text).rstrip().splitlines()
     found = [(number, match) for number, line in enumerate(lines) if (match := _ERROR_LINE.match(line))]
     if not found:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cluster.config.settings import AdmissionArgs
 from cluster.simulator.workload import SimRequest
 from router.admission.fair_queue import AdmissionTicket
-from router.admission.queue import AdmissionQueue, Admitted, Capacity, Refusal
+from router.admission.queue import AdmissionQueue, AdmissionRefusal, Admitted, Capacity
 from router.policy import Decision
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Gate:
         answer = self._queue.offer(ticket, self._loop.now)
         if isinstance(answer, Admitted):
             self._admit(request.request_id, decision)
-        elif isinstance(answer, Refusal):
+        elif isinstance(answer, AdmissionRefusal):
             self._refuse(request.request_id)
         self._watch()
 

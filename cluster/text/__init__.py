@@ -1,4 +1,5 @@
-"""Text to token ids and back. CPU only, no I/O after loading. The tokenizer and the chat template are transformers' own.
+"""Text to token ids and back. CPU only, no I/O after loading. The tokenizer and the chat template are
+transformers' own.
 
 * `chat`: a conversation as the template gets it.
 * `tokenizer`: a conversation to a prompt, placeholders to ranges.

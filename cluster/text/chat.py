@@ -28,9 +28,8 @@ class LaidOutMedia(msgspec.Struct, frozen=True):
 
 class ChatMessage(msgspec.Struct, frozen=True):
     role: str
-    content: (
-        str | tuple[ChatText | ChatMedia, ...]
-    )  # as the client sent it, because templates may treat the two differently
+    # a string or parts, as the client sent it, because templates may treat the two differently
+    content: str | tuple[ChatText | ChatMedia, ...]
 
     def modalities(self) -> tuple[Modality, ...]:
         if isinstance(self.content, str):

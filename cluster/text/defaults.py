@@ -1,4 +1,5 @@
-"""How tokens are drawn and when generation stops by default, from `generation_config.json`, then `config.json`."""
+"""How tokens are drawn and when generation stops by default, from `generation_config.json`, then
+`config.json`."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 
 def context_length(path: str | Path) -> int:
-    """Tokens of prompt and answer for which the model was made. If its configuration does not say, the family's default is meant:
-    configurations on the hub leave out values that equal the default. Raises ConfigError if there is none either."""
+    """Tokens of prompt and answer for which the model was made. If its configuration does not say, the
+    family's default is meant: configurations on the hub leave out values that equal the default. Raises
+    ConfigError if there is none either."""
     config = read_config(path)
     for part in (config, text_config(config)):
         if part.get("max_position_embeddings"):

@@ -1,8 +1,8 @@
 """Token ids to text, piece by piece. One object per generated choice; runs in the door's process.
 
-`tokenizers.DecodeStream` is not used, because a model may generate byte tokens that are not valid UTF-8. For these it holds text back
-without limit, raises an exception for some sequences, and cannot return what it holds at the end of a stream. For tokens of valid
-text both give the same.
+`tokenizers.DecodeStream` is not used, because a model may generate byte tokens that are not valid UTF-8. For
+these it holds text back without limit, raises an exception for some sequences, and cannot return what it
+holds at the end of a stream. For tokens of valid text both give the same.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ REPLACEMENT = "\ufffd"
 class Detokenizer:
     """Decodes a short window of the last tokens and returns the new part of its text, so a token costs O(1).
 
-    * Decoding needs context on the left (a leading space, a run of byte tokens), so the window keeps some tokens whose text is already
-      out. It starts where the text was complete.
-    * Replacement characters at the end are held back, because the next tokens may complete a character. A decoder with byte fallback
-      even turns all characters of a run of byte tokens into replacement characters until the last one is complete.
-    * If no complete character comes within `MAX_WINDOW` tokens, the tokens are not valid UTF-8, and replacement characters go out.
+    * Decoding needs context on the left (a leading space, a run of byte tokens), so the window keeps some
+      tokens whose text is already out. It starts where the text was complete.
+    * Replacement characters at the end are held back, because the next tokens may complete a character. A
+      decoder with byte fallback even turns all characters of a run of byte tokens into replacement characters
+      until the last one is complete.
+    * If no complete character comes within `MAX_WINDOW` tokens, the tokens are not valid UTF-8, and
+      replacement characters go out.
     * Special tokens are dropped.
     """
 

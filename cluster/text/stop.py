@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Cuts a stream before the first stop string. Holds back only text that could still become a stop string.
 
-    The first match is the one that ends first; of several with the same end, the one that starts first. Only this rule does not
-    depend on how the text is split into pieces.
+    The first match is the one that ends first; of several with the same end, the one that starts first. Only
+    this rule does not depend on how the text is split into pieces.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -20,7 +20,8 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that may go out now, and the stop string if one was found. After a match all further text is dropped."""
+        """The text that may go out now, and the stop string if one was found. After a match all further text
+        is dropped."""
         if not self._stops:
             return text, None
         if self._matched is not None:

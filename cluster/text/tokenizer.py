@@ -1,20 +1,21 @@
 """Conversations and raw text to token ids, and media items to the ranges of their embeddings.
 
-Owns the model's tokenizer and chat template (both from transformers). Thread safe: encoding changes the tokenizer's state for a
-moment, so it holds a lock. Detokenizers share a copy that never changes.
+Owns the model's tokenizer and chat template (both from transformers). Thread safe: encoding changes the
+tokenizer's state for a moment, so it holds a lock. Detokenizers share a copy that never changes.
 
 A chat becomes a prompt in three steps, each as in the model's own processor:
 
 1. The template writes text with one placeholder for each item.
 2. The item's layout replaces its placeholder. A layout holds one token for each run of equal row tokens.
-3. The whole is encoded. Then each row token is repeated as often as its run has rows, which gives the same ids at no cost.
+3. The whole is encoded. Then each row token is repeated as often as its run has rows, which gives the same
+   ids at no cost.
 
 Special tokens typed by a client:
 
-* In a chat they are encoded as ordinary text (transformers' `sanitize_control_tokens`). "<|im_end|>" or an image placeholder in a
-  message is only letters to the model.
-* In a raw completion the client writes the whole prompt, so special tokens count. Media placeholders are refused, because a
-  completion has no media.
+* In a chat they are encoded as ordinary text (transformers' `sanitize_control_tokens`). "<|im_end|>" or an
+  image placeholder in a message is only letters to the model.
+* In a raw completion the client writes the whole prompt, so special tokens count. Media placeholders are
+  refused, because a completion has no media.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class TextProcessor:
 
     @classmethod
     def load(cls, path: str | Path, processor: Any = None) -> TextProcessor:
-        """Reads tokenizer, template and placeholder ids from a model folder. `processor`: transformers' own, for a model that takes
-        media; it contains tokenizer and template. Raises ConfigError."""
+        """Reads tokenizer, template and placeholder ids from a model folder. `processor`: transformers' own,
+        for a model that takes media; it contains tokenizer and template. Raises ConfigError."""
         from transformers import AutoTokenizer
 
         config = read_config(path)
@@ -78,9 +79,11 @@ class TextProcessor:
         return cls(tokenizer, placeholder_ids(config), vocab_size, processor)
 
     def chat_prompt(self, messages: Sequence[ChatMessage], media: Sequence[LaidOutMedia] = ()) -> Prompt:
-        """The prompt for the assistant's answer. `media`: one for each media part of the messages, in their order.
+        """The prompt for the assistant's answer. `media`: one for each media part of the messages, in their
+        order.
 
-        Raises RequestError if the template refuses the conversation or has no place for one of its media items.
+        Raises RequestError if the template refuses the conversation or has no place for one of its media
+        items.
         """
         unknown = [kind for kind in media_order(messages) if kind not in self._placeholders.values()]
         if unknown:
@@ -137,7 +140,8 @@ class TextProcessor:
             return False
 
     def _with_media(self, text: str, media: Sequence[LaidOutMedia]) -> tuple[str, list[Run]]:
-        """The k-th placeholder of a modality belongs to the k-th item of that modality, in any order that the template chooses."""
+        """The k-th placeholder of a modality belongs to the k-th item of that modality, in any order that the
+        template chooses."""
         found = Counter(
             self._placeholders[match[1]] for match in self._placeholder.finditer(text) if match[1]
         )
@@ -145,7 +149,8 @@ class TextProcessor:
         for modality in Modality:
             if found[modality] != expected[modality]:
                 raise RequestError(
-                    f"the prompt has {found[modality]} {modality} placeholders for {expected[modality]} {modality} items",
+                    f"the prompt has {found[modality]} {modality} placeholders for {expected[modality]} "
+                    f"{modality} items",
                     param="messages",
                 )
         waiting = {
@@ -165,8 +170,8 @@ class TextProcessor:
         return self._placeholder.sub(replace, text), runs
 
     def _encode(self, text: str) -> list[int]:
-        """Ids of a rendered chat. As in transformers: if the template writes no beginning of sequence, a processor adds its tokenizer's
-        own tokens; a tokenizer alone never does."""
+        """Ids of a rendered chat. As in transformers: if the template writes no beginning of sequence, a
+        processor adds its tokenizer's own tokens; a tokenizer alone never does."""
         with self._encoding:
             encoded = self._tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)
         token_ids = encoded["input_ids"]
@@ -199,7 +204,8 @@ def _placeholders(processor: Any) -> dict[str, Modality]:
 
 
 def _unmarked(pattern: str) -> re.Pattern[str]:
-    """Group 1: a match of the pattern outside the marks that transformers puts around a client's special tokens."""
+    """Group 1: a match of the pattern outside the marks that transformers puts around a client's special
+    tokens."""
     from transformers.utils.chat_template_utils import _CONTROL_TOKEN_END, _CONTROL_TOKEN_START
 
     return re.compile(f"{_CONTROL_TOKEN_START}.*?{_CONTROL_TOKEN_END}|({pattern or '(?!)'})")

@@ -1,4 +1,5 @@
-"""Frozen values that cross a package or a process. They are valid by construction at the door and trusted behind it.
+"""Frozen values that cross a package or a process. They are valid by construction at the door and trusted
+behind it.
 
 * `media`, `media_phase`: one image, clip or sound, and the life of its embeddings.
 * `request`: what is to be generated.

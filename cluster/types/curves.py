@@ -8,7 +8,8 @@ from cluster.types.media import Modality
 
 
 class Curve(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of one step or call over some units of work: fixed_s + (per_unit_s + per_pair_s · context) · units."""
+    """Seconds of one step or call over some units of work: fixed_s + (per_unit_s + per_pair_s · context) ·
+    units."""
 
     fixed_s: float
     per_unit_s: float
@@ -20,7 +21,8 @@ class Curve(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True):
-    """The way from a writer to one other worker, or to any: seconds for some bytes = latency_s + bytes / bytes_per_s."""
+    """The way from a writer to one other worker, or to any: seconds for some bytes = latency_s + bytes /
+    bytes_per_s."""
 
     latency_s: float
     bytes_per_s: float

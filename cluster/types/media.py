@@ -51,7 +51,8 @@ class MediaProbe(msgspec.Struct, frozen=True):
 
 
 class MediaGeometry(msgspec.Struct, frozen=True):
-    """What the language half needs to know of an item before its embeddings exist: token count and position data."""
+    """What the language half needs to know of an item before its embeddings exist: token count and position
+    data."""
 
     num_tokens: int  # placeholder tokens; as many as embedding rows
     grid_thw: tuple[int, int, int] | None = None  # vision patches (time, height, width) before merging
@@ -60,7 +61,8 @@ class MediaGeometry(msgspec.Struct, frozen=True):
 
 
 class MediaLayout(msgspec.Struct, frozen=True):
-    """What replaces one item in a prompt: text in the model's own format, and in it places for the item's embedding rows."""
+    """What replaces one item in a prompt: text in the model's own format, and in it places for the item's
+    embedding rows."""
 
     text: str  # replaces the item's placeholder; each run of row tokens is shortened to one token
     runs: tuple[tuple[int, int], ...]  # for each such token, in order: (index in `parts`, rows of the run)
@@ -90,15 +92,16 @@ class MediaItem(msgspec.Struct, frozen=True):
 
     @property
     def num_call_rows(self) -> int:
-        """Rows that the encoder computes, before pooling: the cost of the item. An upper bound if the number is not known."""
+        """Rows that the encoder computes, before pooling: the cost of the item. An upper bound if the number
+        is not known."""
         if self.num_encoded_rows is not None:
             return self.num_encoded_rows
         return self.geometry.num_tokens * self.options.temporal_pooling * self.options.spatial_pooling**2
 
 
 class PlacedMedia(msgspec.Struct, frozen=True):
-    """One item in a prompt. Its embedding rows fill its placeholder ranges in order. Between two ranges there may be text, or
-    ranges of another item (a clip and its sound track)."""
+    """One item in a prompt. Its embedding rows fill its placeholder ranges in order. Between two ranges there
+    may be text, or ranges of another item (a clip and its sound track)."""
 
     modality: Modality
     media_hash: str

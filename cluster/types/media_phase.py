@@ -1,19 +1,27 @@
-"""The life of one media item's embeddings, at both workers that hold them. One table allows every change of phase.
+"""The life of one media item's embeddings, at both workers that hold them. One table allows every change of
+phase.
 
 At an encoder:
 
-    PREPARING  waits for a CPU thread, which then decodes and preprocesses its file           → READY, DISCARDED (bad media)
-    READY      its tensors wait for the device and for room in the cache                      → ENCODING, DISCARDED
-    ENCODING   has room in the cache; each encoder call writes some of its rows there         → CACHED, DISCARDED
-    CACHED     all rows are in registered memory, for waiting requests or later ones          → SENDING, DISCARDED (evicted)
-    SENDING    rows are being written to prefill workers; they stay until that has ended      → CACHED
+    PREPARING  waits for a CPU thread, which then decodes and preprocesses its file
+               → READY, DISCARDED (bad media)
+    READY      its tensors wait for the device and for room in the cache
+               → ENCODING, DISCARDED
+    ENCODING   has room in the cache; each encoder call writes some of its rows there
+               → CACHED, DISCARDED
+    CACHED     all rows are in registered memory, for waiting requests or later ones
+               → SENDING, DISCARDED (evicted)
+    SENDING    rows are being written to prefill workers; they stay until that has ended
+               → CACHED
 
 At a prefill worker, one copy serves all requests in work that contain the item:
 
-    QUEUED     waits for room                                                                 → STAGING, DISCARDED
-    STAGING    an encoder may write; a lease that ends without embeddings is followed by one  → STAGED, STAGING, DISCARDED
-               more grant
-    STAGED     rows are merged into each prompt as its chunks are computed                    → DISCARDED (all are merged)
+    QUEUED     waits for room
+               → STAGING, DISCARDED
+    STAGING    an encoder may write; if its lease ends without embeddings, there is another grant
+               → STAGED, STAGING, DISCARDED
+    STAGED     rows are merged into each prompt as its chunks are computed
+               → DISCARDED (all are merged)
 """
 
 from __future__ import annotations

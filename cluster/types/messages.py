@@ -2,13 +2,16 @@
 
 One request, in call order (D decode, P prefill, E encoder):
 
-    door → P  StartPrefill           P → door  FeatureGranted per item (at once, if there is room), or FeatureShared
-    door → E  StartEncode per item   P → door  PrefillAdmitted (P holds the prompts' blocks)
-    door → D  StartDecode            D → door  DecodeGranted (StartDecode with `prefills`: P has no part in the request)
+    door → P  StartPrefill
+    P → door  FeatureGranted per item (at once, if there is room), or FeatureShared
+    door → E  StartEncode per item
+    P → door  PrefillAdmitted (P holds the prompts' blocks)
+    door → D  StartDecode
+    D → door  DecodeGranted (not for a StartDecode with `prefills`: then P has no part in the request)
     door → P  DecodeTarget (D's grant, as soon as it has come)
     door → E  EncodeTarget per item (P's grant)
-    door → D, P  GrantPassed after each of these two, to the owner of the grant: these processes may write now
-    door → E  Cancel per shared item; if P sends a grant for it later after all, StartEncode and EncodeTarget follow
+    door → D, P  GrantPassed after each of these two, to the owner of the grant: these processes may write
+    door → E  Cancel per shared item; if P later sends a grant for it, StartEncode and EncodeTarget follow
     E → door  Encoded (the embeddings are in P's memory)
     P → door  Tokens (the first token)
     D → door  Tokens (one frame per decode step, for all requests of this door)
@@ -18,10 +21,10 @@ When something fails:
     E → door  Failed for an item: the door asks another encoder
     door → P  EncoderLost, if the lost encoder had P's grant: the door asks another encoder
     P → door  FeatureGranted once more, whenever a lease ends without embeddings
-    D → door  Preempted: it ends the request at that worker, and the door starts the rest of the request as a new one
+    D → door  Preempted: ends the request at that worker; the door starts the rest of it as a new request
     any → door  Failed; ends the request at that worker
-    door → any  Cancel; may come in every state, may repeat, needs no answer. The worker frees what it holds. If it held the
-                request, it answers with a `Tokens` entry of finish reason "cancelled"
+    door → any  Cancel; may come in every state, may repeat, needs no answer. The worker frees what it holds.
+                If it held the request, it answers with a `Tokens` entry of finish reason "cancelled"
 
 At any time:
 
@@ -29,13 +32,15 @@ At any time:
     P → all doors  BlocksChanged: the same for the blocks of its prefix cache
     any → all doors  Measured: how fast the worker is
     any → all doors  Stalled: the threads of the worker that have work and do not move
-    door → any  Ping, if a worker that has a request of this door has been silent for a while; it answers with Pong at once
+    door → any  Ping, if a worker that has a request of this door has been silent for a while; the worker
+                answers with Pong at once
 
-A request gets memory at P first, and asks for memory at D only when it has memory at P. Therefore no two requests wait for each
-other, whatever order each worker keeps.
+A request gets memory at P first, and asks for memory at D only when it has memory at P. Therefore no two
+requests wait for each other, whatever order each worker keeps.
 
 A worker that sees end-of-file on a door's connection cancels all requests of that door.
-Every message is a frozen struct; its tag is its class name. `Hello` carries `PROTOCOL_VERSION`, and both sides check it.
+Every message is a frozen struct; its tag is its class name. `Hello` carries `PROTOCOL_VERSION`, which both
+sides check.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ from cluster.types.curves import ServiceCurves
 from cluster.types.media import MediaItem
 from cluster.types.members import ProcessId
 from cluster.types.request import GenerateRequest
-from cluster.types.transfer import Grant, SentTotals
+from cluster.types.transfer import Grant, ReceivedTotals, SentTotals
 
 PROTOCOL_VERSION = 9
 
@@ -76,7 +81,8 @@ class StartDecode(ChannelMessage, frozen=True):
 
     request: GenerateRequest
     timeout_s: float  # until the first step; without its KV by then the request fails
-    # local prefill: decode computes the prompt (text without a negative prompt) and draws the first token; no KV comes
+    # local prefill: decode computes the prompt (text without a negative prompt) and draws the first token; no
+    # KV comes
     prefills: bool = False
     codec: str = "raw"  # the codec in which KV shall travel where possible; raw: exactly as computed
 
@@ -100,7 +106,8 @@ class PrefillAdmitted(ChannelMessage, frozen=True):
 
 
 class FeatureGranted(ChannelMessage, frozen=True):
-    """Destination of the embeddings of `prompt.media[item_idx]`. Sent as soon as prefill has room for them."""
+    """Destination of the embeddings of `prompt.media[item_idx]`. Sent as soon as prefill has room for
+    them."""
 
     request_id: str
     item_idx: int
@@ -108,8 +115,8 @@ class FeatureGranted(ChannelMessage, frozen=True):
 
 
 class FeatureShared(ChannelMessage, frozen=True):
-    """Another request in work gets, or got, the embeddings of `prompt.media[item_idx]`: nothing needs to be sent for this one. If
-    the embeddings fail to come, `FeatureGranted` follows."""
+    """Another request in work gets, or got, the embeddings of `prompt.media[item_idx]`: nothing needs to be
+    sent for this one. If the embeddings fail to come, `FeatureGranted` follows."""
 
     request_id: str
     item_idx: int
@@ -131,13 +138,15 @@ class StartEncode(ChannelMessage, frozen=True):
     timeout_s: float
     priority: int = 0  # the request's; lower goes sooner
     waited_s: float = 0.0  # time since the client asked, when the door sent this
-    # rows, before pooling, of the request's items that precede this one in the prompt: prefill needs those sooner
+    # rows, before pooling, of the request's items that precede this one in the prompt: prefill needs those
+    # sooner
     num_rows_before: int = 0
     keep: bool = True  # another use is expected; False: these embeddings are evicted before others
 
 
 class EncodeTarget(ChannelMessage, frozen=True):
-    """Prefill's grant for one item, passed on to the encoder. May come before or after the end of encoding."""
+    """Prefill's grant for one item, passed on to the encoder. May come before or after the end of
+    encoding."""
 
     request_id: str
     item_idx: int
@@ -145,7 +154,8 @@ class EncodeTarget(ChannelMessage, frozen=True):
 
 
 class EncoderLost(ChannelMessage, frozen=True):
-    """To prefill: the encoder that had this grant for one item is lost. Prefill answers with another grant."""
+    """To prefill: the encoder that had this grant for one item is lost. Prefill answers with another
+    grant."""
 
     request_id: str
     item_idx: int
@@ -153,21 +163,23 @@ class EncoderLost(ChannelMessage, frozen=True):
 
 
 class GrantPassed(ChannelMessage, frozen=True):
-    """To the owner of a grant: the processes that received it. When all of them have ended, nothing can write any more."""
+    """To the owner of a grant: the processes that received it. When all of them have ended, nothing can write
+    any more."""
 
     lease_id: str
     processes: tuple[ProcessId, ...]
 
 
 class ReturnGrant(ChannelMessage, frozen=True):
-    """To the owner of a grant that reached the door after the request had ended. The owner may reuse the blocks at once: only the
-    door passes grants on, so no writer ever had this one."""
+    """To the owner of a grant that reached the door after the request had ended. The owner may reuse the
+    blocks at once: only the door passes grants on, so no writer ever had this one."""
 
     lease_id: str
 
 
 class EncodeTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of one item at its encoder, from the arrival of StartEncode to the end of the transfer, in order of time."""
+    """Seconds of one item at its encoder, from the arrival of StartEncode to the end of the transfer, in
+    order of time."""
 
     preparing_s: float = 0.0  # waiting for a thread, decoding, preprocessing
     queued_s: float = 0.0  # ready, while the device did other work
@@ -177,7 +189,8 @@ class EncodeTiming(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of one request at its prefill worker. Their sum is the time from the arrival of StartPrefill to the first token."""
+    """Seconds of one request at its prefill worker. Their sum is the time from the arrival of StartPrefill to
+    the first token."""
 
     blocks_s: float = 0.0  # waiting for KV blocks
     media_s: float = 0.0  # nothing could be computed until more embeddings came
@@ -193,17 +206,18 @@ class Encoded(ChannelMessage, frozen=True):
 
 
 class CacheChanged(ChannelMessage, frozen=True):
-    """Encoder → every door, once per step with changes. `added`: items, by media hash, that it has started or finished since the
-    last such message. `evicted`: items that it no longer has. When a door connects, the first message lists everything. No hash
-    is in both."""
+    """Encoder → every door, once per step with changes. `added`: items, by media hash, that it has started or
+    finished since the last such message. `evicted`: items that it no longer has. When a door connects, the
+    first message lists everything. No hash is in both."""
 
     added: tuple[str, ...]
     evicted: tuple[str, ...]
 
 
 class BlocksChanged(ChannelMessage, frozen=True):
-    """Prefill → every door, once per step with changes: full blocks of prompts, by block hash, that its prefix cache has gained and
-    lost. When a door connects, the first message lists everything. No hash is in both."""
+    """Prefill → every door, once per step with changes: full blocks of prompts, by block hash, that its
+    prefix cache has gained and lost. When a door connects, the first message lists everything. No hash is in
+    both."""
 
     added: tuple[bytes, ...]
     evicted: tuple[bytes, ...]
@@ -216,7 +230,8 @@ class Measured(ChannelMessage, frozen=True):
 
 
 class Stalled(ChannelMessage, frozen=True):
-    """Worker → every door: names of its threads that have work and have not moved for a while. Empty: all move again."""
+    """Worker → every door: names of its threads that have work and have not moved for a while. Empty: all
+    move again."""
 
     threads: tuple[str, ...]
 
@@ -230,9 +245,9 @@ class Pong(ChannelMessage, frozen=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one choice. Exactly one event with a finish reason ends a choice. If prefill has a part in the request, its
-    event carries the first token, and a finish reason only if that token already ends the choice. The finish reason "cancelled"
-    holds for the whole request."""
+    """New tokens of one choice. Exactly one event with a finish reason ends a choice. If prefill has a part
+    in the request, its event carries the first token, and a finish reason only if that token already ends the
+    choice. The finish reason "cancelled" holds for the whole request."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -277,17 +292,23 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     sending_bytes: int = 0  # encoder: embeddings that are being written to prefill workers
     encoded: EncodeTotals = EncodeTotals()
     num_context_tokens: int = 0  # decode: of all sequences that are running
+    received: ReceivedTotals = ReceivedTotals()
 
     @property
     def is_idle(self) -> bool:
         """No request holds anything. Blocks that are kept for reuse do not count."""
         return self == LoadReport(
-            num_cached_blocks=self.num_cached_blocks, totals=self.totals, sent=self.sent, encoded=self.encoded
+            num_cached_blocks=self.num_cached_blocks,
+            totals=self.totals,
+            sent=self.sent,
+            encoded=self.encoded,
+            received=self.received,
         )
 
 
 class Tokens(ChannelMessage, frozen=True):
-    """One frame per step for all requests of one door. `load` is set if it includes everything that had arrived by then."""
+    """One frame per step for all requests of one door. `load` is set if it includes everything that had
+    arrived by then."""
 
     events: tuple[TokenEvent, ...]
     load: LoadReport | None = None
@@ -314,8 +335,8 @@ class Cancel(ChannelMessage, frozen=True):
 
 
 AnyMessage = (
-    Hello | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared | DecodeTarget
-    | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded | CacheChanged
+    Hello | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared
+    | DecodeTarget | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded | CacheChanged
     | BlocksChanged | Measured | Stalled | Ping | Pong | Tokens | Failed | Preempted | Cancel
 )  # fmt: skip
 

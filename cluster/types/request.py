@@ -1,4 +1,5 @@
-"""What is to be generated: a valid prompt, how to draw tokens, and when to stop. One `SamplingParams` per choice."""
+"""What is to be generated: a valid prompt, how to draw tokens, and when to stop. One `SamplingParams` per
+choice."""
 
 from __future__ import annotations
 
@@ -27,10 +28,11 @@ class StopParams(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """Token ids with expanded placeholders, and the media in the placeholder ranges, ordered by each item's first range.
+    """Token ids with expanded placeholders, and the media in the placeholder ranges, ordered by each item's
+    first range.
 
-    Only the ranges say which tokens are media. A token outside them is text even if its id is a placeholder's: a model may
-    generate any id, and a resumed prompt contains generated tokens."""
+    Only the ranges say which tokens are media. A token outside them is text even if its id is a
+    placeholder's: a model may generate any id, and a resumed prompt contains generated tokens."""
 
     token_ids: tuple[int, ...]
     media: tuple[PlacedMedia, ...] = ()
@@ -46,16 +48,17 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Guidance(msgspec.Struct, frozen=True):
-    """Classifier-free guidance (Ho and Salimans 2022). Beside every choice runs a negative sequence: the same generated tokens
-    under a negative prompt. The tokens of the choice are pushed away from what the negative sequence makes likely."""
+    """Classifier-free guidance (Ho and Salimans 2022). Beside every choice runs a negative sequence: the same
+    generated tokens under a negative prompt. The tokens of the choice are pushed away from what the negative
+    sequence makes likely."""
 
     scale: float  # 1: no effect
     negative_prompt: Prompt  # text only, at least one token
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """One prompt and the choices to generate for it, as the engines see it. At every worker the choices and their negative
-    sequences start and end together."""
+    """One prompt and the choices to generate for it, as the engines see it. At every worker the choices and
+    their negative sequences start and end together."""
 
     request_id: str
     prompt: Prompt
@@ -71,8 +74,9 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         return (self.prompt,) if self.guidance is None else (self.prompt, self.guidance.negative_prompt)
 
     def max_blocks(self, block_size: int, window: int | None = None) -> int:
-        """Most KV blocks that the whole answer may need where it is decoded. The choices share full prompt blocks. With a window,
-        blocks older than the last `window` tokens are freed; those of the prompt once the prompt has arrived."""
+        """Most KV blocks that the whole answer may need where it is decoded. The choices share full prompt
+        blocks. With a window, blocks older than the last `window` tokens are freed; those of the prompt once
+        the prompt has arrived."""
         total = 0
         for prompt in self.prompts:
             num_shared = len(prompt.token_ids) // block_size
@@ -90,8 +94,9 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     def resumed(
         self, request_id: str, choice_idx: int, token_ids: tuple[int, ...], waited_s: float
     ) -> GenerateRequest:
-        """A request for the rest of one choice after `token_ids`. The generated tokens become part of the prompts and are computed
-        again. Drawing continues with the same noise, so the answer is the same as without the interruption."""
+        """A request for the rest of one choice after `token_ids`. The generated tokens become part of the
+        prompts and are computed again. Drawing continues with the same noise, so the answer is the same as
+        without the interruption."""
         guidance = self.guidance
         if guidance is not None:
             guidance = Guidance(guidance.scale, _extended(guidance.negative_prompt, token_ids))

@@ -1,5 +1,5 @@
-"""The right to write into another process's memory. The owner of the memory makes a grant. Grants travel over the side
-channel only; none is ever accepted from a client."""
+"""The right to write into another process's memory. The owner of the memory makes a grant. Grants travel over
+the side channel only; none is ever accepted from a client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Mark = tuple[int, int]
 
 
 class Contract(msgspec.Struct, frozen=True):
-    """What writer and owner must have in common; otherwise the same bytes would mean different things to them."""
+    """What writer and owner must have in common; otherwise the same bytes would mean different things to
+    them."""
 
     protocol: int  # version of the leases' notifications
     model: str  # fingerprint of its configuration and dtype
@@ -61,8 +62,8 @@ class CodedPart(msgspec.Struct, frozen=True):
 class Grant(msgspec.Struct, frozen=True):
     """Write access to some blocks of one block memory, until it expires.
 
-    Block i of the sender's message goes to `block_ids[i]`. The writer posts nothing later than `ttl_s` after receipt.
-    `kv_transfer.lease.receiver` says when the owner may reuse the blocks.
+    Block i of the sender's message goes to `block_ids[i]`. The writer posts nothing later than `ttl_s` after
+    receipt. `kv_transfer.lease.receiver` says when the owner may reuse the blocks.
     """
 
     lease_id: str
@@ -74,13 +75,16 @@ class Grant(msgspec.Struct, frozen=True):
     generations: tuple[int, ...]  # generation of each block when it was granted
     ttl_s: float
     coded: CodedPart | None = None
-    # seconds in which the owner computes the KV of one prompt token itself; None: the owner does not compute KV
+    # seconds in which the owner computes the KV of one prompt token itself; None: the owner does not compute
+    # KV
     token_s: float | None = None
-    # if the owner has several ranks: the grants of ranks 1, 2, … for the same blocks in their memories, for the writer's ranks
+    # if the owner has several ranks: the grants of ranks 1, 2, … for the same blocks in their memories, for
+    # the writer's ranks
     shards: tuple[Grant, ...] = ()
 
     def received(self, now: float) -> ReceivedGrant:
-        """Call this where the grant's message arrives, before anything can delay it. `now`: by the writer's clock."""
+        """Call this where the grant's message arrives, before anything can delay it. `now`: by the writer's
+        clock."""
         return ReceivedGrant(self, now + self.ttl_s)
 
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from cluster.clock import SystemClock
-from cluster.model.parallel import Progress, follow, join_group
+from cluster.model.parallel import ForwardProgress, follow, join_group
 from cluster.types.members import Role
 from cluster.worker.language import load_language
 from cluster.worker.ranks import RankSpec
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def main(calls_fd: int, transfers_fd: int) -> None:
     calls, transfers = Connection(calls_fd), Connection(transfers_fd)
     spec: RankSpec = transfers.recv()
-    progress = Progress()
+    progress = ForwardProgress()
     rank_follower = RankFollower(transfers, progress.has)
     threading.Thread(target=_follow_transfers, args=(rank_follower,), name="transfers", daemon=True).start()
     torch.set_num_threads(spec.num_threads)

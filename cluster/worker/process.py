@@ -17,8 +17,8 @@ import torch
 
 from cluster.clock import SystemClock
 from cluster.errors import UnavailableError
-from cluster.kvcache.memory import BlockMemory
-from cluster.types.members import ProcessId
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.types.members import Member, ProcessId, Role
 from cluster.types.messages import AnyMessage
 from cluster.worker.cpu_slots import no_cpu_slots, shared_cpu_slots
 from cluster.worker.hardware import hardware_of
@@ -82,10 +82,9 @@ class WorkerProcess:
             outgoing_wire=outgoing_wire,
             incoming_wire=incoming_wire,
         )
-        self.replica_id = setup.replica_id
+        self._model = model
         self._setup = setup
         self._ranks = ranks
-        self.hardware = hardware_of(setup.device, num_ranks=1 if ranks is None else ranks.size)
         self._group = None
         if ranks is not None:
             progress = ranks.progress
@@ -99,6 +98,32 @@ class WorkerProcess:
             no_cpu_slots(self.clock, on_progress)
             if folder is None
             else shared_cpu_slots(self.clock, folder, num_threads, on_progress)
+        )
+
+    def member(
+        self,
+        role: Role,
+        layout: MemoryLayout,
+        num_blocks: int,
+        *,
+        modalities: tuple[str, ...] = (),
+        block_bytes: int = 0,
+        num_layers: int = 1,
+    ) -> Member:
+        """How this worker is published, without its address, which is known after `start`."""
+        setup = self._setup
+        return Member(
+            setup.replica_id,
+            role,
+            "",
+            self._model,
+            layout.fingerprint,
+            num_blocks,
+            modalities,
+            hardware_of(setup.device, num_ranks=1 if self._ranks is None else self._ranks.size),
+            block_bytes,
+            num_layers,
+            self.processes,
         )
 
     @property

@@ -31,7 +31,7 @@ import torch
 from cluster.config.environment import child_environment
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
-from cluster.model.parallel import LeadingModel, Progress, join_group, leave_group
+from cluster.model.parallel import ForwardProgress, LeadingModel, join_group, leave_group
 from cluster.rpc.address import make_private
 from cluster.types.members import Role
 from cluster.worker.language import Language, LanguageSizes, load_language
@@ -85,7 +85,7 @@ class Ranks:
         self._is_stopping = False
         self._lost: int | None = None  # the first rank that ended unexpectedly
         self._on_lost: Callable[[int], None] | None = None
-        self.progress = Progress()  # of rank 0
+        self.progress = ForwardProgress()  # of rank 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._calls: list[Connection] = []
         self.links: list[RankLink] = []

@@ -31,9 +31,11 @@ R = TypeVar("R", bound=TrackedRequest)
 
 
 class RequestTable(Mapping[str, R]):
+    """`deadlines`: by request id. The id of a request that has ended expires, too, and is ignored then."""
+
     def __init__(self, clock: Clock):
         self._requests: dict[str, R] = {}
-        self._deadlines = Deadlines(clock)
+        self.deadlines = Deadlines(clock)
 
     def __getitem__(self, request_id: str) -> R:
         return self._requests[request_id]
@@ -58,15 +60,3 @@ class RequestTable(Mapping[str, R]):
     def of_door(self, door: DoorId) -> list[str]:
         """Ids of the door's requests, in order of arrival."""
         return [request_id for request_id, request in self._requests.items() if request.door == door]
-
-    def set_timeout(self, request_id: str, timeout_s: float) -> None:
-        """`expired` yields the id after this time, whatever has become of the request."""
-        self._deadlines.add(request_id, timeout_s)
-
-    def expired(self) -> Iterator[str]:
-        """Ids whose time is over, each once."""
-        return self._deadlines.expired()
-
-    def wait_s(self) -> float | None:
-        """Seconds until the next deadline. None: there is none."""
-        return self._deadlines.wait_s()

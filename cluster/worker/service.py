@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.model.language import LanguageModel
-from cluster.types.members import Member, Role
+from cluster.types.members import Member
 from cluster.worker.process import WorkerProcess
 
 
@@ -34,20 +33,3 @@ class PhaseService:
     def check_health(self) -> None:
         """`WorkerProcess.check_health`."""
         self._process.check_health()
-
-
-def language_member(process: WorkerProcess, role: Role, model: LanguageModel, num_blocks: int) -> Member:
-    """`Member` of a prefill or decode worker, without its address."""
-    layout = model.kv_layout
-    return Member(
-        process.replica_id,
-        role,
-        "",
-        model.fingerprint,
-        layout.fingerprint,
-        num_blocks,
-        hardware=process.hardware,
-        block_bytes=layout.block_bytes,
-        num_layers=model.num_layers,
-        processes=process.processes,
-    )

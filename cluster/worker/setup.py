@@ -63,7 +63,7 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
     )
 
 
-def check_device_lane(args: ClusterArgs, setup: WorkerSetup) -> None:
+def check_device_transport(args: ClusterArgs, setup: WorkerSetup) -> None:
     """On a GPU, before its memory is filled: checks whether NIXL reaches the memory from other processes.
     Raises ConfigError if it does not."""
     if setup.device.type != "cuda" or args.transport != "nixl":

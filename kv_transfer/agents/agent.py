@@ -1,4 +1,4 @@
-"""What every transport must do, in NIXL's own nouns. The state machines of `kv_transfer.lease` use nothing else.
+"""What every transport must do, in NIXL's own nouns. `kv_transfer.lease` uses nothing else of a transport.
 
 Call order:
 
@@ -13,8 +13,8 @@ Call order:
     disconnect(peer)             the peer is gone; a later connect makes a new connection
     close()
 
-An agent belongs to one thread at a time. Its name is unique per incarnation of a process. The verbs raise only the errors below;
-the transport's own errors are translated.
+An agent belongs to one thread at a time. Its name is unique per incarnation of a process. The verbs raise
+only the errors below; the transport's own errors are translated.
 
     UnavailableError
     └── TransferError           this transfer failed; the request may be retried elsewhere
@@ -67,7 +67,8 @@ class Agent(Protocol):
     def metadata(self) -> bytes: ...
 
     def connect(self, metadata: bytes) -> str:
-        """The peer's name. If the bytes are known, returns at once. Other bytes of a known name replace the old peer."""
+        """The peer's name. If the bytes are known, returns at once. Other bytes of a known name replace the
+        old peer."""
         ...
 
     def post(
@@ -75,8 +76,9 @@ class Agent(Protocol):
     ) -> TransferHandle:
         """Start writing `local[i]` to `remote[i]`; both are [n, 2] uint64 (address, bytes), n >= 1.
 
-        The source must not change until the handle is DONE or FAILED. A notification that is not empty reaches the peer after the
-        bytes. On a GPU the caller has synchronised with the kernels that filled the source.
+        The source must not change until the handle is DONE or FAILED. A notification that is not empty
+        reaches the peer after the bytes. On a GPU the caller has synchronised with the kernels that filled
+        the source.
         """
         ...
 
@@ -89,7 +91,8 @@ class Agent(Protocol):
         ...
 
     def release(self, handle: TransferHandle) -> None:
-        """Forget a handle. A pending transfer is cancelled; if it cannot be, raises TransferError: then disconnect the peer."""
+        """Forget a handle. A pending transfer is cancelled; if it cannot be, raises TransferError: then
+        disconnect the peer."""
         ...
 
     def disconnect(self, peer: str) -> None:

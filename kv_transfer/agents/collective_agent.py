@@ -1,19 +1,20 @@
 """Transfer over torch.distributed: Gloo between CPU memories, NCCL between device memories.
 
-For hosts without NIXL. A writer has one link to each owner that it writes to (`collective_link`): a TCP connection for small
-messages (`collective_frames`) and a process group of the two for the bytes (`collective_group`). There is no default group and no
-world: agents come and go, and a peer that dies or is replaced breaks its own links only.
+For hosts without NIXL. A writer has one link to each owner that it writes to (`collective_link`): a TCP
+connection for small messages (`collective_frames`) and a process group of the two for the bytes
+(`collective_group`). There is no default group and no world: agents come and go, and a peer that dies or is
+replaced breaks its own links only.
 
-For the caller a write is one-sided. The owner's end checks every target against its registered memory and receives into it; DONE
-means that it acknowledged. Neighbouring descriptors travel as one run. Several runs of a write are gathered into one message, which
-the owner scatters.
+For the caller a write is one-sided. The owner's end checks every target against its registered memory and
+receives into it; DONE means that it acknowledged. Neighbouring descriptors travel as one run. Several runs of
+a write are gathered into one message, which the owner scatters.
 
-The metadata carries host, port, a random token, the kind of device and the registered ranges. A connection without the token is
-dropped. A writer that names other memory is dropped before a byte has moved.
+The metadata carries host, port, a random token, the kind of device and the registered ranges. A connection
+without the token is dropped. A writer that names other memory is dropped before a byte has moved.
 
-The verbs never wait: the threads of the links dial, make groups and copy, and each of their waits has a deadline. NCCL is untried on
-hardware. It needs the two agents on different GPUs; without "nccl" in `backends` they use Gloo, with a copy through host memory at
-both ends.
+The verbs never wait: the threads of the links dial, make groups and copy, and each of their waits has a
+deadline. NCCL is untried on hardware. It needs the two agents on different GPUs; without "nccl" in `backends`
+they use Gloo, with a copy through host memory at both ends.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
 from kv_transfer.agents.collective_frames import Backend
 from kv_transfer.agents.collective_link import CollectiveMetadata, IncomingLink, OutgoingLink, PostedWrite
-from kv_transfer.agents.regions import RegionTable, locate
+from kv_transfer.agents.regions import RegionTable, check_sizes, locate
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +99,7 @@ class CollectiveAgent:
     def post(
         self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b""
     ) -> PostedWrite:
-        if local.shape != remote.shape or not (local[:, 1] == remote[:, 1]).all():
-            raise TransferError("local and remote descriptors have different sizes")
+        check_sizes(local, remote)
         link = self._link(peer)
         locate(remote, link.owner.regions)
         write = link.post(self._table.runs(local), remote, notification)

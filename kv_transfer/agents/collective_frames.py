@@ -1,4 +1,4 @@
-"""Small messages between two collective agents, on one TCP connection. End-of-file tells that the peer is dead.
+"""Small messages between two collective agents, on one TCP connection, whose end tells that the peer is dead.
 
 frame        4 bytes little-endian length, then msgpack
 dialler      Greeting
@@ -28,7 +28,8 @@ Backend = Literal["gloo", "nccl"]
 MAX_FRAME_BYTES = 16 << 20  # a million descriptors
 MAX_GREETING_BYTES = 4096  # from a connection that has not shown the token
 _LENGTH = struct.Struct("<I")
-# A host that vanishes sends no end-of-file: probe an idle connection after 2 s, give it up after 3 more seconds.
+# A host that vanishes sends no end-of-file: probe an idle connection after 2 s, give it up after 3 more
+# seconds.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 _UNACKNOWLEDGED_MS = 5000
 
@@ -76,7 +77,8 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 class FrameSocket:
-    """One thread may read while another writes. Every method raises PeerLostError after the end of the connection."""
+    """One thread may read while another writes. Every method raises PeerLostError after the end of the
+    connection."""
 
     def __init__(self, connection: socket.socket, max_frame_bytes: int = MAX_GREETING_BYTES):
         connection.setblocking(False)
@@ -98,7 +100,8 @@ class FrameSocket:
         return frame
 
     def read_available(self) -> Iterator[Frame]:
-        """The frames that have arrived; does not wait. Raises after the last one if the connection is over."""
+        """The frames that have arrived; does not wait. Raises after the last one if the connection is
+        over."""
         while True:
             while (frame := self._next_frame()) is not None:
                 yield frame

@@ -1,12 +1,14 @@
 """The process group of two that carries a link's bytes. Rank 0 writes, rank 1 owns the memory.
 
-The group is made over the link's own TCP connection (`PairStore`): it needs no store, port or name, and no two pairs share one.
+The group is made over the link's own TCP connection (`PairStore`): it needs no store, port or name, and no
+two pairs share one.
 
-Gloo reports the end of a send or receive only to a thread that waits for it, and a wait that times out ends the connection of the
-pair. Hence each link has a thread, and `Channel.sever` ends a wait by letting another wait time out.
+Gloo reports the end of a send or receive only to a thread that waits for it, and a wait that times out ends
+the connection of the pair. Hence each link has a thread, and `Channel.sever` ends a wait by letting another
+wait time out.
 
-NCCL (untried on hardware): the same calls on device tensors. Its watchdog must not end the process when a peer dies: run workers
-with TORCH_NCCL_ASYNC_ERROR_HANDLING=0.
+NCCL (untried on hardware): the same calls on device tensors. Its watchdog must not end the process when a
+peer dies: run workers with TORCH_NCCL_ASYNC_ERROR_HANDLING=0.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _DATA_TAG, _SEVER_TAG = 0, 1
 class PairStore(dist.Store):
     """The store of a group of two, over their connection: what one side sets, the other gets.
 
-    For the thread that makes the group. After `detach` it does not touch the connection: NCCL's own threads look in later.
+    For the thread that makes the group. After `detach` it does not touch the connection: NCCL's own threads
+    look in later.
     """
 
     def __init__(self, frames: FrameSocket, timeout_s: float):
@@ -100,7 +103,8 @@ class Channel:
                 self._wait(self._group.send([message], 1 - self._rank, _DATA_TAG), PIECE_TIMEOUT_S)
 
     def receive(self, runs: Sequence[torch.Tensor]) -> None:
-        """Fills the runs; a single run without a copy. If it raises TransferError, any part may have been written."""
+        """Fills the runs; a single run without a copy. If it raises TransferError, any part may have been
+        written."""
         for piece in pieces(runs, PIECE_BYTES):
             message = self._message(piece)
             with _mapped():

@@ -1,11 +1,13 @@
-"""The two ends of one writer's link to one owner. Each end has a thread of its own; the agent's verbs never block on it.
+"""The two ends of one writer's link to one owner. Each end has a thread of its own; the agent's verbs never
+block on it.
 
-    OutgoingLink  thread: dial, greet, make the group; then for every post: header, bytes. Writes to the connection.
-                  agent:  post, notify, poll; when the link is up, reads acknowledgements without waiting.
-    IncomingLink  thread: check the token, make the group; then read headers, check every target, receive the bytes
-                  into registered memory, put the notification into the inbox and acknowledge.
+    OutgoingLink  thread: dial, greet, make the group; then for every post: header, bytes
+                  agent:  post, notify, poll; when the link is up, reads acknowledgements without waiting
+    IncomingLink  thread: check the token, make the group; then read headers, check every target, receive the
+                  bytes into registered memory, put the notification into the inbox and acknowledge
 
-A link that breaks, at either end and for any reason, ends for good, with all its posts. The next `connect` dials a new one.
+A link that breaks, at either end and for any reason, ends for good, with all its posts. The next `connect`
+dials a new one.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ _ROW = np.dtype("<u8")
 
 
 class CollectiveMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer must know to write here. Knowing it is the right to write: it travels inside grants only."""
+    """What a peer must know to write here. Knowing it is the right to write: it travels inside grants
+    only."""
 
     name: str
     host: str
@@ -325,7 +328,8 @@ def _await_ready(frames: FrameSocket) -> None:
 def _make_channel(
     frames: FrameSocket, rank: int, backend: Backend, table: RegionTable, connection: socket.socket
 ) -> Channel:
-    """The group over a greeted connection. It listens on the address of that connection and on no other interface."""
+    """The group over a greeted connection. It listens on the address of that connection and on no other
+    interface."""
     try:
         host = connection.getsockname()[0]
     except OSError as error:

@@ -18,8 +18,8 @@ def make_agent(
 ) -> Agent:
     """An agent of this process. Raises ConfigError if the transport is not available here.
 
-    `host`: the address that the collective transport listens on. `net_devices`: network devices that NIXL may use. The defaults make an
-    agent for peers on this host.
+    `host`: the address that the collective transport listens on. `net_devices`: network devices that NIXL may
+    use. The defaults make an agent for peers on this host.
     """
     if transport == "in_process":
         return _LOCAL_NETWORK.agent(name)

@@ -1,7 +1,7 @@
 """Agents of one process, joined by an `InProcessNetwork`, with a script of faults.
 
-Bytes really move: a post is a memmove between registered addresses, checked against the registered ranges. Tests and the
-single-process cluster run the same state machines over it as over NIXL.
+Bytes really move: a post is a memmove between registered addresses, checked against the registered ranges.
+Tests and the single-process cluster run the same state machines over it as over NIXL.
 
 Faults are scripted before they happen and are counted over the whole network, from 1:
 
@@ -11,8 +11,9 @@ Faults are scripted before they happen and are counted over the whole network, f
     network.faults.post_polls = 3              every post stays PENDING for 3 polls and copies only then
     network.kill("decode-0")                   the process of that agent is gone
 
-A failing `poll` answers FAILED with half of the bytes written; every other verb raises. Operations are the verbs connect, post, poll,
-notify and notifications. An agent belongs to one thread; agents of different threads may be joined.
+A failing `poll` answers FAILED with half of the bytes written; every other verb raises. Operations are the
+verbs connect, post, poll, notify and notifications. An agent belongs to one thread; agents of different
+threads may be joined.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ import numpy as np
 
 from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
+from kv_transfer.agents.regions import Region, RegionTable, check_sizes, locate
 
 
 class InProcessMetadata(msgspec.Struct, frozen=True):
     name: str
-    regions: tuple[tuple[int, int], ...]  # (address, bytes)
+    regions: tuple[Region, ...]
 
 
 @dataclass
@@ -87,7 +89,8 @@ class InProcessNetwork:
         return agent
 
     def kill(self, name: str) -> None:
-        """The process of that agent dies: from now on its own calls raise, and so do the calls of others to it."""
+        """The process of that agent dies: from now on its own calls raise, and so do the calls of others to
+        it."""
         agent = self._agents.pop(name, None)
         if agent is not None:
             agent.is_closed = True
@@ -114,20 +117,17 @@ class InProcessAgent:
         self.is_closed = False
         self.num_handles = 0  # posted and not released; 0 if no handle leaks
         self._network = network
-        self._regions: list[tuple[int, int]] = []
-        self._memories: list[BlockMemory] = []  # keeps the addresses valid
+        self._table = RegionTable()
         self._peers: dict[str, tuple[bytes, InProcessAgent | None]] = {}
         self._inbox: deque[tuple[int, str, bytes]] = deque()  # (polls left, sender, payload)
 
     def register(self, memory: BlockMemory) -> None:
         if memory.buffer.device.type != "cpu":
             raise ValueError("the in-process agent copies CPU memory only")
-        if not any(known is memory for known in self._memories):
-            self._memories.append(memory)
-            self._regions.append((memory.base_address, memory.buffer.numel()))
+        self._table.register(memory)
 
     def metadata(self) -> bytes:
-        return msgspec.msgpack.encode(InProcessMetadata(self.name, tuple(self._regions)))
+        return msgspec.msgpack.encode(InProcessMetadata(self.name, self._table.regions))
 
     def connect(self, metadata: bytes) -> str:
         self._begin("connect")
@@ -144,11 +144,10 @@ class InProcessAgent:
         self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b""
     ) -> InProcessWrite:
         self._begin("post")
-        if local.shape != remote.shape or not (local[:, 1] == remote[:, 1]).all():
-            raise TransferError("local and remote descriptors have different sizes")
+        check_sizes(local, remote)
         target = self._reach(peer)
-        self._check(local)
-        target._check(remote)
+        locate(local, self._table.regions)
+        locate(remote, target._table.regions)
         write = InProcessWrite(
             target, local.copy(), remote.copy(), notification, self._network.faults.post_polls
         )
@@ -219,13 +218,6 @@ class InProcessAgent:
         if agent is None or agent.is_closed:
             raise PeerLostError(f"peer {peer} is gone")
         return agent
-
-    def _check(self, descriptors: np.ndarray) -> None:
-        for address, num_bytes in descriptors.tolist():
-            if not any(
-                start <= address and address + num_bytes <= start + size for start, size in self._regions
-            ):
-                raise TransferError(f"agent {self.name} has no registered memory at {address:#x}")
 
     def _complete(self, write: InProcessWrite) -> None:
         _move(write.local, write.remote)

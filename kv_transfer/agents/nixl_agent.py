@@ -1,20 +1,22 @@
 """NIXL over UCX: shared memory on one host, TCP, CUDA IPC, RDMA. The only file that imports nixl.
 
-Settings. The progress thread is off, because it spins a whole core; so both sides must call `notifications` while anything is open.
-On one host a write of CPU memory is a cross-process copy that runs inside `post`. UCX's error handling stays at "peer", its default:
-the kill of a peer becomes an error within a second or two.
+Settings. The progress thread is off, because it spins a whole core; so both sides must call `notifications`
+while anything is open. On one host a write of CPU memory is a cross-process copy that runs inside `post`.
+UCX's error handling stays at "peer", its default: the kill of a peer becomes an error within a second or two.
 
-Network devices. UCX listens on TCP as soon as an agent is made. A peer that connects there may write anywhere in the process: UCX has
-no authentication. So an agent uses the network devices that its owner names, or loopback alone if it names none. On one host, TCP
-over loopback carries notifications and detects a peer's death; the bytes go by CMA or CUDA IPC.
+Network devices. UCX listens on TCP as soon as an agent is made. A peer that connects there may write anywhere
+in the process: UCX has no authentication. So an agent uses the network devices that its owner names, or
+loopback alone if it names none. On one host, TCP over loopback carries notifications and detects a peer's
+death; the bytes go by CMA or CUDA IPC.
 
-Metadata. What peers exchange wraps NIXL's own metadata with the list of registered ranges: a grant names addresses only, and NIXL
-needs to know of each whether it is DRAM or VRAM and on which device.
+Metadata. What peers exchange wraps NIXL's own metadata with the list of registered ranges: a grant names
+addresses only, and NIXL needs to know of each whether it is DRAM or VRAM and on which device.
 
-Transports. UCX does not tell which of its transports it took for a peer, but the first writes show it: only the copy between processes
-of one host (CMA) is over when the call returns. The log names the transport once. On one host any other transport is a warning,
-because it is several times slower (containers and hardened kernels forbid that copy). A write behind a notification shows nothing:
-it is over when the peer has read the notification.
+Transports. UCX does not tell which of its transports it took for a peer, but the first writes show it: only
+the copy between processes of one host (CMA) is over when the call returns. The log names the transport once.
+On one host any other transport is a warning, because it is several times slower (containers and hardened
+kernels forbid that copy). A write behind a notification shows nothing: it is over when the peer has read the
+notification.
 
 An agent belongs to one thread at a time; it may be made and registered on one thread and used on another.
 """
@@ -95,8 +97,9 @@ def load_nixl() -> tuple[ModuleType, ModuleType]:
 
 class NixlAgent:
     def __init__(self, name: str, net_devices: Sequence[str] = ("lo",)):
-        """`name`: never used by another process, for example a replica's incarnation id. `net_devices`: those that UCX may use, by its
-        names. Takes about half a second. Raises ConfigError if NIXL or a device is missing.
+        """`name`: never used by another process, for example a replica's incarnation id. `net_devices`: those
+        that UCX may use, by its names. Takes about half a second. Raises ConfigError if NIXL or a device is
+        missing.
         """
         api, self._bindings = load_nixl()
         self.name = name
@@ -254,7 +257,7 @@ class NixlAgent:
             if known.is_transport_known and known.is_on_this_host and self._regions[0].kind == "DRAM":
                 logger.warning(
                     "agent %s: writes to %s, on this host, do not use the copy between processes (CMA); "
-                    "UCX_TLS or a lack of permission forbids it, and the transport in use is several times slower",
+                    "UCX_TLS or missing permissions forbid it, and the transport in use is several times slower",
                     self.name,
                     peer,
                 )

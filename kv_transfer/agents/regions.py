@@ -3,8 +3,8 @@
     descriptors [n, 2] (address, bytes)  --runs-->   views of registered buffers, neighbours merged
     runs                                 --pieces--> lists of runs of at most so many bytes in all
 
-Writer and owner cut equal byte counts at equal places, so piece i of the writer fits piece i of the owner, however their runs lie.
-Any thread may read while another one registers.
+Writer and owner cut equal byte counts at equal places, so piece i of the writer fits piece i of the owner,
+however their runs lie. Any thread may read while another one registers.
 """
 
 from __future__ import annotations
@@ -61,8 +61,15 @@ class RegionTable:
         return views
 
 
+def check_sizes(local: np.ndarray, remote: np.ndarray) -> None:
+    """Raises TransferError unless row i of the one has as many bytes as row i of the other."""
+    if local.shape != remote.shape or not (local[:, 1] == remote[:, 1]).all():
+        raise TransferError("local and remote descriptors have different sizes")
+
+
 def locate(rows: np.ndarray, regions: Sequence[Region]) -> np.ndarray:
-    """For each row the index of the region that holds it. Raises TransferError for a row that no region holds."""
+    """For each row the index of the region that holds it. Raises TransferError for a row that no region
+    holds."""
     owners = np.full(len(rows), -1)
     for index, region in enumerate(regions):
         size = np.uint64(region.num_bytes)

@@ -1,9 +1,10 @@
-"""Whether NIXL moves memory of a device between processes of this host, and how fast. A worker on a GPU asks at start.
+"""Whether NIXL moves memory of a device between processes of this host, and how fast.
 
-Without CUDA IPC NIXL may go through host memory: that works, but is so slow that the cause would be hard to find later.
+A worker on a GPU asks at start. Without CUDA IPC NIXL may go through host memory: that works, but is so slow
+that the cause would be hard to find later.
 
-`probe_transport` starts `python -m kv_transfer.agents.transport_probe` as the other process. It registers a memory on the same device,
-drives its agent while the bytes come, and reports their checksum.
+`probe_transport` starts `python -m kv_transfer.agents.transport_probe` as the other process. It registers a
+memory on the same device, drives its agent while the bytes come, and reports their checksum.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec, block_descriptors
 from kv_transfer.agents.agent import TransferError, TransferState
 from kv_transfer.agents.factory import make_agent
-from kv_transfer.lease.envelope import checksum_blocks
+from kv_transfer.codecs.checksum import checksum_blocks
 
 LAYOUT = MemoryLayout((SegmentSpec(1, (1 << 20,), torch.uint8),))
 NUM_BLOCKS = 32
@@ -33,7 +34,8 @@ TIMEOUT_S = 90.0  # a process that loads torch, NIXL and CUDA may take half a mi
 
 
 def probe_transport(device: torch.device, timeout_s: float = TIMEOUT_S) -> float:
-    """Bytes per second from one process to another. Blocks for some seconds. Raises ConfigError if the bytes do not arrive."""
+    """Bytes per second from one process to another. Blocks for some seconds. Raises ConfigError if the bytes
+    do not arrive."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "kv_transfer.agents.transport_probe", str(theirs.fileno()), str(device)]
     environment = child_environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path)))

@@ -1,31 +1,41 @@
-"""Checksums over bytes that lie scattered in memory, at about the speed of reading them: one for CPU memory, one for GPU memory.
+"""Checksums over bytes that lie scattered in memory, at about the speed of reading them: one for CPU memory,
+one for GPU memory.
 
-`checksum`, for CPU memory. The bytes of all descriptors, in order, make one stream of 64-bit little-endian words; the last word
-is padded with zeros. The words are dealt in turn to `STREAMS` streams, each with a state of its own:
+`checksum`, for CPU memory. The bytes of all descriptors, in order, make one stream of 64-bit little-endian
+words; the last word is padded with zeros. The words are dealt in turn to `STREAMS` streams, each with a state
+of its own:
 
     state[i] = halves swapped((state[i] xor word) * M)          i = word's number mod STREAMS
 
-The states, folded in order by the same step into a state that starts from the number of bytes, give the sum. The step is one to
-one in the state and in the word. So a single changed word, hence a single flipped bit, always changes the sum. Other changes
-(words or blocks exchanged, bytes moved from one descriptor to another place in the stream) escape with a chance of about
-2**-64. The sum does not depend on how the stream is cut into descriptors. It protects against accidents, not against
-adversaries. Native code computes it; without a compiler numpy does, with the same value. Any thread; the native call releases
-the interpreter's lock.
+The states, folded in order by the same step into a state that starts from the number of bytes, give the sum.
+The step is one to one in the state and in the word. So a single changed word, hence a single flipped bit,
+always changes the sum. Other changes (words or blocks exchanged, bytes moved from one descriptor to another
+place in the stream) escape with a chance of about 2**-64. The sum does not depend on how the stream is cut
+into descriptors. It protects against accidents, not against adversaries. Native code computes it; without a
+compiler numpy does, with the same value. Any thread; the native call releases the interpreter's lock.
 
-`tensor_checksum`, for any device of torch, suits many threads. Every word is mixed, one to one, with a weight of its place in
-the block; the mixed words of a block are added; the sums of the blocks are mixed with their places and added likewise.
+`tensor_checksum`, for any device of torch, suits many threads. Every word is mixed, one to one, with a weight
+of its place in the block; the mixed words of a block are added; the sums of the blocks are mixed with their
+places and added likewise.
+
+`checksum_blocks` and `has_checksum` choose between the two by the device of a block memory.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Literal
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.kvcache.memory import BlockMemory
 from kv_transfer.codecs import native as native_code
 
 STREAMS = 256
@@ -34,8 +44,14 @@ _STEP = 0xBF58476D1CE4E5B9
 _WORD_MASK = 2**64 - 1
 
 
+class Checksum(msgspec.Struct, frozen=True, array_like=True):
+    kind: Literal["stream", "tensor"]  # made by `checksum` or by `tensor_checksum`
+    value: int  # 64 bits
+
+
 def checksum(descriptors: np.ndarray) -> int:
-    """64 bits. descriptors [n, 2] uint64: address and bytes of memory of this process, which must not change meanwhile."""
+    """64 bits. descriptors [n, 2] uint64: address and bytes of memory of this process, which must not change
+    meanwhile."""
     native = native_code.load()
     return numpy_checksum(descriptors) if native is None else native_checksum(descriptors, native)
 
@@ -71,7 +87,8 @@ def _folded(states: list[int], num_bytes: int) -> int:
 
 @torch.inference_mode()
 def tensor_checksum(segments: Iterable[Tensor]) -> int:
-    """64 bits. Each segment is [n, bytes] uint8, the bytes of n blocks in it; all on one device. Waits for the device."""
+    """64 bits. Each segment is [n, bytes] uint8, the bytes of n blocks in it; all on one device. Waits for
+    the device."""
     total: Tensor | int = 0
     for number, blocks in enumerate(segments):
         device = blocks.device
@@ -94,3 +111,37 @@ def _mixed(words: Tensor, weights: Tensor) -> Tensor:
 
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
+
+
+def checksum_blocks(memory: BlockMemory, block_ids: Sequence[int]) -> Checksum:
+    """Of the bytes of these blocks in all segments, in this order. Reads them once; on a GPU, on a stream of
+    its own."""
+    if memory.buffer.device.type == "cpu":
+        return Checksum("stream", checksum(memory.descriptors(block_ids)))
+    return _tensor_checksum(memory, block_ids)
+
+
+def has_checksum(memory: BlockMemory, block_ids: Sequence[int], expected: Checksum | None) -> bool:
+    """Whether the blocks hold what the writer sent. True also if it cannot be checked: a GPU cannot compute a
+    CPU's checksum."""
+    if expected is None or (expected.kind == "stream" and memory.buffer.device.type != "cpu"):
+        return True
+    if expected.kind == "tensor":
+        return _tensor_checksum(memory, block_ids) == expected
+    return checksum_blocks(memory, block_ids) == expected
+
+
+def _tensor_checksum(memory: BlockMemory, block_ids: Sequence[int]) -> Checksum:
+    if not block_ids:
+        return Checksum("tensor", 0)
+    device = memory.buffer.device
+    with torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else nullcontext():
+        ids = torch.tensor(block_ids, device=device)
+        blocks = (segment.flatten(1).view(torch.uint8).index_select(0, ids) for segment in memory.segments)
+        return Checksum("tensor", tensor_checksum(blocks))
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Of the transfer thread, which so does not wait for the model's steps. Untried on hardware."""
+    return torch.cuda.Stream(device)

@@ -6,8 +6,8 @@ Three implementations make the same bytes:
     Triton (`triton_codec`)      on a GPU, int8
     torch (`quantisation`)       everywhere else
 
-A codec keeps no state. Any thread may call it, several at the same time on distinct groups. Native calls release the
-interpreter's lock.
+A codec keeps no state. Any thread may call it, several at the same time on distinct groups. Native calls
+release the interpreter's lock.
 
 Letters: G groups, n = 64 / block_size blocks of a group, H KV heads, D width.
 """
@@ -42,7 +42,8 @@ from kv_transfer.codecs.quantisation import (
 
 
 class Codec:
-    """Codes groups of one KV layout. Holds no memory, only the offsets in it; may be shared between threads."""
+    """Codes groups of one KV layout. Holds no memory, only the offsets in it; may be shared between
+    threads."""
 
     def __init__(
         self, kv_layout: MemoryLayout, name: CodecName, native: ctypes.CDLL | Literal["auto"] | None = "auto"
@@ -68,8 +69,8 @@ class Codec:
     ) -> None:
         """Codes group blocks[g] [n] into block wire_blocks[g] of the wire, in the given layers or in all.
 
-        On CUDA the work is enqueued on the current stream. Raises before a byte is written: IndexError if an id is outside its
-        memory, ValueError if a memory has another layout or a group has not n blocks.
+        On CUDA the work is enqueued on the current stream. Raises before a byte is written: IndexError if an
+        id is outside its memory, ValueError if a memory has another layout or a group has not n blocks.
         """
         self._code("codec_encode", kv, blocks, wire, wire_blocks, layers, threads)
 
@@ -88,7 +89,8 @@ class Codec:
     def relative_error(
         self, kv: BlockMemory, block_ids: Sequence[int], wire: BlockMemory, wire_block_id: int, layer: int
     ) -> tuple[float, float]:
-        """mean |x - x'| / mean |x| of K and of V, for one group that `wire` holds: x lies in `kv`, x' is what will arrive.
+        """mean |x - x'| / mean |x| of K and of V, for one group that `wire` holds: x lies in `kv`, x' is what
+        will arrive.
 
         0 if all x are zero. Waits for the device.
         """
@@ -168,7 +170,8 @@ class Codec:
         return rows[block_ids.flatten()].view(len(block_ids), GROUP_TOKENS, *rows.shape[2:])
 
     def _plane_table(self) -> np.ndarray:
-        """[layers, 2 (K, V), 6] int64: the fields of `CodecPlane`. Addresses are given as bytes of a block before the segment."""
+        """[layers, 2 (K, V), 6] int64: the fields of `CodecPlane`. Addresses are given as bytes of a block
+        before the segment."""
         kv_starts, wire_starts = _starts(self.kv_layout), _starts(self.wire_layout)
         table = [
             (

@@ -1,30 +1,34 @@
-"""KV at half or a quarter of its bytes while it travels: the wire layout and the arithmetic of the codecs, in torch.
+"""KV at half or a quarter of its bytes while it travels: the wire layout and the arithmetic of the codecs, in
+torch.
 
 A group is 64 tokens of one layer. It is coded with these scales:
 
     K: one scale per channel over the group's tokens (outliers of K stay in their channels)
     V: one scale per token, head and run of `RUN_CHANNELS` channels; the last run of a head may be shorter
 
-    scale = float16(min(max|x| / C, 65504))     C = 127 (int8) or 7 (int4); nearest even, before the codes are made
+    scale = float16(min(max|x| / C, 65504))     nearest even, before the codes are made
     code  = round(x * (1 / scale))              nearest even, kept within [-C, C]
     x'    = code * scale                        in float32, rounded to the cache's dtype
+    C     = 127 (int8) or 7 (int4)
 
-The error of an element is at most half its scale, plus the rounding to the cache's dtype. The limits of float16 add to that:
+The error of an element is at most half its scale, plus the rounding to the cache's dtype. The limits of
+float16 add to that:
 
     max|x| / C below 2**-14     the scale is subnormal: at most C * 2**-25 more (4e-6 for int8)
     max|x| / C below 2**-25     the scale is 0 and so are all values; also where all values were zero
     max|x| above C * 65504      values saturate there; where the cache is float16, all results saturate at 65504
-    NaN or infinity             the scale is NaN and all its values become NaN: the damage stays as visible as in raw KV
+    NaN or infinity             the scale and all its values become NaN: the damage stays as visible as in raw KV
 
-The wire memory is a block memory as well. One of its blocks holds one group in four segments per layer, so a layer can be sent
-alone:
+The wire memory is a block memory as well. One of its blocks holds one group in four segments per layer, so a
+layer can be sent alone:
 
     K codes   int8 [64, H, D], int4 [32, H, D] (low half: token t, high half: token t + 32)
     K scales  float16 [1, H, D]
     V codes   as K's, with V's width
     V scales  float16 [64, H, runs]
 
-The functions keep no state and run on any device and any thread. `codec` calls the faster implementations where they exist.
+The functions keep no state and run on any device and any thread. `codec` calls the faster implementations
+where they exist.
 
 Letters: G groups, H KV heads, D width.
 """
@@ -65,7 +69,8 @@ def is_available(kv_layout: MemoryLayout) -> bool:
 
 
 def wire_layout(kv_layout: MemoryLayout, codec: CodecName) -> MemoryLayout:
-    """One block of the result holds one group of all layers. Raises ValueError if the layout cannot be coded."""
+    """One block of the result holds one group of all layers. Raises ValueError if the layout cannot be
+    coded."""
     if not is_available(kv_layout):
         raise ValueError(f"{codec} needs plain K and V in blocks whose size divides {GROUP_TOKENS}")
     segments = []
@@ -91,7 +96,8 @@ def holds_keys(segment: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Groups of one segment. codes [G, 64 or 32, H, D]; scales float16, [G, 1, H, D] of K and [G, 64, H, runs] of V."""
+    """Groups of one segment. codes [G, 64 or 32, H, D]; scales float16, [G, 1, H, D] of K and [G, 64, H,
+    runs] of V."""
 
     codes: Tensor
     scales: Tensor

@@ -1,9 +1,10 @@
-"""The int8 codec on a GPU: the same bytes as `quantisation` makes, without moving rows to the host. Importing it needs triton.
+"""The int8 codec on a GPU: the same bytes as `quantisation` makes, without moving rows to the host. Importing
+it needs triton.
 
 Tried in Triton's interpreter and compiled for sm_80 and sm_90; never run on a GPU.
 
-A group is GROUP_TOKENS tokens in GROUP_TOKENS / BLOCK_SIZE blocks [num_blocks, BLOCK_SIZE, HEADS, WIDTH], contiguous. `blocks`
-[groups, GROUP_TOKENS / BLOCK_SIZE] and `wire_blocks` [groups] are int64.
+A group is GROUP_TOKENS tokens in GROUP_TOKENS / BLOCK_SIZE blocks [num_blocks, BLOCK_SIZE, HEADS, WIDTH],
+contiguous. `blocks` [groups, GROUP_TOKENS / BLOCK_SIZE] and `wire_blocks` [groups] are int64.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ RUN_CHANNELS = tl.constexpr(quantisation.RUN_CHANNELS)
 MAX_SCALE = tl.constexpr(quantisation.MAX_SCALE)
 # 1.5 * 2**23: adding and subtracting it rounds a small float32, half to even.
 ROUNDING = tl.constexpr(12582912.0)
-TILE_CHANNELS = 64  # of a program that codes K
-TILE_TOKENS = 16  # of a program that codes V
+TILE_CHANNELS = 64  # per program that codes K
+TILE_TOKENS = 16  # per program that codes V
 
 
 @triton.jit
 def _row_offsets(blocks, group, tokens, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Number of elements before each token's row."""
+    """Elements before each token's row."""
     block = tl.load(blocks + group * (GROUP_TOKENS // BLOCK_SIZE) + tokens // BLOCK_SIZE)
     return (block * BLOCK_SIZE + tokens % BLOCK_SIZE) * ROW
 
@@ -97,10 +98,11 @@ def code_values(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     ENCODES: tl.constexpr,
 ):  # fmt: skip
-    """A scale per token, head and run of RUN_CHANNELS channels. Grid (groups, GROUP_TOKENS / TILE, HEADS * RUNS)."""
+    """A scale per token, head and run of RUN_CHANNELS channels. Grid (groups, GROUP_TOKENS / TILE, HEADS *
+    RUNS)."""
     group = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    index = tl.program_id(2)  # index of the scale in its token
+    index = tl.program_id(2)  # of the scale in its token
     head, run = index // RUNS, index % RUNS
     in_head = run * RUN_CHANNELS + tl.arange(0, RUN_CHANNELS)
     mask = (tokens >= 0)[:, None] & (in_head < WIDTH)[None, :]
@@ -127,7 +129,8 @@ def code_groups(
 ) -> None:  # fmt: skip
     """Encodes or decodes groups of one segment, in one launch on the current stream. Does not wait.
 
-    rows [N, block_size, H, D]; blocks [G, n] and wire_blocks [G] int64; codes and scales: segments of the wire.
+    rows [N, block_size, H, D]; blocks [G, n] and wire_blocks [G] int64; codes and scales: segments of the
+    wire.
     """
     _, block_size, heads, width = rows.shape
     if is_key:

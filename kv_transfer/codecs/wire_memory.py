@@ -1,11 +1,12 @@
 """A wire memory beside a KV memory, on either side of a lease: room for KV that travels coded.
 
     owner   grants a wire block for each whole group of 64 tokens, together with the KV blocks
-    writer  codes a group into a wire block of its own, writes that block to the owner's, keeps it until the lease ends
+    writer  codes a group into a wire block of its own, writes that block to the owner's and keeps it until
+            the lease ends
     owner   decodes into the KV blocks when everything has arrived; then the lease is complete
 
-The door decides whether KV travels coded; if it does, decode grants wire blocks. These travel raw: a group without a wire block on
-either side, and tokens that make no whole group.
+The door decides whether KV travels coded; if it does, decode grants wire blocks. These travel raw: a group
+without a wire block on either side, and tokens that make no whole group.
 
 Blocks are allocated and freed on any thread. `encode` and `decode` belong to the agent's thread.
 """
@@ -65,7 +66,8 @@ class Wire:
             return self._pool.num_referenced
 
     def first_blocks(self, run_lengths: Sequence[int]) -> list[int]:
-        """Place of the first block of every whole group. Runs of so many tokens follow each other; each begins with a new block."""
+        """Place of the first block of every whole group. Runs of so many tokens follow each other; each
+        begins with a new block."""
         firsts: list[int] = []
         start = 0
         for length in run_lengths:

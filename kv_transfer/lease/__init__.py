@@ -1,4 +1,5 @@
-"""The lease protocol: the owner of memory grants a writer some blocks, the writer fills them and says so, once.
+"""The lease protocol: the owner of memory grants a writer some blocks, the writer fills them and says so,
+once.
 
 transfer           what a service sees: `BlockTransfer`, `OutgoingLease`
 transfer_engine    the transfer thread: agent, sender, receiver
@@ -12,7 +13,7 @@ sender             the writer's half: takes up grants, keeps the table of open l
   lease_writer       a lease on the agent's thread: post, wait, notify
   group_coding       which groups of a lease travel coded
   peer_links         connections to owners, measured by link_meter
-envelope           the notification that ends a lease; contract and checksums of blocks
+envelope           the notification that ends a lease; the contract of both sides
 
 group              rank 0 of a worker with several ranks: one lease over all of them
   rank_messages      what runs between its ranks

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kv_transfer.agents.agent import TransferError
 
-# ------------------------------------------------------------------------------------------- to the owner of the memory
+# --------------------------------------------------------------------------------- to the owner of the memory
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,14 @@ LeaseEvent = Completed | Aborted | Expired
 
 @dataclass(frozen=True)
 class LateWrite:
-    """Not the end of a lease: a lease that was taken back has been written to later. What reads these blocks must fail."""
+    """Not the end of a lease: a lease that was taken back has been written to later. What reads these blocks
+    must fail."""
 
     lease_id: str
     block_ids: tuple[int, ...]
 
 
-# --------------------------------------------------------------------------------------------------------- to the writer
+# ---------------------------------------------------------------------------------------------- to the writer
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class SendFailed:
 
 SendEvent = Finished | SendAborted | SendFailed
 
-# --------------------------------------------------------------------------------------------------------------- to both
+# ---------------------------------------------------------------------------------------------------- to both
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,22 @@
-"""Leases of a worker that is several processes (ranks), each with a share of every block in a memory of its own.
+"""Leases of a worker with several processes (ranks), each of which has a share of every block in its memory.
 
-Rank 0 decides, the others follow. `GroupTransferEngine` takes the engine's calls, passes them to rank 0's own transfer engine and
-orders the other ranks to do the same (`RankFollower`). Rank i of the writer writes to rank i of the owner; a grant carries the
-grants of the other ranks as `shards`. For the engine there is one lease. Its event comes when all ranks have had theirs; it is a
-success if all were. Only then are the blocks free on every rank.
+Rank 0 decides, the others follow. `GroupTransferEngine` takes the engine's calls, passes them to rank 0's own
+transfer engine and orders the other ranks to do the same (`RankFollower`). Rank i of the writer writes to
+rank i of the owner; a grant carries the grants of the other ranks as `shards`. For the engine there is one
+lease. Its event comes when all ranks have had theirs; it is a success if all were. Only then are the blocks
+free on every rank.
 
-    rank 0                                                     rank i
-    grant(...)     ── OrderGrant ──▶                           transfer_engine.grant ── Granted ──▶ waited for, so that no
-                                                               writer can be there before the lease
-    open(received) ── OrderOpen(shard i - 1) ─▶                transfer_engine.open
-    write(...)     ── OrderWrite(…, mark) ──▶                  outgoing.write, ready when rank i's forward has come to `mark`
-    finish, abort, cancel, revoke, note_writer ── Order… ──▶   the same
-    on_event(i, …) ◀── RankEvent ──                            of its transfer engine
+    rank 0                                        rank i
+    grant          ── OrderGrant ──▶              transfer_engine.grant
+                   ◀── Granted ──                 waited for, so that no writer can be there before the lease
+    open           ── OrderOpen(shard i - 1) ─▶   transfer_engine.open
+    write          ── OrderWrite(…, mark) ──▶     outgoing.write, ready when rank i's forward has come to `mark`
+    finish, abort, cancel, revoke, note_writer
+                   ── Order… ──▶                  the same
+    on_event(i, …) ◀── RankEvent ──               of its transfer engine
 
-If the transfer of one rank fails, the writer aborts those of the others. Pipes keep their order; a pipe that ends is the end of the
-group.
+If the transfer of one rank fails, the writer aborts those of the others. Pipes keep their order; a pipe that
+ends is the end of the group.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class _GroupLease:
 
 
 class GroupTransferEngine:
-    """`BlockTransfer` over all ranks. Its owner passes the events of every rank to `on_event`."""
+    """`TransferEngine` over all ranks. Its owner passes the events of every rank to `on_event`."""
 
     def __init__(
         self,
@@ -127,8 +129,8 @@ class GroupTransferEngine:
         on_group_event: Callable[[TransferEvent], None],
         now: Callable[[], Mark],
     ):
-        """`on_group_event` is called on the threads that bring events. It also gets the events of leases that rank 0's transfer
-        engine has without this object. `now`: where rank 0's forward is."""
+        """`on_group_event` is called on the threads that bring events. It also gets the events of leases that
+        rank 0's transfer engine has without this object. `now`: where rank 0's forward is."""
         self._transfer_engine = transfer_engine
         self._links = links
         self._on_group_event = on_group_event
@@ -274,8 +276,8 @@ class GroupOutgoing:
         segment_ids: Sequence[int] | None = None,
         ready: Callable[[], bool] | None = None,
     ) -> None:
-        """`Outgoing.write`, on the thread that runs the model: another rank writes when its forward has come to where rank 0's
-        is now."""
+        """`Outgoing.write`, on the thread that runs the model: another rank writes when its forward has come
+        to where rank 0's is now."""
         self._own.write(local_block_ids, grant_indices, segment_ids, ready)
         segments = None if segment_ids is None else tuple(segment_ids)
         blocks, places = tuple(local_block_ids), tuple(grant_indices)

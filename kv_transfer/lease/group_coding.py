@@ -1,4 +1,5 @@
-"""The writer's half of the coded part of one lease: which groups travel coded, and in which wire blocks. Agent's thread."""
+"""The writer's half of the coded part of one lease: which groups travel coded, and in which wire blocks.
+Agent's thread."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class BlockWrite:
 
 
 class GroupCoding:
-    """The first write of a group decides whether the group travels coded, because a group goes layer by layer: if one of its
-    layers went raw, all must."""
+    """The first write of a group decides whether the group travels coded, because a group goes layer by
+    layer: if one of its layers went raw, all must."""
 
     def __init__(self, wire: Wire, part: CodedPart):
         self.wire = wire
@@ -46,8 +47,8 @@ class GroupCoding:
     ) -> tuple[BlockWrite, dict[int, int]]:
         """Codes those blocks of a write that travel coded. `sources`: place in the grant → local block.
 
-        Returns the write from wire memory to wire memory, and the sources that remain raw. Raises TransferError if a group was
-        begun coded and the rest of it comes in parts.
+        Returns the write from wire memory to wire memory, and the sources that remain raw. Raises
+        TransferError if a group was begun coded and the rest of it comes in parts.
         """
         layers = _whole_layers(segment_ids, self.wire.codec.num_layers)
         places: dict[int, list[int]] = {}

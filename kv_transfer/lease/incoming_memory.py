@@ -1,4 +1,5 @@
-"""The memory that leases open to writers, with its wire memory: what a grant says of them, and whether the bytes are right."""
+"""The memory that leases open to writers, with its wire memory: what a grant says of them, and whether the
+bytes are right."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from collections.abc import Sequence
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.transfer import CodedPart, Grant
 from kv_transfer.agents.agent import Agent
+from kv_transfer.codecs.checksum import has_checksum
 from kv_transfer.codecs.wire_memory import Wire
-from kv_transfer.lease.envelope import Envelope, contract_of, has_checksum
+from kv_transfer.lease.envelope import Envelope, contract_of
 
 
 class IncomingMemory:
-    """Registered with the agent when it is made. `coded_part` and `free_wire` are any thread's, `take_in` the agent's."""
+    """Registered with the agent when it is made. `coded_part` and `free_wire` are any thread's, `take_in` the
+    agent's."""
 
     def __init__(self, agent: Agent, memory: BlockMemory, model: str, wire: Wire | None):
         self.memory = memory
@@ -42,7 +45,8 @@ class IncomingMemory:
             self.wire.free(grant.coded.block_ids)
 
     def take_in(self, grant: Grant, envelope: Envelope) -> bool:
-        """Checks all bytes and decodes the coded groups. False: the bytes are not those that were sent. Takes as long as reading."""
+        """Checks all bytes and decodes the coded groups. False: the bytes are not those that were sent. Takes
+        as long as reading."""
         if not _fit(envelope.written, len(grant.block_ids)):
             return False
         if not has_checksum(self.memory, [grant.block_ids[i] for i in envelope.written], envelope.checksum):

@@ -4,10 +4,10 @@
     open, draining --abort--> draining --no write in flight, abort notified--> SendAborted
     open, draining --write, peer or clock fails--> draining --no write in flight, abort tried--> SendFailed
 
-Nothing is posted after the grant's deadline, which is checked before each post. At the deadline a write that is still in flight is
-cancelled; if it cannot be, its peer is disconnected. Then no abort is sent, because bytes might still land: the owner's timer ends
-the lease. A process that is stopped between the check and the post may still write later; its last notification, done or abort,
-then tells the owner where.
+Nothing is posted after the grant's deadline, which is checked before each post. At the deadline a write that
+is still in flight is cancelled; if it cannot be, its peer is disconnected. Then no abort is sent, because
+bytes might still land: the owner's timer ends the lease. A process that is stopped between the check and the
+post may still write later; its last notification, done or abort, then tells the owner where.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import msgspec
 
 from cluster.kvcache.memory import BlockMemory, block_descriptors
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferHandle, TransferState
-from kv_transfer.lease.envelope import Envelope, NoticeKind, checksum_blocks, digest_grant, encode
+from kv_transfer.codecs.checksum import checksum_blocks
+from kv_transfer.lease.envelope import Envelope, NoticeKind, digest_grant, encode
 from kv_transfer.lease.events import Finished, SendAborted, SendEvent, SendFailed
 from kv_transfer.lease.group_coding import BlockWrite
 from kv_transfer.lease.outgoing import Outgoing, QueuedWrite, expired

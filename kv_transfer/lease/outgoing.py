@@ -55,11 +55,13 @@ class Outgoing:
         segment_ids: Sequence[int] | None = None,
         ready: Callable[[], bool] | None = None,
     ) -> None:
-        """Copy `local_block_ids[i]` to block `grant_indices[i]` of the grant, in all segments or in the given ones.
+        """Copy `local_block_ids[i]` to block `grant_indices[i]` of the grant, in all segments or in the given
+        ones.
 
-        The content must be final, or become final before `ready()` is true: the agent's thread asks before it posts, and later
-        writes of this lease wait behind this one. After the transfer has failed the call is ignored: its event is on the way.
-        Raises LeaseExpiredError after the grant's time (the event still follows), ValueError for a call that makes no sense.
+        The content must be final, or become final before `ready()` is true: the agent's thread asks before it
+        posts, and later writes of this lease wait behind this one. After the transfer has failed the call is
+        ignored: its event is on the way. Raises LeaseExpiredError after the grant's time (the event still
+        follows), ValueError for a call that makes no sense.
         """
         if len(local_block_ids) != len(grant_indices):
             raise ValueError(f"{len(local_block_ids)} blocks cannot go to {len(grant_indices)} places")
@@ -98,7 +100,8 @@ class Outgoing:
         self._side.wake()
 
     def abort(self, reason: str) -> None:
-        """Stop: post nothing more, wait for what is in flight, tell the owner. No effect after the end of the lease."""
+        """Stop: post nothing more, wait for what is in flight, tell the owner. No effect after the end of the
+        lease."""
         if self.abort_reason is None:
             self.abort_reason = reason
         self._side.wake()

@@ -1,4 +1,5 @@
-"""The writer's connections to the owners of memory, and how fast each is. Agent's thread, except where a method says more."""
+"""The writer's connections to the owners of memory, and how fast each is. Agent's thread, except where a
+method says more."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class PeerLinks:
     """The writing verbs of the agent, measured."""
 
     def __init__(self, agent: Agent, now: Callable[[], float], on_lost: Callable[[str, TransferError], None]):
-        """`on_lost(peer, error)` is called while the peer is still connected, so that its writes can be released."""
+        """`on_lost(peer, error)` is called while the peer is still connected, so that its writes can be
+        released."""
         self._agent = agent
         self._now = now
         self._on_lost = on_lost
@@ -58,7 +60,8 @@ class PeerLinks:
         return state
 
     def release(self, peer: str, handle: TransferHandle) -> bool:
-        """Whether no byte of the write can land any more. If not, the peer is disconnected, which ends the write in time."""
+        """Whether no byte of the write can land any more. If not, the peer is disconnected, which ends the
+        write in time."""
         try:
             self._agent.release(handle)
         except TransferError:
@@ -77,7 +80,8 @@ class PeerLinks:
         self._agent.notify(peer, payload)
 
     def lose(self, peer: str, error: TransferError) -> None:
-        """The peer is gone, for all leases at once: writes that are in flight to it never end by themselves."""
+        """The peer is gone, for all leases at once: writes that are in flight to it never end by
+        themselves."""
         self._on_lost(peer, error)
         self._meters.pop(peer, None)
         self._peers = {metadata: name for metadata, name in self._peers.items() if name != peer}

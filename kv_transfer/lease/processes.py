@@ -1,7 +1,8 @@
 """Whether a process that could write to this one's memory has ended.
 
-A broken connection proves nothing: its process may live and write on. Only the kernel that runs both processes can prove the end of
-one. So it is known for writers on this host, in a pid namespace that is visible here, and for no others.
+A broken connection proves nothing: its process may live and write on. Only the kernel that runs both
+processes can prove the end of one. So it is known for writers on this host, in a pid namespace that is
+visible here, and for no others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def process_id(pid: int) -> ProcessId | None:
 
 
 def has_ended(process: ProcessId) -> bool:
-    """Whether all threads of the process are gone, and so all its writes except those that a network or a socket still holds.
+    """Whether all threads of the process are gone, and so all its writes except those that a network or a
+    socket still holds.
 
     False: it runs, or its end cannot be known here.
     """

@@ -1,6 +1,7 @@
 """The transfers of a rank above 0: its transfer engine repeats what rank 0's did (`group`).
 
-Threads: one reads orders from the pipe, the transfer thread reports events; both write reports to the pipe under a lock.
+Threads: one reads orders from the pipe, the transfer thread reports events; both write reports to the pipe
+under a lock.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class RankFollower:
     """Made before the transfer engine, whose events it reports; then `attach`, then the first order."""
 
     def __init__(self, connection: Connection, has: Callable[[Mark], bool]):
-        """`has`: whether this rank's forward has come to that mark, and what it wrote is in the memory. Called on any thread."""
+        """`has`: whether this rank's forward has come to that mark, and what it wrote is in the memory.
+        Called on any thread."""
         self._connection = connection
         self._has = has
         self._lock = threading.Lock()  # guards the pipe's writing end and the table

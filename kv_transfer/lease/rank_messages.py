@@ -1,4 +1,5 @@
-"""What runs through the pipe between rank 0 of a worker and another of its ranks, pickled. Both are the same version of this code."""
+"""What runs through the pipe between rank 0 of a worker and another of its ranks, pickled. Both are the same
+version of this code."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from cluster.types.members import ProcessId
 from cluster.types.transfer import Grant, Mark, ReceivedGrant, ReceivedTotals, SentTotals
 from kv_transfer.lease.events import TransferEvent
 
-# ---------------------------------------------------------------------- orders of rank 0: calls of the transfer engine
+# ------------------------------------------------------------- orders of rank 0: calls of the transfer engine
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ Order = (
     | OrderAbort
 )
 
-# -------------------------------------------------------------------------------------------- reports of the other ranks
+# --------------------------------------------------------------------------------- reports of the other ranks
 
 
 @dataclass(frozen=True)

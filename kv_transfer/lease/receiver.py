@@ -15,28 +15,34 @@ In call order:
 
 A lease has exactly one event. Only after it may the owner free or reuse the blocks. A notification
 
-* for a lease that has ended by the writer's word, or that never existed (duplicate, foreign): changes nothing and is counted;
-* that names other blocks or generations than the lease: is never accepted. Its bytes went to an unknown place, so the lease will
-  end as Aborted, but not before its real writer has stopped or its time is over;
-* of a writer that is done: says what was written, with a checksum. If the bytes do not match, the lease ends as Aborted. Groups that
-  came coded (`kv_transfer.codecs.wire_memory`) are decoded before the lease is Completed.
+* for a lease that has ended by the writer's word, or that never existed (duplicate, foreign): changes nothing
+  and is counted;
+* that names other blocks or generations than the lease: is never accepted. Its bytes went to an unknown
+  place, so the lease will end as Aborted, but not before its real writer has stopped or its time is over;
+* of a writer that is done: says what was written, with a checksum. If the bytes do not match, the lease ends
+  as Aborted. Groups that came coded (`kv_transfer.codecs.wire_memory`) are decoded before the lease is
+  Completed.
 
-Why no late write reaches a block that has a new holder. Writes are one-sided: the owner cannot refuse one, and registered memory
-stays writable. So blocks are fenced, out of use, until one of these is known:
+Why no late write reaches a block that has a new holder. Writes are one-sided: the owner cannot refuse one,
+and registered memory stays writable. So blocks are fenced, out of use, until one of these is known:
 
 1. The writer's word, done or abort. It is sent behind the last write, so no write of this writer follows it.
 2. No process was given the grant (`revoke`). The door says so; it alone passes grants on.
-3. The writer's processes have ended. The kernel that runs both says so (`kv_transfer.lease.processes`). What they had handed to a
-   socket or a network arrives within IN_FLIGHT_S, or not at all. A broken connection is no such proof.
-4. ttl + margin are over. The writer posts nothing later than `ttl_s` after receipt and checks that before each post. A later write
-   is possible only if a process was stopped between check and write, or a grant was on its way, for longer than the margin. The
-   margin is longer than Serve lets a replica live that does not answer.
+3. The writer's processes have ended. The kernel that runs both says so (`kv_transfer.lease.processes`). What
+   they had handed to a socket or a network arrives within IN_FLIGHT_S, or not at all. A broken connection is
+   no such proof.
+4. ttl + margin are over. The writer posts nothing later than `ttl_s` after receipt and checks that before
+   each post. A later write is possible only if a process was stopped between check and write, or a grant was
+   on its way, for longer than the margin. The margin is longer than Serve lets a replica live that does not
+   answer.
 
-Only the fourth is a bound on time and not a fact. Such a lease is remembered as taken back. If its writer runs again after all, its
-word comes behind its last write and says that it has written. Then leases that are open on those blocks end as Aborted, and the
-owner gets a `LateWrite`: everything that reads those blocks must fail.
+Only the fourth is a bound on time and not a fact. Such a lease is remembered as taken back. If its writer
+runs again after all, its word comes behind its last write and says that it has written. Then leases that are
+open on those blocks end as Aborted, and the owner gets a `LateWrite`: everything that reads those blocks must
+fail.
 
-`poll` belongs to the agent's thread. The other calls are bookkeeping under a lock and may come from any thread.
+`poll` belongs to the agent's thread. The other calls are bookkeeping under a lock and may come from any
+thread.
 """
 
 from __future__ import annotations
@@ -96,8 +102,8 @@ class Receiver:
         wire: Wire | None = None,
         has_ended: Callable[[ProcessId], bool] = has_ended,
     ):
-        """Every other memory of the agent must be registered before, because the metadata in grants is read once, here. `model`,
-        `wire`: see `TransferEngine`."""
+        """Every other memory of the agent must be registered before, because the metadata in grants is read
+        once, here. `model`, `wire`: see `TransferEngine`."""
         self._agent = agent
         self._incoming = IncomingMemory(agent, memory, model, wire)
         self._clock = clock
@@ -134,7 +140,8 @@ class Receiver:
 
     @property
     def is_waiting_for_late_words(self) -> bool:
-        """Whether the writer of a lease that was taken back may still report: `poll` must be called now and then."""
+        """Whether the writer of a lease that was taken back may still report: `poll` must be called now and
+        then."""
         return bool(self._taken_back)
 
     def grant(
@@ -147,7 +154,8 @@ class Receiver:
     ) -> Grant:
         """Open a lease. Returns at once; the caller keeps the blocks referenced until the lease's event.
 
-        `run_lengths`: tokens of each prompt whose KV goes there, each prompt from a block of its own; empty: all travels raw.
+        `run_lengths`: tokens of each prompt whose KV goes there, each prompt from a block of its own; empty:
+        all travels raw.
         """
         if len(block_ids) != len(generations) or not block_ids:
             raise ValueError(f"{len(block_ids)} blocks with {len(generations)} generations cannot be granted")
@@ -175,7 +183,8 @@ class Receiver:
         return grant
 
     def cancel(self, lease_id: str) -> None:
-        """The bytes are not wanted. The blocks stay out of use until the lease's event. Closed leases are ignored."""
+        """The bytes are not wanted. The blocks stay out of use until the lease's event. Closed leases are
+        ignored."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is not None and lease.discard_reason is None:
@@ -200,7 +209,8 @@ class Receiver:
                 self._revoke(lease_id, reason)
 
     def poll(self) -> list[LeaseEvent | LateWrite]:
-        """Takes in notifications, then lets time pass. If the transport fails here, leases expire all the same."""
+        """Takes in notifications, then lets time pass. If the transport fails here, leases expire all the
+        same."""
         try:
             notifications = self._agent.notifications()
             self.failure = None

@@ -1,21 +1,22 @@
-"""The writer's half of leases: takes up grants, writes blocks into the owners' memories and says so, once per lease.
+"""The writer's half of leases: takes up grants, writes blocks into the owners' memories and tells the owners.
 
 In call order:
 
-    outgoing = sender.open(received)                     the grant, and when its time is over: counted from its receipt
+    outgoing = sender.open(received)                     a grant, whose time is counted from its receipt
     outgoing.write(local_block_ids, grant_indices)       any number of times, while the rest is computed
     outgoing.finish(payload)  or  outgoing.abort(reason) once; abort may also follow finish, and may repeat
     sender.poll()                                        again and again while `num_open` > 0
 
-Every `open` that returned ends in exactly one event, also without finish or abort: the grant's time runs out. Until that event the
-local blocks belong to the transport and must not be freed. A lease is written once: its grant is refused if it comes again.
-`lease_writer` holds the states of one lease.
+Every `open` that returned ends in exactly one event, also without finish or abort: the grant's time runs out.
+Until that event the local blocks belong to the transport and must not be freed. A lease is written once: its
+grant is refused if it comes again. `lease_writer` holds the states of one lease.
 
-Whole groups of blocks travel coded if the grant and this side have room for them (`kv_transfer.codecs.wire_memory`). This is
-decided once for each lease and once for each group, because a group goes layer by layer.
+Whole groups of blocks travel coded if the grant and this side have room for them
+(`kv_transfer.codecs.wire_memory`). This is decided once for each lease and once for each group, because a
+group goes layer by layer.
 
-`open` and the methods of `Outgoing` only queue what is asked for and may be called from any thread. `poll` acts on it and belongs to
-the agent's thread; a write may copy inside it.
+`open` and the methods of `Outgoing` only queue what is asked for and may be called from any thread. `poll`
+acts on it and belongs to the agent's thread; a write may copy inside it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Sender:
         model: str = "",
         wire: Wire | None = None,
     ):
-        """`wake` is called from the caller's thread when `poll` has something new to do. `model`, `wire`: see `TransferEngine`."""
+        """`wake` is called from the caller's thread when `poll` has something new to do. `model`, `wire`: see
+        `TransferEngine`."""
         self.memory = memory
         self.wire = wire
         self._now = clock.now
@@ -90,8 +92,8 @@ class Sender:
     def open(self, received: ReceivedGrant) -> Outgoing:
         """Take up a grant; after its time is over it can only be aborted.
 
-        Raises LayoutMismatchError, which names the difference, if the two sides do not fit, and TransferError if the lease was
-        opened before; then no event follows.
+        Raises LayoutMismatchError, which names the difference, if the two sides do not fit, and TransferError
+        if the lease was opened before; then no event follows.
         """
         grant = received.grant
         difference = self._contract.difference(grant.contract)
@@ -153,7 +155,8 @@ class Sender:
                 writer.stop(error)
 
     def _close(self, writer: LeaseWriter) -> None:
-        """Forget a lease except for its name, which is kept while its grant could come again and look alive."""
+        """Forget a lease except for its name, which is kept while its grant could come again and look
+        alive."""
         outgoing = writer.outgoing
         if outgoing.coding is not None:
             outgoing.coding.free()

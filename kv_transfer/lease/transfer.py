@@ -11,7 +11,8 @@ from cluster.types.transfer import Grant, ReceivedGrant, ReceivedTotals, SentTot
 
 
 class OutgoingLease(Protocol):
-    """One lease from the writer's side; `Outgoing` says more. Implemented by `Outgoing` and `GroupOutgoing`."""
+    """One lease from the writer's side; `Outgoing` says more. Implemented by `Outgoing` and
+    `GroupOutgoing`."""
 
     lease_id: str
 
@@ -35,9 +36,11 @@ class OutgoingLease(Protocol):
 
 
 class BlockTransfer(Protocol):
-    """Grants and takes up leases; every call returns at once. Implemented by `TransferEngine` and `GroupTransferEngine`.
+    """Grants and takes up leases; every call returns at once. Implemented by `TransferEngine` and
+    `GroupTransferEngine`.
 
-    `grant`, `cancel`, `note_writer` and `revoke` are the owner's: see `Receiver`. `open` is the writer's: see `Sender`.
+    `grant`, `cancel`, `note_writer` and `revoke` are the owner's: see `Receiver`. `open` is the writer's: see
+    `Sender`.
     """
 
     @property

@@ -1,15 +1,17 @@
 """The thread that moves bytes: one agent, its sender and its receiver.
 
-    any thread       grant / cancel / revoke, open, and the outgoing lease's write / finish / abort: return at once
-    transfer thread  step(): notifications in, writes out, events to `on_event`; every `poll_interval_s` while anything is open, every
-                     LATE_POLL_INTERVAL_S while the last word of a writer is missing, asleep otherwise
+    any thread       grant / cancel / revoke, open, and the outgoing lease's write / finish / abort; return at once
+    transfer thread  step(): notifications in, writes out, events to `on_event`. While anything is open, every
+                     `poll_interval_s`; while the last word of a writer is missing, every LATE_POLL_INTERVAL_S;
+                     else asleep
 
-A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the last lease has closed the
-thread polls for another `linger_s`, because a notification that was just sent may need the transport's progress to get out.
-`on_event` runs on the transfer thread and should only put the event into the owner's inbox.
+A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
+last lease has closed the thread polls for another `linger_s`, because a notification that was just sent may
+need the transport's progress to get out. `on_event` runs on the transfer thread and should only put the event
+into the owner's inbox.
 
-An unexpected error in a step is logged and reaches the owner as `TransferEngineFailed`. The next step tries again, so that leases
-still expire.
+An unexpected error in a step is logged and reaches the owner as `TransferEngineFailed`. The next step tries
+again, so that leases still expire.
 
 For tests on a virtual clock: do not `start`, call `step` by hand.
 """
@@ -60,9 +62,10 @@ class TransferEngine:
     ):
         """Takes the agent over: `close` closes it.
 
-        `outgoing`: the memory that is sent from. `incoming`: the memory that peers may write to; the two may be the same.
-        `outgoing_wire`, `incoming_wire`: for coded KV of that memory; None: all bytes travel raw. `margin_s`: see `Receiver`.
-        `model`: fingerprint of the model that the bytes belong to; peers with another one are refused.
+        `outgoing`: the memory that is sent from. `incoming`: the memory that peers may write to; the two may
+        be the same. `outgoing_wire`, `incoming_wire`: for coded KV of that memory; None: all bytes travel
+        raw. `margin_s`: see `Receiver`. `model`: fingerprint of the model that the bytes belong to; peers
+        with another one are refused.
         """
         self.agent = agent
         self.pulse = Pulse(clock)  # of the transfer thread, while anything is open
@@ -174,7 +177,8 @@ class TransferEngine:
         return now < self._linger_until
 
     def close(self, deadline_s: float = 5.0) -> None:
-        """Abort what is being sent, wait up to `deadline_s` for all leases to end, then close the agent. May be repeated.
+        """Abort what is being sent, wait up to `deadline_s` for all leases to end, then close the agent. May
+        be repeated.
 
         A lease that has not ended by then ends with an event that says so.
         """

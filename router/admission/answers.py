@@ -53,7 +53,7 @@ class Queued:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class AdmissionRefusal:
     retry_after_s: int  # until there is room, if requests keep arriving as fast as they start
     reason: RefusalReason
 

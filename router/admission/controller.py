@@ -1,8 +1,8 @@
-"""Admission control: a request is admitted at once, waits, or is refused. `AdmissionQueue` decides; this object
-limits an error in the queue to one request.
+"""Admission control: a request is admitted at once, waits, or is refused. `AdmissionQueue` decides; this
+object limits an error in the queue to one request.
 
-Pure: `now` is an argument. `settle` returns the requests whose wait has ended; `deadline` is the instant of its
-next call.
+Pure: `now` is an argument. `settle` returns the requests whose wait has ended; `deadline` is the instant of
+its next call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from __future__ import annotations
 import logging
 
 from cluster.errors import ClusterError, InternalError
-from router.admission.queue import AdmissionQueue, AdmissionTicket, Admitted, Capacity, Refusal, Reported
+from router.admission.queue import (
+    AdmissionQueue,
+    AdmissionRefusal,
+    AdmissionTicket,
+    Admitted,
+    Capacity,
+    Reported,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +48,7 @@ class AdmissionController:
         """True: admitted. False: it waits, until `settle` names it. Raises OverloadedError."""
         self._is_changed = True
         answer = self._queue.offer(ticket, now)
-        if isinstance(answer, Refusal):
+        if isinstance(answer, AdmissionRefusal):
             raise answer.to_error()
         if isinstance(answer, Admitted):
             return True
@@ -71,8 +78,8 @@ class AdmissionController:
         self._queue.leave(request_id)
 
     def settle(self, now: float) -> list[Settled]:
-        """The requests that wait no longer. To be called after the calls above, and at `deadline`. Raises nothing,
-        because one request did not cause an error in the queue."""
+        """The requests that wait no longer. To be called after the calls above, and at `deadline`. Raises
+        nothing, because one request did not cause an error in the queue."""
         is_due = self.deadline is not None and self.deadline <= now
         if not self._is_changed and not is_due:
             return []

@@ -26,7 +26,7 @@ from math import ceil, exp
 
 from cluster.config.settings import AdmissionArgs
 from router.admission.admitted import AdmittedWork
-from router.admission.answers import Admitted, Capacity, Queued, Refusal, RefusalReason, Reported
+from router.admission.answers import AdmissionRefusal, Admitted, Capacity, Queued, RefusalReason, Reported
 from router.admission.fair_queue import AdmissionTicket, FairQueue, Waiting
 
 SPEED_WINDOW_S = 10.0  # time constant of the exponential average of speeds
@@ -77,7 +77,9 @@ class AdmissionQueue:
         self._rates = {
             (each.name, is_text): _QueueRate() for each in args.classes for is_text in (False, True)
         }
-        self._refused: list[tuple[AdmissionTicket, Refusal]] = []  # after having waited, not yet told
+        self._refused: list[
+            tuple[AdmissionTicket, AdmissionRefusal]
+        ] = []  # after having waited, not yet told
         self._refused_at = 0.0
 
     @property
@@ -108,7 +110,7 @@ class AdmissionQueue:
         """The workers' own reports. `freed` then returns the requests that start."""
         self._admitted.report(reported)
 
-    def offer(self, ticket: AdmissionTicket, now: float) -> Admitted | Queued | Refusal:
+    def offer(self, ticket: AdmissionTicket, now: float) -> Admitted | Queued | AdmissionRefusal:
         """Raises ValueError if the request is here already."""
         if ticket.request_id in self._admitted or ticket.request_id in self._queue:
             raise ValueError(f"request {ticket.request_id} is here already")
@@ -156,7 +158,7 @@ class AdmissionQueue:
             self._queue.remove(request_id)
         self._admitted.remove(request_id)
 
-    def expired(self, now: float) -> list[tuple[AdmissionTicket, Refusal]]:
+    def expired(self, now: float) -> list[tuple[AdmissionTicket, AdmissionRefusal]]:
         """Requests that waited and are refused after all, each once. The client may be gone by then."""
         self._expire(now)
         refused, self._refused = self._refused, []
@@ -210,7 +212,7 @@ class AdmissionQueue:
 
     def _refusal(
         self, ticket: AdmissionTicket, reason: RefusalReason, excess_s: float, now: float
-    ) -> Refusal:
+    ) -> AdmissionRefusal:
         """After `excess_s` the queue is short enough for one request. Requests that are refused one after the
         other get later and later times, so that each finds room when those before it have come back and
         started."""
@@ -218,7 +220,7 @@ class AdmissionQueue:
         longest_s = max(excess_s, MAX_PROMISE_S)
         in_s = min(max(excess_s, rate.promised_until - now), longest_s)
         rate.promised_until = now + in_s + self._cost_s(ticket) / rate.speed
-        return Refusal(max(1, ceil(in_s)), reason)
+        return AdmissionRefusal(max(1, ceil(in_s)), reason)
 
     def _latest_at(self, ticket: AdmissionTicket, now: float) -> float:
         """Until when the request may wait. A target that it would miss even on an idle cluster does not

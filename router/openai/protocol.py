@@ -39,7 +39,7 @@ class Generation(Protocol):
         ...
 
     @property
-    def ledger(self) -> TimelineProtocol:
+    def timeline(self) -> TimelineProtocol:
         """Shared by all choices of a prompt. Its time to first token is final with the first delta."""
         ...
 

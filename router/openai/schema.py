@@ -83,8 +83,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
 }
 HARMLESS = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prediction", "parallel_tool_calls", "request_id", "session_id", "spaces_between_special_tokens",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prediction", "parallel_tool_calls", "request_id", "session_id",
+    "spaces_between_special_tokens",
 )  # fmt: skip
 
 

@@ -36,12 +36,12 @@ class TimelineReport:
 
     def begin(self, generation: Generation) -> None:
         """The first token has come."""
-        self._headers.setdefault(self._name, generation.ledger.header())
+        self._headers.setdefault(self._name, generation.timeline.header())
 
     def fields(self, generations: Sequence[Generation], num_choices: int) -> list[dict[str, Any]]:
         """One per prompt."""
         return [
-            {name: value for name, value in generation.ledger.fields().items() if name not in self._hidden}
+            {name: value for name, value in generation.timeline.fields().items() if name not in self._hidden}
             for generation in generations[::num_choices]
         ]
 

@@ -123,7 +123,7 @@ class DecodeEstimate:
     def _bytes(self, num_uncached: Floats, step_units: Floats) -> tuple[Floats, Floats, float]:
         """Bytes of the last layer of the last step, of new KV, and of all KV."""
         per_token = self._cluster.kv_bytes_per_token
-        num_tokens = self._request.num_prompt_tokens + self._request.num_companion_tokens
+        num_tokens = self._request.num_prompt_tokens + self._request.num_negative_tokens
         last = np.minimum(num_uncached, step_units) * per_token / self._cluster.num_layers
         return last, num_uncached * per_token, num_tokens * per_token
 

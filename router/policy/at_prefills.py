@@ -105,7 +105,7 @@ class PrefillEstimate:
             expected = cluster.prefixes.depths(hashes, num_slots, trusted)
             depths = np.minimum(expected, depths + self.step_units // size)
         self.num_cached = np.minimum(depths, (request.num_prompt_tokens - 1) // size) * size
-        self.num_uncached = request.num_prompt_tokens - self.num_cached + request.num_companion_tokens
+        self.num_uncached = request.num_prompt_tokens - self.num_cached + request.num_negative_tokens
 
     def _computing(self, hashes: Sequence[bytes], depths: Floats, cluster: ClusterView) -> int:
         """Bits of the slots whose running step computes the first block of the prompt that the slot lacks."""

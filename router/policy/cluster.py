@@ -8,7 +8,7 @@ It is driven from outside and has no clock:
     started, item_moved, item_done, prefilled, ended          this door's own requests, in this order
     observed                                                  the actual durations; before `ended`
 
-Messages about a worker or a request that is not there are ignored, because they may cross its departure.
+Messages about a worker or a request that is not there are ignored, because they may arrive after it has left.
 """
 
 from __future__ import annotations
@@ -143,9 +143,7 @@ class ClusterView:
         pool = self.prefills if placement.prefill else self.local_prefills
         computes_at = placement.prefill or placement.decode
         num_cached = self._num_cached_blocks(request, placement)
-        num_tokens = (
-            request.num_prompt_tokens - num_cached * request.block_size + request.num_companion_tokens
-        )
+        num_tokens = request.num_prompt_tokens - num_cached * request.block_size + request.num_negative_tokens
         num_blocks = request.num_prefill_blocks - num_cached if placement.prefill else 0
         in_flight = InFlightRequest(
             request,

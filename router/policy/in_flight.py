@@ -53,7 +53,7 @@ def num_early_tokens(
         for item, predicted in zip(request.media, prediction.items, strict=True)
         if predicted.arrival_s > 0
     ]
-    return max(0.0, min(coming) - num_cached) + request.num_companion_tokens if coming else num_tokens
+    return max(0.0, min(coming) - num_cached) + request.num_negative_tokens if coming else num_tokens
 
 
 def kind_of(request: RequestView, prefill: str | None, media_s: float) -> Kind:

@@ -9,7 +9,7 @@ The names of the comparison policies are aliases for one more release.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Protocol
 
@@ -39,10 +39,15 @@ BASELINES = {
 
 def make_policy(name: str) -> Policy:
     """`name`: a name above, or an import path. Raises ConfigError if there is no such policy."""
+    return policy_class(name)()
+
+
+def policy_class(name: str) -> Callable[[], Policy]:
+    """See `make_policy`."""
     path = (POLICIES | BASELINES).get(name, name)
     module, _, class_name = path.partition(":")
     try:
-        return getattr(import_module(module), class_name)()
+        return getattr(import_module(module), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         known = ", ".join(POLICIES)
         raise ConfigError(

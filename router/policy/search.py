@@ -136,13 +136,13 @@ class _AtPrefill:
             assignment = self._assign(assignment, idx, int(added_s.argmin()))
         return assignment
 
-    def _candidates(self, idx: int, least_ttft_s: float, least_cost_s: float, most_s: float) -> list[int]:
-        """The encoders of an item that may lead to a cost below `most_s`, those that fewer than n others
+    def _candidates(self, idx: int, least_ttft_s: float, least_cost_s: float, max_s: float) -> list[int]:
+        """The encoders of an item that may lead to a cost below `max_s`, those that fewer than n others
         beat."""
         row, cost = self._rows[idx], self._costs[idx]
         others_s = least_cost_s - float(self._least_costs[idx])
         bound_s = self._least_end_s(np.maximum(least_ttft_s, row)) + cost + others_s
-        left = np.flatnonzero(bound_s < most_s)
+        left = np.flatnonzero(bound_s < max_s)
         order = left[np.lexsort((cost[left], row[left]))]
         kept: list[int] = []
         costs_of_kept: list[float] = []  # ascending

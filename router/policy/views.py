@@ -44,7 +44,7 @@ class RequestView:
     block_size: int
     block_hashes: Sequence[bytes]  # one per full block of the prompt
     media: Sequence[ItemView] = ()  # in prompt order
-    num_companion_tokens: int = 0  # of prompts computed beside it (guidance)
+    num_negative_tokens: int = 0  # of the negative prompt, computed beside it (guidance)
     num_sequences: int = 1  # in decode
     num_prefill_blocks: int = 0  # that a prefill worker must be able to hold
     num_decode_blocks: int = 0  # that a decode worker must be able to hold

@@ -60,10 +60,13 @@ class MediaBytes:
     def hold(self, tenant: str, num_bytes: int) -> None:
         """Raises OverloadedError."""
         held, limits = self.by_tenant[tenant], self.limits
-        for name, most, now in (("door", limits.per_door, self.total), ("tenant", limits.per_tenant, held)):
-            if now + num_bytes > most:
+        for name, max_bytes, now in (
+            ("door", limits.per_door, self.total),
+            ("tenant", limits.per_tenant, held),
+        ):
+            if now + num_bytes > max_bytes:
                 raise OverloadedError(
-                    f"the media of the requests in work have {now} bytes; a {name} holds at most {most}",
+                    f"the media of the requests in work have {now} bytes; a {name} holds at most {max_bytes}",
                     retry_after_s=RETRY_AFTER_S,
                 )
         self.total += num_bytes
@@ -92,10 +95,10 @@ class RequestMedia:
         known = self._by_digest.get(media.digest)
         if known is not None:
             return known
-        most, num_bytes = self.bytes_in_work.limits.per_request, len(media.data)
-        if self.num_bytes + num_bytes > most:
+        max_bytes, num_bytes = self.bytes_in_work.limits.per_request, len(media.data)
+        if self.num_bytes + num_bytes > max_bytes:
             raise MediaTooLargeError(
-                f"the media of this request have more than {most} bytes", param="messages"
+                f"the media of this request have more than {max_bytes} bytes", param="messages"
             )
         self.bytes_in_work.hold(self.tenant, num_bytes)
         self.num_bytes += num_bytes

@@ -75,7 +75,7 @@ class DoorMetrics:
     def finished(self, reason: str) -> None:
         self._finished.labels(self._model_id, reason).inc()
 
-    def ledger(self, timeline: RequestTimeline) -> None:
+    def observe_timeline(self, timeline: RequestTimeline) -> None:
         """The first token of a request is out."""
         for stage, seconds in timeline.stages().items():
             self._stage_s.labels(self._model_id, stage).observe(seconds)
@@ -130,6 +130,22 @@ class _Gauges(Collector):
         ),
     }
 
+    _RECEIVED: ClassVar = {
+        "num_ignored": (
+            "epdg_transfer_ignored_notifications",
+            "Notifications about no open lease: duplicate, foreign, or late without a write",
+        ),
+        "num_late": ("epdg_transfer_late_writes", "Writes that came after their lease had been taken back"),
+        "num_mismatched": (
+            "epdg_transfer_mismatched_notifications",
+            "Notifications that named other blocks or generations than their lease",
+        ),
+        "num_corrupt": (
+            "epdg_transfer_corrupt_leases",
+            "Leases that failed because other bytes arrived than were sent",
+        ),
+    }
+
     _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}
 
     def __init__(self, peers: Callable[[], Iterable[Peer]], flow: RequestFlow):
@@ -163,6 +179,14 @@ class _Gauges(Collector):
             for peer in senders:
                 counter.add_metric(
                     [peer.member.role.value, peer.member.replica_id], getattr(peer.load.sent, field)
+                )
+            yield counter
+        receivers = [peer for peer in peers if peer.member.role is not Role.ENCODE]
+        for field, (name, text) in self._RECEIVED.items():
+            counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
+            for peer in receivers:
+                counter.add_metric(
+                    [peer.member.role.value, peer.member.replica_id], getattr(peer.load.received, field)
                 )
             yield counter
         error = GaugeMetricFamily(

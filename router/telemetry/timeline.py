@@ -30,8 +30,8 @@ class RequestTimeline:
         """`trace_parent`: the client's span (W3C Trace Context), if it sent one."""
         self.arrived_at = arrived_at
         self.trace_parent = trace_parent
-        self.fetched_at = self.prepared_at = self.admitted_at = self.launched_at = arrived_at
-        self._is_launched = False
+        self.fetched_at = self.prepared_at = self.admitted_at = self.started_at = arrived_at
+        self._is_started = False
         self.first_token_at: float | None = None
         self.second_token_at: float | None = None
         self.decision: Decision | None = None
@@ -42,19 +42,19 @@ class RequestTimeline:
 
     def prepared(self, fetched_at: float, prepared_at: float) -> None:
         self.fetched_at, self.prepared_at = fetched_at, prepared_at
-        self.admitted_at = self.launched_at = prepared_at
+        self.admitted_at = self.started_at = prepared_at
 
     def placed(self, admitted_at: float, decision: Decision) -> None:
         """If there are several attempts, the first one's instants and the last one's decision count."""
         if self.decision is None:
-            self.admitted_at = self.launched_at = admitted_at
+            self.admitted_at = self.started_at = admitted_at
         self.decision = decision
 
-    def launched(self, launched_at: float) -> None:
+    def started(self, started_at: float) -> None:
         """The first messages are on their way to the workers. May be repeated: the first counts."""
-        if not self._is_launched:
-            self.launched_at = launched_at
-            self._is_launched = True
+        if not self._is_started:
+            self.started_at = started_at
+            self._is_started = True
 
     def encoded(self, item_idx: int, timing: EncodeTiming, cached: bool) -> None:
         self._items.pop(item_idx, None)
@@ -82,26 +82,26 @@ class RequestTimeline:
         """`ttft_s` as predicted when the request was placed."""
         if self.decision is None:
             return None
-        return self.launched_at - self.arrived_at + self.decision.prediction.ttft_s
+        return self.started_at - self.arrived_at + self.decision.prediction.ttft_s
 
     def stages(self) -> dict[str, float]:
         """Seconds by stage, in order. After the first token they sum to `ttft_s`."""
         work = self.prefill
         spent_s = work.blocks_s + work.media_s + work.queued_s + work.computing_s
         waited = _split_wait(work.media_s, self._last_item())
-        end = self.launched_at + spent_s if self.first_token_at is None else self.first_token_at
+        end = self.started_at + spent_s if self.first_token_at is None else self.first_token_at
         return {
             "fetch": self.fetched_at - self.arrived_at,
             "probe": self.prepared_at - self.fetched_at,
             "admission": self.admitted_at - self.prepared_at,
-            "route": self.launched_at - self.admitted_at,
+            "route": self.started_at - self.admitted_at,
             "prefill_blocks": work.blocks_s,
             "encode_queue": waited[0],
             "encode": waited[1],
             "embedding_transfer": waited[2],
             "prefill_queue": work.queued_s,
             "prefill": work.computing_s,
-            "delivery": end - self.launched_at - spent_s,
+            "delivery": end - self.started_at - spent_s,
         }
 
     def tail(self) -> dict[str, float]:
@@ -121,7 +121,7 @@ class RequestTimeline:
         if self._items:
             fields["items_ms"] = [self._item_fields(item_idx) for item_idx in sorted(self._items)]
         if self.decision is not None:
-            fields |= _decision_fields(self.decision, self.launched_at - self.arrived_at)
+            fields |= _decision_fields(self.decision, self.started_at - self.arrived_at)
         return fields
 
     def header(self) -> str:

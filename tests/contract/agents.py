@@ -27,8 +27,8 @@ LAYOUT = MemoryLayout((SegmentSpec(16, (4, 16), torch.float32),) * 2)
 NUM_BLOCKS = 32
 BIG_LAYOUT = MemoryLayout((SegmentSpec(16, (256,), torch.float32),) * 2)  # blocks of 32 KiB
 NUM_BIG_BLOCKS = 1024  # 32 MiB
-HANG_S = 300.0  # a guard only: a process takes seconds to start, and far longer on a busy machine
-LEASE_S = 2 * HANG_S  # so that nothing is noticed because a lease has ended
+HANG_S = 300.0  # a guard only: a process takes seconds to start, and much longer on a busy machine
+LEASE_S = 2 * HANG_S  # so that no failure is found only because a lease has ended
 _serial = itertools.count()
 
 
@@ -59,7 +59,8 @@ def make_agent(kind: str, name: str, network: InProcessNetwork | None = None) ->
 
 
 def serve_leases(pipe: Connection, kind: str, name: str) -> None:
-    """A process that owns a big memory: grants on request, answers with its lease's event and the blocks' bytes."""
+    """A process that owns a large memory: grants on request, answers with the lease's event and the bytes of
+    the blocks."""
     events: list[object] = []
     memory = BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS)
     transfer_engine = TransferEngine(
@@ -79,7 +80,7 @@ def serve_leases(pipe: Connection, kind: str, name: str) -> None:
 
 
 def write_without_cma(pipe: Connection) -> None:
-    """A process in which UCX may use TCP alone: writes between two of its agents, and sends how that went."""
+    """A process in which UCX may use TCP only: writes between two of its agents and sends the result."""
     os.environ["UCX_TLS"] = "tcp"
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -106,7 +107,8 @@ def write_without_cma(pipe: Connection) -> None:
 
 
 def listen(pipe: Connection, kind: Transport, net_devices: tuple[str, ...] | None) -> None:
-    """A process with an agent whose memory peers may write to: sends what it listens on, and whether that is loopback."""
+    """A process with an agent that peers may write to: sends its listening addresses, and whether each is
+    loopback."""
     agent = make_cluster_agent(
         kind, unique_name("owner"), **({} if net_devices is None else {"net_devices": net_devices})
     )
@@ -116,7 +118,7 @@ def listen(pipe: Connection, kind: Transport, net_devices: tuple[str, ...] | Non
 
 
 def fail_to_listen(pipe: Connection) -> None:
-    """A process whose agent is to use a network device that does not exist."""
+    """A process whose agent is told to use a network device that does not exist."""
     try:
         make_cluster_agent("nixl", unique_name("owner"), net_devices=("nosuch0",))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""A host of media on loopback, and a fetcher that the operator lets read from it."""
+"""A media host on loopback, and a fetcher whose operator allows that host."""
 
 from __future__ import annotations
 

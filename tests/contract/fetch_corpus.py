@@ -1,8 +1,8 @@
-"""URLs that no client may have fetched."""
+"""URLs that the fetcher must refuse to every client."""
 
 from __future__ import annotations
 
-# Every way to write an address of this machine or of a private network that we know of. Each stands behind https:// and
+# All known ways to write an address of this machine or of a private network. Each is tried with https:// and
 # http://, with and without the listener's port.
 HOSTS = [
     # spelled out

@@ -1,4 +1,4 @@
-"""A host of media on loopback that does what a test says, and counts what reaches it."""
+"""A media host on loopback that a test scripts; it counts the requests that reach it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Request:
 
 
 def answer(body: bytes, status: str = "200 OK", **headers: str) -> Handler:
-    """One whole answer; the connection may be used again."""
+    """One complete answer; the connection can be used again."""
     fields = {"content-length": str(len(body))} | {k.replace("_", "-"): v for k, v in headers.items()}
 
     async def handle(request: Request, writer: asyncio.StreamWriter) -> None:
@@ -34,7 +34,8 @@ def redirect(location: str, status: str = "302 Found", **headers: str) -> Handle
 
 
 class MediaHost:
-    """`handlers[path]` answers a GET of that path; others get 404. `async with`: listens, and has closed everything at the end."""
+    """`handlers[path]` answers a GET of that path; other paths get 404. `async with` listens, and closes
+    everything at the end."""
 
     def __init__(self, handlers: dict[str, Handler] | None = None, *, address: str = "127.0.0.1"):
         self.handlers = handlers or {}
@@ -67,7 +68,7 @@ class MediaHost:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def until_closed(self) -> None:
-        """All clients have gone."""
+        """Waits until all clients have disconnected."""
         async with asyncio.timeout(60):
             while self.num_open:
                 await asyncio.sleep(0.002)

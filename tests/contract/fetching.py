@@ -1,4 +1,4 @@
-"""A fetcher that trusts a host on loopback, as the tests of the fetcher use it."""
+"""A fetcher that trusts a host on loopback, for the tests of the fetcher."""
 
 from __future__ import annotations
 

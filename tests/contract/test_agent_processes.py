@@ -1,4 +1,5 @@
-"""What every agent must do when its peer is another process: one that works, dies, comes back, or cannot share memory."""
+"""What every agent must do if its peer is another process that works, dies, comes back, or cannot share
+memory."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def await_event(events):
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
 def test_a_killed_owner_fails_what_is_in_flight_and_its_namesake_takes_over(kind):
-    """By its connection's end, long before its lease does."""
+    """The end of the connection fails it, long before the lease would expire."""
     events, memory = [], BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS)
     for segment in memory.segments:
         segment.normal_()
@@ -95,7 +96,7 @@ def test_a_killed_owner_fails_what_is_in_flight_and_its_namesake_takes_over(kind
         time.sleep(0.1)
         assert not events
         os.kill(process.pid, signal.SIGKILL)
-        with contextlib.suppress(TransferError):  # the copy between processes does not need the peer awake
+        with contextlib.suppress(TransferError):  # the copy between processes does not need the peer to run
             outgoing.write([1], [0])
         event = await_event(events)
         assert isinstance(event, SendFailed) and isinstance(event.error, PeerLostError)

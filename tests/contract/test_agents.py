@@ -1,4 +1,4 @@
-"""What every agent must do, over every agent, with both ends in this process."""
+"""What every agent must do: each test runs over each agent, with both ends in this process."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_a_thousand_tiny_descriptors_move_in_one_write(agents):
     assert torch.equal(owner.memory.buffer, expected)
 
 
-def test_two_movers_with_threads_serve_many_leases(agents):
+def test_two_transfer_engines_with_threads_serve_many_leases(agents):
     writer, owner = agents
     sent, received = [], []
     sending = TransferEngine(writer, SystemClock(), sent.append, outgoing=writer.memory)

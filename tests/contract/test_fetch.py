@@ -208,7 +208,7 @@ async def test_redirects_share_one_deadline(host):
     await fetcher.aclose()
 
 
-async def test_who_gets_no_turn_is_told_to_come_again(host):
+async def test_a_request_that_gets_no_slot_is_told_to_come_again(host):
     host.handlers |= {f"/{idx}": drip_body for idx in range(3)}
     fetcher = fetcher_of(host, total_timeout_s=0.3, max_concurrent=1)
     first = asyncio.create_task(read(fetcher, host.url("/0")))
@@ -217,7 +217,7 @@ async def test_who_gets_no_turn_is_told_to_come_again(host):
         first, *(read(fetcher, host.url(f"/{idx}")) for idx in (1, 2)), return_exceptions=True
     )
     assert isinstance(errors[0], MediaError)
-    assert isinstance(errors[2], OverloadedError)  # the second may have had a turn for the last 0.05 s
+    assert isinstance(errors[2], OverloadedError)  # the second may have had a slot for the last 0.05 s
     await fetcher.aclose()
 
 

@@ -1,4 +1,4 @@
-"""Many callers of one URL: the host is asked once, and nobody disturbs the others."""
+"""Many callers of one URL: the host is asked once, and no caller disturbs another."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ async def test_a_redirect_that_may_not_be_kept_is_asked_again(host, fetcher):
     assert [request.path for request in host.requests] == ["/a", "/b"] * 2
 
 
-async def test_a_kept_answer_is_held_against_the_cap_of_who_asks(host, fetcher):
+async def test_a_kept_answer_is_held_against_the_cap_of_its_caller(host, fetcher):
     host.handlers["/a"] = answer(b"x" * 100, cache_control="max-age=60")
     await read(fetcher, host.url("/a"))
     with pytest.raises(MediaError, match="larger than 99 bytes"):

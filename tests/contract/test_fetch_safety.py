@@ -1,4 +1,4 @@
-"""What a client may not reach through the fetcher: a host on loopback counts who comes."""
+"""What a client must not reach through the fetcher: a host on loopback counts the connections."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def refusal(fetcher: Fetcher, url: str) -> str:
 
 
 def any_port(port: int, **policy) -> FetchPolicy:
-    """The listener's port is opened for everybody: only the address is left to refuse."""
+    """The listener's port is allowed for all hosts: only the address can be refused."""
     return FetchPolicy(allowed_hosts=("*", f"*:{port}"), **policy)
 
 
@@ -148,7 +148,7 @@ def only(address: str):
 
 
 def self_signed(folder: Path, name: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """TLS for a server of that name, and for a client that trusts its certificate alone."""
+    """TLS contexts for a server of that name, and for a client that trusts only its certificate."""
     x509 = pytest.importorskip("cryptography.x509")
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -239,13 +239,13 @@ async def test_a_name_is_resolved_once_for_its_check_and_its_connection(host):
         return ["127.0.0.2" if num_lookups == 1 else "127.0.0.1"]
 
     fetcher = Fetcher(any_port(host.port), lookup=lookup, is_public=only("127.0.0.2"))
-    await refusal(fetcher, host.url("/a", scheme="https", host="media.test"))  # nobody listens there
+    await refusal(fetcher, host.url("/a", scheme="https", host="media.test"))  # no server listens there
     assert (num_lookups, host.num_connections) == (1, 0)
     await fetcher.aclose()
 
 
 async def test_an_address_literal_is_checked_when_its_socket_is_made(host):
-    """What aiohttp would dial without asking a resolver."""
+    """aiohttp dials a literal without asking a resolver."""
     async with open_session(is_global, to_loopback, 1.0, None) as session:
         with pytest.raises(OSError) as caught:
             await session.get(host.url("/x?q"))
@@ -254,7 +254,7 @@ async def test_an_address_literal_is_checked_when_its_socket_is_made(host):
 
 
 async def test_nothing_is_sent_to_a_peer_that_is_not_the_one_that_was_checked(host):
-    """As if the connected socket led elsewhere than the address it was made for."""
+    """As if the connected socket led to another address than it was made for."""
     checks = iter([True, False])  # the socket, then its peer
     async with open_session(lambda address: next(checks), to_loopback, 1.0, None) as session:
         with pytest.raises(OSError) as caught:

@@ -39,7 +39,7 @@ def test_a_slow_transport_is_a_warning(monkeypatch, caplog, speed, level):
     monkeypatch.setattr(worker_setup, "probe_transport", lambda device: speed)
     setup = SimpleNamespace(device=torch.device("cuda"), replica_id="p")
     with caplog.at_level(logging.INFO):
-        worker_setup.check_device_lane(SimpleNamespace(transport="nixl"), setup)
+        worker_setup.check_device_transport(SimpleNamespace(transport="nixl"), setup)
     (record,) = caplog.records
     assert record.levelno == level and f"{speed / 1e9:.1f} GB/s" in record.getMessage()
 
@@ -48,4 +48,4 @@ def test_a_cpu_and_other_transports_are_not_checked(monkeypatch):
     monkeypatch.setattr(worker_setup, "probe_transport", lambda device: pytest.fail("checked"))
     for device, transport in (("cpu", "nixl"), ("cuda", "collective")):
         setup = SimpleNamespace(device=torch.device(device), replica_id="p")
-        assert worker_setup.check_device_lane(SimpleNamespace(transport=transport), setup) is None
+        assert worker_setup.check_device_transport(SimpleNamespace(transport=transport), setup) is None

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
-from router.admission.queue import AdmissionQueue, AdmissionTicket, Admitted, Capacity, Refusal
+from router.admission.queue import AdmissionQueue, AdmissionRefusal, AdmissionTicket, Admitted, Capacity
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Story:
     admitted_at: float | None = None
     first_token_at: float | None = None
     refused_at: float | None = None
-    refused: Refusal | None = None
+    refused: AdmissionRefusal | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -113,7 +113,7 @@ class DoorWorld:
         answer = self.queue.offer(ticket, self.now)
         if isinstance(answer, Admitted):
             self._admit(story, arrival)
-        elif isinstance(answer, Refusal):
+        elif isinstance(answer, AdmissionRefusal):
             self._refuse(story, answer)
 
     def _settle(self) -> None:
@@ -122,7 +122,7 @@ class DoorWorld:
         for ticket, refused in self.queue.expired(self.now):
             self._refuse(self._running[ticket.request_id][0], refused)
 
-    def _refuse(self, story: Story, refused: Refusal) -> None:
+    def _refuse(self, story: Story, refused: AdmissionRefusal) -> None:
         assert story.admitted_at is None and story.refused is None
         story.refused, story.refused_at = refused, self.now
         del self._running[story.ticket.request_id]

@@ -16,13 +16,10 @@ import pytest
 from bench.workload import Answer, Case, Reference, make_cases
 from cluster.config.settings import ClusterArgs, DoorArgs, TransferArgs
 from cluster.errors import UnavailableError
-from cluster.text.defaults import GenerationDefaults
 from cluster.types.members import Role
 from kv_transfer.agents.agent import PeerLostError, TransferError
 from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.agents.in_process import FaultScript
-from router.openai.schema import ChatRequest
-from router.openai.translate import chat_call
 from tests.fakes.local_prefill import let_prefill_locally
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
@@ -53,24 +50,13 @@ def _healthy_network_afterwards() -> Iterator[None]:
     network.faults = FaultScript()
 
 
-async def answer(cluster: LocalCluster, case: Case) -> tuple[str, int]:
-    body = {"model": "demo", "messages": case.messages, "max_tokens": MAX_TOKENS, "temperature": 0}
-    call = chat_call(ChatRequest.model_validate(body), "demo", GenerationDefaults.load(MODEL))
-    (choice,) = await cluster.door.chat(call)
-    try:
-        text = "".join([delta.text async for delta in choice])
-        return text, choice.usage.completion_tokens
-    finally:
-        await choice.aclose()
-
-
 async def ask_in_trouble(cluster: LocalCluster, pair: Expected, faults: FaultScript, label: object) -> bool:
     """One request under `faults`, the audit, one request without; whether the first was answered."""
     case, right = pair
     network.faults = faults
     started_at = time.monotonic()
     try:
-        got = await answer(cluster, case)
+        got = await cluster.answer(case, MAX_TOKENS)
         assert got == (right.text, len(right.token_ids)), label
         was_answered = True
     except UnavailableError as error:
@@ -79,7 +65,7 @@ async def ask_in_trouble(cluster: LocalCluster, pair: Expected, faults: FaultScr
     assert time.monotonic() - started_at < REQUEST_TIMEOUT_S + 1, label
     await cluster.audit()
     network.faults = FaultScript()
-    assert await answer(cluster, case) == (right.text, len(right.token_ids)), label
+    assert await cluster.answer(case, MAX_TOKENS) == (right.text, len(right.token_ids)), label
     await cluster.audit()
     return was_answered
 
@@ -159,7 +145,7 @@ async def test_a_decode_worker_that_can_no_longer_be_written_to_fails_its_reques
         network.kill(cluster.decodes[0].replica_id)
         for _ in range(2):
             with pytest.raises(UnavailableError, match="decode"):
-                await answer(cluster, case)
+                await cluster.answer(case, MAX_TOKENS)
 
 
 async def test_requests_side_by_side_with_a_failing_one_are_answered(expected):
@@ -169,7 +155,9 @@ async def test_requests_side_by_side_with_a_failing_one_are_answered(expected):
         faults = FaultScript()
         faults.fail("post", 2)
         network.faults = faults
-        outcomes = await asyncio.gather(*(answer(cluster, case) for case, _ in pairs), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(cluster.answer(case, MAX_TOKENS) for case, _ in pairs), return_exceptions=True
+        )
     failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     assert len(failed) == 1 and isinstance(failed[0], UnavailableError)
     for outcome, (_, right) in zip(outcomes, pairs, strict=True):
@@ -185,4 +173,4 @@ async def test_a_worker_whose_connection_was_cut_is_dialled_again(expected):
         async with asyncio.timeout(60):
             while len(cluster.door.peers) < 3:
                 await asyncio.sleep(0.01)
-        assert await answer(cluster, case) == (right.text, len(right.token_ids))
+        assert await cluster.answer(case, MAX_TOKENS) == (right.text, len(right.token_ids))

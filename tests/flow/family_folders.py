@@ -152,28 +152,23 @@ def _qwen3_omni(tokenizer: Any) -> Any:
 
 _SQUARE = {"height": 16, "width": 16}
 _PINPOINTS = [[16, 16], [16, 32], [32, 16], [32, 32]]
+_LLAVA_STRATEGY: dict[str, Any] = {
+    "patch_size": 4,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+}
 
 
 def _llava(tokenizer: Any) -> Any:
     images = hf.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=_SQUARE)
-    strategy = {
-        "patch_size": 4,
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,
-    }
-    return hf.LlavaProcessor(images, tokenizer, **strategy)
+    return hf.LlavaProcessor(images, tokenizer, **_LLAVA_STRATEGY)
 
 
 def _llava_next(tokenizer: Any) -> Any:
     images = hf.LlavaNextImageProcessor(
         size={"shortest_edge": 16}, crop_size=_SQUARE, image_grid_pinpoints=_PINPOINTS
     )
-    strategy = {
-        "patch_size": 4,
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,
-    }
-    return hf.LlavaNextProcessor(images, tokenizer, **strategy)
+    return hf.LlavaNextProcessor(images, tokenizer, **_LLAVA_STRATEGY)
 
 
 def _llava_onevision(tokenizer: Any) -> Any:

@@ -12,12 +12,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from bench.workload import Case
 from cluster.config.settings import ClusterArgs
 from cluster.types.members import Role
 from decode_service.service import DecodeService
 from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
 from router.door import Door
+from router.openai.schema import ChatRequest
+from router.openai.translate import chat_call
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
 PATIENCE_S = 3600.0
@@ -38,6 +41,17 @@ class LocalCluster:
     @property
     def door(self) -> Door:
         return self.doors[0]
+
+    async def answer(self, case: Case, max_tokens: int) -> tuple[str, int]:
+        """Text and number of tokens of a greedy answer. Raises ClusterError."""
+        door = self.door
+        body = {"model": "demo", "messages": case.messages, "max_tokens": max_tokens, "temperature": 0}
+        (choice,) = await door.chat(chat_call(ChatRequest.model_validate(body), "demo", door.defaults))
+        try:
+            text = "".join([delta.text async for delta in choice])
+            return text, choice.usage.completion_tokens
+        finally:
+            await choice.aclose()
 
     async def audit(self) -> None:
         """Wait until everybody is idle, then require that nothing is held."""

@@ -125,7 +125,7 @@ class _DoubledLogits(hf.LlamaForCausalLM):
 
 def test_an_unknown_rule_after_the_head_is_refused() -> None:
     config = TEXT_FAMILIES["llama"]().model.config
-    with pytest.raises(ConfigError, match=r"llama.*not known here"):
+    with pytest.raises(ConfigError, match=r"llama.*cluster does not know"):
         LanguageModel.from_model(_DoubledLogits(config))
 
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -21,13 +20,10 @@ from PIL import Image
 from bench.workload import Answer, Case, Reference, data_uri, make_case
 from cluster.config.settings import ClusterArgs, DoorArgs
 from cluster.errors import MediaError, UnavailableError
-from cluster.text.defaults import GenerationDefaults
 from encoder_service.service import NUM_PREPARE_THREADS
 from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.agents.in_process import FaultScript
 from router.flow.state import Attempt
-from router.openai.schema import ChatRequest
-from router.openai.translate import chat_call
 from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
 
@@ -71,7 +67,7 @@ async def asked(
     """All of them at once, the first one first; entered when everybody knows who shares."""
     tasks: list[asyncio.Task[tuple[str, int]]] = []
     for case, _ in pairs:
-        tasks.append(asyncio.ensure_future(answer(cluster, case)))
+        tasks.append(asyncio.ensure_future(cluster.answer(case, MAX_TOKENS)))
         async with asyncio.timeout(HANG_S):
             while len(cluster.prefills[0]._features._items) < len(tasks):
                 await asyncio.sleep(0.002)
@@ -82,19 +78,6 @@ async def asked(
         yield tasks
     finally:
         await asyncio.wait(tasks, timeout=HANG_S)
-
-
-async def answer(cluster: LocalCluster, case: Case) -> tuple[str, int]:
-    body: dict[str, Any] = {
-        "model": "demo", "messages": case.messages, "max_tokens": MAX_TOKENS, "temperature": 0
-    }  # fmt: skip
-    call = chat_call(ChatRequest.model_validate(body), "demo", GenerationDefaults.load(MODEL))
-    (choice,) = await cluster.door.chat(call)
-    try:
-        text = "".join([delta.text async for delta in choice])
-        return text, choice.usage.completion_tokens
-    finally:
-        await choice.aclose()
 
 
 def right(pairs: list[Expected]) -> list[tuple[str, int]]:

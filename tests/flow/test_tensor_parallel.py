@@ -18,8 +18,8 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.model.loading import Half, load_half
 from cluster.model.parallel import (
+    ForwardProgress,
     LeadingModel,
-    Progress,
     follow,
     join_group,
     leave_group,
@@ -72,7 +72,7 @@ def run_rank(
         except ConfigError as error:
             results.send((name, str(error)))
             continue
-        kv, progress = BlockMemory(model.kv_layout, 14), Progress()
+        kv, progress = BlockMemory(model.kv_layout, 14), ForwardProgress()
         if rank > 0:
             follow(model, kv, group, calls[name], progress, torch.float32, model.feature_width)
             assert progress.has((2, model.num_layers))
@@ -179,7 +179,7 @@ def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_is_reached_layer_by_layer_and_when_the_device_has_caught_up() -> None:
-    progress, is_written = Progress(), False
+    progress, is_written = ForwardProgress(), False
     assert progress.has((0, 0))
     progress.begin()
     assert not progress.has((1, 1))

@@ -20,7 +20,7 @@ from cluster.model.cuda.graphs import GraphedModel, capture_cuda
 from cluster.model.encoder import EncoderModel
 from cluster.model.kv_format import QuantizedRows, kv_segments
 from cluster.model.language import LanguageModel, SequenceChunk
-from kv_transfer.lease.envelope import checksum_blocks, has_checksum
+from kv_transfer.codecs.checksum import checksum_blocks, has_checksum
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.gpu.cases import Heads, paged_case
 

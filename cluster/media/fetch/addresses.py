@@ -1,8 +1,8 @@
 """Which IP addresses belong to the public internet. Pure.
 
-The lists are our own, because the standard library's `is_global` differs between Python releases. They follow IANA's special-purpose
-registries. Tunnels of IPv4 inside IPv6 are refused, except NAT64's well-known prefix: behind DNS64 all hosts that have only IPv4 are
-reached through it.
+The lists are our own, because the standard library's `is_global` differs between Python releases. They follow
+IANA's special-purpose registries. Tunnels of IPv4 inside IPv6 are refused, except NAT64's well-known prefix:
+behind DNS64 all hosts that have only IPv4 are reached through it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _NOT_PUBLIC_V4 = tuple(
             "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
             "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15",
             "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
-            "168.63.129.16/32",  # public by its number; inside an Azure machine it is the platform's own service
+            # public by its number; inside an Azure machine it is the platform's own service
+            "168.63.129.16/32",
         ),
     )
 )  # fmt: skip
@@ -35,7 +36,8 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 def is_global(address: str | IPv4Address | IPv6Address) -> bool:
-    """Whether the address means the same host everywhere on the internet. False for a text that is not an address."""
+    """Whether the address means the same host everywhere on the internet. False for a text that is not an
+    address."""
     try:
         address = ip_address(address)
     except ValueError:

@@ -1,7 +1,9 @@
-"""Cached answers of URLs: contents by digest, limited in bytes, and which URL gave which content, as long as its host allows.
+"""Cached answers of URLs: contents by digest, limited in bytes, and which URL gave which content, as long as
+its host allows.
 
-An answer belongs to the tenant that asked for it. Equal contents are stored once. Stale answers are kept as well, because with their
-validators the host can say that nothing has changed. Belongs to one event loop; nothing blocks.
+An answer belongs to the tenant that asked for it. Equal contents are stored once. Stale answers are kept as
+well, because with their validators the host can say that nothing has changed. Belongs to one event loop;
+nothing blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Key = tuple[str, str]  # tenant, URL
 
 
 class Freshness(msgspec.Struct, frozen=True):
-    """What a host allows for its answer. If the host says nothing, the answer is stored, but validated at each use."""
+    """What a host allows for its answer. If the host says nothing, the answer is stored, but validated at
+    each use."""
 
     may_store: bool
     fresh_s: float
@@ -34,7 +37,8 @@ FOREVER = Freshness(True, MAX_FRESH_S)
 
 
 def freshness(cache_control: str, age: str | None = None) -> Freshness:
-    """From the header fields of one answer (several Cache-Control lines joined by commas). With an unreadable field: not fresh."""
+    """From the header fields of one answer (several Cache-Control lines joined by commas). With an unreadable
+    field: not fresh."""
     directives: dict[str, str] = {}
     for directive in cache_control.lower().split(","):
         name, _, value = directive.strip().partition("=")
@@ -96,7 +100,8 @@ class ContentCache:
         url: str,
         validators: tuple[tuple[str, str], ...],
     ) -> bytes:
-        """Stores an answer if its host allows it. Returns the content: the stored copy, if an equal one exists."""
+        """Stores an answer if its host allows it. Returns the content: the stored copy, if an equal one
+        exists."""
         self._answers.pop(key, None)
         data = self._contents.get(digest, data)
         if not allowed.may_store or not (allowed.fresh_s or validators) or len(data) > self._max_bytes:

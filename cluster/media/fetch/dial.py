@@ -2,8 +2,10 @@
 
 There are three checks:
 
-* Resolver: if one of a name's addresses is refused, the name is refused, so the choice among them does not matter.
-* Socket: it is made only for an allowed address, because aiohttp passes address literals without the resolver.
+* Resolver: if one of a name's addresses is refused, the name is refused, so the choice among them does not
+  matter.
+* Socket: it is made only for an allowed address, because aiohttp passes address literals without the
+  resolver.
 * Request: nothing is sent before the peer of the connected socket is checked.
 
 After the check a name is not resolved again.
@@ -25,7 +27,8 @@ MayDial = Callable[[str], bool]
 
 
 class AddressRefusedError(OSError):
-    """An address that may not be dialled. Never shown, because it would tell a client how names inside the cluster resolve."""
+    """An address that may not be dialled. Never shown, because it would tell a client how names inside the
+    cluster resolve."""
 
 
 def system_lookup(threads: Executor) -> Lookup:
@@ -44,7 +47,8 @@ def system_lookup(threads: Executor) -> Lookup:
 def open_session(
     may_dial: MayDial, lookup: Lookup, connect_timeout_s: float, tls: ssl.SSLContext | None
 ) -> aiohttp.ClientSession:
-    """Call it on the event loop. The session keeps no cookies, decompresses nothing and ignores the environment."""
+    """Call it on the event loop. The session keeps no cookies, decompresses nothing and ignores the
+    environment."""
     connector = aiohttp.TCPConnector(
         resolver=_Resolver(lookup, may_dial),
         socket_factory=lambda info: _checked_socket(may_dial, info),

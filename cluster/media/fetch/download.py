@@ -1,7 +1,7 @@
 """One URL over HTTP: a GET for each hop, a check of each hop, and a hash of the body as it arrives.
 
-Belongs to one event loop. A download has one deadline for everything, from waiting for a slot to the last byte. It holds at most
-`max_bytes` of the body. A connection that is not read to the end is closed.
+Belongs to one event loop. A download has one deadline for everything, from waiting for a slot to the last
+byte. It holds at most `max_bytes` of the body. A connection that is not read to the end is closed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Downloaded(msgspec.Struct, frozen=True):
 
 
 class Downloader:
-    """`is_public`: which addresses may be dialled for a host that is not internal. Other arguments as in `Fetcher`."""
+    """`is_public`: which addresses may be dialled for a host that is not internal. Other arguments as in
+    `Fetcher`."""
 
     def __init__(
         self,

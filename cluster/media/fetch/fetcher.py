@@ -1,4 +1,5 @@
-"""The entry point for doors: an item's bytes from its URL. One per process, on its event loop, which is never blocked."""
+"""The entry point for doors: an item's bytes from its URL. One per process, on its event loop, which is never
+blocked."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class FetchedMedia(msgspec.Struct, frozen=True):
 
 
 class Fetcher:
-    """`lookup`, `is_public` and `tls` replace the system's resolver, the rule for addresses and the trusted certificates."""
+    """`lookup`, `is_public` and `tls` replace the system's resolver, the rule for addresses and the trusted
+    certificates."""
 
     def __init__(
         self,
@@ -54,10 +56,11 @@ class Fetcher:
     async def read(
         self, source: MediaSource, max_bytes: int, *, item_idx: int, tenant: str = ""
     ) -> FetchedMedia:
-        """Ends within the policy's `total_timeout_s`. A tenant never gets the content of another tenant's URL.
+        """Ends within the policy's `total_timeout_s`. A tenant never gets the content of another tenant's
+        URL.
 
-        Raises MediaError, which names the item, OverloadedError, or UnavailableError once closed. Cancelling one caller does not affect
-        others that wait for the same URL.
+        Raises MediaError, which names the item, OverloadedError, or UnavailableError once closed. Cancelling
+        one caller does not affect others that wait for the same URL.
         """
         if source.url[:5].lower() == "data:":
             if len(source.url) <= INLINE_CHARS:
@@ -72,7 +75,8 @@ class Fetcher:
             raise MediaError(f"{name}: {error.message}", param=source.param) from error
 
     async def aclose(self) -> None:
-        """Ends all downloads, whose callers get UnavailableError, and closes all connections. May be repeated."""
+        """Ends all downloads, whose callers get UnavailableError, and closes all connections. May be
+        repeated."""
         await self._flights.aclose()
         await self._downloader.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)

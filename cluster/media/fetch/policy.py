@@ -14,8 +14,9 @@ _ENTRY = re.compile(r"(\*|(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]
 
 
 class FetchPolicy(msgspec.Struct, frozen=True):
-    """Hosts are written "example.com" (this host), "*.example.com" (all below it) or "*", with ":port" if the port is not the scheme's
-    own. IPv6 addresses stand in brackets, other alphabets are written as xn--. Raises ConfigError for an invalid entry or value.
+    """Hosts are written "example.com" (this host), "*.example.com" (all below it) or "*", with ":port" if the
+    port is not the scheme's own. IPv6 addresses stand in brackets, other alphabets are written as xn--.
+    Raises ConfigError for an invalid entry or value.
     """
 
     allowed_hosts: tuple[str, ...] = ()  # empty: any; hosts must be public in both cases
@@ -62,7 +63,8 @@ def names_host(pattern: str, host: str) -> bool:
 
 
 def lists(entries: tuple[str, ...], host: str, port: int, default_port: int | None) -> bool:
-    """Whether one of the entries matches this host and port. An entry without a port means `default_port`, or any port if None."""
+    """Whether one of the entries matches this host and port. An entry without a port means `default_port`, or
+    any port if None."""
     for pattern, entry_port in map(parse_entry, entries):
         expected = default_port if entry_port is None else entry_port
         if names_host(pattern, host) and expected in (None, port):

@@ -1,7 +1,7 @@
 """Which URLs may be read. Pure: names are checked but not resolved.
 
-The resulting URL is built from the checked parts, so no later parser can find another host in it. Paths and queries stay as written,
-byte for byte, because signatures cover them.
+The resulting URL is built from the checked parts, so no later parser can find another host in it. Paths and
+queries stay as written, byte for byte, because signatures cover them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # a last label like this makes the 
 
 
 def check_url(text: str, policy: FetchPolicy) -> URL:
-    """The URL to request. Raises MediaError if it may not be read; the message contains no part of the URL."""
+    """The URL to request. Raises MediaError if it may not be read; the message contains no part of the
+    URL."""
     if len(text) > MAX_URL_CHARS:
         raise MediaError(f"the URL is longer than {MAX_URL_CHARS} characters")
     if not text.isprintable() or " " in text or "\\" in text:

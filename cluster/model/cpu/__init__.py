@@ -1,5 +1,7 @@
-"""Native kernels for x86 CPUs: linears, gated MLPs, norms and paged attention, with torch as the fallback of each.
+"""Native kernels for x86 CPUs: linears, gated MLPs, norms, paged attention, sampling. Each has torch as its
+fallback.
 
-`build` compiles the C++ sources, `library` loads what fits this CPU. `layer_search` puts whole decoder layers of one call each
-into a model where it can (`layer`), `modules` linears, gated MLPs and norms everywhere else.
+`library` loads the kernels of the C++ sources in this folder (`cluster.native` compiles them). At model load
+`layer_search` replaces decoder layers by one native call each where it can (`layer`); elsewhere `modules`
+replaces linears, gated MLPs and norms.
 """

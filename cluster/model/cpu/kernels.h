@@ -1,6 +1,6 @@
-// What the sources of this library lend each other: the pieces of a product and of attention that one thread runs at a time.
-// `items` are independent of each other; whoever calls shares them out among threads. Pointers without a type are to
-// elements, bfloat16 where `is_bf16` says so and float32 otherwise.
+// What the sources of this library share: the pieces of a product and of attention that one thread runs at a time.
+// `items` are independent of each other; the caller distributes them over threads. Pointers without a type are to
+// elements: bfloat16 if `is_bf16`, else float32.
 
 #pragma once
 

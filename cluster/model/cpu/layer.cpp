@@ -1,11 +1,11 @@
 // A decoder layer in one call: y = h + mlp(norm(h)), h = x + attention(norm(x)), over packed tokens and paged K and V.
 //
-// One team of threads goes through the phases below. The items of a phase are handed out as threads come free, and a phase
-// ends when its items are done, not when all threads have arrived: one that has lost its core between two items holds up
-// nobody, and finds later that the phases it missed are over. While a thread waits it fetches the weights that come next.
+// One team of threads goes through the phases below. A thread that is free takes the next item of the phase. A phase ends
+// when its items are done, not when all threads have arrived: a thread that loses its core between two items delays no
+// other, and finds later that the phases it missed are over. While a thread waits it prefetches the next weights.
 //
 // Sums and roundings are those of the kernels in linear.cpp and attention.cpp: a row depends neither on the other rows nor
-// on the number of threads. Plain C interface; what lies between the phases is kept per calling thread and used again.
+// on the number of threads. Plain C interface; the memory between the phases is kept per calling thread and reused.
 
 #include <omp.h>
 #include <sched.h>

@@ -1,7 +1,10 @@
-"""A decoder layer that runs in one native call (`layer.cpp`): norms, fused q/k/v, rotary embedding, writing K and V, paged
-attention, projection, gated MLP and both residuals, with the kernels and the roundings of `modules` and `attention_cpu`.
+"""A decoder layer that runs in one native call (`layer.cpp`).
 
-Runs on its caller's thread and on as many OpenMP threads as torch would use there. `layer_search` decides where it fits.
+The call does norms, fused q/k/v, rotary embedding, writing of K and V, paged attention, projection, gated MLP
+and both residuals. Its kernels and roundings are those of `modules` and `attention_cpu`.
+
+Runs on its caller's thread and on as many OpenMP threads as torch would use there. `layer_search` decides
+which layers it replaces.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from cluster.model.kv_format import layer_cache
 
 
 class _DecoderLayer(ctypes.Structure):
-    """DecoderLayer of layer.cpp."""
+    """Mirrors `DecoderLayer` of layer.cpp."""
 
     _fields_ = (
         ("qkv", c_void_p), ("out", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("input_norm", c_void_p),
@@ -35,7 +38,7 @@ class _DecoderLayer(ctypes.Structure):
 
 
 class _LayerStep(ctypes.Structure):
-    """LayerStep of layer.cpp."""
+    """Mirrors `LayerStep` of layer.cpp."""
 
     _fields_ = (
         ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("tokens", c_int64), ("rotary_width", c_int64),
@@ -44,7 +47,7 @@ class _LayerStep(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Heads:
-    """What one layer's attention works on."""
+    """The shape of one layer's attention, and its settings."""
 
     num_query: int
     num_kv: int
@@ -53,8 +56,10 @@ class Heads:
 
 
 class NativeDecoderLayer(nn.Module):
-    """hidden_states [1, T, hidden] → the same; K and V of the T tokens go to the batch's slots. Holds all weights packed; the
-    layer it was made from may go."""
+    """hidden_states [1, T, hidden] → the same shape; writes K and V of the T tokens into the batch's slots.
+
+    Holds a packed copy of all weights: the layer that it was made from can be deleted.
+    """
 
     def __init__(self, layer: nn.Module, heads: Heads, kernels: Kernels, *, int8: bool = False):
         super().__init__()
@@ -90,7 +95,7 @@ class NativeDecoderLayer(nn.Module):
         self._address = ctypes.addressof(self._layer)
         self._run: Callable[..., None] = kernels.cdll.decoder_layer
         self._run.argtypes, self._run.restype = (c_void_p,) * 9, None
-        if hasattr(layer, "attention_type"):  # some text models choose a mask by it
+        if hasattr(layer, "attention_type"):  # some text models choose the mask by it
             self.attention_type = layer.attention_type
 
     def forward(
@@ -101,12 +106,12 @@ class NativeDecoderLayer(nn.Module):
         paged: tuple[PagedBatch, AttentionBackend],
         **_kwargs: object,
     ) -> Tensor:
-        """position_embeddings: cos and sin, [1, T, rotary width] of the model's dtype. Blocks."""
+        """Blocks. position_embeddings: cos and sin, [1, T, rotary width] of the model's dtype."""
         batch = paged[0]
         x = hidden_states.contiguous()
         if x.dtype is not self._dtype or x.shape != (1, len(batch.slots), self._hidden):
             raise InternalError(
-                f"a native layer takes {len(batch.slots)} rows of {self._hidden} {self._dtype}: {x.shape}, {x.dtype}"
+                f"a native layer needs [1, {len(batch.slots)}, {self._hidden}] {self._dtype}, not {x.shape} {x.dtype}"
             )
         cache = layer_cache(batch.kv, self._layer_idx)
         y = torch.empty_like(x)
@@ -127,7 +132,9 @@ class NativeDecoderLayer(nn.Module):
         memo_key = ("decoder layer", cos.data_ptr(), sin.data_ptr())
         if memo_key not in batch.memo:
             if not can_rotate(cos, sin, len(batch.slots), self._dtype):
-                raise InternalError(f"a native layer takes no rotary embedding of {cos.shape}, {cos.dtype}")
+                raise InternalError(
+                    f"a native layer cannot use a rotary embedding of {cos.shape}, {cos.dtype}"
+                )
             tensors = (batch.slots.contiguous(), cos.contiguous(), sin.contiguous(), cos, sin)
             step = _LayerStep(*(tensor.data_ptr() for tensor in tensors[:3]), *cos.shape[1:])
             batch.memo[memo_key] = (ctypes.addressof(step), step, tensors)
@@ -135,7 +142,7 @@ class NativeDecoderLayer(nn.Module):
 
 
 def can_rotate(cos: Tensor, sin: Tensor, num_tokens: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels know embeddings of this form."""
+    """Whether the kernels support rotary embeddings of this form."""
     return (
         cos.shape == sin.shape
         and cos.shape[:-1] == (1, num_tokens)

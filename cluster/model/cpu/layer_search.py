@@ -1,8 +1,9 @@
 """Finds the decoder layers of a text model that one native call can run, and replaces them.
 
-A layer is known by the names and kinds of its children. What its attention asks for is recorded from one run of the layer
-itself, over a small packed step of random input and random contexts; the replacement runs the same step and takes the layer's
-place only if it adds the same to its input. What differs, or is not understood, stays as it was.
+A layer is recognised by the names and types of its children. One run of the layer itself, over a small packed
+step of random input and random contexts, records the settings of its attention. The replacement runs the same
+step. It takes the layer's place only if it adds the same to the input. A layer that differs, or is not
+recognised, stays.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from cluster.model.kv_format import LayerCache, layer_cache
 
 logger = logging.getLogger(__name__)
 
-# Largest relative error (2-norm) of what a replacement adds to its input. Three times what was seen on random weights, or more.
+# Largest relative error (2-norm) of what a replacement adds to its input: at least three times the error seen
+# on random weights.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 _INT8_TOLERANCE = 1e-1
 _TRIAL_SIZES = ((20, 1), (3, 6), (0, 9))  # per sequence: tokens in the cache, new tokens
 NUM_TRIAL_TOKENS = sum(new for _, new in _TRIAL_SIZES)
-_TRIAL_SCALE = 0.1  # of the input: a layer of small weights must not vanish behind it
+_TRIAL_SCALE = 0.1  # of the input, so that what a layer of small weights adds does not vanish behind it
 _CHILDREN = frozenset(("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
 _PROJECTIONS = frozenset(("q_proj", "k_proj", "v_proj", "o_proj"))
 _HEAD_NORMS = frozenset(("q_norm", "k_norm"))
@@ -46,9 +48,13 @@ def optimise_layers(
     text_model: nn.Module, layout: MemoryLayout, backend: AttentionBackend, positions: Tensor,
     weight_dtype: WeightDtype = "auto", kernels: Kernels | None = None,
 ) -> int:  # fmt: skip
-    """Replaces decoder layers of `text_model` in place; returns how many. The model's attention is `paged_attention`, its KV
-    lies as `layout` says. positions: ids of any `NUM_TRIAL_TOKENS` tokens as the model takes them. Does nothing where there
-    are no kernels for this machine. Blocks: some seconds for a gigabyte of weights; call it before `modules.optimise`."""
+    """Replaces decoder layers of `text_model` in place; returns how many. If this machine has no kernels,
+    does nothing.
+
+    The model's attention is `paged_attention`; `layout` is that of its KV. positions: position ids of any
+    `NUM_TRIAL_TOKENS` tokens, in the model's form. Call it before `modules.optimise`. Blocks: some seconds
+    for a gigabyte of weights.
+    """
     kernels = kernels or load()
     if kernels is None or not isinstance(backend, CpuAttention):
         return 0
@@ -73,8 +79,8 @@ def optimise_layers(
 
 
 @dataclass
-class _Recorder:
-    """The backend of a trial: notes what a layer asks for."""
+class _AttentionRecorder:
+    """The attention backend of a trial: records the calls of a layer."""
 
     backend: AttentionBackend
     heads: list[Heads | None] = field(default_factory=list)
@@ -93,12 +99,13 @@ class _Recorder:
         return self.backend.attend(batch, layer, query, new_key, new_value, cache)
 
 
-class _Seen(Exception):
-    """Ends a forward whose arguments are known."""
+class _ArgumentsKnown(Exception):
+    """Ends a forward after its arguments were recorded."""
 
 
 class _Trial:
-    """A packed step of random input over random contexts, the same for all layers. layer: the first one."""
+    """A packed step of random input over random contexts, the same for all layers. layer: the first of
+    them."""
 
     def __init__(
         self, text_model: nn.Module, layer: nn.Module, layout: MemoryLayout, backend: CpuAttention, positions: Tensor
@@ -110,22 +117,22 @@ class _Trial:
         self._memory, self._tables = _random_contexts(layout, dtype, generator)
         x = torch.randn(1, NUM_TRIAL_TOKENS, _width(layer), generator=generator)
         self._x = (_TRIAL_SCALE * x).to(dtype)
-        self._position_embeddings = self._given_to(layer, text_model, positions).get("position_embeddings")
+        self._position_embeddings = self._keywords_of(layer, text_model, positions).get("position_embeddings")
 
-    def _given_to(self, layer: nn.Module, text_model: nn.Module, positions: Tensor) -> dict:
-        """The keywords that the text model calls its layer with."""
+    def _keywords_of(self, layer: nn.Module, text_model: nn.Module, positions: Tensor) -> dict:
+        """The keyword arguments with which the text model calls its layer."""
         given: dict = {}
 
         def note(_layer: nn.Module, _args: tuple, keywords: dict) -> None:
             given.update(keywords)
-            raise _Seen
+            raise _ArgumentsKnown
 
         hook = layer.register_forward_pre_hook(note, with_kwargs=True)
         try:
             text_model(
                 inputs_embeds=self._x, position_ids=positions, use_cache=False, paged=(self._batch(), self._backend)
             )  # fmt: skip
-        except _Seen:
+        except _ArgumentsKnown:
             pass
         finally:
             hook.remove()
@@ -158,8 +165,9 @@ class _Trial:
         )
 
     def run(self, layer: nn.Module) -> tuple[object, list[Heads | None]]:
-        """What the layer adds to its input, if it returns one tensor, and what it asks of attention."""
-        recorder = _Recorder(self._backend)
+        """What the layer adds to its input, if it returns one tensor; and the settings of its calls of
+        attention, None: not supported."""
+        recorder = _AttentionRecorder(self._backend)
         out = layer(
             self._x, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
             position_embeddings=self._position_embeddings, paged=(self._batch(), recorder),
@@ -170,7 +178,7 @@ class _Trial:
 def _random_contexts(
     layout: MemoryLayout, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[BlockMemory, Tensor]:
-    """All layers' K and V of the trial's sequences, and the block tables."""
+    """K and V of the trial's sequences in all layers, and the block tables."""
     block_size = layout.segments[0].rows
     longest = -(-max(map(sum, _TRIAL_SIZES)) // block_size)
     memory = BlockMemory(layout, len(_TRIAL_SIZES) * longest)
@@ -189,7 +197,7 @@ def _random_contexts(
 def _replacement(
     layer: nn.Module, trial: _Trial, kernels: Kernels, weight_dtype: WeightDtype
 ) -> NativeDecoderLayer | None:
-    """The best one that does what `layer` does."""
+    """The fastest replacement that agrees with `layer`; None: there is none."""
     expected, asked = trial.run(layer)
     if not isinstance(expected, Tensor) or len(asked) != 1 or (heads := asked[0]) is None:
         return None
@@ -205,7 +213,7 @@ def _replacement(
 
 
 def _is_decoder_layer(module: nn.Module) -> bool:
-    """By the names and kinds of all parts; what it does with them is left to the comparison."""
+    """By the names and types of all parts; the comparison finds out whether it computes the same."""
     children = dict(module.named_children())
     if children.keys() != _CHILDREN or not is_servable(module):
         return False
@@ -221,7 +229,8 @@ def _is_decoder_layer(module: nn.Module) -> bool:
 
 
 def _fits(layer: nn.Module, heads: Heads) -> bool:
-    """Whether all parts have the sizes that the kernels assume. Rows are even, as bfloat16 goes in pairs."""
+    """Whether all parts have the sizes that the kernels need. Rows have an even length, because bfloat16 is
+    read in pairs."""
     attention = cast(nn.Module, layer.self_attn)
     query, key, value = (cast(nn.Linear, getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
     head_norms = [getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)]

@@ -1,4 +1,5 @@
-"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp` and `packing.cpp`.
+"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp` and
+`packing.cpp`.
 
 Loaded once, on first use, from any thread. A call releases the interpreter's lock while it runs.
 """
@@ -18,7 +19,7 @@ SOURCES = Path(__file__).parent
 
 
 class Layer(ctypes.Structure):
-    """Mirrors `Layer` of kernels.h. Holds pointers only: its owner keeps the tensors."""
+    """Mirrors `Layer` of kernels.h. Holds pointers only: its owner keeps the tensors alive."""
 
     _fields_ = (
         ("packed", c_void_p),

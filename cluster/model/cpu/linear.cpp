@@ -2,9 +2,9 @@
 //
 // y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]). Weights are packed once into panels of kPanel outputs: panel[step][output],
 // four bytes an output and step (one float, two bfloat16 or four int8 of the inputs), so all element types share the loops
-// below. A register tile is some rows of x times a panel. A panel and a block of rows are one item of work; threads take
-// items as they come free, so that one that has lost its core to another process holds up no other. An element's sum runs
-// over k in one order whatever the number of rows or threads: a row's result does not depend on its neighbours.
+// below. A register tile is some rows of x times a panel. A panel and a block of rows are one item of work. A thread that
+// is free takes the next item, so a thread that loses its core to another process delays no other. The sum of an element
+// runs over k in one order for any number of rows or threads: a row's result does not depend on its neighbours.
 //
 // The same source is compiled for AVX-512 with BF16 and VNNI, for AVX-512, and for AVX2. Callers pass contiguous rows.
 

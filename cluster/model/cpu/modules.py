@@ -1,9 +1,10 @@
-"""Modules that run the native kernels in place of a model's own, and `optimise`, which puts them there.
+"""Modules that run the native kernels in place of a model's own modules, and `optimise`, which puts them
+there.
 
-Weights are packed once and kept in that form alone. Every replacement is compared with the module it replaces on random
-input before it takes its place; what differs, or is not understood, stays as it was. float32 and bfloat16 are lossless:
-the same products summed in another order. A row's result does not depend on the other rows of the batch. INT8 weights are
-not lossless, an option.
+Weights are packed once and kept in that form only. A replacement is compared with its module on random input
+before it takes its place. A module that differs, or is not recognised, stays. float32 and bfloat16 are
+lossless: the same products, summed in another order. INT8 weights are an option and not lossless. The result
+of a row does not depend on the other rows of the batch.
 
 A module runs on its caller's thread and on as many OpenMP threads as torch would use there.
 """
@@ -28,22 +29,21 @@ logger = logging.getLogger(__name__)
 WeightDtype = Literal["auto", "int8"]
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_STEP_BYTES = 4  # of an output's weights, for some inputs, lie side by side
+_STEP_BYTES = 4  # of an output's weights lie side by side: the weights of 1, 2 or 4 inputs
 _ALIGNMENT = 64
 _ARENA_BYTES = 64 << 20
-# Largest relative error (2-norm) of a replacement. Twice what was seen on Gaussian weights and inputs, or more.
+# Largest relative error (2-norm) of a replacement: at least twice the error seen on Gaussian weights and
+# inputs.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-_NORM_TOLERANCE = {
-    torch.float32: 1e-6,
-    torch.bfloat16: 5e-4,
-}  # a rounding more or less in bfloat16 gives 1e-3
+# One rounding to bfloat16 more or less would give 1e-3.
+_NORM_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-4}
 _INT8_TOLERANCE = 5e-2
 _PROBE_ROWS = 7
 
 
 class PackedWeights:
-    """One or two (gate, up) matrices [outputs, inputs] as the kernels read them, with the bias. Calls of one object may
-    overlap; nothing changes after it is made."""
+    """One matrix [outputs, inputs], or two (gate, up), packed for the kernels, with the bias. Immutable:
+    calls may overlap."""
 
     def __init__(
         self, kernels: Kernels, weight: Tensor, *, up: Tensor | None = None, bias: Tensor | None = None,
@@ -67,7 +67,7 @@ class PackedWeights:
         pack(weight.data_ptr(), _pointer(up), packed.data_ptr(), *quantisation, outputs, inputs)
         self._tensors = (packed, padded_bias, scales, sums)
         self._layer = Layer(*map(_pointer, self._tensors), inputs, outputs, up is not None)
-        self.address: int = ctypes.addressof(self._layer)  # of a `Layer`, for as long as this object lives
+        self.address: int = ctypes.addressof(self._layer)  # of a `Layer`; valid while this object lives
         self._run = getattr(kernels.cdll, f"linear_i8_{suffix}" if int8 else f"linear_{suffix}")
         self._dtype, self._inputs, self._outputs = weight.dtype, inputs, outputs
 
@@ -76,7 +76,7 @@ class PackedWeights:
         shape = x.shape
         if x.dtype is not self._dtype or shape[-1] != self._inputs:
             raise InternalError(
-                f"a packed layer takes {self._inputs} {self._dtype} inputs: {shape}, {x.dtype}"
+                f"a packed layer needs {self._inputs} {self._dtype} inputs, not {shape}, {x.dtype}"
             )
         if not x.is_contiguous():
             x = x.contiguous()
@@ -88,7 +88,7 @@ class PackedWeights:
 
 
 class PackedLinear(nn.Module):
-    """y = x Wᵀ + b. Has no `weight`; the linear it was made from may go."""
+    """y = x Wᵀ + b. Has no `weight`; the linear that it was made from can be deleted."""
 
     def __init__(self, linear: nn.Linear, kernels: Kernels, *, int8: bool = False):
         super().__init__()
@@ -98,7 +98,8 @@ class PackedLinear(nn.Module):
 
 
 class PackedGatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one pass. Intermediate values are rounded to the dtype as torch's are."""
+    """down(silu(gate(x)) * up(x)), gate and up in one pass. Intermediate values are rounded to the dtype, as
+    torch does."""
 
     def __init__(self, mlp: nn.Module, kernels: Kernels, *, int8: bool = False):
         super().__init__()
@@ -113,7 +114,8 @@ class PackedGatedMlp(nn.Module):
 
 
 class NativeRmsNorm(nn.Module):
-    """weight * (x / rms(x)), the quotient in float32 and rounded to the dtype before the product, as in most families."""
+    """weight * (x / rms(x)). As in most families the quotient is computed in float32 and rounded to the dtype
+    before the product."""
 
     def __init__(self, norm: nn.Module, kernels: Kernels):
         super().__init__()
@@ -126,7 +128,7 @@ class NativeRmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype is not self._dtype or x.shape[-1] != self._width:
-            raise InternalError(f"a norm takes {self._width} {self._dtype} values: {x.shape}, {x.dtype}")
+            raise InternalError(f"a norm needs {self._width} {self._dtype} values, not {x.shape}, {x.dtype}")
         if not x.is_contiguous():
             x = x.contiguous()
         y = torch.empty_like(x)
@@ -146,11 +148,12 @@ class NativeRmsNorm(nn.Module):
 def optimise(
     text_model: nn.Module, head: nn.Module, weight_dtype: WeightDtype = "auto", kernels: Kernels | None = None
 ) -> nn.Module | None:
-    """Replaces linears, gated MLPs and norms anywhere in `text_model`, in place. Returns what to use as the output head, or
-    None: keep the old one. A head that shares its weight with the embedding gets a packed copy of its own.
+    """Replaces linears, gated MLPs and norms anywhere in `text_model`, in place. Returns the new output head;
+    None: keep the old one.
 
-    Does nothing where there are no kernels for this machine (`kernels`: those of `load` unless given). Blocks: some seconds
-    for a gigabyte of weights. Call it before the first forward, in evaluation mode.
+    A head that shares its weight with the embedding gets a packed copy of its own. If this machine has no
+    kernels, does nothing (`kernels`: default those of `load`). Call it before the first forward, in
+    evaluation mode. Blocks: some seconds for a gigabyte of weights.
     """
     kernels = kernels or load()
     if kernels is None:
@@ -165,7 +168,7 @@ def optimise(
 
 
 def optimise_modules(module: nn.Module, kernels: Kernels | None = None) -> int:
-    """What `optimise` does to a text model, for any module: replaces what it can inside `module`; returns how many parts."""
+    """`optimise` for any module: replaces parts of `module` in place and returns their number."""
     kernels = kernels or load()
     if kernels is None:
         return 0
@@ -186,7 +189,7 @@ def _optimise_children(module: nn.Module, kernels: Kernels, weight_dtype: Weight
 
 
 def _replacement(module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype) -> nn.Module | None:
-    """The best one that does what `module` does."""
+    """The fastest replacement that agrees with `module`; None: there is none."""
     for candidate, tolerance in _candidates(module, kernels, weight_dtype):
         if _agrees(module, candidate, tolerance):
             return candidate
@@ -196,7 +199,7 @@ def _replacement(module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype)
 def _candidates(
     module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype
 ) -> Iterator[tuple[nn.Module, float]]:
-    """With the largest relative error that each may have."""
+    """Fastest first, each with the largest relative error that it may have."""
     if is_rms_norm(module):
         yield NativeRmsNorm(module, kernels), _NORM_TOLERANCE[dtype_of(module)]
         return
@@ -224,16 +227,17 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """By name and parts; whether it adds 1 to its weight or rounds at another place is left to the comparison."""
+    """By name and parts. The comparison finds out whether it adds 1 to its weight or rounds at another
+    place."""
     weight = getattr(module, "weight", None)
-    named_so = (
+    is_named_so = (
         type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and weight.ndim == 1
     )
-    return named_so and epsilon_of(module) is not None and is_servable(module)
+    return is_named_so and epsilon_of(module) is not None and is_servable(module)
 
 
 def is_servable(module: nn.Module) -> bool:
-    """All in CPU memory, of one dtype that the kernels know, and nobody listens in."""
+    """All parameters are in CPU memory, of one dtype that the kernels support, and no hook is registered."""
     kinds = {(parameter.device.type, parameter.dtype) for parameter in module.parameters()}
     hooks = any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     return kinds <= {("cpu", dtype) for dtype in _SUFFIX} and len(kinds) == 1 and not hooks
@@ -258,9 +262,9 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 class _Arena:
-    """Memory on huge pages for what every step streams through: with 4 KiB pages a small batch is 5 to 12 % slower (measured
-    on two cores, interleaved). Given out once and never taken back piece by piece: an arena's memory
-    lives as long as the tensors in it."""
+    """Memory on huge pages for weights that every step reads: with 4 KiB pages a small batch is 5 to 12 %
+    slower (measured on two cores, interleaved). Pieces are not reused: the memory lives as long as the
+    tensors in it."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)

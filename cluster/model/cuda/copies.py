@@ -1,7 +1,9 @@
-"""The inputs of a decode step as one matrix: one pinned buffer on the host, one on the device, one copy between them.
+"""The inputs of a decode step as one matrix: one pinned buffer on the host, one on the device, one copy
+between them.
 
-There is one row per sequence: token id, position, slot, context length, then the block table. Rows are independent and contiguous, so
-a step of any batch size uses the first rows of the matrix. Tried on the CPU only, where both buffers are plain memory.
+There is one row per sequence: token id, position, slot, context length, then the block table. Rows are
+independent and contiguous, so a step of any batch size uses the first rows of the matrix. Tried on the CPU
+only, where both buffers are plain memory.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ _TOKEN, _POSITION, _SLOT, _CONTEXT, _TABLE = range(5)
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """One new token for each of B sequences, on the model's device. Views of a `StepMatrix`, valid until its next `fill`."""
+    """One new token for each of B sequences, on the model's device. Views of a `StepMatrix`, valid until its
+    next `fill`."""
 
     token_ids: Tensor  # [B] int32
     position_ids: Tensor  # [B] int32
@@ -30,8 +33,8 @@ class DecodeInputs:
 class StepMatrix:
     """Owns both buffers. One thread. `fill` may be repeated at once; it waits for the previous copy.
 
-    max_blocks: the longest block table. scratch_block: a block that belongs to no request, for the K and V of padding
-    rows.
+    max_blocks: the longest block table. scratch_block: a block that belongs to no request, for the K and V of
+    padding rows.
     """
 
     def __init__(
@@ -60,8 +63,8 @@ class StepMatrix:
         block_tables: Sequence[Sequence[int]],
         batch_size: int,
     ) -> DecodeInputs:
-        """Arguments as in `LanguageModel.decode`. Rows from len(token_ids) to batch_size are padding. Enqueues the copy on the current
-        stream."""
+        """Arguments as in `LanguageModel.decode`. Rows from len(token_ids) to batch_size are padding.
+        Enqueues the copy on the current stream."""
         if self._copied is not None:
             self._copied.synchronize()
         count, rows = len(token_ids), self._rows

@@ -1,6 +1,6 @@
-"""Decode attention over block memory with our Triton kernels (`kernels`), for plain and INT8 KV. Supports any block size, sliding
-windows, soft caps, sinks, and K and V of different widths. Shapes do not depend on the contexts, so calls may be captured in a CUDA
-graph. Never run on a GPU. Letters as in `attention`.
+"""Decode attention over block memory with our Triton kernels (`kernels`), for plain and INT8 KV. Supports any
+block size, sliding windows, soft caps, sinks, and K and V of different widths. Shapes do not depend on the
+contexts, so calls may be captured in a CUDA graph. Never run on a GPU. Letters as in `attention`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ def can_decode(cache: LayerCache) -> bool:
 
 
 def num_splits_for(num_rows: int, max_context: int, num_processors: int) -> int:
-    """Number of shares into which the keys of a sequence are split: enough for about two programs per processor, but at most
-    MAX_SPLITS, and no share below four tiles. num_rows: sequences * KV heads."""
+    """Number of shares into which the keys of a sequence are split: enough for about two programs per
+    processor, but at most MAX_SPLITS, and no share below four tiles. num_rows: sequences * KV heads."""
     wanted = -(-2 * num_processors // num_rows)
     return max(1, min(wanted, max_context // (4 * _TILE), MAX_SPLITS))
 
 
 def paged_decode(
-    query: Tensor, cache: LayerCache, block_tables: Tensor, context_lens: Tensor, layer: LayerAttention, num_splits: int
+    query: Tensor, cache: LayerCache, block_tables: Tensor, context_lens: Tensor, layer: LayerAttention,
+    num_splits: int
 ) -> Tensor:  # fmt: skip
-    """query [B, Hq, D]: one new token per sequence, whose K and V are already in the cache. block_tables [B, max_blocks]: integers
-    with contiguous rows. context_lens [B]: integers. Returns [B, Hq, Dv] in query's dtype. Needs triton; enqueues on the current
-    stream."""
+    """query [B, Hq, D]: one new token per sequence, whose K and V are already in the cache. block_tables [B,
+    max_blocks]: integers with contiguous rows. context_lens [B]: integers. Returns [B, Hq, Dv] in query's
+    dtype. Needs triton; enqueues on the current stream."""
     from cluster.model.cuda import kernels
 
     num_seqs, num_heads, key_width = query.shape
@@ -62,14 +63,16 @@ def paged_decode(
     out = query.new_empty((num_seqs, num_heads, value_width))
     kernels.decode_reduce[(num_seqs * num_heads,)](
         partial_out, partial_stats, layer.sinks, out, num_splits,
-        HEADS=num_heads, V_WIDTH=value_width, V_PAD=_padded(value_width), SPLITS_PAD=_power_of_two(num_splits),
+        HEADS=num_heads, V_WIDTH=value_width, V_PAD=_padded(value_width),
+        SPLITS_PAD=_power_of_two(num_splits),
         HAS_SINKS=layer.sinks is not None,
     )  # fmt: skip
     return out
 
 
 def write_quantised(store: QuantizedRows, slots: Tensor, rows: Tensor) -> None:
-    """`store.write` in one launch: rows [T, Hk, D] to flat slots [T]. Needs triton; enqueues on the current stream."""
+    """`store.write` in one launch: rows [T, Hk, D] to flat slots [T]. Needs triton; enqueues on the current
+    stream."""
     from cluster.model.cuda import kernels
 
     num_tokens, kv_heads, width = rows.shape
@@ -82,7 +85,8 @@ def write_quantised(store: QuantizedRows, slots: Tensor, rows: Tensor) -> None:
 
 
 def gather_quantised(store: QuantizedRows, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """`store.rows` in one launch: [T, Hk, D] of flat slots [T]. Needs triton; enqueues on the current stream."""
+    """`store.rows` in one launch: [T, Hk, D] of flat slots [T]. Needs triton; enqueues on the current
+    stream."""
     from cluster.model.cuda import kernels
 
     kv_heads, width = store.row_shape

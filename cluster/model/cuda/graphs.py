@@ -1,4 +1,5 @@
-"""CUDA graphs of the decode step: one per batch size of a short list, recorded at its first use and replayed afterwards.
+"""CUDA graphs of the decode step: one per batch size of a short list, recorded at its first use and replayed
+afterwards.
 
 A replay repeats the recorded launches at the recorded addresses. Therefore:
 
@@ -76,8 +77,8 @@ class DecodeGraphs:
         return self._replay(size)()[:count]
 
     def warm_up(self) -> None:
-        """Records every size, largest first, so that the smaller ones fit into its memory. Takes minutes at most; without it the first
-        requests wait. Writes into the scratch block only."""
+        """Records every size, largest first, so that the smaller ones fit into its memory. Takes minutes at
+        most; without it the first requests wait. Writes into the scratch block only."""
         for size in reversed(self._sizes):
             self._matrix.fill([], [], [], [], size)
             self._replay(size)
@@ -90,7 +91,8 @@ class DecodeGraphs:
 
 
 class GraphedModel:
-    """A `LanguageModel` whose decode steps over `kv` are replayed. Other calls go to the model itself. One thread.
+    """A `LanguageModel` whose decode steps over `kv` are replayed. Other calls go to the model itself. One
+    thread.
 
     The last block of `kv` is the scratch block: it must not belong to the pool that requests draw from.
     """
@@ -105,7 +107,8 @@ class GraphedModel:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Records all batch sizes. Raises RuntimeError if the model does something that cannot be recorded."""
+        """Records all batch sizes. Raises RuntimeError if the model does something that cannot be
+        recorded."""
         self._graphs.warm_up()
 
     def forward(
@@ -134,7 +137,8 @@ class GraphedModel:
 
 
 def with_graphs(model: LanguageModel, kv: BlockMemory, max_batch: int) -> StepModel:
-    """The model with recorded decode steps. If they cannot be recorded: the model itself, and the log says why. On CUDA."""
+    """The model with recorded decode steps. If they cannot be recorded: the model itself, and the log says
+    why. On CUDA."""
     if not model.can_capture_decode(kv):
         logger.info("decode steps are not recorded: their attention needs the host")
         return model
@@ -148,8 +152,8 @@ def with_graphs(model: LanguageModel, kv: BlockMemory, max_batch: int) -> StepMo
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, then steps of 8 up to 64 and of 32 after that; the last is max_batch. Padding small batches costs little, because
-    most of such a step is reading the weights, which all rows share."""
+    """1, 2, 4, then steps of 8 up to 64 and of 32 after that; the last is max_batch. Padding small batches
+    costs little, because most of such a step is reading the weights, which all rows share."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_batch, 32)]
     return [size for size in sizes if size < max_batch] + [max_batch]
 

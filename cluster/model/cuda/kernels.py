@@ -1,9 +1,10 @@
-"""Triton kernels over paged KV. Importing them needs triton. Tried in Triton's interpreter and compiled for sm_80 and sm_90 (Triton
-3.9, no register spills up to widths of 128), never run on a GPU.
+"""Triton kernels over paged KV. Importing them needs triton. Tried in Triton's interpreter and compiled for
+sm_80 and sm_90 (Triton 3.9, no register spills up to widths of 128), never run on a GPU.
 
-Blocks are [num_blocks, BLOCK_SIZE, KV_HEADS, width], contiguous; a flat slot is block id * BLOCK_SIZE + row. INT8 blocks
-hold codes and have float16 scales [num_blocks, BLOCK_SIZE, KV_HEADS, cdiv(width, 64)], one for each run of 64 channels; value = code *
-scale. `*_PAD` is a size rounded up to a power of two, because tile shapes must be powers of two.
+Blocks are [num_blocks, BLOCK_SIZE, KV_HEADS, width], contiguous; a flat slot is block id * BLOCK_SIZE + row.
+INT8 blocks hold codes and have float16 scales [num_blocks, BLOCK_SIZE, KV_HEADS, cdiv(width, 64)], one for
+each run of 64 channels; value = code * scale. `*_PAD` is a size rounded up to a power of two, because tile
+shapes must be powers of two.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from cluster.model.kv_format import GROUP_WIDTH
 
 SCALE_RUN = tl.constexpr(GROUP_WIDTH)  # channels that share one scale
 LOG2_E = tl.constexpr(1.4426950408889634)
-ROUNDING = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2**23: adding and subtracting it rounds a small float32 half to even
+# 1.5 * 2**23: adding and subtracting it rounds a small float32 half to even
+ROUNDING = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -45,10 +45,11 @@ def decode_split(
     K_WIDTH: tl.constexpr, K_PAD: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, QUANTISED: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one new token over one share of its keys. Grid (sequences, KV heads, num_splits); a program holds all
-    GROUP query heads of its KV head, so that K and V are read once. query [B, KV_HEADS * GROUP, K_WIDTH], contiguous.
-    WINDOW 0: all keys. Writes partial_out [B, heads, num_splits, V_WIDTH] (not normalised) and
-    partial_stats [B, heads, num_splits, 2]: the largest score times log2(e), and the sum of exponentials. float32."""
+    """Attention of one new token over one share of its keys. Grid (sequences, KV heads, num_splits); a
+    program holds all GROUP query heads of its KV head, so that K and V are read once. query [B, KV_HEADS *
+    GROUP, K_WIDTH], contiguous. WINDOW 0: all keys. Writes partial_out [B, heads, num_splits, V_WIDTH] (not
+    normalised) and partial_stats [B, heads, num_splits, 2]: the largest score times log2(e), and the sum of
+    exponentials. float32."""
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context_len = tl.load(context_lens + seq).to(tl.int32)
     first = tl.maximum(context_len - WINDOW, 0) if WINDOW > 0 else 0
@@ -97,10 +98,11 @@ def decode_split(
 @triton.jit
 def decode_reduce(
     partial_out, partial_stats, sinks, out, num_splits,
-    HEADS: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HEADS: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Combines the shares of one head of one sequence. Grid (sequences * HEADS,). out [B, HEADS, V_WIDTH]; sinks [HEADS]: one
-    more logit in the denominator. A row that sees no key becomes zero."""
+    """Combines the shares of one head of one sequence. Grid (sequences * HEADS,). out [B, HEADS, V_WIDTH];
+    sinks [HEADS]: one more logit in the denominator. A row that sees no key becomes zero."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS_PAD)
     is_split = splits < num_splits
@@ -126,10 +128,11 @@ def decode_reduce(
 @triton.jit
 def write_quantised(
     rows, slots, codes, scales,
-    row_stride, head_stride, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUNS_PAD: tl.constexpr,
+    row_stride, head_stride, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr,
+    RUNS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Quantises one head of one new token into its slot. Grid (tokens, KV_HEADS). rows [T, KV_HEADS, WIDTH] with contiguous
-    last dimension. A run of zeros gets scale 0 and codes 0."""
+    """Quantises one head of one new token into its slot. Grid (tokens, KV_HEADS). rows [T, KV_HEADS, WIDTH]
+    with contiguous last dimension. A run of zeros gets scale 0 and codes 0."""
     token, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + token).to(tl.int64)
     runs = tl.arange(0, RUNS_PAD)

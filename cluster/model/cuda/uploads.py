@@ -20,14 +20,15 @@ class Uploads:
         self._stream = torch.cuda.Stream(device)
 
     def copy(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The item's tensors on the device, floating-point ones in the model's dtype; complete when this returns. Raises
-        torch.OutOfMemoryError."""
+        """The item's tensors on the device, floating-point ones in the model's dtype; complete when this
+        returns. Raises torch.OutOfMemoryError."""
         uploaded = {}
         with torch.cuda.stream(self._stream):
             for key, value in item.items():
                 host = value.to(self._dtype) if value.is_floating_point() else value
                 uploaded[key] = host.pin_memory().to(self._device, non_blocking=True)
-                # The memory belongs to this stream. The allocator must wait for the encoder's stream before it reuses the memory.
+                # The memory belongs to this stream. The allocator must wait for the encoder's stream before
+                # it reuses the memory.
                 uploaded[key].record_stream(torch.cuda.default_stream(self._device))
             copied = self._stream.record_event()
         copied.synchronize()

@@ -67,12 +67,7 @@ def draw_video(rng: random.Random) -> tuple[np.ndarray, str, str, str]:
 def draw_sound(rng: random.Random, words: WordBank, num_words: int) -> tuple[np.ndarray, tuple[str, ...]]:
     """A clip as a 16-bit file holds it."""
     clip = make_clip(rng, words, num_words)
-    return to_16_bit(clip.samples).astype(np.float32) / 32768, clip.words
-
-
-def to_16_bit(samples: np.ndarray) -> np.ndarray:
-    """[-1, 1] float -> int16."""
-    return np.clip(np.round(samples * 32768), -32768, 32767).astype(np.int16)
+    return media.to_16_bit(clip.samples).astype(np.float32) / 32768, clip.words
 
 
 def image_sample(ask: Callable[[random.Random, str, str], Turn]) -> Maker:

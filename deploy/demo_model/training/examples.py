@@ -21,8 +21,8 @@ from PIL import Image
 from deploy.demo_model.training import data, media
 from deploy.demo_model.training.build import load
 from deploy.demo_model.training.data import Turn
-from deploy.demo_model.training.evaluate import Sample, answer, to_16_bit
-from deploy.demo_model.training.speech import SAMPLE_RATE, WordBank, make_clip
+from deploy.demo_model.training.evaluate import Sample, answer
+from deploy.demo_model.training.speech import WordBank, make_clip
 from deploy.demo_model.training.words import test_words
 
 NUM_CANDIDATES = 50
@@ -41,13 +41,7 @@ class Example:
 
 def png(shape: str, colour: str) -> Callable[[random.Random, WordBank], bytes]:
     """A 128x128 picture."""
-
-    def make(rng: random.Random, _words: WordBank) -> bytes:
-        file = io.BytesIO()
-        Image.fromarray(data.make_image(rng, (128, 128), shape, colour)[0]).save(file, "PNG")
-        return file.getvalue()
-
-    return make
+    return lambda rng, _words: media.png_bytes(data.make_image(rng, (128, 128), shape, colour)[0])
 
 
 def jpeg(shape: str, colour: str) -> Callable[[random.Random, WordBank], bytes]:
@@ -64,18 +58,7 @@ def mp4(direction: str) -> Callable[[random.Random, WordBank], bytes]:
 
 def wav(*said: str) -> Callable[[random.Random, WordBank], bytes]:
     """Spoken words."""
-    return lambda rng, words: wav_bytes(make_clip(rng, words, len(said), said).samples)
-
-
-def wav_bytes(samples: np.ndarray) -> bytes:
-    """A mono 16-bit WAV file at 16 kHz."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setnchannels(1)
-        writer.setsampwidth(2)
-        writer.setframerate(SAMPLE_RATE)
-        writer.writeframes(to_16_bit(samples).tobytes())
-    return file.getvalue()
+    return lambda rng, words: media.wav_bytes(make_clip(rng, words, len(said), said).samples)
 
 
 EXAMPLES = (

@@ -3,15 +3,41 @@
 import io
 import math
 import random
+import wave
 
 import av
 import numpy as np
 from PIL import Image
 
+from deploy.demo_model.training.speech import SAMPLE_RATE
+
 PATCH_SIDE = 16
 MIN_PIXELS = 64 * 64
 MAX_PIXELS = 128 * 128
 SOURCE_SIZES = ((50, 70), (100, 80), (120, 160), (160, 120), (200, 200), (240, 320), (150, 300))
+
+
+def png_bytes(pixels: np.ndarray) -> bytes:
+    """A PNG file of [H, W, 3] uint8."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def to_16_bit(samples: np.ndarray) -> np.ndarray:
+    """[-1, 1] float -> int16."""
+    return np.clip(np.round(samples * 32768), -32768, 32767).astype(np.int16)
+
+
+def wav_bytes(samples: np.ndarray) -> bytes:
+    """A mono 16-bit WAV file at 16 kHz; samples on the 16-bit grid survive unchanged."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as wav:
+        wav.setnchannels(1)
+        wav.setsampwidth(2)
+        wav.setframerate(SAMPLE_RATE)
+        wav.writeframes(to_16_bit(samples).tobytes())
+    return file.getvalue()
 
 
 def jpeg_bytes(pixels: np.ndarray, quality: int) -> bytes:

@@ -17,10 +17,10 @@ from bench.encoder.clients import required, tally
 from bench.encoder.merge import Merge
 from bench.encoder.models import CALL_ARGUMENTS, processor_config
 from bench.encoder.overlap import SlowRunner, Texts
-from bench.encoder.records import append, read
 from bench.encoder.synchronous import SynchronousEngine, fill_step
 from bench.engine.client import TimedAnswer
 from bench.engine.prompts import Prompts
+from bench.records import append, read
 from cluster.config.settings import ClusterArgs
 from cluster.errors import RequestError
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams

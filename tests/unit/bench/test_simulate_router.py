@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.encoder.records import Record
+from bench.records import Record
 from bench.router import report
 from bench.router.__main__ import main, make_parser
 from bench.router.cases import (
@@ -28,6 +28,7 @@ from bench.router.decisions import decisions, loaded_cluster, table
 from bench.router.policies import ORACLE, maker
 from bench.router.run import record
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
+from cluster.errors import ConfigError
 from cluster.simulator import __main__ as simulate_main
 from cluster.simulator.demand import capacity, demand
 from cluster.simulator.gate import Gate
@@ -68,7 +69,7 @@ def test_cases_name_scenarios_workloads_and_policies_that_exist() -> None:
 
 
 def test_a_policy_that_nobody_knows_is_an_error() -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(ConfigError):
         maker("guess")
 
 

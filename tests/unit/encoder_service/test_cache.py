@@ -82,8 +82,8 @@ def test_room_that_is_being_filled_is_held_until_it_is_abandoned(parts):
     cache, _ = parts
     assert cache.try_reserve("a", 8) and cache.num_held_blocks == 2
     assert not cache.try_reserve("b", 9)
-    cache.abandon("a")
-    cache.abandon("a")
+    cache.free_reserved("a")
+    cache.free_reserved("a")
     assert insert(cache, "b", rows(16, 2))
 
 

@@ -1,4 +1,5 @@
-"""The checksum: native and numpy agree, cuts do not matter, every flipped bit and every exchange shows."""
+"""The checksum: native code and numpy agree, cuts make no difference, every flipped bit and every exchange is
+found."""
 
 from __future__ import annotations
 
@@ -13,8 +14,15 @@ from hypothesis import strategies as st
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from cluster.native.library import runnable_variants
 from kv_transfer.codecs import native as native_code
-from kv_transfer.codecs.checksum import checksum, native_checksum, numpy_checksum, tensor_checksum
-from kv_transfer.lease.envelope import Checksum, checksum_blocks, has_checksum
+from kv_transfer.codecs.checksum import (
+    Checksum,
+    checksum,
+    checksum_blocks,
+    has_checksum,
+    native_checksum,
+    numpy_checksum,
+    tensor_checksum,
+)
 
 VARIANTS = {v.name: cdll for v in runnable_variants() if (cdll := native_code.load_variant(v))}
 sizes = st.one_of(st.integers(0, 40), st.integers(2000, 2100), st.integers(4000, 9000))

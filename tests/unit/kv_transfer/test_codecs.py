@@ -1,4 +1,5 @@
-"""The wire codecs: bounds on what arrives, the ends of float16, the same bytes from native code and torch, addresses, layers."""
+"""The codecs: bounds on the error, the limits of float16, equal bytes from native code and torch, addresses,
+layers."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def spoil(memory: BlockMemory) -> None:
 
 
 def arrives(codec: Codec, kv: BlockMemory, blocks: np.ndarray) -> tuple[BlockMemory, BlockMemory]:
-    """The wire and a fresh cache with what was decoded from it."""
+    """The wire memory, and a new cache with what was decoded from it."""
     wire, target = BlockMemory(codec.wire_layout, len(blocks)), BlockMemory(kv.layout, kv.num_blocks)
     codec.encode_groups(kv, blocks, wire, np.arange(len(blocks)))
     codec.decode_groups(wire, np.arange(len(blocks)), target, blocks)
@@ -72,7 +73,7 @@ def arrives(codec: Codec, kv: BlockMemory, blocks: np.ndarray) -> tuple[BlockMem
 
 
 def bound(rows: Tensor, is_key: bool, name: CodecName) -> Tensor:
-    """rows [64, H, D] float64: how far off an element may be."""
+    """rows [64, H, D] float64: the largest error that an element may have."""
     largest = rows.abs().amax(0, keepdim=True).expand_as(rows)
     if not is_key:
         runs = [

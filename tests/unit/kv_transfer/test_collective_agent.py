@@ -1,4 +1,5 @@
-"""The collective agent against hostile, silent and lost peers, and the arithmetic of its registered memory."""
+"""The collective agent against hostile, silent and lost peers, and the arithmetic of its registered
+memory."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from kv_transfer.agents.regions import Region, RegionTable, locate, pieces
 LAYOUT = MemoryLayout((SegmentSpec(4, (8,), torch.float32), SegmentSpec(4, (4,), torch.float32)))
 NUM_BLOCKS = 16
 DEADLINE_S = 5.0
-PROMPT_S = 0.5  # what must not wait for anybody, on a busy machine
+PROMPT_S = 0.5  # for calls that must not wait, on a busy machine
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def make():
 
 
 def until(condition, *agents):
-    """Drives the agents; what they delivered meanwhile."""
+    """Drives the agents until then; returns what they delivered."""
     received, pause = [], threading.Event()
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
@@ -88,7 +89,7 @@ def write(writer, owner, blocks):
 
 
 def expect_loss(agent, handle, *others):
-    """The words of the error that the pending write ends with."""
+    """The message of the error with which the pending write ends."""
     with pytest.raises(PeerLostError) as caught:
         until(is_over(agent, handle), agent, *others)
     assert agent.poll(handle) is TransferState.FAILED
@@ -97,7 +98,7 @@ def expect_loss(agent, handle, *others):
 
 
 def expect_loss_of_a_new_write(writer, owner, metadata, *others):
-    """The words of the error; the post itself may raise it, if the news has come by then."""
+    """The message of the error. The post itself may raise it, if the loss is known by then."""
     with pytest.raises(PeerLostError) as caught:
         handle = post(writer, owner, [2], metadata)
         try:
@@ -129,7 +130,7 @@ def test_two_agents_write_to_each_other_at_the_same_time(make):
 
 
 def with_more_memory(metadata):
-    """What a writer would hold that believes the owner's memory to be larger than it is."""
+    """Metadata of an owner whose memory seems larger than it is."""
     known = msgspec.msgpack.decode(metadata, type=CollectiveMetadata)
     regions = tuple(Region(region.address - 4096, region.num_bytes + 8192) for region in known.regions)
     return msgspec.msgpack.encode(msgspec.structs.replace(known, regions=regions))
@@ -231,7 +232,7 @@ def test_no_verb_waits_for_an_owner_that_never_answers(make):
     writer.notify("owner", b"hello")
     assert [writer.poll(handle) for handle in handles] == [TransferState.PENDING] * 3
     assert writer.notifications() == []
-    writer.release(handles[0])  # nothing of it has left: it is simply forgotten
+    writer.release(handles[0])  # no byte of it has left: it is forgotten
     assert writer.poll(handles[0]) is TransferState.FAILED
     writer.disconnect("owner")
     assert time.monotonic() - began_at < PROMPT_S

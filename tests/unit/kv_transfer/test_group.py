@@ -1,4 +1,5 @@
-"""Leases of workers of two ranks each: over the in-process agent and pipes that deliver at once, on a virtual clock."""
+"""Leases of workers of two ranks each: over the in-process agent and pipes that deliver at once, on a virtual
+clock."""
 
 from __future__ import annotations
 
@@ -179,7 +180,7 @@ def test_a_worker_with_another_number_of_ranks_is_refused(pair):
 
 def test_a_rank_that_cannot_open_its_part_fails_the_lease(pair):
     grant = pair.grant()
-    pair.writer.engines[1].open(grant.shards[0].received(pair.clock.at)).abort("somebody else had it")
+    pair.writer.engines[1].open(grant.shards[0].received(pair.clock.at)).abort("taken by a test")
     with pytest.raises(TransferError):
         pair.writer.engines[1].open(grant.shards[0].received(pair.clock.at))
     outgoing = pair.writer.group.open(grant.received(pair.clock.at))

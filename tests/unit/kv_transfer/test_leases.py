@@ -16,7 +16,7 @@ LAYOUT = MemoryLayout((SegmentSpec(4, (2,), torch.float32), SegmentSpec(4, (3,),
 
 
 class Pair(LeasePair):
-    """Eight blocks on either side, the writer's full of numbers."""
+    """Eight blocks on either side; the writer's are full of numbers."""
 
     def __init__(self):
         super().__init__(BlockMemory(LAYOUT, 8), BlockMemory(LAYOUT, 8))
@@ -176,7 +176,7 @@ def test_a_write_that_never_ends_is_taken_back_at_the_deadline(pair):
     pair.clock.at = TTL_S
     pair.step()
     assert isinstance(pair.sent[0], SendFailed)
-    assert not pair.received  # only the owner's own timer may end it: bytes might have been under way
+    assert not pair.received  # only the owner's timer may end it: bytes might have been in flight
     pair.clock.at = TTL_S + MARGIN_S
     pair.step()
     assert pair.received == [Expired("lease")]

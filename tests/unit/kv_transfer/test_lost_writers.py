@@ -1,4 +1,4 @@
-"""What becomes of leases whose writer or owner is lost: over the in-process agent, on a virtual clock."""
+"""Leases whose writer or owner is lost: over the in-process agent, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_writer_that_ended_behind_its_last_word_has_delivered(pair):
 
 
 def test_a_lost_peer_is_forgotten_under_all_that_was_known_of_it(pair, monkeypatch):
-    """Its namesake is another process: how fast that one is says nothing about leases of the one before."""
+    """A new agent of that name is another process: its speed says nothing about leases of the old one."""
     monkeypatch.setattr("kv_transfer.lease.link_meter.MIN_MEASURED_BYTES", 1)
     before = pair.open(pair.grant("before"))
     before.write([7], [0])

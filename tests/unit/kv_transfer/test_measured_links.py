@@ -35,7 +35,7 @@ def test_a_link_is_known_by_the_owners_name_once_something_was_sent():
     (link,) = writer.links.values()
     assert set(writer.links) == {"d0"}
     assert link.bytes_per_s in {(1 << 20) / (0.5 * n) for n in (1, 2, 3)}
-    assert owner.links == {}, "it writes to nobody"
+    assert owner.links == {}, "it writes to no peer"
 
 
 def test_the_link_to_a_peer_that_is_lost_is_forgotten():

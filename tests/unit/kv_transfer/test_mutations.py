@@ -1,4 +1,5 @@
-"""The protocol is broken on purpose, one rule at a time: each time something else notices, and no wrong bytes become an answer."""
+"""One rule of the protocol is broken on purpose at a time: another rule notices, and no wrong bytes become an
+answer."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_a_writer_that_ignores_its_time_is_found_out_by_the_next_owner_of_the_bl
 def test_a_write_that_lands_behind_the_margin_ends_what_holds_the_blocks_now(
     pair, ends_with, is_next_complete
 ):
-    """The writer was stopped between its look at the clock and the write."""
+    """The writer was stopped between the check of the clock and the write."""
     late = pair.open(pair.grant("late"))
     late.expires_at = math.inf  # the mutation
     expire(pair)

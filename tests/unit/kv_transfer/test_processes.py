@@ -1,4 +1,4 @@
-"""What the kernel says of processes that may write to this one."""
+"""The end of processes that may write to this one, as the kernel tells it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def child():
 
 
 def wait_for_end(process) -> None:
-    """It stays a zombie: its parent has not asked for its exit status."""
+    """The process stays a zombie: its parent does not ask for its exit status."""
     descriptor = os.pidfd_open(process.pid)
     assert select.select([descriptor], [], [], 60)[0]
     os.close(descriptor)

@@ -1,4 +1,5 @@
-"""The Triton codec makes the bytes of the torch one, in Triton's interpreter (TRITON_INTERPRET=1); it compiles for GPUs that are not here."""
+"""The Triton codec makes the same bytes as torch in Triton's interpreter (TRITON_INTERPRET=1), and compiles
+for GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 @needs_interpreter
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16]
-)  # the interpreter cuts bfloat16 off, GPUs round it
+)  # the interpreter truncates bfloat16, GPUs round it
 @pytest.mark.parametrize("shape", [(2, 64), (3, 80), (1, 24)])
 def test_the_kernels_code_as_torch_does(shape: tuple[int, int], dtype: torch.dtype) -> None:
     codec, kv, wire = memories(shape, dtype)

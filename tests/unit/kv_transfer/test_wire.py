@@ -53,12 +53,12 @@ def end(pair):
 
 
 def source_blocks(grant):
-    """Somewhere else than at the owner, and in another order."""
+    """Other block ids than the owner's, in another order."""
     return [NUM_BLOCKS - 1 - i for i in range(len(grant.block_ids))]
 
 
 def send(pair, grant):
-    """In two writes, the second layer by layer."""
+    """Two writes, the second one layer by layer."""
     outgoing = pair.open(grant)
     sources = source_blocks(grant)
     outgoing.write(sources[:PER_GROUP], list(range(PER_GROUP)))
@@ -88,7 +88,7 @@ def largest(pair):
 
 
 def assert_arrived(pair, grant, num_coded_blocks):
-    """The first ones nearly, the others exactly as they were."""
+    """The coded blocks arrived nearly, the raw ones exactly."""
     found = errors(pair, grant)
     assert all(0 < error <= MAX_ERROR * largest(pair) for error in found[:num_coded_blocks])
     assert found[num_coded_blocks:] == [0] * (len(found) - num_coded_blocks)
@@ -213,14 +213,14 @@ def test_a_lease_that_is_revoked_while_it_is_decoded_ends_once_and_after_that(pa
 
 def test_the_bytes_of_a_cancelled_lease_are_not_decoded(pair, monkeypatch):
     grant = pair.grant()
-    monkeypatch.setattr(pair.owner_wire, "decode", lambda *_: pytest.fail("nobody wants it"))
+    monkeypatch.setattr(pair.owner_wire, "decode", lambda *_: pytest.fail("decoded, though cancelled"))
     pair.owner.cancel("lease")
     send(pair, grant)
     pair.step(2)
     assert [type(event) for event in pair.received] == [Aborted]
 
 
-def test_a_done_notice_for_wire_blocks_that_were_granted_anew_completes_nothing(pair):
+def test_a_done_notice_for_wire_blocks_that_were_granted_again_completes_nothing(pair):
     """KV blocks and their generations are as before; only the wire blocks have moved on."""
     pair.network.faults.delay(1, polls=6)
     first = pair.grant()
@@ -241,7 +241,7 @@ def test_a_done_notice_for_wire_blocks_that_were_granted_anew_completes_nothing(
     pair.owner._receiver.revoke("lease", "end")
 
 
-# ----------------------------------------------------------------------------------------------------------- every fault
+# ------------------------------------------------------------------------------------------------ every fault
 
 
 @pytest.mark.parametrize("post_polls", [0, 2])
@@ -266,8 +266,8 @@ def test_whichever_operation_fails_nothing_wrong_arrives_and_nothing_stays(post_
     assert 10 < nth < 199
 
 
-@pytest.mark.parametrize("who", ["writer", "owner"])
-def test_whoever_dies_at_whatever_moment_the_other_is_told_and_gives_all_back(who):
+@pytest.mark.parametrize("dies", ["writer", "owner"])
+def test_when_one_side_dies_the_other_is_told_and_frees_everything(dies):
     for rounds in range(8):
         pair = Pair()
         pair.network.faults.post_polls = 2
@@ -276,13 +276,13 @@ def test_whoever_dies_at_whatever_moment_the_other_is_told_and_gives_all_back(wh
         outgoing.write(source_blocks(grant), list(range(10)))
         outgoing.finish(b"")
         pair.step(rounds)
-        pair.network.kill(who)
+        pair.network.kill(dies)
         pair.step(3)
         pair.clock.at += TTL_S + MARGIN_S
         pair.step(3)
-        other = pair.received if who == "writer" else pair.sent
+        other = pair.received if dies == "writer" else pair.sent
         assert len(other) == 1
-        survivor = pair.owner_wire if who == "writer" else pair.writer_wire
+        survivor = pair.owner_wire if dies == "writer" else pair.writer_wire
         assert survivor.num_used == 0
 
 

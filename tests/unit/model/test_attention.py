@@ -105,5 +105,5 @@ def test_on_layer_is_called_between_the_write_and_the_attention() -> None:
 
 
 def test_a_backbone_that_is_run_from_elsewhere_says_so() -> None:
-    with pytest.raises(RuntimeError, match="through LanguageModel"):
+    with pytest.raises(RuntimeError, match="only inside LanguageModel"):
         paged_attention(torch.nn.Identity(), *[torch.zeros(1, 1, 1, 1)] * 3, None)

@@ -10,7 +10,7 @@ from router.calls import ChatCall, CompletionCall, MediaNote, TextDelta, Usage
 from router.openai.limits import Limits
 
 
-class FakeLedger:
+class FakeTimeline:
     def fields(self) -> dict[str, object]:
         return {"ttft_ms": 1.5, "placement": {"decode": "secret-replica"}, "alternatives": ["secret-replica"]}
 
@@ -19,7 +19,7 @@ class FakeLedger:
 
 
 class FakeGeneration:
-    ledger = FakeLedger()
+    timeline = FakeTimeline()
 
     def __init__(self, door: FakeDoor, words: Sequence[str]):
         self._door, self._words = door, words

@@ -1,4 +1,5 @@
-"""A request flow between workers that say what a test has them say, in virtual time. Keeps what workers are sent and readers get."""
+"""A request flow between workers that say what a test has them say, in virtual time. Keeps what workers are
+sent and readers get."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ class ScriptedFlow:
             case CallDecode(_, request_id):
                 self.calls += [request_id] if self.flow.is_running(request_id) else []
             case Placed(timeline):
-                timeline.launched(self.now)
+                timeline.started(self.now)
             case Drained(name):
                 self.drained.append(name)
                 self.flow.on_lost(name, self.now)

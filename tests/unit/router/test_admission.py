@@ -1,4 +1,5 @@
-"""Who goes, who waits and who is refused, one decision at a time; and budgets that come back whatever happens."""
+"""Who goes, who waits and who is refused, one decision at a time; and budgets that come back whatever
+happens."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from pydantic import ValidationError
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from router.admission.queue import (
     AdmissionQueue,
+    AdmissionRefusal,
     AdmissionTicket,
     Admitted,
     Capacity,
     Queued,
-    Refusal,
     RefusalReason,
     Reported,
 )
@@ -129,7 +130,7 @@ def test_a_request_that_would_miss_its_target_is_refused_with_the_time_at_which_
     admission = queue(one_class(target_ttft_s=5.0))
     fill(admission)
     answer = admission.offer(ticket("late", ttft_s=12.5), 0.0)
-    assert answer == Refusal(retry_after_s=8, reason=RefusalReason.TARGET)
+    assert answer == AdmissionRefusal(retry_after_s=8, reason=RefusalReason.TARGET)
 
 
 def test_a_prompt_too_long_for_any_target_is_served_like_one_without():
@@ -180,8 +181,8 @@ def test_a_full_queue_gives_places_of_batch_to_interactive_and_keeps_one_of_each
     for name in "abc":
         assert admission.offer(ticket(name, class_name="batch"), 0.0) == Queued()
     answer = admission.offer(ticket("d", class_name="batch"), 0.0)
-    assert isinstance(answer, Refusal) and answer.reason is RefusalReason.FULL
-    assert [type(admission.offer(ticket(name), 0.0)) for name in "xyz"] == [Queued, Queued, Refusal]
+    assert isinstance(answer, AdmissionRefusal) and answer.reason is RefusalReason.FULL
+    assert [type(admission.offer(ticket(name), 0.0)) for name in "xyz"] == [Queued, Queued, AdmissionRefusal]
     lost = admission.expired(0.0)
     assert [(each.request_id, answer.reason) for each, answer in lost] == [
         ("c", RefusalReason.DISPLACED),
@@ -196,7 +197,7 @@ def test_a_full_queue_gives_places_of_the_longest_line_to_other_tenants():
         admission.offer(ticket(name, tenant="many"), 0.0)
     assert admission.offer(ticket("one", tenant="few"), 0.0) == Queued()
     assert [each.request_id for each, _ in admission.expired(0.0)] == ["c"]
-    assert isinstance(admission.offer(ticket("d", tenant="many"), 0.0), Refusal)
+    assert isinstance(admission.offer(ticket("d", tenant="many"), 0.0), AdmissionRefusal)
 
 
 def test_what_other_doors_have_sent_counts_as_far_as_workers_report_it():
@@ -234,7 +235,7 @@ def test_new_workers_let_waiting_requests_in():
 
 
 def test_a_refusal_is_an_overload_with_the_time_to_come_back():
-    error = Refusal(7, RefusalReason.WAIT).to_error()
+    error = AdmissionRefusal(7, RefusalReason.WAIT).to_error()
     assert (error.status, error.retry_after_s) == (429, 7) and "busy" in error.message
 
 
@@ -260,7 +261,7 @@ def test_priorities_belong_to_the_first_class_that_reaches_so_far():
 @pytest.mark.parametrize("bounds", [(0, 1), (None, None), (1, 0, None), ()])
 def test_classes_that_leave_a_priority_without_a_class_or_a_class_without_priorities_are_refused(bounds):
     classes = [{"name": str(idx), "max_priority": bound} for idx, bound in enumerate(bounds)]
-    with pytest.raises(ValidationError, match="max_priority must grow"):
+    with pytest.raises(ValidationError, match="max_priority must increase"):
         AdmissionArgs.model_validate({"classes": classes})
 
 
@@ -273,7 +274,8 @@ def test_two_classes_of_one_name_are_refused():
 
 
 class Door(RuleBasedStateMachine):
-    """A door that does whatever it may. Each request is refused at most once, and never after it was admitted."""
+    """A door that does whatever it may. Each request is refused at most once, and never after it was
+    admitted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,8 +302,8 @@ class Door(RuleBasedStateMachine):
         )  # fmt: skip
         answer = self.admission.offer(offered, self.now)
         self.blocks[name] = num_blocks
-        self.state[name] = {Admitted: "admitted", Queued: "waiting", Refusal: "ended"}[type(answer)]
-        if isinstance(answer, Refusal):
+        self.state[name] = {Admitted: "admitted", Queued: "waiting", AdmissionRefusal: "ended"}[type(answer)]
+        if isinstance(answer, AdmissionRefusal):
             assert answer.retry_after_s >= 1
 
     @rule(passed_s=st.floats(0, 4))

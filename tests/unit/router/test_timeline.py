@@ -31,7 +31,7 @@ def test_the_stages_sum_to_the_time_to_the_first_token(gaps, work, last):
         at.append(at[-1] + gap)
     timeline.prepared(at[1], at[2])
     timeline.placed(at[3], decision())
-    timeline.launched(at[4])
+    timeline.started(at[4])
     if last is not None:
         timeline.encoded(0, EncodeTiming(*last), cached=False)
     timing = PrefillTiming(*work)
@@ -64,7 +64,7 @@ def test_a_request_launched_again_keeps_its_first_launch_and_its_last_decision()
     timeline = RequestTimeline(0.0)
     for at, ttft_s in ((1.0, 0.5), (5.0, 0.7)):
         timeline.placed(at, decision(ttft_s))
-        timeline.launched(at + 1.0)
+        timeline.started(at + 1.0)
     assert timeline.predicted_ttft_s == pytest.approx(2.7) and timeline.stages()["admission"] == 1.0
 
 
@@ -82,7 +82,7 @@ def test_an_answer_says_what_was_predicted_and_what_else_was_considered():
     timeline = RequestTimeline(0.0)
     timeline.prepared(0.25, 0.5)
     timeline.placed(0.5, decision())
-    timeline.launched(1.0)
+    timeline.started(1.0)
     timeline.encoded(0, EncodeTiming(0.001, 0.002, 0.003, 0.0, 0.004), cached=True)
     timeline.token(2.0, PrefillTiming(computing_s=1.0), 0.0)
     fields = timeline.fields()

@@ -38,7 +38,7 @@ def a_ledger(trace_parent: str = "") -> RequestTimeline:
     ledger = RequestTimeline(10.0, trace_parent)
     ledger.prepared(10.0, 10.02)
     ledger.placed(10.02, Decision(Placement(("e0",), "p0", "d0", "int8"), prediction, ()))
-    ledger.launched(10.03)
+    ledger.started(10.03)
     ledger.encoded(0, EncodeTiming(encoding_s=0.1, sending_s=0.02), cached=False)
     ledger.token(10.5, PrefillTiming(media_s=0.15, queued_s=0.1, computing_s=0.2), 0.0)
     ledger.token(10.6, None, 0.03)

@@ -114,7 +114,7 @@ def test_cached_blocks_cost_nothing_but_one_token_is_always_computed():
 
 
 def test_prompts_computed_beside_it_count():
-    assert predict(cluster_of(), text(160, num_companion_tokens=40)).ttft_s == pytest.approx(
+    assert predict(cluster_of(), text(160, num_negative_tokens=40)).ttft_s == pytest.approx(
         PREFILL.seconds(200)
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 
 
 def origin() -> Record:

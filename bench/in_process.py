@@ -1,0 +1,34 @@
+"""A door and its workers in this process, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from cluster.types.members import Role
+from decode_service.service import DecodeService
+from encoder_service.service import EncoderService
+from prefill_service.service import PrefillService
+from router.door import Door
+
+START_TIMEOUT_S = 10.0
+
+Service = EncoderService | PrefillService | DecodeService
+
+
+@asynccontextmanager
+async def started(door: Door, services: Sequence[Service]) -> AsyncIterator[None]:
+    """Starts the services and connects the door to all of them; stops everything when the block ends."""
+    members = [await service.start() for service in services]
+    for role in Role:
+        door.update_members(role, [member for member in members if member.role is role])
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while len(door.peers) < len(members):
+                await asyncio.sleep(0.005)
+        yield
+    finally:
+        await door.aclose()
+        for service in services:
+            await service.stop()
