@@ -59,9 +59,9 @@ class LocalPrefill:
     def warm_up(self, blocks: BlockPool) -> None:
         """Measures how fast this worker computes prompts, with blocks that belong to no request."""
         table = blocks.allocate(min(-(-WARM_UP_TOKENS // blocks.block_size), blocks.num_free))
-        most = min(WARM_UP_TOKENS, len(table) * blocks.block_size, self._budget.max_step_tokens)
+        max_tokens = min(WARM_UP_TOKENS, len(table) * blocks.block_size, self._budget.max_step_tokens)
         for _ in range(WARM_UP_ROUNDS):
-            for num_tokens in (self._budget.min_tokens, most):
+            for num_tokens in (self._budget.min_tokens, max_tokens):
                 self._compute([PromptPart([0] * num_tokens, 0, 0, table)])
         blocks.free(table)
 

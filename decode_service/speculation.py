@@ -102,7 +102,9 @@ class Speculator:
         """One draft per sequence, possibly empty, of at most room[i] tokens. A step appends one token more
         than its draft has, so room is one less than what the request may still generate. Call once per
         step."""
-        limits = [min(self._next_length(s.request_id), most) for s, most in zip(sequences, room, strict=True)]
+        limits = [
+            min(self._next_length(s.request_id), limit) for s, limit in zip(sequences, room, strict=True)
+        ]
         drafts: list[list[int]] = [[] for _ in sequences]
         rows = [row for row, limit in enumerate(limits) if limit > 0]
         proposed = self._proposer.propose([sequences[row] for row in rows], [limits[row] for row in rows])
@@ -273,9 +275,9 @@ class DraftModelProposer:
     def propose(self, sequences: Sequence[DraftedSequence], max_tokens: Sequence[int]) -> list[list[int]]:
         """Blocks; synchronises the device."""
         jobs = [
-            _DraftJob(s, most, self._kv_of(s))
-            for s, most in zip(sequences, max_tokens, strict=True)
-            if most > 0
+            _DraftJob(s, limit, self._kv_of(s))
+            for s, limit in zip(sequences, max_tokens, strict=True)
+            if limit > 0
         ]
         complete, logits = self._catch_up([job for job in jobs if self._make_room(job)])
         if complete:

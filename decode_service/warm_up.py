@@ -26,8 +26,8 @@ def warm_up(
 ) -> None:
     """Runs on the caller's thread and blocks for a dozen steps."""
     table = blocks.allocate(min(max(CONTEXTS) // blocks.block_size + 1, blocks.num_free))
-    most = min(len(table) * blocks.block_size, max_model_len) - 1
-    contexts = [min(context, most) for context in CONTEXTS]
+    max_context = min(len(table) * blocks.block_size, max_model_len) - 1
+    contexts = [min(context, max_context) for context in CONTEXTS]
     sizes = list(product(contexts, (1, min(MANY_SEQUENCES, max_batch_sequences))))
     for round_idx in range(NUM_ROUNDS):
         for context, num_sequences in sizes:

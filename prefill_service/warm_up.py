@@ -17,8 +17,8 @@ def warm_up(
 ) -> None:
     """Runs on the caller's thread and blocks for a few steps."""
     num_tokens = budget.min_tokens
-    most = min(MAX_TOKENS, blocks.num_free * blocks.block_size, max_model_len)
-    while num_tokens <= most:
+    max_tokens = min(MAX_TOKENS, blocks.num_free * blocks.block_size, max_model_len)
+    while num_tokens <= max_tokens:
         table = blocks.allocate(-(-num_tokens // blocks.block_size))
         for _ in range(2):
             with cpu_slots.acquire():

@@ -1,5 +1,12 @@
 """The door: OpenAI's HTTP API, and the decision which workers serve a request.
 
-`openai` (HTTP in and out), `door` (text and media → request → text), `policy` (pure: where a request goes), `members` (who is
-there), `flight` (one request's way through the phases), `metrics`.
+openai       HTTP in and out
+prompts      text and media become a prompt
+admission    which requests start now, which wait, which are refused
+policy       pure: where a request goes, by predicted time to first token
+flow         pure: what a request does from its submission to its end
+dispatcher   drives the flow on the event loop; members: the connections to workers
+generation   tokens become text, stop strings, usage
+telemetry    metrics, traces, timelines
+door         composes all of it
 """

@@ -1,6 +1,8 @@
-"""Drives the request flow on the door's event loop: connections to workers, streams of readers, Serve's calls, one timer.
+"""Drives the request flow on the door's event loop: connections to workers, streams of readers, Serve's
+calls, one timer.
 
-Every message and event is passed to `RequestFlow` with the time, and what the flow wants done is done at once, in order. Decides nothing.
+Every message and event is passed to `RequestFlow` with the time, and what the flow wants done is done at
+once, in order. Decides nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The door: what one HTTP replica is, without HTTP and without Ray.
 
-Owns the text and media rooms, the members' connections, the dispatcher and the metrics. Everything lives on one event loop. Text is
-tokenised on threads of its own, beside which nothing else runs but arithmetic on media; files are opened in surveyor processes.
+Owns the text and media rooms, the members' connections, the dispatcher and the metrics. Everything lives on
+one event loop. Text is tokenised on threads of its own, beside which nothing else runs but arithmetic on
+media; files are opened in surveyor processes.
 """
 
 from __future__ import annotations
@@ -213,8 +214,8 @@ class Door:
             return min(self.defaults.max_tokens or room, room)
         if rules.max_tokens > room:
             raise ContextLengthError(
-                f"{prompt.num_tokens} prompt tokens and {rules.max_tokens} answer tokens exceed this model's context of "
-                f"{self._max_model_len}",
+                f"{prompt.num_tokens} prompt tokens and {rules.max_tokens} answer tokens exceed this model's "
+                f"context of {self._max_model_len}",
                 param="max_tokens",
             )
         return rules.max_tokens

@@ -36,7 +36,8 @@ class Choice:
         keeps_timeline: bool,
         tracing: Tracing | None = None,
     ):
-        """`timeline`: of the request, on `clock`; its choices share it, one of them keeps it. `tracing`: where it goes in the end."""
+        """`timeline`: of the request, on `clock`; its choices share it, one of them keeps it. `tracing`:
+        where it goes in the end."""
         self._prompt = prompt
         self._tokens = tokens
         self._detokenizer = detokenizer

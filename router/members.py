@@ -1,9 +1,9 @@
 """The workers of the cluster and this door's connection to each.
 
-Serve pushes the list of replicas. Each is dialled until it answers, and again when its connection is lost. A worker is a candidate while
-its connection stands and Serve lists it. End-of-file takes a worker out at once, long before Serve's health check would. A worker that
-answers and that Serve no longer lists is draining: it gets nothing new, and the listener closes its connection when its last request is
-done (`close`).
+Serve pushes the list of replicas. Each is dialled until it answers, and again when its connection is lost. A
+worker is a candidate while its connection stands and Serve lists it. End-of-file takes a worker out at once,
+long before Serve's health check would. A worker that answers and that Serve no longer lists is draining: it
+gets nothing new, and the listener closes its connection when its last request is done (`close`).
 
 A worker is in the table before the listener hears of it. Lives on the door's event loop.
 """

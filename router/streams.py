@@ -20,8 +20,9 @@ class StreamOwner(Protocol):
 
 
 class TokenStream:
-    """Token events of one choice; the last one has a finish reason. Raises ClusterError. One reader. A stream that has not ended or
-    raised must be closed. The request is submitted when one of its streams is first read."""
+    """Token events of one choice; the last one has a finish reason. Raises ClusterError. One reader. A stream
+    that has not ended or raised must be closed. The request is submitted when one of its streams is first
+    read."""
 
     def __init__(self, owner: StreamOwner, request_id: str, choice_idx: int):
         self._owner = owner

@@ -1,6 +1,6 @@
 """For every test: no hub, no outside network; torch on one thread, so that parallel tests do not fight for cores.
 
-With several workers (`-n 2 --dist loadgroup --no-loadscope-reorder`, as in the Makefile) a file is run by one of them, in its order.
+With several workers (`-n 2 --dist loadscope --no-loadscope-reorder`, as in the Makefile) a file is run by one of them, in its order.
 The files of tests/serve, which share a Ray cluster, are run by one as well, and come first: they wait for processes while
 the other worker computes. No test may depend on how busy the machine is, so that a deadline in a test is only a guard against hanging.
 

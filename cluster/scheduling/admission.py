@@ -33,9 +33,6 @@ class PromptAdmission:
         self._num_media_held = 0
         self._held: dict[str, tuple[bool, int]] = {}  # request id → (is text, blocks)
 
-    def __len__(self) -> int:
-        return len(self._text) + len(self._media)
-
     def push(self, ticket: Ticket) -> None:
         if ticket.is_text:
             self._text.push(ticket)

@@ -39,10 +39,10 @@ class StepBudget:
         """How many tokens, each of which sees `context` earlier ones on average, may run in the next step, if
         it should last no longer than the target and no longer than `limit_s`."""
         target_s = min(self._step_target_s, limit_s)
-        most = min(self.max_step_tokens, max(self.min_tokens, 2 * self._num_seen))
+        ceiling = min(self.max_step_tokens, max(self.min_tokens, 2 * self._num_seen))
         fixed_s = self.fit.predicted_s(0, context)
         slope = (self.fit.predicted_s(self.max_step_tokens, context) - fixed_s) / self.max_step_tokens
         if slope <= 0:
-            return most if fixed_s < target_s else self.min_tokens
+            return ceiling if fixed_s < target_s else self.min_tokens
         tokens = (target_s - fixed_s) / slope
-        return int(max(self.min_tokens, min(most, tokens)))
+        return int(max(self.min_tokens, min(ceiling, tokens)))

@@ -336,8 +336,8 @@ class Cancel(ChannelMessage, frozen=True):
 
 AnyMessage = (
     Hello | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared
-    | DecodeTarget | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded | CacheChanged
-    | BlocksChanged | Measured | Stalled | Ping | Pong | Tokens | Failed | Preempted | Cancel
+    | DecodeTarget | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded
+    | CacheChanged | BlocksChanged | Measured | Stalled | Ping | Pong | Tokens | Failed | Preempted | Cancel
 )  # fmt: skip
 
 

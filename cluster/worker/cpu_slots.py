@@ -64,7 +64,7 @@ class CpuSlots:
         if folder is not None:
             folder.mkdir(exist_ok=True)
             self._queue_lock = _FileLock(folder / "next")
-            # Last slot first: a worker with fewer threads has more slots; it leaves the first ones to the others.
+            # Last slot first: a worker with fewer threads has more slots, and leaves the first to the others.
             self._slots = [_FileLock(folder / f"slot-{i}") for i in reversed(range(num_slots))]
         self._held: _FileLock | None = None
         self._began_at = 0.0  # when the step got the slot that it holds

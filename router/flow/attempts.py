@@ -1,14 +1,14 @@
 """The attempts of a door: each goes to its workers, is told what they say, and lands.
 
-    start     prefill and the encoders are started at the same time, decode as soon as prefill has the memory. If decode is to compute
-              the prompt: decode alone
+    start     prefill and the encoders are started at the same time, decode as soon as prefill has the
+              memory. If decode is to compute the prompt: decode alone
     grants    decode's grant goes to prefill, prefill's grants go to the encoders (`router.flow.media`)
     tokens    per choice: prefill's first token, then decode's
-    land      as soon as the last token of every choice has come, read or not, or the attempt has failed: its charges are freed, and
-              every worker that may still hold something is told to let go
+    land      as soon as the last token of every choice has come, read or not, or the attempt has failed: its
+              charges are freed, and every worker that may still hold something is told to let go
 
-An error in here concerns one attempt: that attempt ends with an internal error, all others go on. Pure: `now` is passed in, outputs are
-appended to a list.
+An error in here concerns one attempt: that attempt ends with an internal error, all others go on. Pure: `now`
+is passed in, outputs are appended to a list.
 """
 
 from __future__ import annotations
@@ -290,8 +290,9 @@ class Attempts:
             self._owner.on_landed(attempt)
 
     def _land(self, attempt: Attempt, now: float) -> None:
-        """Every worker that may still hold something lets go. Where decode has ended the request, prefill has, too. Where prefill has
-        ended it, decode waits for this Cancel; an encoder may be left with an item that prefill found in its prefix cache."""
+        """Every worker that may still hold something lets go. Where decode has ended the request, prefill
+        has, too. Where prefill has ended it, decode waits for this Cancel; an encoder may be left with an
+        item that prefill found in its prefix cache."""
         del self._attempts[attempt.request_id]
         attempt.has_landed = True
         if self.quarantine and not attempt.has_failed and attempt.is_read:

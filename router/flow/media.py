@@ -3,14 +3,15 @@
     start     each item goes to the encoder it was placed at
     granted   prefill has room for an item's embeddings: the item's encoder is told where
     shared    prefill has the embeddings, or gets them, for another request: the item is called off
-    failed    an encoder has given an item up, or its embeddings did not arrive: the next encoder, if there is one, is asked
+    failed    an encoder has given an item up, or its embeddings did not arrive: the next encoder is asked
     lost      an encoder is gone with all its items: prefill is told, so that it grants new room
-    silent    an encoder has made no progress for long: its items move, where there is an encoder that makes progress
+    silent    an encoder has made no progress for long: its items move to one that makes progress
 
-An item in work at an encoder that was lost may be the cause: it is a suspect (`router.flow.quarantine`). An encoder has one suspect at a
-time and the others are held here, so that a second loss tells which item it was.
+An item in work at an encoder that was lost may be the cause: it is a suspect (`router.flow.quarantine`). An
+encoder has one suspect at a time and the others are held here, so that a second loss tells which item it was.
 
-Every worker knows an item by its media hash, so encoding one twice does no harm. Bad media fails at once: no encoder can help it.
+Every worker knows an item by its media hash, so encoding one twice does no harm. Bad media fails at once: no
+encoder can help it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class MediaFlow:
         self._held: list[tuple[Attempt, int]] = []
 
     def start(self, attempt: Attempt, now: float) -> None:
-        """Of equal items only the first is sent: prefill shares its embeddings, or grants the others room after all."""
+        """Of equal items only the first is sent: prefill shares its embeddings, or grants the others room
+        after all."""
         sent: set[str] = set()
         for item_idx, item in enumerate(attempt.items):
             if item.media_hash in sent:
@@ -202,7 +204,8 @@ class MediaFlow:
         self._owner.send(encoder, Cancel(attempt.request_id, item_idx=item_idx), attempt)
 
     def _may_go(self, attempt: Attempt, item_idx: int, now: float) -> bool:
-        """False: the item is a suspect and its encoder has another one. A suspect that may go is the encoder's from now on."""
+        """False: the item is a suspect and its encoder has another one. A suspect that may go is the
+        encoder's from now on."""
         media_hash = attempt.items[item_idx].media_hash
         if not self._quarantine.is_suspect(media_hash, now):
             return True

@@ -29,8 +29,8 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class CallDecode:
-    """The one call to the decode replica through Ray Serve, which counts the request there. Left out if the request has ended by
-    then; a call that fails is told by `RequestFlow.on_call_failed`."""
+    """The one call to the decode replica through Ray Serve, which counts the request there. Left out if the
+    request has ended by then; a call that fails is told by `RequestFlow.on_call_failed`."""
 
     replica_id: str
     request_id: str

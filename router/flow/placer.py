@@ -1,4 +1,5 @@
-"""Between the requests of a door and the routing policy: what the policy sees of a request, what it decided, what came of it. Pure."""
+"""Between the requests of a door and the routing policy: what the policy sees of a request, what it decided,
+what came of it. Pure."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ class Placer:
         self.cluster.started(view, decision.placement, decision.prediction, now)
 
     def next_encoder(self, attempt: Attempt, item_idx: int, last: str, now: float) -> str:
-        """The encoder for an item that `last` has not encoded. Raises UnavailableError if there is no other."""
+        """The encoder for an item that `last` has not encoded. Raises UnavailableError if there is no
+        other."""
         item = _item_view(attempt.request, attempt.items, item_idx, self._row_bytes)
         return self._policy.place_item(item, self.cluster, now, (last,))
 
@@ -125,7 +127,8 @@ class Placer:
             self._answer_tokens += FORGETTING * (mean - self._answer_tokens)
 
     def _expected_blocks(self, request: GenerateRequest) -> int:
-        """KV blocks at decode: the prompts', and those of answers that are as long as answers have been, or end where they must."""
+        """KV blocks at decode: the prompts', and those of answers that are as long as answers have been, or
+        end where they must."""
         num_tokens = min(request.stop.max_tokens, int(self._answer_tokens))
         num_answer_blocks = -(-num_tokens // self.block_size) * len(request.sampling) * len(request.prompts)
         return request.num_prompt_blocks(self.block_size) + num_answer_blocks

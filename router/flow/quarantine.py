@@ -1,19 +1,21 @@
 """Work that a worker had when it was lost, and that may have ended the worker.
 
-A crash cannot be told from the death of a host, and a lost worker had many items and requests in work. So the first loss makes each of
-them a suspect:
+A crash cannot be told from the death of a host, and a lost worker had many items and requests in work. So the
+first loss makes each of them a suspect:
 
 * An item is tried once more, one suspect at a time on an encoder (`router.flow.media`).
 * A request ends with an error; its client may try again.
 
-Work that is lost with a second worker is barred: it is refused (4xx) for `BARRED_S`, also when it is sent again. Requests cannot wait for
-each other as items do, and many are lost with one decode worker. A request is barred after the second loss if both losses came at
-the same point of its answer, as they do if the request is the cause, else after the third.
+Work that is lost with a second worker is barred: it is refused (4xx) for `BARRED_S`, also when it is sent
+again. Requests cannot wait for each other as items do, and many are lost with one decode worker. A request is
+barred after the second loss if both losses came at the same point of its answer, as they do if the request is
+the cause, else after the third.
 
-A worker that comes back under its own id was not dead, only its connection: the suspicions of that loss are dropped.
+A worker that comes back under its own id was not dead, only its connection: the suspicions of that loss are
+dropped.
 
-A poison item costs two workers, a poison request two or three, of each door that it is sent to: doors do not tell each other. The table is
-bounded: the oldest suspicion is forgotten first. Pure: `now` is passed in.
+A poison item costs two workers, a poison request two or three, of each door that it is sent to: doors do not
+tell each other. The table is bounded: the oldest suspicion is forgotten first. Pure: `now` is passed in.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""What requests do, from their submission until every worker has let go of them: one state machine for all requests of a door.
+"""What requests do, from their submission until every worker has let go of them: one state machine for all
+requests of a door.
 
     submit    predict the time to first token; admission admits the request, has it wait, or refuses it
     start     place it and start its workers (`router.flow.attempts`)
     deliver   per choice: its tokens in order, or the error that ends it
-    resume    after a preemption each unfinished choice continues in an attempt of its own; the client notices a pause
+    resume    after a preemption each unfinished choice continues in an attempt of its own; the client
+              notices a pause
     close     a choice is not read any more: what still runs for it is cancelled
 
-Messages, events and the time come in; messages to workers, events for readers and the time of the next call go out (`take_outputs`,
-`next_timer`). Pure: no event loop, no socket, no clock. The door, the tests' relay and the simulator drive this same object; a driver
-carries the outputs out after every call.
+Messages, events and the time come in; messages to workers, events for readers and the time of the next call
+go out (`take_outputs`, `next_timer`). Pure: no event loop, no socket, no clock. The door, the tests' relay
+and the simulator drive this same object; a driver carries the outputs out after every call.
 
-An error in here concerns one request: that request ends with an internal error, all others go on. Only `on_joined` raises.
+An error in here concerns one request: that request ends with an internal error, all others go on. Only
+`on_joined` raises.
 """
 
 from __future__ import annotations
@@ -150,7 +153,8 @@ class RequestFlow:
     # The client's side
 
     def submit(self, client: ClientRequest, now: float) -> None:
-        """Each choice gets its events, or an error, as `Deliver` outputs. A choice that is not read to its end must be closed."""
+        """Each choice gets its events, or an error, as `Deliver` outputs. A choice that is not read to its
+        end must be closed."""
         self._clients[client.request_id] = client
         try:
             self._attempts.check_barred(client, now)
@@ -258,7 +262,8 @@ class RequestFlow:
     # Requests
 
     def _begin(self, client: ClientRequest, decision: Decision | None, now: float) -> None:
-        """The request is admitted. `decision`: None if it has waited, for the cluster has changed. Raises ClusterError."""
+        """The request is admitted. `decision`: None if it has waited, for the cluster has changed. Raises
+        ClusterError."""
         view = self._waiting.pop(client.request_id)
         self._attempts.check_barred(client, now)
         client.started_at = now

@@ -1,8 +1,9 @@
 """The state of requests at a door: what the client asked for, and each attempt to serve it.
 
-A `ClientRequest` lives from its submission until the last of its choices has ended or is not read any more. An `Attempt` is one placement of
-it: a prefill worker, a decode worker, an encoder per media item. A request has one attempt, unless decode preempts it: then each
-unfinished choice goes on in an attempt of its own, whose prompt contains the tokens generated so far.
+A `ClientRequest` lives from its submission until the last of its choices has ended or is not read any more.
+An `Attempt` is one placement of it: a prefill worker, a decode worker, an encoder per media item. A request
+has one attempt, unless decode preempts it: then each unfinished choice goes on in an attempt of its own,
+whose prompt contains the tokens generated so far.
 
 These objects change only what they hold; `router.flow.request_flow` decides.
 """
@@ -139,9 +140,9 @@ class Attempt:
         content: Hashable,
         started_at: float,
     ):
-        """`choice_idxs`: the client's choice for each choice of `request`. `prefill`: None if decode computes the prompt. `codec`: of the
-        KV on the wire. `returning`: hashes of items that were shown before, and so are expected again. `content`: see
-        `router.flow.quarantine`."""
+        """`choice_idxs`: the client's choice for each choice of `request`. `prefill`: None if decode computes
+        the prompt. `codec`: of the KV on the wire. `returning`: hashes of items that were shown before, and
+        so are expected again. `content`: see `router.flow.quarantine`."""
         self.client = client
         self.request = request
         self.items = client.items
@@ -181,8 +182,8 @@ class Attempt:
         return self.has_failed or all(choice.is_over for choice in self.choices if choice.is_open)
 
     def needs(self, worker: WorkerState) -> bool:
-        """Whether the answer still depends on a language worker: on prefill until decode has the KV and the first tokens are here.
-        Encoders can be replaced: see `router.flow.media`."""
+        """Whether the answer still depends on a language worker: on prefill until decode has the KV and the
+        first tokens are here. Encoders can be replaced: see `router.flow.media`."""
         if worker is self.decode:
             return not self.is_over_at_decode
         return worker is self.prefill and not (self.has_decode_spoken and self.has_first_token)
@@ -195,8 +196,8 @@ class Attempt:
             encoder.num_requests += 1
 
     def on_tokens(self, worker: WorkerState, event: TokenEvent) -> Sequence[TokenEvent]:
-        """What the reader of the choice gets now. The events of one worker arrive in order; prefill's is the first token, if prefill
-        has a part in the request."""
+        """What the reader of the choice gets now. The events of one worker arrive in order; prefill's is the
+        first token, if prefill has a part in the request."""
         if event.finish_reason is FinishReason.CANCELLED:
             return ()
         self.num_tokens += len(event.token_ids)

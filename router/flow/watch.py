@@ -1,17 +1,18 @@
 """Which workers make progress, as this door sees it.
 
-A worker is silent while it reports so of its own threads (`Stalled`), or while it does not answer: its event loop is blocked, or its process
-is stopped. A worker is asked (`Ping`) only while this door has a request there and has heard nothing for a while: an idle cluster
-exchanges nothing, and the token frames of a busy worker are answer enough. So a worker that stops while it has no work is found with its
-first request.
+A worker is silent while it reports so of its own threads (`Stalled`), or while it does not answer: its event
+loop is blocked, or its process is stopped. A worker is asked (`Ping`) only while this door has a request
+there and has heard nothing for a while: an idle cluster exchanges nothing, and the token frames of a busy
+worker are answer enough. So a worker that stops while it has no work is found with its first request.
 
     quiet for QUIET_S                 asked
     no answer for ANSWER_S            silent: placements avoid it while there is another
     silent for MOVE_S                 its media items go to other encoders
     a message from it                 not silent any more, unless it has reported so itself
 
-From the stop of a worker to its avoidance: QUIET_S + ANSWER_S and two looks, 1.75 s at most. Prompts and answers stay at the worker: they go
-on when it does, or end when it hangs up, is replaced, or their time is over. Pure: `now` is passed in.
+From the stop of a worker to its avoidance: QUIET_S + ANSWER_S and two looks, 1.75 s at most. Prompts and
+answers stay at the worker: they go on when it does, or end when it hangs up, is replaced, or their time is
+over. Pure: `now` is passed in.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class WorkerWatch:
         on_changed: Callable[[WorkerState], None],
         on_long_silent: Callable[[WorkerState, float], None],
     ):
-        """`on_changed`: `WorkerState.is_silent` has changed. `on_long_silent`: once for each silence; with the time."""
+        """`on_changed`: `WorkerState.is_silent` has changed. `on_long_silent`: once for each silence; with
+        the time."""
         self._ping = ping
         self._on_changed = on_changed
         self._on_long_silent = on_long_silent

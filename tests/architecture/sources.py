@@ -41,7 +41,7 @@ def name_of(path: Path) -> str:
 
 
 def room_of(path: Path) -> str:
-    """The folder of a file, at most two levels deep: router/flow, cluster/media, prefill_service, tests/unit."""
+    """The folder of a file, at most two levels deep: router/flow, prefill_service, tests/unit."""
     return "/".join(path.relative_to(REPOSITORY).parent.parts[:2])
 
 

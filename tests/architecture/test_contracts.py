@@ -1,4 +1,4 @@
-"""What the packages promise about their shape: imports, purity, sizes, docstrings. Checked on the source text."""
+"""What the packages promise about their shape: imports, purity, sizes, docstrings; checked on the source."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_pure_packages_import_nothing_that_acts_or_tells_the_time():
 
 
 def test_only_one_file_reads_the_environment():
-    """Of the product: benchmarks and the demo model's training set variables of the processes that they start."""
+    """Of the product: benchmarks and the demo model's training set variables of their processes."""
     readers = {
         name_of(path)
         for path in SOURCES
@@ -125,7 +125,7 @@ def test_every_module_says_what_it_is_for():
 
 
 def test_every_test_asserts_something():
-    """Directly or through a function of the test's own tree whose name says so (check_…, assert_…, expect…)."""
+    """Directly or through a function of the test's own tree that is called check_…, assert_… or expect…."""
     assert not [
         f"{name_of(path)}::{node.name}"
         for path in TESTS

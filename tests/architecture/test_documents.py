@@ -1,7 +1,7 @@
-"""What the documents name exists: files, modules, commands, settings, metrics and their labels; and nothing is missing there.
+"""What the documents name exists: files, modules, commands, settings, metrics, labels. Nothing is missing.
 
-The documents are README.md, SECURITY.md, CHANGELOG.md, docs/ and the READMEs of bench and deploy; paths and modules are also
-looked up for the docstrings of all modules.
+The documents are README.md, SECURITY.md, CHANGELOG.md, docs/ and the READMEs of bench and deploy. Paths and
+modules in docstrings are looked up as well.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ _NAMES: set[str] = set()
 
 
 def _missing_modules(text: str) -> Iterator[str]:
-    """Of a dotted name the first parts are a package or a module; what follows is a name in that module's text."""
+    """The first parts of a dotted name are a package or a module; the others stand in that module's text."""
     for name in _MODULE.findall(text):
         parts = name.split(".")
         if parts[-1] in ("py", "md", "yaml", "cpp"):

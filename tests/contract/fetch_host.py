@@ -69,7 +69,7 @@ class MediaHost:
 
     async def until_closed(self) -> None:
         """Waits until all clients have disconnected."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while self.num_open:
                 await asyncio.sleep(0.002)
 

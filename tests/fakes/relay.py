@@ -1,6 +1,8 @@
-"""The real request flow between the rig's engines, message by message: over ordered channels that a test empties when it likes.
+"""The real request flow between the rig's engines, message by message: over ordered channels that a test
+empties when it likes.
 
-Placements are fixed, admission is open and timers do not fire, so that a test alone decides what happens and when.
+Placements are fixed, admission is open and timers do not fire, so that a test alone decides what happens and
+when.
 """
 
 from __future__ import annotations

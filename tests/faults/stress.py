@@ -97,7 +97,7 @@ class Run:
 
     def _act(self) -> None:
         rare = 0.006 * self.hostility
-        events: list[tuple[float, Callable[[], None]]] = [
+        events: list[tuple[float, Callable[[], object]]] = [
             (0.10, self._start),
             (0.18, lambda: self.relay.send_one(self._name())),
             (0.18, lambda: self.relay.hear_one(self._name())),

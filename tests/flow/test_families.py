@@ -48,7 +48,7 @@ class Sequence:
     table: list[int]
     spans: tuple[tuple[int, int], ...]
     context_len: int = 0
-    tokens: list[int] | None = None
+    tokens: list[int] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -119,6 +119,7 @@ def test_a_text_model_has_no_encoder_half(tmp_path: Path) -> None:
 class _DoubledLogits(hf.LlamaForCausalLM):
     def forward(self, *args: object, **kwargs: object) -> object:
         output = super().forward(*args, **kwargs)
+        assert output.logits is not None
         output.logits = output.logits * 2
         return output
 

@@ -195,10 +195,12 @@ async def test_prompts_whose_end_decode_computes_give_the_same_answers(expected,
 
 
 def wires(cluster: LocalCluster) -> list[Wire]:
-    return [
+    every = [
         *(prefill._process.transfer_engine._sender.wire for prefill in cluster.prefills),
         *(decode._process.transfer_engine._receiver.wire for decode in cluster.decodes),
     ]
+    assert None not in every
+    return [wire for wire in every if wire is not None]
 
 
 async def test_int4_is_refused_for_this_model_with_what_was_measured():

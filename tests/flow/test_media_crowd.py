@@ -70,7 +70,7 @@ async def test_of_a_flood_of_pictures_every_one_is_answered_or_refused_and_memor
         admission = args.door.admission.model_copy(update={"max_outstanding_s": 1000.0})
         args = args.model_copy(update={"door": args.door.model_copy(update={"admission": admission})})
     budget = 256 * 1024
-    encode = args.encode.model_copy(update={"max_queued_rows": 1500, "max_prepared_bytes": budget})
+    encode = args.encode.model_copy(update={"max_queued_rows": 500, "max_prepared_bytes": budget})
     rng = np.random.default_rng(3)
     async with (
         local_cluster(args.model_copy(update={"encode": encode})) as cluster,

@@ -19,14 +19,15 @@ JOB = {"entrypoint": "id"}
 
 def port_of(cluster, name: str) -> int:
     """Of one of Ray's processes on this node, as it writes it down once it listens: on a busy machine later than the cluster serves."""
-    deadline = time.monotonic() + 120.0
+    deadline, session = time.monotonic() + 300.0, cluster.folder / "ray" / "session_latest"
     while time.monotonic() < deadline:
-        for path in (cluster.folder / "ray" / "session_latest").glob(f"{name}_*"):
-            port = path.read_text().strip()
+        found = {path.name: path.read_text().strip() for path in session.glob(f"{name}_*")}
+        for port in found.values():
             if port.isdecimal() and 0 < int(port) < 1 << 16:
                 return int(port)
         time.sleep(0.2)
-    raise AssertionError(f"Ray wrote no port for {name}")
+    log = (session / "logs" / "dashboard_agent.log").read_text()[-2000:]
+    raise AssertionError(f"Ray wrote no port for {name}: {found}; its agent's log ends:\n{log}")
 
 
 def test_every_socket_listens_on_loopback(cluster):

@@ -30,10 +30,12 @@ class _DecoderLayer(ctypes.Structure):
     """Mirrors `DecoderLayer` of layer.cpp."""
 
     _fields_ = (
-        ("qkv", c_void_p), ("out", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("input_norm", c_void_p),
+        ("qkv", c_void_p), ("out", c_void_p), ("gate_up", c_void_p), ("down", c_void_p),
+        ("input_norm", c_void_p),
         ("post_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p), ("query_heads", c_int64),
         ("kv_heads", c_int64), ("head_width", c_int64), ("is_bf16", c_int64), ("input_epsilon", c_double),
-        ("post_epsilon", c_double), ("query_epsilon", c_double), ("key_epsilon", c_double), ("scale", c_double),
+        ("post_epsilon", c_double), ("query_epsilon", c_double), ("key_epsilon", c_double),
+        ("scale", c_double),
     )  # fmt: skip
 
 
@@ -41,7 +43,8 @@ class _LayerStep(ctypes.Structure):
     """Mirrors `LayerStep` of layer.cpp."""
 
     _fields_ = (
-        ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("tokens", c_int64), ("rotary_width", c_int64),
+        ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("tokens", c_int64),
+        ("rotary_width", c_int64),
     )  # fmt: skip
 
 
@@ -90,7 +93,8 @@ class NativeDecoderLayer(nn.Module):
             *(packed.address for packed in weights),
             *(None if weight is None else weight.data_ptr() for weight in self._kept[1]),
             heads.num_query, heads.num_kv, heads.width, self._dtype == torch.bfloat16,
-            *(0.0 if norm is None else cast(float, epsilon_of(norm)) for norm in norms), heads.attention.scaling,
+            *(0.0 if norm is None else cast(float, epsilon_of(norm)) for norm in norms),
+            heads.attention.scaling,
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
         self._run: Callable[..., None] = kernels.cdll.decoder_layer
@@ -111,7 +115,8 @@ class NativeDecoderLayer(nn.Module):
         x = hidden_states.contiguous()
         if x.dtype is not self._dtype or x.shape != (1, len(batch.slots), self._hidden):
             raise InternalError(
-                f"a native layer needs [1, {len(batch.slots)}, {self._hidden}] {self._dtype}, not {x.shape} {x.dtype}"
+                f"a native layer needs [1, {len(batch.slots)}, {self._hidden}] {self._dtype}, not {x.shape} "
+                f"{x.dtype}"
             )
         cache = layer_cache(batch.kv, self._layer_idx)
         y = torch.empty_like(x)

@@ -108,7 +108,8 @@ class _Trial:
     them."""
 
     def __init__(
-        self, text_model: nn.Module, layer: nn.Module, layout: MemoryLayout, backend: CpuAttention, positions: Tensor
+        self, text_model: nn.Module, layer: nn.Module, layout: MemoryLayout, backend: CpuAttention,
+        positions: Tensor
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         dtype = dtype_of(text_model)
@@ -130,7 +131,8 @@ class _Trial:
         hook = layer.register_forward_pre_hook(note, with_kwargs=True)
         try:
             text_model(
-                inputs_embeds=self._x, position_ids=positions, use_cache=False, paged=(self._batch(), self._backend)
+                inputs_embeds=self._x, position_ids=positions, use_cache=False,
+                paged=(self._batch(), self._backend)
             )  # fmt: skip
         except _ArgumentsKnown:
             pass

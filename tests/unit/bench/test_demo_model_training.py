@@ -2,6 +2,7 @@
 
 import copy
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,9 +38,7 @@ def tones() -> WordBank:
     )
 
 
-def train_two_steps(
-    built: tuple[Model, Processor], seed: int, stage: str = "refine"
-) -> dict[str, torch.Tensor]:
+def train_two_steps(built: tuple[Model, Processor], seed: int, stage: str = "refine") -> dict[str, Any]:
     model, processor = copy.deepcopy(built[0]), built[1]
     schedule = Schedule(num_steps=2, num_warmup_steps=1, peak=1e-3)
     lines: list[str] = []

@@ -11,8 +11,8 @@ import torch
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from cluster.types.curves import Link
 from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.lease.events import Finished, SendFailed
 from kv_transfer.lease.group import GroupTransferEngine
-from kv_transfer.lease.sender import Finished, SendFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.clock import ManualClock
 

@@ -30,7 +30,7 @@ class FakeGeneration:
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         for idx, word in enumerate(self._words):
             await asyncio.sleep(self._door.pause_s)
-            if idx == self._door.fail_at:
+            if idx == self._door.fail_at and self._door.error is not None:
                 raise self._door.error
             self.usage = Usage(7, idx + 1, 4)
             reason = "stop" if idx == len(self._words) - 1 else None

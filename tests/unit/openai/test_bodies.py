@@ -241,7 +241,7 @@ def test_bodies_are_charged_until_the_answer_is_sent(door):
             assert refused.json()["error"]["code"] == "overloaded"
             assert "epdg_door_body_bytes 150" in (await client.get("/metrics")).text
             waiting.cancel()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while "epdg_door_body_bytes 0.0" not in (await client.get("/metrics")).text:
                     await asyncio.sleep(0.01)
 

@@ -1,4 +1,5 @@
-"""A request flow between workers that say what a test has them say, in virtual time. Keeps what workers are sent and readers get."""
+"""A request flow between workers that say what a test has them say, in virtual time. Keeps what workers are
+sent and readers get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who goes, who waits and who is refused, one decision at a time; and budgets that come back whatever happens."""
+"""Who goes, who waits and who is refused, one decision at a time; and budgets that come back whatever
+happens."""
 
 from __future__ import annotations
 
@@ -273,7 +274,8 @@ def test_two_classes_of_one_name_are_refused():
 
 
 class Door(RuleBasedStateMachine):
-    """A door that does whatever it may. Each request is refused at most once, and never after it was admitted."""
+    """A door that does whatever it may. Each request is refused at most once, and never after it was
+    admitted."""
 
     def __init__(self) -> None:
         super().__init__()

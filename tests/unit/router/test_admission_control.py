@@ -1,4 +1,5 @@
-"""Admission control: every waiting request is admitted or refused in the end, and an error in the queue costs no other request."""
+"""Admission control: every waiting request is admitted or refused in the end, and an error in the queue costs
+no other request."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def mixed(*streams: list[Arrival]) -> list[Arrival]:
 
 
 def goodput(load: float, target_s: float, slowdown: float) -> tuple[float, float]:
-    """Requests, and seconds of work, per second of ten minutes whose first token came in time. `load`: of one worker's capacity."""
+    """Requests, and seconds of work, per second of ten minutes whose first token came in time. `load`: of one
+    worker's capacity."""
     world = DoorWorld(one_class(target_ttft_s=target_s), num_prefills=1, slowdown=slowdown)
     stories = world.run(poisson(1, load / (MEAN_S * slowdown), 600, MEAN_S))
     good = [story for story in done(stories) if story.ttft_s <= target_s]
@@ -103,7 +104,8 @@ def test_a_tenant_that_asks_for_much_makes_another_wait_for_one_request_at_most(
     light = [story for story in stories if story.ticket.tenant == "light"]
     assert len(done(light)) == 120
     assert mean(story.wait_s for story in light) <= MEAN_S
-    # the last of the others went in with room left, and room is again when all workers together have done as much
+    # the last of the others went in with room left, and room is again when all workers together have done as
+    # much
     assert max(story.wait_s for story in light) <= LONGEST_S * (1 + 1 / NUM_WORKERS)
 
 

@@ -1,4 +1,5 @@
-"""A request flow whose N-th operation fails, for every N: one request may end, by name; the others are answered, and nothing is held."""
+"""A request flow whose N-th operation fails, for every N: one request may end, by name; the others are
+answered, and nothing is held."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def tokens(name: str, *token_ids: int, reason: FinishReason | None = None) -> To
 
 
 def play(world: World) -> dict[str, Reader]:
-    """Two requests are admitted, two wait. An item of one goes to another encoder, another request is preempted."""
+    """Two requests are admitted, two wait. An item of one goes to another encoder, another request is
+    preempted."""
     readers = {name: world.ask(name, name == "media") for name in ("media", "text", "waiting", "last")}
     world.tell("prefill", Measured(ServiceCurves(prefill=Curve(0.01, 1e-4))))
     world.tell("encode", CacheChanged(("elsewhere",), ()))

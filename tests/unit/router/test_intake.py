@@ -1,4 +1,5 @@
-"""A request's media on its way in: equal contents once, bytes counted and freed, time bounded, nothing left of who leaves."""
+"""A request's media on its way in: equal contents once, bytes counted and freed, time bounded, nothing left
+of who leaves."""
 
 from __future__ import annotations
 

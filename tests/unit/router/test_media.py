@@ -1,4 +1,5 @@
-"""What a door makes of a request's media: looked at, left out, reduction. Real files, and a processor with round numbers."""
+"""What a door makes of a request's media: looked at, left out, reduction. Real files, and a processor with
+round numbers."""
 
 from __future__ import annotations
 

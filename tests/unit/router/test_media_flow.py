@@ -1,4 +1,5 @@
-"""Encoders that fail, are lost or lose what they sent: the items go to other encoders, and grants are taken back."""
+"""Encoders that fail, are lost or lose what they sent: the items go to other encoders, and grants are taken
+back."""
 
 from __future__ import annotations
 

@@ -87,4 +87,4 @@ def test_every_request_is_served_once_when_memory_is_free_again(arrivals):
     assert sorted(served) == sorted(sizes)
     for name in held:
         admission.remove(name)
-    assert admission._num_text_held == admission._num_media_held == 0 and len(admission) == 0
+    assert admission._num_text_held == admission._num_media_held == 0 and not admission.heads()

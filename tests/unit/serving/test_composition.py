@@ -16,7 +16,7 @@ NOTHING = Hosts(frozenset(), frozenset())
 
 
 def pools_of(model: object) -> list[str]:
-    door = compose(ClusterArgs(model=str(model)), NOTHING)._bound_deployment
+    door: Any = compose(ClusterArgs(model=str(model)), NOTHING)._bound_deployment
     return [handle._bound_deployment.name for handle in door.init_args[3]]
 
 

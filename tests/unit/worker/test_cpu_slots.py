@@ -24,7 +24,7 @@ from cluster.worker.cpu_slots import (
 )
 from tests.fakes.clock import ManualClock
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 def make(folder, clock=None, num_slots=1, pause=None):

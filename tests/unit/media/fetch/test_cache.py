@@ -65,7 +65,9 @@ def test_an_answer_turns_stale_and_is_still_known():
     clock = ManualClock()
     cache = ContentCache(100, clock)
     put(cache, "a", b"x", Freshness(True, 5))
-    answer, _ = cache.get(("", "a"))
+    found = cache.get(("", "a"))
+    assert found is not None
+    answer, _ = found
     assert cache.is_fresh(answer)
     clock.at = 5
     assert not cache.is_fresh(answer)
@@ -87,7 +89,9 @@ def test_what_may_not_be_kept_or_never_used_again_replaces_what_was(allowed, val
 def test_a_stale_answer_with_a_validator_is_kept():
     cache = ContentCache(100, ManualClock())
     put(cache, "a", b"x", Freshness(True, 0), TAG)
-    answer, data = cache.get(("", "a"))
+    found = cache.get(("", "a"))
+    assert found is not None
+    answer, data = found
     assert (answer.validators, data) == (TAG, b"x")
 
 
