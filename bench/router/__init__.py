@@ -1,1 +1,2 @@
-"""The router in the simulator: policies beside each other, splits beside data parallelism, overload. See README.md."""
+"""The router in the simulator: policies beside each other, splits beside data parallelism, overload. See
+README.md."""

@@ -1,4 +1,5 @@
-"""What is simulated: frozen values, each one run, or one search, with one seed. The figures behind them stand in README.md."""
+"""What is simulated: frozen values, each one run, or one search, with one seed. The figures behind them stand
+in README.md."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ POLICY_NAMES = ("joint", "round_robin", "least_loaded", "linear", "per_stage", O
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster, a workload and a rate of arrivals at which the narrowest phase is busy for about 0.6 to 0.8 of the time."""
+    """A cluster, a workload and a rate of arrivals at which the narrowest phase is busy for about 0.6 to 0.8
+    of the time."""
 
     name: str
     specs: Callable[[], list[WorkerSpec]] = field(repr=False)
@@ -65,7 +67,8 @@ class PolicyCase:
     num_requests: int = 2000
 
 
-# vLLM's post on encoder disaggregation promises these 99th percentiles; the other one is what interactive use asks for.
+# vLLM's post on encoder disaggregation promises these 99th percentiles; the other one is what interactive use
+# asks for.
 LOOSE, TIGHT = Slo(20.0, 0.1), Slo(2.0, 0.025)
 SLOS = {"20 s, 100 ms": LOOSE, "2 s, 25 ms": TIGHT}
 SPLIT_WORKLOADS = ("text-400", "1-image", "4-image", "4-image-2000")

@@ -1,7 +1,8 @@
-"""One streaming request and its ledger: what the door predicted when it placed the request, and what came of it.
+"""One streaming request and its ledger: what the door predicted when it placed the request, and what came of
+it.
 
-Time to first token (TTFT): from handing the request to the HTTP client to the first event of the answer, which the door sends with the
-first token, whether that has text yet or not.
+Time to first token (TTFT): from handing the request to the HTTP client to the first event of the answer,
+which the door sends with the first token, whether that has text yet or not.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Answer:
 
     @property
     def predicted_s(self) -> tuple[float, float, float] | None:
-        """(expected, low, high) time from placing to the first token; the ledger's times begin at the door."""
+        """(expected, low, high) time from placing to the first token; the ledger's times begin at the
+        door."""
         told = self.ledger.get("predicted_ms")
         if told is None:
             return None

@@ -1,5 +1,6 @@
-"""What a decision costs: CPU time of the joint policy over large pools, with queues of any length, for text and for images; and what the limit
-to what it looks at loses, which is found by looking at (nearly) everything."""
+"""What a decision costs: CPU time of the joint policy over large pools, with queues of any length, for text
+and for images; and what the limit to what it looks at loses, which is found by looking at (nearly)
+everything."""
 
 from __future__ import annotations
 

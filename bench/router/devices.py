@@ -1,8 +1,10 @@
-"""Devices other than the CPU below them, for workers that share a few cores. Who sleeps leaves the cores to the others.
+"""Devices other than the CPU below them, for workers that share a few cores. Who sleeps leaves the cores to
+the others.
 
 throttled   everything is computed, and each call of the model lasts some times as long
 emulated    a call of the model lasts as long as a curve says; instead of computing, its worker sleeps. Embeddings, KV and logits are
-            zeros: every token is the vocabulary's first. All else is real: preprocessing, scheduling, memory, transfers, messages
+            zeros: every token is the vocabulary's first. All else is real: preprocessing, scheduling, memory,
+            transfers, messages
 
 So emulated workers behave like as many machines, as long as the cores are not busy with what is real.
 """
@@ -130,8 +132,8 @@ def step_s(curve: Curve, chunks: Sequence[SequenceChunk]) -> float:
 
 
 def num_rows(item: Mapping[str, Tensor], merge: int) -> int:
-    """Embedding rows of an item whose grid of patches (t, h, w) is among its tensors; `merge`: side of the squares that become one row.
-    Raises StopIteration for one without."""
+    """Embedding rows of an item whose grid of patches (t, h, w) is among its tensors; `merge`: side of the
+    squares that become one row. Raises StopIteration for one without."""
     grid = next(value for key, value in item.items() if key.endswith("grid_thw"))
     return math.prod(int(size) for size in grid[0]) // merge**2
 

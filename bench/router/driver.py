@@ -1,4 +1,5 @@
-"""Sends calls to a door: at their instants whatever the answers (open loop), or so many at a time (closed loop)."""
+"""Sends calls to a door: at their instants whatever the answers (open loop), or so many at a time (closed
+loop)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ async def open_loop(url: str, calls: Sequence[Call]) -> list[Answer]:
 
 
 async def capacity(url: str, calls: Sequence[Call], concurrency: int) -> float:
-    """Answers per second while that many clients ask one call after the other. Raises RuntimeError when one fails."""
+    """Answers per second while that many clients ask one call after the other. Raises RuntimeError when one
+    fails."""
     answers: list[Answer] = []
     async with open_session() as session:
         waiting = iter(calls)
@@ -49,7 +51,8 @@ async def capacity(url: str, calls: Sequence[Call], concurrency: int) -> float:
 
 
 def steady_rate(ended_at: Sequence[float], concurrency: int) -> float:
-    """Ends per second, without the first and the last `concurrency`: then not all clients were busy. Needs some more than twice that."""
+    """Ends per second, without the first and the last `concurrency`: then not all clients were busy. Needs
+    some more than twice that."""
     ordered = sorted(ended_at)[concurrency : len(ended_at) - concurrency]
     if len(ordered) < 2:
         raise ValueError(f"{len(ended_at)} requests are too few for {concurrency} clients")

@@ -1,13 +1,14 @@
-"""Policies side by side on a live cluster of small processes: 2 encoders, 2 prefill and 2 decode workers, a door for each policy.
+"""Policies side by side on a live cluster of small processes: 2 encoders, 2 prefill and 2 decode workers, a
+door for each policy.
 
     python -m bench.router.live --out R.jsonl                     workers as fast as this CPU, which they share
     python -m bench.router.live --out R.jsonl --emulate           every call takes what a curve says: devices of their own
     python -m bench.router.live --out R.jsonl --record-for-simulator T.jsonl     emulated, and the trace to be replayed (see trace.py)
     python -m bench.router.live --table R.jsonl                   the tables only
 
-Per phase (see loads.py) a closed loop finds out what the cluster can do; it is a door's warm-up, too. Then repetitions of blocks: the same
-shapes at the same instants for every policy, in an order that rotates, Poisson arrivals at `--load` of that capacity. Between blocks
-the cluster is idle. Every record is a block.
+Per phase (see loads.py) a closed loop finds out what the cluster can do; it is a door's warm-up, too. Then
+repetitions of blocks: the same shapes at the same instants for every policy, in an order that rotates,
+Poisson arrivals at `--load` of that capacity. Between blocks the cluster is idle. Every record is a block.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Measurement:
         print(f"{phase.name}: {max(rates):.1f} requests a second at most", file=sys.stderr)
 
     async def _settle(self, phase: Phase, repetition: int) -> None:
-        """Workers notice that their speed has changed, and every door hears of it, by a load that is not recorded."""
+        """Workers notice that their speed has changed, and every door hears of it, by a load that is not
+        recorded."""
         shapes = first_shapes(phase, 2 * CONCURRENCY + 4, f"settle {repetition}")
         for policy, url in self._running.urls.items():
             calls = self._composer.calls(
@@ -133,8 +135,9 @@ class Measurement:
 
 
 def answer_fields(answers: Sequence[Answer]) -> Record:
-    """Seconds to 0.1 ms, in the order of arrival. `placed_s`: from placing to the first token at the door, what was predicted. Raises
-    RuntimeError for a request without an answer: then the others' times mean nothing."""
+    """Seconds to 0.1 ms, in the order of arrival. `placed_s`: from placing to the first token at the door,
+    what was predicted. Raises RuntimeError for a request without an answer: then the others' times mean
+    nothing."""
     for answer in answers:
         if answer.failure:
             raise RuntimeError(f"a request failed: {answer.failure}")

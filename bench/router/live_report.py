@@ -18,7 +18,8 @@ Interval = tuple[float, float]
 def bootstrap(
     samples: Sequence[Sequence[float]], figure: Callable[..., float], seed: int = 0, share: float = 0.95
 ) -> Interval:
-    """The percentile interval of `figure(*samples)` when each sample is resampled from itself (Efron 1979)."""
+    """The percentile interval of `figure(*samples)` when each sample is resampled from itself (Efron
+    1979)."""
     rng = random.Random(seed)
     figures = [
         figure(*(rng.choices(sample, k=len(sample)) for sample in samples)) for _ in range(NUM_RESAMPLES)

@@ -1,11 +1,12 @@
-"""A door with admission at several times what its cluster can do: which requests are answered in time, which are refused, and whether every
-one is accounted for.
+"""A door with admission at several times what its cluster can do: which requests are answered in time, which
+are refused, and whether every one is accounted for.
 
     python -m bench.router.overload --out R.jsonl [--factors 1 3] [--requests 1000]
 
-Emulated workers (see devices.py), text and images, two classes and two API keys, one of which sends ten times as much as the other. A closed
-loop through a door with the default settings finds the capacity; then an open loop at each factor of it. Every request must be answered or refused with 429 and Retry-After;
-afterwards the cluster holds nothing. Exit status 1 if any of that is not so.
+Emulated workers (see devices.py), text and images, two classes and two API keys, one of which sends ten times
+as much as the other. A closed loop through a door with the default settings finds the capacity; then an open
+loop at each factor of it. Every request must be answered or refused with 429 and Retry-After; afterwards the
+cluster holds nothing. Exit status 1 if any of that is not so.
 
 Goodput: answers whose first token came within their class's target, a second, while requests came.
 """
@@ -35,7 +36,8 @@ from bench.router.workers import Cluster, cluster, end_on_signals, specs
 from cluster.errors import ClusterError
 from cluster.simulator.results import percentile
 
-SLOWDOWN = 2.0  # of all workers: the door and the clients share one process, which must keep up at three times the capacity
+# Of all workers: the door and the clients share one process, which must keep up at three times the capacity.
+SLOWDOWN = 2.0
 HEAVY_SHARE = 10 / 11  # of all requests come with the key "heavy"
 BATCH_SHARE = 0.5
 MOST_LATE_S = 0.5  # beyond its class's limit that a wait may be measured
@@ -188,7 +190,8 @@ async def measure(options: argparse.Namespace) -> AsyncIterator[Record]:
 
 
 async def _capacity(running: Cluster, composer: Composer, seed: int) -> float:
-    """Answers a second at most, by a door that refuses no request. Then the door that is measured learns how fast its workers are."""
+    """Answers a second at most, by a door that refuses no request. Then the door that is measured learns how
+    fast its workers are."""
     shapes = first_shapes(_phase(), NUM_TO_MEASURE, "capacity")
     rate = 0.0
     for turn in range(2):  # in the first one the door learns how fast the workers are

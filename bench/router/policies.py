@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from cluster.simulator.oracle import Oracle
 from cluster.simulator.simulation import MakePolicy, Simulation
-from cluster.simulator.whole import OneDevice, OneDeviceInTurn
+from cluster.simulator.whole import OneDevice, OneDeviceRoundRobin
 from router.policy import Policy
 from router.policy.registry import policy_class
 
 ORACLE, WHOLE, WHOLE_IN_TURN = "oracle", "data_parallel", "data_parallel_in_turn"
-SEERS: dict[str, MakePolicy] = {ORACLE: Oracle, WHOLE: OneDevice, WHOLE_IN_TURN: OneDeviceInTurn}
+SEERS: dict[str, MakePolicy] = {ORACLE: Oracle, WHOLE: OneDevice, WHOLE_IN_TURN: OneDeviceRoundRobin}
 
 
 def maker(name: str) -> MakePolicy:

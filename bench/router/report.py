@@ -1,5 +1,5 @@
-"""Tables and a plot from the records of `simulate`. Pure. Values are means over seeds with their 95 % confidence intervals; ratios
-and regrets are taken within a seed."""
+"""Tables and a plot from the records of `simulate`. Pure. Values are means over seeds with their 95 %
+confidence intervals; ratios and regrets are taken within a seed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def policy_table(records: Iterable[Record]) -> list[str]:
 
 
 def overall_table(records: Iterable[Record]) -> list[str]:
-    """Over all scenarios: the geometric mean of what a policy's mean time to first token is to the oracle's. The oracle's error of
-    prediction is what is left without knowing the future."""
+    """Over all scenarios: the geometric mean of what a policy's mean time to first token is to the oracle's.
+    The oracle's error of prediction is what is left without knowing the future."""
     cells = _cells(records, "scenario", "policy")
     lines = _head(
         "policy", "÷ oracle, geometric mean", "worst scenario", "÷ oracle there", "MAPE", "coverage"
@@ -116,8 +116,8 @@ def group_table(records: Iterable[Record]) -> list[str]:
 
 
 def overload_table(records: Iterable[Record]) -> list[str]:
-    """`good`: prompt tokens, a second, of the requests whose first token came in the time of arrivals and within what their class is
-    promised."""
+    """`good`: prompt tokens, a second, of the requests whose first token came in the time of arrivals and
+    within what their class is promised."""
     cells = _cells(records, "admission", "load")
     lines = _head(
         "admission", "load", "requests/s", "good, tokens/s", "÷ peak", "refused", "TTFT p99, ms",
@@ -144,7 +144,8 @@ def overload_table(records: Iterable[Record]) -> list[str]:
 
 
 def plot(records: Sequence[Record]) -> str:
-    """Mean time to first token by scenario and policy, each scenario to its own scale; then the highest rates by split."""
+    """Mean time to first token by scenario and policy, each scenario to its own scale; then the highest rates
+    by split."""
     y, body = 26.0, [label(8, 16, "mean time to first token, ms")]
     cells = _cells([r for r in records if r["type"] == "policies"], "scenario", "policy")
     for scenario in dict.fromkeys(key[0] for key in cells):

@@ -1,4 +1,5 @@
-"""Runs cases in a few processes and gives a record for each, as soon as it is there. A record follows from its case alone."""
+"""Runs cases in a few processes and gives a record for each, as soon as it is there. A record follows from
+its case alone."""
 
 from __future__ import annotations
 

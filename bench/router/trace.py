@@ -1,14 +1,17 @@
 """What a simulator needs to replay live blocks, as JSON lines.
 
-    {"type": "cluster", "block_size", "num_layers", "kv_bytes_per_token", "feature_bytes_per_row", "scheduling": {…},
+    {"type": "cluster", "block_size", "num_layers", "kv_bytes_per_token", "feature_bytes_per_row",
+    "scheduling": {…},
      "workers": [{"replica_id", "role", "num_blocks", "max_batch", "cache_bytes", "curves": {…}}]}           once; curves: ServiceCurves as emulated
-    {"type": "block", "block", "phase", "policy", "repetition", "slowdowns": {replica id: factor}, "measured": {replica id: {…}}, …}
-    {"type": "request", "block", "request", "at_s", "kind", "prompt_tokens", "output_tokens", "block_hashes": [hex of 8 bytes],
+    {"type": "block", "block", "phase", "policy", "repetition", "slowdowns": {replica id: factor}, "measured":
+    {replica id: {…}}, …} {"type": "request", "block", "request", "at_s", "kind", "prompt_tokens",
+    "output_tokens", "block_hashes": [hex of 8 bytes],
      "items": [{"hash", "modality", "rows", "start", "end"}], "ttft_s", "placed_s", "predicted_s", "ledger": {…}}   in order of arrival
 
-`at_s` counts from the block's start; `ttft_s` is the client's, `placed_s` begins when the door placed the request: that is what a simulator
-without tokenizing and HTTP should arrive at. `rows` are before pooling. `measured` are the ServiceCurves that the workers told after the
-block: preparing and links are real. A block begins with an idle cluster. The content of a block is seen in no other one.
+`at_s` counts from the block's start; `ttft_s` is the client's, `placed_s` begins when the door placed the
+request: that is what a simulator without tokenizing and HTTP should arrive at. `rows` are before pooling.
+`measured` are the ServiceCurves that the workers told after the block: preparing and links are real. A block
+begins with an idle cluster. The content of a block is seen in no other one.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ class Trace:
         path.write_text(json.dumps(cluster_fields(curves, args, counts)) + "\n")
 
     async def add(self, block: Record, door: Door, answers: Sequence[Answer]) -> None:
-        """A block that is over. The door prepares every prompt again, so that the simulator sees what the policy saw."""
+        """A block that is over. The door prepares every prompt again, so that the simulator sees what the
+        policy saw."""
         lines: list[Record] = [block | {"type": "block", "block": self._num_blocks}]
         for number, answer in enumerate(answers):
             call = chat_call(parse(ChatRequest, answer.call.body), door.model_id, door.defaults, "")

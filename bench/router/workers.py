@@ -1,7 +1,9 @@
-"""A cluster on this machine without Ray: a process for each worker, and in this process several doors over the same workers.
+"""A cluster on this machine without Ray: a process for each worker, and in this process several doors over
+the same workers.
 
-Order: `cluster` spawns the workers (each loads its half of the model, listens and sends its `Member` through a pipe), builds the doors
-and puts HTTP before each → requests → the block ends: doors close, workers stop; one whose pipe ends stops by itself.
+Order: `cluster` spawns the workers (each loads its half of the model, listens and sends its `Member` through
+a pipe), builds the doors and puts HTTP before each → requests → the block ends: doors close, workers stop;
+one whose pipe ends stops by itself.
 
 Decode's Serve call is a message through the pipe and one back when the generation is over.
 """
@@ -182,7 +184,8 @@ class Cluster:
         return self.held()
 
     async def measured(self) -> dict[str, ServiceCurves]:
-        """What each worker tells a door that connects about its speed, by replica id. Raises ClusterError, TimeoutError."""
+        """What each worker tells a door that connects about its speed, by replica id. Raises ClusterError,
+        TimeoutError."""
         peers = next(iter(self.doors.values())).peers
         return {peer.member.replica_id: await _curves_of(peer.member.address) for peer in peers}
 
@@ -193,8 +196,8 @@ class Cluster:
 
 
 def end_on_signals() -> None:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt behind `asyncio.run`, after its cleaning up; also in a shell's background job, which
-    starts deaf to the first."""
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt behind `asyncio.run`, after its cleaning up; also in a
+    shell's background job, which starts deaf to the first."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
@@ -209,8 +212,8 @@ def specs(counts: Mapping[Role, int], emulated: Mapping[Role, ServiceCurves] | N
 
 @asynccontextmanager
 async def cluster(doors: Mapping[str, ClusterArgs], workers: list[WorkerSpec]) -> AsyncIterator[Cluster]:
-    """Ready to be asked. `doors`: the settings of each by its name; what concerns workers is the first one's. Raises ClusterError,
-    TimeoutError."""
+    """Ready to be asked. `doors`: the settings of each by its name; what concerns workers is the first one's.
+    Raises ClusterError, TimeoutError."""
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="epdg-", ignore_cleanup_errors=True))
         args = next(iter(doors.values()))

@@ -1,4 +1,5 @@
-"""The cluster in virtual time. Nothing here measures a real one; `replay` compares with one that was recorded.
+"""The cluster in virtual time. Nothing here measures a real one; `replay` compares with one that was
+recorded.
 
 python -m cluster.simulator run   --workload 4-image --layout 1,4,3 --rate 20 --policy joint
 python -m cluster.simulator plan  --workload 4-image --slo-ttft-s 2 --slo-tpot-s 0.05 --gpus h200:8 [--svg plan.svg]

@@ -1,4 +1,5 @@
-"""One attempt to serve a request, as the simulated workers see it. The router's own record of it is `router.flow.state.Attempt`."""
+"""One attempt to serve a request, as the simulated workers see it. The router's own record of it is
+`router.flow.state.Attempt`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class SimAttempt:
-    """Tokens [0, num_computed) of the prompt have their KV at prefill, the KV of [0, num_sent) is on its way to decode.
+    """Tokens [0, num_computed) of the prompt have their KV at prefill, the KV of [0, num_sent) is on its way
+    to decode.
 
     The prompt of an attempt after a preemption contains what was generated before.
     """

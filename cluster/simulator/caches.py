@@ -1,4 +1,5 @@
-"""What simulated workers keep for reuse: full blocks of prompts, and embeddings. Least recently used goes first. Pure."""
+"""What simulated workers keep for reuse: full blocks of prompts, and embeddings. Least recently used goes
+first. Pure."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class BlockCache:
         return len(hashes)
 
     def try_take(self, shared: Sequence[bytes], num_new: int) -> bool:
-        """Hold these blocks, which `match` found, and `num_new` new ones. False: there is no room, and nothing has changed."""
+        """Hold these blocks, which `match` found, and `num_new` new ones. False: there is no room, and
+        nothing has changed."""
         num_resting = sum(key not in self._held for key in shared)
         if self.num_used + num_resting + num_new > self.num_blocks:
             return False
@@ -71,7 +73,8 @@ class BlockCache:
         return True
 
     def name(self, key: bytes) -> bool:
-        """An anonymous block has been filled. False: a block with its content is here already, so this one remains anonymous."""
+        """An anonymous block has been filled. False: a block with its content is here already, so this one
+        remains anonymous."""
         if key in self._held or key in self._kept:
             return False
         self.num_anonymous -= 1
@@ -80,7 +83,8 @@ class BlockCache:
         return True
 
     def free(self, keys: Sequence[bytes], num_anonymous: int) -> None:
-        """The blocks of one holder. Blocks with a hash are kept until room is needed; the last block of a prompt is evicted first."""
+        """The blocks of one holder. Blocks with a hash are kept until room is needed; the last block of a
+        prompt is evicted first."""
         self.num_anonymous -= num_anonymous
         for key in reversed(keys):
             left = self._held[key] - 1
@@ -92,8 +96,8 @@ class BlockCache:
 
 
 class MediaCache:
-    """Embeddings by media hash, within a budget of bytes. Items of which no other use is expected are evicted first, the
-    newest of them before the others."""
+    """Embeddings by media hash, within a budget of bytes. Items of which no other use is expected are evicted
+    first, the newest of them before the others."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
@@ -105,8 +109,8 @@ class MediaCache:
         return media_hash in self._items
 
     def use(self, media_hash: str, keep: bool = False) -> bool:
-        """Whether the item is here. `keep`: another use is expected. An item with an expected use, now or before, becomes the last to be
-        evicted."""
+        """Whether the item is here. `keep`: another use is expected. An item with an expected use, now or
+        before, becomes the last to be evicted."""
         if media_hash not in self._items:
             return False
         if keep:
@@ -126,7 +130,8 @@ class MediaCache:
         return evicted
 
     def add(self, media_hash: str, num_bytes: int, keep: bool = True) -> list[str]:
-        """Returns what was evicted for it; the item itself if it is too large. `keep`: another use is expected."""
+        """Returns what was evicted for it; the item itself if it is too large. `keep`: another use is
+        expected."""
         evicted = self.make_room(num_bytes)
         if num_bytes > self._max_bytes:
             return [*evicted, media_hash]

@@ -61,13 +61,14 @@ class SimClient:
 
 
 def name_of(request_id: str) -> str:
-    """Of the workload's request, of any of its attempts: the first one of "r5" is "r5/1", the second one "r5/1.1", and so on."""
+    """Of the workload's request, of any of its attempts: the first one of "r5" is "r5/1", the second one
+    "r5/1.1", and so on."""
     return request_id.partition("/")[0]
 
 
 def make_client(request: SimRequest, number: int) -> SimClient:
-    """`number`: of the request at its door. It sets its prompt apart from others of equal length: prompts have token ids that mean
-    nothing, as ranges, which cost no memory."""
+    """`number`: of the request at its door. It sets its prompt apart from others of equal length: prompts
+    have token ids that mean nothing, as ranges, which cost no memory."""
     first = number * MAX_PROMPT_TOKENS
     placed, items = [], []
     for each in request.media:

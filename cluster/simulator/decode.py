@@ -1,6 +1,7 @@
-"""A simulated decode worker. Between two changes of its batch all steps last about equally long, so there is no event for a step:
-its progress is one number, `v`, the steps in which a sequence that has been there all the time took part, and a sequence ends at the v
-it joined at plus its tokens (processor sharing in virtual time; Parekh and Gallager 1993)."""
+"""A simulated decode worker. Between two changes of its batch all steps last about equally long, so there is
+no event for a step: its progress is one number, `v`, the steps in which a sequence that has been there all
+the time took part, and a sequence ends at the v it joined at plus its tokens (processor sharing in virtual
+time; Parekh and Gallager 1993)."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ EPSILON = 1e-6  # of a step
 
 
 class SimDecode:
-    """`local`: computes prompts on the same device, for requests that no prefill worker has a part in; a step of the running answers
-    follows each of its calls. Calls of other workers on the device have a token of each sequence in them."""
+    """`local`: computes prompts on the same device, for requests that no prefill worker has a part in; a step
+    of the running answers follows each of its calls. Calls of other workers on the device have a token of
+    each sequence in them."""
 
     def __init__(
         self,
@@ -141,8 +143,9 @@ class SimDecode:
         self._settle()
 
     def tell_tokens(self, prefill: SimPrefill) -> None:
-        """The tokens so far of answers whose prompts this prefill worker has computed. Doors hear of tokens only when something depends
-        on them: at the end of an answer, at a preemption, or, as here, before the prefill worker is lost."""
+        """The tokens so far of answers whose prompts this prefill worker has computed. Doors hear of tokens
+        only when something depends on them: at the end of an answer, at a preemption, or, as here, before the
+        prefill worker is lost."""
         if self.is_dead:
             return
         self._advance()

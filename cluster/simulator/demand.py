@@ -1,5 +1,5 @@
-"""What a workload asks of each phase, and how many requests a second a cluster could serve at most. Arithmetic, no simulation: the
-simulator's searches begin here."""
+"""What a workload asks of each phase, and how many requests a second a cluster could serve at most.
+Arithmetic, no simulation: the simulator's searches begin here."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def seconds(spec: WorkerSpec, wanted: Demand) -> float:
 
 
 def capacity(specs: Sequence[WorkerSpec], wanted: Demand) -> float:
-    """Requests a second of the narrowest phase; workers that share a device share its time in proportion to what is asked of
-    them."""
+    """Requests a second of the narrowest phase; workers that share a device share its time in proportion to
+    what is asked of them."""
     busy_s: dict[str, float] = {}
     for spec in specs:
         device = spec.device or spec.replica_id

@@ -1,14 +1,15 @@
 """A simulated door: drives the router's own request flow (`router.flow.request_flow`) in virtual time.
 
     submit                 a request of the workload enters the flow
-    receive, join, lose    messages of workers, their starts and losses enter it as they do at a real door
-    Send                   the message is at its worker after the network's delay. Messages about grants are dropped: simulated workers need
-                           none to write
+    receive, join, lose    messages of workers, their starts and losses enter it as at a real door
+    Send                   the message is at its worker after the network's delay. Messages about grants are
+                           dropped: simulated workers need none to write
     Deliver                an answer's events; the last one, or an error, makes the request's outcome
     CallDecode, Placed, Drained    nothing: there is no Serve, no clock and no connection
 
-The only timer is admission's. The flow also looks for silent workers every 0.25 s; simulated workers are never silent, so no look is planned,
-and a ping is answered at once, without an event. There are no time limits.
+The only timer is admission's. The flow also looks for silent workers every 0.25 s; simulated workers are
+never silent, so no look is planned, and a ping is answered at once, without an event. There are no time
+limits.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class SimDoor:
         self._run(self.flow.submit, client.asked)
 
     def receive(self, replica_id: str, *messages: AnyMessage) -> None:
-        """Messages of one worker, in order. Those of a worker that has not joined, or is lost, are ignored."""
+        """Messages of one worker, in order. Those of a worker that has not joined, or is lost, are
+        ignored."""
         for message in messages:
             self._run(self.flow.on_message, replica_id, message)
 

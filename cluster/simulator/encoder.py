@@ -1,6 +1,7 @@
-"""A simulated encoder: items are prepared on CPU threads, then computed in calls by the rules of the real one, kept by their
-hash within a budget of bytes, and sent. As in the real one, what happens during a call waits for the end of the call: new requests, also
-for items in the cache, and items that have been prepared."""
+"""A simulated encoder: items are prepared on CPU threads, then computed in calls by the rules of the real
+one, kept by their hash within a budget of bytes, and sent. As in the real one, what happens during a call
+waits for the end of the call: new requests, also for items in the cache, and items that have been
+prepared."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from heapq import heappop, heappush
 from cluster.scheduling.keys import OrderKey, SchedulingPolicy, Ticket, order_key
 from cluster.simulator.attempt import SimAttempt
 from cluster.simulator.caches import Changes, MediaCache
-from cluster.simulator.device import Device, Sender
+from cluster.simulator.device import Device, SimLink
 from cluster.simulator.events import EventLoop
 from cluster.simulator.worker import Network, WorkerSpec
 from cluster.simulator.workload import Item
@@ -82,7 +83,7 @@ class SimEncoder:
         self._prepared_during_call: list[Job] = []
         self._num_asked = 0
         self.num_queued_rows = 0
-        self._sender = Sender()
+        self._sender = SimLink()
         self.slowdown = 1.0
 
     def receive(self, attempt: SimAttempt, message: AnyMessage) -> None:
@@ -239,8 +240,8 @@ class SimEncoder:
         self.device.wake(self)
 
     def _drop_unwanted(self) -> None:
-        """Of the items that could run next, those that no attempt waits for any more. As in the real one, items that prefill has found in
-        its prefix cache are encoded all the same."""
+        """Of the items that could run next, those that no attempt waits for any more. As in the real one,
+        items that prefill has found in its prefix cache are encoded all the same."""
         for entry in self.ready[: CALLS_AHEAD * self.spec.max_items]:
             job = entry[2]
             if not any(ask.is_wanted for ask in job.asks):

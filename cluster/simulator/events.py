@@ -1,4 +1,5 @@
-"""Virtual time: what is to happen, in order of its instant, then of its being planned. One thread; no clock is read."""
+"""Virtual time: what is to happen, in order of its instant, then of its being planned. One thread; no clock
+is read."""
 
 from __future__ import annotations
 

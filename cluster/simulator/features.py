@@ -1,5 +1,5 @@
-"""Embeddings at a simulated prefill worker, or on their way there: as in the real one, one copy for all requests that show an item
-at the same time."""
+"""Embeddings at a simulated prefill worker, or on their way there: as in the real one, one copy for all
+requests that show an item at the same time."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Features:
         return list(copy.consumers)
 
     def release(self, attempt: SimAttempt, item_idx: int) -> Consumer | None:
-        """This consumer does not need it any more; repeats are ignored. If its encoder was to bring the copy and has not, the next consumer
-        is returned: its encoder has to bring it."""
+        """This consumer does not need it any more; repeats are ignored. If its encoder was to bring the copy
+        and has not, the next consumer is returned: its encoder has to bring it."""
         media_hash = attempt.request.media[item_idx].media_hash
         copy = self._copies.get(media_hash)
         if copy is None or (attempt, item_idx) not in copy.consumers:

@@ -1,7 +1,8 @@
 """How fast simulated workers are: curves of two models on two accelerators, derived from published figures.
 
-Every figure names its source. *Sheet*: the vendor's data sheet. *Card*: the model's published configuration. *Roofline*: work
-divided by a part of the peak, and then the part is an assumption that the line names. Nothing here was measured by us.
+Every figure names its source. *Sheet*: the vendor's data sheet. *Card*: the model's published configuration.
+*Roofline*: work divided by a part of the peak, and then the part is an assumption that the line names.
+Nothing here was measured by us.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ BLOCK_SIZE = 64  # tokens, of the workloads; large, for the simulator keeps one 
 
 # Roofline: parts of the peak that are reached.
 LANGUAGE_UTILISATION = 0.5  # dense prefill; assumed, between 0.4 and 0.6 of what engines commonly report
-# LMSYS's EPD post (2026-01-12): 4 images of 1080p through the vision encoder of Qwen2.5-VL-72B take 492 ms on two H20 (148 TFLOP/s
-# each). 42,300 patches of 2 × 0.68 GFLOP in that time are 0.39 of the peak.
+# LMSYS's EPD post (2026-01-12): 4 images of 1080p through the vision encoder of Qwen2.5-VL-72B take 492 ms on
+# two H20 (148 TFLOP/s each). 42,300 patches of 2 × 0.68 GFLOP in that time are 0.39 of the peak.
 VISION_UTILISATION = 0.39
 MEMORY_UTILISATION = 0.8  # of the bandwidth, in decode; assumed
-CALL_S = 2e-3  # scheduling and launching a step; assumed, of the order that graphs and an asynchronous scheduler leave
+# Scheduling and launching a step; assumed, of the order that graphs and an asynchronous scheduler leave.
+CALL_S = 2e-3
 ENCODER_CALL_S = 3e-3  # 32 layers without graphs; assumed
 
 # Decoding, resizing and patching on one CPU thread; assumed: about 10 ms for a 640 × 640 JPEG of 400 rows.
@@ -64,7 +66,8 @@ class Model:
     block_size: int = BLOCK_SIZE
 
 
-# Card: 28 layers, 4 KV heads of 128, hidden size 3584 (56 KiB of KV a token, 7 KiB an embedding); encoder of 0.68 G parameters.
+# Card: 28 layers, 4 KV heads of 128, hidden size 3584 (56 KiB of KV a token, 7 KiB an embedding); encoder of
+# 0.68 G parameters.
 VL_7B = Model("vl-7b", 7.6e9, 28, 3584, 57_344, 0.68e9, 7168)
 # Card: 64 layers, 8 KV heads of 128, hidden size 5120.
 VL_32B = Model("vl-32b", 32.8e9, 64, 5120, 262_144, 0.68e9, 10_240)
@@ -74,21 +77,23 @@ ACCELERATORS = {each.name: each for each in (H200, A100, H200_PAIR)}
 
 
 def encode_curve(model: Model, accelerator: Accelerator) -> Curve:
-    """Roofline: two operations for each parameter and patch. One device, whatever the replica has: LMSYS saw no gain from splitting a
-    vision encoder (492, 466 and 524 ms on 2, 4 and 8 GPUs)."""
+    """Roofline: two operations for each parameter and patch. One device, whatever the replica has: LMSYS saw
+    no gain from splitting a vision encoder (492, 466 and 524 ms on 2, 4 and 8 GPUs)."""
     flops = VISION_UTILISATION * accelerator.peak_flops / accelerator.num_devices
     return Curve(ENCODER_CALL_S, 4 * 2 * model.num_vision_parameters / flops)
 
 
 def prefill_curve(model: Model, accelerator: Accelerator) -> Curve:
-    """Roofline: two operations for each parameter and token; attention four for each layer, channel and earlier token."""
+    """Roofline: two operations for each parameter and token; attention four for each layer, channel and
+    earlier token."""
     flops = LANGUAGE_UTILISATION * accelerator.peak_flops
     per_pair_s = 4 * model.num_layers * model.hidden_size / flops
     return Curve(CALL_S, 2 * model.num_parameters / flops, per_pair_s)
 
 
 def decode_curve(model: Model, accelerator: Accelerator) -> Curve:
-    """Roofline: weights are read once a step, KV once for each sequence and token; a sequence computes what a prompt token does."""
+    """Roofline: weights are read once a step, KV once for each sequence and token; a sequence computes what a
+    prompt token does."""
     bytes_per_s = MEMORY_UTILISATION * accelerator.bytes_per_s
     per_sequence_s = 2 * model.num_parameters / (LANGUAGE_UTILISATION * accelerator.peak_flops)
     weights_s = 2 * model.num_parameters / bytes_per_s
@@ -104,8 +109,8 @@ def num_kv_blocks(model: Model, accelerator: Accelerator, share: float = 1.0) ->
 def curves(
     model: Model, accelerator: Accelerator, phases: str, local: tuple[str, ...] = (), step_tokens: int = 0
 ) -> ServiceCurves:
-    """Of a worker with the phases "e", "p" or "d" ("dp": a decode worker that can compute prompts). `local`: workers on the same
-    device."""
+    """Of a worker with the phases "e", "p" or "d" ("dp": a decode worker that can compute prompts). `local`:
+    workers on the same device."""
     encode = encode_curve(model, accelerator)
     is_encoder = "e" in phases
     return ServiceCurves(

@@ -9,12 +9,14 @@ from cluster.simulator.worker import WorkerSpec
 from cluster.types.members import Role
 
 LOCAL_STEP_TOKENS = 512  # of a prompt that a decode worker computes: a short pause for its sequences
-PREFILL_SHARE = 0.5  # of the memory, where prefill and decode share a device: prompts and prefix cache; the rest holds answers
+# Of the memory, where prefill and decode share a device: prompts and prefix cache; the rest holds answers.
+PREFILL_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Layout:
-    """So many workers of each phase; `num_colocated` devices run prefill and decode together, `num_whole` all three."""
+    """So many workers of each phase; `num_colocated` devices run prefill and decode together, `num_whole` all
+    three."""
 
     num_encode: int = 0
     num_prefill: int = 0

@@ -1,13 +1,15 @@
-"""A policy that cannot be built: it sees the workers themselves, now, and plays out what a choice would lead to.
+"""A policy that cannot be built: it sees the workers themselves, now, and plays out what a choice would lead
+to.
 
-For each item it takes the encoder at which the item would be ready first: the encoder's threads, its queue and its calls are run
-ahead with the true durations. Then it runs every prefill worker ahead, step by step with the real chunk scheduler and the true instants
-at which the embeddings of all prompts will come, until all first tokens are out, with the request and without it, and takes the worker
-where the sum of all times to first token grows least. The decode worker is the one whose next step, with the request in it, is shortest.
+For each item it takes the encoder at which the item would be ready first: the encoder's threads, its queue
+and its calls are run ahead with the true durations. Then it runs every prefill worker ahead, step by step
+with the real chunk scheduler and the true instants at which the embeddings of all prompts will come, until
+all first tokens are out, with the request and without it, and takes the worker where the sum of all times to
+first token grows least. The decode worker is the one whose next step, with the request in it, is shortest.
 
-It is greedy: it knows neither what will arrive nor how much a single step will vary, and its encoders are chosen before its prefill
-worker, for the request alone. So it is no lower bound: a policy can be better by chance.
-It takes devices to be exclusive: a call of another stage on the same device is not seen.
+It is greedy: it knows neither what will arrive nor how much a single step will vary, and its encoders are
+chosen before its prefill worker, for the request alone. So it is no lower bound: a policy can be better by
+chance. It takes devices to be exclusive: a call of another stage on the same device is not seen.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ class _Coming:
 
 
 @dataclass(slots=True)
-class _Plan:
-    """What one prefill worker has before it. `events`: (instant, prompt, tokens that are ready from then on)."""
+class _PrefillSchedule:
+    """What one prefill worker has before it. `events`: (instant, prompt, tokens that are ready from then
+    on)."""
 
     chunks: ChunkScheduler
     clock: float
@@ -56,7 +59,8 @@ class _Plan:
     def add(
         self, ticket: Ticket, num_tokens: int, num_computed: int, starts: list[int], at: list[float]
     ) -> None:
-        """A prompt whose items begin at `starts` and are there `at`: it is ready up to the first one that is not."""
+        """A prompt whose items begin at `starts` and are there `at`: it is ready up to the first one that is
+        not."""
         name, latest = ticket.request_id, 0.0
         self.chunks.add(ticket, num_tokens)
         self.chunks.set_computed(name, num_computed)
@@ -90,11 +94,11 @@ class Oracle:
             link = encoder.spec.link("")
             arrivals.append(ready_at + link.seconds(item.num_bytes))
         ready = self._all_ready(encoders, coming, now)
-        outlooks = [self._outlook(p, request, arrivals, ready, now) for p in prefills]
+        estimates = [self._estimate(p, request, arrivals, ready, now) for p in prefills]
         place = _nearly_least(
-            [cost for cost, _ in outlooks], [p.num_queued_tokens + len(p.coming) for p in prefills]
+            [cost for cost, _ in estimates], [p.num_queued_tokens + len(p.coming) for p in prefills]
         )
-        prefill, ttft_s = prefills[place], outlooks[place][1] - now + self._network_s
+        prefill, ttft_s = prefills[place], estimates[place][1] - now + self._network_s
         num_tokens = request.num_prompt_tokens
         decode = min(decodes, key=lambda d: (d.true_step_s(1, num_tokens), d.num_used_blocks))
         placement = Placement(tuple(chosen), prefill.spec.replica_id, decode.spec.replica_id)
@@ -134,7 +138,7 @@ class Oracle:
             found |= run_ahead(encoder, coming[encoder.spec.replica_id], now)
         return found
 
-    def _outlook(
+    def _estimate(
         self,
         prefill: SimPrefill,
         request: RequestView,
@@ -142,8 +146,8 @@ class Oracle:
         ready: dict[str, float],
         now: float,
     ) -> tuple[float, float]:
-        """The instant of the request's first token at this worker plus by how much the prompts that are there wait longer for theirs; and
-        that instant."""
+        """The instant of the request's first token at this worker plus by how much the prompts that are there
+        wait longer for theirs; and that instant."""
         without = self._plan(prefill, ready, now)
         others = sum(_play(prefill, without).values())
         plan = self._plan(prefill, ready, now)
@@ -160,9 +164,9 @@ class Oracle:
         done_at = _play(prefill, plan)
         return sum(done_at.values()) - others, done_at[name]
 
-    def _plan(self, prefill: SimPrefill, ready: dict[str, float], now: float) -> _Plan:
+    def _plan(self, prefill: SimPrefill, ready: dict[str, float], now: float) -> _PrefillSchedule:
         """What is in work at a worker, from the end of its running step on."""
-        plan = _Plan(ChunkScheduler(self._simulation.scheduling), max(now, prefill.device.free_at))
+        plan = _PrefillSchedule(ChunkScheduler(self._simulation.scheduling), max(now, prefill.device.free_at))
         running = {attempt.request_id: count for attempt, count in prefill.batch}
         for attempt in (*prefill.attempts.values(), *prefill.coming.values()):
             num_computed = attempt.num_computed + running.get(attempt.request_id, 0)
@@ -190,7 +194,8 @@ def _nearly_least(costs: list[float], queued: list[int]) -> int:
 
 
 def run_ahead(encoder: SimEncoder, extra: list[_Coming], now: float) -> dict[str, float]:
-    """When each item in work at an encoder, and each of the extra ones, will be encoded, if nothing else comes."""
+    """When each item in work at an encoder, and each of the extra ones, will be encoded, if nothing else
+    comes."""
     done_at: dict[str, float] = {}
     clock = max(now, encoder.device.free_at)
     waiting: list[tuple[float, OrderKey, str, int]] = []  # (prepared at, order, hash, rows)
@@ -254,7 +259,7 @@ def _calls(
     return done_at
 
 
-def _play(prefill: SimPrefill, plan: _Plan) -> dict[str, float]:
+def _play(prefill: SimPrefill, plan: _PrefillSchedule) -> dict[str, float]:
     """When each prompt's last step ends; a prompt that is never ready is left out."""
     done_at: dict[str, float] = {}
     events = deque(sorted(plan.events))

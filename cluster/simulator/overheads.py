@@ -1,5 +1,5 @@
-"""What takes a live cluster time beside the calls that are emulated, measured on a part of a recorded run: a few constants of the
-whole run, so that no phase and no policy has figures of its own."""
+"""What takes a live cluster time beside the calls that are emulated, measured on a part of a recorded run: a
+few constants of the whole run, so that no phase and no policy has figures of its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NO_LINK = Link(0.0, float("inf"))  # of a worker that has not sent anything yet
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds: for a message between a door and a worker; for an encoder call and for an item's way there and from there, beside what
-    workers measure of preparing and of links; for a step of prefill and of decode."""
+    """Seconds: for a message between a door and a worker; for an encoder call and for an item's way there and
+    from there, beside what workers measure of preparing and of links; for a step of prefill and of decode."""
 
     message_s: float = 0.0
     encode_s: float = 0.0
@@ -26,8 +26,9 @@ class Overheads:
 
 
 def measure(recording: Recording, blocks: Sequence[Block]) -> Overheads:
-    """Medians over these blocks: of half of the time that no worker accounts for; of what requests that found a worker idle took longer
-    than the curves say; of what a decode step is measured to last longer than emulated. Raises ValueError without requests."""
+    """Medians over these blocks: of half of the time that no worker accounts for; of what requests that found
+    a worker idle took longer than the curves say; of what a decode step is measured to last longer than
+    emulated. Raises ValueError without requests."""
     requests = [(block, each) for block in blocks for each in block.requests]
     if not requests:
         raise ValueError("there is no request to measure overheads on")

@@ -1,4 +1,5 @@
-"""Between a simulated door's flow and its routing policy: the router's own placer, with what only a simulation knows. Pure."""
+"""Between a simulated door's flow and its routing policy: the router's own placer, with what only a
+simulation knows. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ ANY_TICKET = AdmissionTicket("", "", "", True, 0.0, 0, 0.0, 0.0)
 
 
 class SimPlacer(Placer):
-    """Names blocks by the keys of the workload, and knows whether decode workers can compute prompts at all."""
+    """Names blocks by the keys of the workload, and knows whether decode workers can compute prompts at
+    all."""
 
     def __init__(self, door: SimDoor, simulation: Simulation, policy: Policy, has_admission: bool):
-        """`has_admission`: false where every request is admitted at once: what admission would read is not computed then."""
+        """`has_admission`: false where every request is admitted at once: what admission would read is not
+        computed then."""
         super().__init__(policy, door.cluster, simulation.model.block_size)
         self._door, self._simulation, self._has_admission = door, simulation, has_admission
 

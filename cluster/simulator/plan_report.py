@@ -12,7 +12,8 @@ COLOUR, ESTIMATE_COLOUR = "#2f6fb0", "#b5d3a8"
 
 
 def plan_table(plans: Sequence[Plan]) -> list[str]:
-    """The best first. E, P, D: workers of each phase; `*`: decode workers compute short prompts themselves where that is sooner."""
+    """The best first. E, P, D: workers of each phase; `*`: decode workers compute short prompts themselves
+    where that is sooner."""
     lines = [
         "| division | requests/s | by arithmetic | TTFT p50, ms | p99 | TPOT p99, ms | tokens/s |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -1,7 +1,8 @@
 """How many devices of each kind to give to each phase: coarse by arithmetic, fine by simulation.
 
-All ways to divide the devices are ranked by the rate of their narrowest phase (`demand.capacity`). The best few are simulated; from
-the best of them one device at a time is given to another phase, as long as that raises the rate that keeps the promise.
+All ways to divide the devices are ranked by the rate of their narrowest phase (`demand.capacity`). The best
+few are simulated; from the best of them one device at a time is given to another phase, as long as that
+raises the rate that keeps the promise.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Plan:
 def plan(
     workload: Workload, slo: Slo, devices: Mapping[str, int], model: Model, num_requests: int, seed: int = 0
 ) -> list[Plan]:
-    """All divisions that were simulated, the best first. Raises ValueError where no division can serve the workload."""
+    """All divisions that were simulated, the best first. Raises ValueError where no division can serve the
+    workload."""
     wanted = demand(workload)
     ranked = [(capacity(specs_of(each, model), wanted), each) for each in divisions(devices)]
     ranked = sorted((pair for pair in ranked if pair[0] > 0), key=lambda pair: -pair[0])
@@ -77,7 +79,8 @@ def specs_of(division: Division, model: Model) -> list[WorkerSpec]:
 
 
 def divisions(devices: Mapping[str, int]) -> Iterator[Division]:
-    """Every way to give each device to one phase; decode workers compute short prompts themselves where that is sooner."""
+    """Every way to give each device to one phase; decode workers compute short prompts themselves where that
+    is sooner."""
     choices = [
         [
             (name, Layout(encode, prefill, count - encode - prefill, may_prefill_locally=True))

@@ -1,5 +1,6 @@
-"""A simulated prefill worker: memory, order and steps by the objects that the real one uses; durations by its curve. As in the real
-one, a prompt that comes during a step waits for the end of the step: then it can reuse what the step has computed."""
+"""A simulated prefill worker: memory, order and steps by the objects that the real one uses; durations by its
+curve. As in the real one, a prompt that comes during a step waits for the end of the step: then it can reuse
+what the step has computed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from cluster.scheduling.chunks import ChunkScheduler, usable_prefix
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.simulator.attempt import SimAttempt
 from cluster.simulator.caches import BlockCache
-from cluster.simulator.device import Device, Sender
+from cluster.simulator.device import Device, SimLink
 from cluster.simulator.events import EventLoop
 from cluster.simulator.features import Features
 from cluster.simulator.hardware import Model
@@ -34,7 +35,8 @@ from cluster.types.messages import (
 
 
 class SimPrefill:
-    """`is_local`: part of a decode worker, which computes the prompts of its own requests: it keeps nothing and reports nothing."""
+    """`is_local`: part of a decode worker, which computes the prompts of its own requests: it keeps nothing
+    and reports nothing."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class SimPrefill:
         self._features = Features()
         self.batch: list[tuple[SimAttempt, int]] = []
         self.num_queued_tokens = 0
-        self._sender = Sender()
+        self._sender = SimLink()
         self.slowdown = 1.0
 
     @property
@@ -148,7 +150,8 @@ class SimPrefill:
         self.device.wake(self)
 
     def _granted(self, attempt: SimAttempt) -> None:
-        """Decode has room: what is computed travels, and from now on each step's part while it is computed."""
+        """Decode has room: what is computed travels, and from now on each step's part while it is
+        computed."""
         if self.is_dead or attempt.is_cancelled:
             return
         attempt.is_granted = True
@@ -271,7 +274,8 @@ class SimPrefill:
         return True
 
     def _name_blocks(self, attempt: SimAttempt) -> None:
-        """Full blocks that are computed can be reused. A block whose content is here already remains anonymous."""
+        """Full blocks that are computed can be reused. A block whose content is here already remains
+        anonymous."""
         if self._is_local:
             return
         hashes = attempt.request.block_hashes
@@ -283,7 +287,8 @@ class SimPrefill:
         attempt.num_named = max(attempt.num_named, num_full)
 
     def _push(self, attempt: SimAttempt, ready_at: float, all_ready_at: float) -> None:
-        """Computed and not sent: the first layer's share is ready at one instant, the last layer's at another."""
+        """Computed and not sent: the first layer's share is ready at one instant, the last layer's at
+        another."""
         num_bytes = (attempt.num_computed - attempt.num_sent) * self._kv_bytes
         attempt.num_sent = attempt.num_computed
         link = self.spec.link(attempt.decode.spec.replica_id)

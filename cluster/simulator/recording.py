@@ -54,7 +54,8 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Block:
-    """`measured`: by the workers themselves, when the block was over. `slowdowns`: of calls of the model. Both by replica id."""
+    """`measured`: by the workers themselves, when the block was over. `slowdowns`: of calls of the model.
+    Both by replica id."""
 
     phase: str
     policy: str

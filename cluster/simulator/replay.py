@@ -1,18 +1,19 @@
 """Replays a recorded live run, block by block, and compares the times to first token.
 
-One simulated cluster serves all blocks in the order in which they were recorded, each from an idle cluster on. It has a door for each
-policy, as the live one had: the block's policy decides anew, and its door goes on learning. The cluster is made of
+One simulated cluster serves all blocks in the order in which they were recorded, each from an idle cluster
+on. It has a door for each policy, as the live one had: the block's policy decides again, and its door goes on
+learning. The cluster is made of
 
     device calls          the curves that the run was emulated with, times the block's slowdowns
     preparing, links      what the workers had measured when the block was over
-    what doors are told   what workers had measured of all that: when the block before was over, if they were as fast there, and from
-                          the middle of the block on when it was over itself
+    what doors are told   what workers had measured of all that: when the block before was over, if they were
+                          as fast there, and from the middle of the block on when it was over itself
     admission             the real controller at each door, with the cluster's defaults
     overheads             constants for each message, call and item (see overheads.py)
 
-The overheads are measured on the first repetition of the blocks; compared are the others. A live block is one of many that might have
-been, for a request that just misses a step changes what the policy does with all after it; so several simulated ones, with noise on
-each call, stand against it.
+The overheads are measured on the first repetition of the blocks; compared are the others. A live block is one
+of many that might have been, for a request that just misses a step changes what the policy does with all
+after it; so several simulated ones, with noise on each call, stand against it.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ SHARES = (0.5, 0.9)
 
 @dataclass(frozen=True)
 class Replayed:
-    """`ttft_s`: simulated, from placing to the first token; `predicted_s`: by the simulated door, zero if it predicts nothing. `seed`: of
-    the run."""
+    """`ttft_s`: simulated, placement to first token; `predicted_s`: by the simulated door, zero if it
+    predicts nothing. `seed`: of the run."""
 
     block: Block
     recorded: Recorded
@@ -94,12 +95,12 @@ class AsRecorded:
 def as_placed(recording: Recording) -> Recording:
     """The same recording, but each request arrives at the instant at which the live door has placed it."""
 
-    def at_its_placing(each: Recorded) -> Recorded:
+    def when_placed(each: Recorded) -> Recorded:
         return replace(each, request=replace(each.request, arrived_at=each.placed_at))
 
     def of(block: Block) -> Block:
         requests = sorted(block.requests, key=lambda each: each.placed_at)
-        return replace(block, requests=[at_its_placing(each) for each in requests])
+        return replace(block, requests=[when_placed(each) for each in requests])
 
     return replace(recording, blocks=[of(block) for block in recording.blocks])
 
@@ -110,9 +111,9 @@ def replay(
     seed: int | None = None,
     has_recorded_placements: bool = False,
 ) -> Iterator[Replayed]:
-    """Every request, in the order of the recording. `seed`: of the noise on calls; None: there is none. With recorded placements each
-    request starts when and where the live door has placed it: a difference that is left comes from the workers. Raises KeyError for a policy
-    that does not exist."""
+    """Every request, in the order of the recording. `seed`: of the noise on calls; None: there is none. With
+    recorded placements each request starts when and where the live door has placed it: a difference that is
+    left comes from the workers. Raises KeyError for a policy that does not exist."""
     policies = list(dict.fromkeys(block.policy for block in recording.blocks))
     recording = as_placed(recording) if has_recorded_placements else recording
     simulation = _make_simulation(recording, overheads, seed, policies, has_recorded_placements)
@@ -151,8 +152,9 @@ def replayed_curves(
 
 
 def table(replayed: Sequence[Replayed]) -> list[str]:
-    """Markdown: percentiles of the time from placing to the first token in ms, by phase and policy and over all phases, and how far
-    the simulated door's predictions are off on average. Of several runs the simulated requests are taken together."""
+    """Markdown: percentiles of the time from placement to the first token in ms, by phase and policy and over
+    all phases, and how far the simulated door's predictions are off on average. Of several runs the simulated
+    requests are taken together."""
     policies = list(dict.fromkeys(each.block.policy for each in replayed))
     phases = list(dict.fromkeys(each.block.phase for each in replayed))
     lines = [
@@ -167,8 +169,8 @@ def table(replayed: Sequence[Replayed]) -> list[str]:
 
 
 def known_from(block: Block, before: Block | None) -> Block:
-    """The block whose measurements doors know when `block` begins: the one before, if workers are as fast as there. Else `block` itself: the
-    load between blocks, which is not recorded, has told them."""
+    """The block whose measurements doors know when `block` begins: the one before, if workers are as fast as
+    there. Else `block` itself: the load between blocks, which is not recorded, has told them."""
     return before if before is not None and before.slowdowns == block.slowdowns else block
 
 

@@ -25,12 +25,13 @@ class Slo:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the requests that arrived after the warm-up. Times in seconds, of those that finished; rates per second of arrivals' time.
+    """Of the requests that arrived after the warm-up. Times in seconds, of those that finished; rates per
+    second of arrivals' time.
 
-    growth           mean time to first token of the last third of the requests over that of the third before; a queue that only grows
-                     gives 5/3
-    mape, coverage   of the policy's predictions of the time to first token: mean absolute percentage error, and the share inside the
-                     interval that was told
+    growth           mean time to first token of the last third of the requests over that of the third before;
+                     a queue that only grows gives 5/3
+    mape, coverage   of the policy's predictions of the time to first token: mean absolute percentage error,
+                     and the share inside the interval that was told
     """
 
     num_requests: int
@@ -89,8 +90,9 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo) -> Summary:
 
 
 def keeps(summary: Summary, slo: Slo) -> bool:
-    """Whether the 99th percentiles lie within the limits, every request finished, and the queue does not grow: a run is short beside a
-    loose limit, and a queue that grows all the time would be within it until the end."""
+    """Whether the 99th percentiles lie within the limits, every request finished, and the queue does not
+    grow: a run is short beside a loose limit, and a queue that grows all the time would be within it until
+    the end."""
     is_complete = summary.num_finished == summary.num_requests and summary.growth <= MAX_GROWTH
     return is_complete and summary.ttft_p99_s <= slo.ttft_s and summary.tpot_p99_s <= slo.tpot_s
 
@@ -109,7 +111,8 @@ def fields(summary: Summary) -> dict[str, float]:
 
 
 def _predictions(done: Sequence[Outcome]) -> tuple[list[float], list[float]]:
-    """Errors as ratios to what came, and hits (1) or misses (0) of the interval. Requests with several attempts do not count."""
+    """Errors as ratios to what came, and hits (1) or misses (0) of the interval. Requests with several
+    attempts do not count."""
     errors, hits = [], []
     for outcome in done:
         prediction, actual_s = outcome.prediction, outcome.decided_ttft_s

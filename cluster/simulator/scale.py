@@ -1,4 +1,5 @@
-"""Whether the simulator, and the policy in it, are fast enough for a large cluster: a thousand replicas, a million requests."""
+"""Whether the simulator, and the policy in it, are fast enough for a large cluster: a thousand replicas, a
+million requests."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ def run_once(
 
 
 def highest_rate(run: Callable[[float], Summary], slo: Slo, guess: float) -> tuple[float, Summary | None]:
-    """Where the 99th percentiles just keep the limits, to `PRECISION`, and what came out there. (0, None): nowhere.
+    """Where the 99th percentiles just keep the limits, to `PRECISION`, and what came out there. (0, None):
+    nowhere.
 
     `run` simulates a rate. The guess is bracketed by factors first, then halved in logarithms.
     """

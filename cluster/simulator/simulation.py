@@ -1,4 +1,5 @@
-"""The cluster in virtual time: workers, doors, failures. One run is one object; nothing is shared between runs."""
+"""The cluster in virtual time: workers, doors, failures. One run is one object; nothing is shared between
+runs."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ SimWorker = SimEncoder | SimPrefill | SimDecode
 
 
 class Simulation:
-    """`policies`: makers of one for each door. `admission`: of each door; None: every request is admitted at once."""
+    """`policies`: makers of one for each door. `admission`: of each door; None: every request is admitted at
+    once."""
 
     def __init__(
         self,
@@ -84,7 +86,8 @@ class Simulation:
         until: float = float("inf"),
         doors: Sequence[SimDoor] | None = None,
     ) -> list[Outcome]:
-        """Serve all requests, by these doors in turn; None: by all doors. Returns the outcomes in the order in which the requests ended."""
+        """Serve all requests, by these doors in turn; None: by all doors. Returns the outcomes in the order
+        in which the requests ended."""
         self._arrivals = zip(cycle(doors or self.doors), requests, strict=False)
         self._next_arrival()
         self.loop.run(until)

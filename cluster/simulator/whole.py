@@ -24,7 +24,8 @@ def unpredicted(num_items: int) -> Prediction:
 
 
 class OneDevice:
-    """The device with the fewest requests, by their true numbers, without delay: better than a real balancer can know."""
+    """The device with the fewest requests, by their true numbers, without delay: better than a real balancer
+    can know."""
 
     def __init__(self, simulation: Simulation):
         self._simulation = simulation
@@ -46,7 +47,7 @@ class OneDevice:
         return WAITING_WEIGHT * waiting + self._simulation.decodes[f"d:{device}"].num_running
 
 
-class OneDeviceInTurn(OneDevice):
+class OneDeviceRoundRobin(OneDevice):
     """One device after the other, whatever they have to do: what a Kubernetes service does."""
 
     def __init__(self, simulation: Simulation):

@@ -1,6 +1,8 @@
-"""Requests as the simulator sees them: when they come, how long they are, and what they share. Deterministic by seed.
+"""Requests as the simulator sees them: when they come, how long they are, and what they share. Deterministic
+by seed.
 
-A prompt is its number of tokens and one key for each full block; prompts of one stream share the keys of their common prefix.
+A prompt is its number of tokens and one key for each full block; prompts of one stream share the keys of
+their common prefix.
 """
 
 from __future__ import annotations
@@ -94,15 +96,16 @@ class Workload:
 
 
 def block_keys(draft: Draft, number: int) -> list[bytes]:
-    """One for each full block: of the stream while the block lies in what is shared, else of the request alone."""
+    """One for each full block: of the stream while the block lies in what is shared, else of the request
+    alone."""
     num_blocks, num_shared = draft.num_prompt_tokens // BLOCK_SIZE, draft.num_shared_tokens // BLOCK_SIZE
     shared, own = (draft.stream << 20), (1 << 63) | (number << 20)
     return [((shared if i < num_shared else own) | i).to_bytes(8, "big") for i in range(num_blocks)]
 
 
-def heavy_tailed(rng: Random, median: float, sigma: float, least: int, most: int) -> int:
+def heavy_tailed(rng: Random, median: float, sigma: float, minimum: int, maximum: int) -> int:
     """Log-normal, cut."""
-    return int(min(most, max(least, median * math.exp(rng.gauss(0.0, sigma)))))
+    return int(min(maximum, max(minimum, median * math.exp(rng.gauss(0.0, sigma)))))
 
 
 def images(first: int, count: int, num_rows: int, start: int) -> tuple[Item, ...]:
@@ -194,8 +197,9 @@ def conversations(num_open: int = 200, num_turns: int = 6, image_share: float = 
 
 
 def grouped(num_groups: int = 600, per_group: int = 5, num_output: int = 300) -> Drafts:
-    """llm-d's set-up for cache-aware routing: groups of prompts about the same 3 images of 720p (920 rows each), with 1,300 tokens of
-    text, of which the last 100 are each prompt's own. Prompts of all groups in random order."""
+    """llm-d's set-up for cache-aware routing: groups of prompts about the same 3 images of 720p (920 rows
+    each), with 1,300 tokens of text, of which the last 100 are each prompt's own. Prompts of all groups in
+    random order."""
 
     def drafts(rng: Random) -> Iterator[Draft]:
         turn = 0

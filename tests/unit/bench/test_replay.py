@@ -1,4 +1,5 @@
-"""A recorded run in the simulator: what it is made of, and that it takes exactly as long as its curves say where no request waits."""
+"""A recorded run in the simulator: what it is made of, and that it takes exactly as long as its curves say
+where no request waits."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def block_line(number: int, repetition: int, slowdowns: dict[str, float]) -> dic
 
 
 def request_line(block: int, number: int, at_s: float, with_image: bool, placed_s: float) -> dict[str, Any]:
-    """Timelines say that prefill needs 4 ms more than its curve, an encoder call 2 ms, an item's ways 1 ms, a message 0.5 ms."""
+    """Timelines say that prefill needs 4 ms more than its curve, an encoder call 2 ms, an item's ways 1 ms, a
+    message 0.5 ms."""
     tokens = IMAGE_TOKENS if with_image else TEXT_TOKENS
     item = {"hash": f"image {block}.{number}", "modality": "image", "rows": ROWS, "start": ITEM_START,
             "end": ITEM_START + ITEM_TOKENS}  # fmt: skip
@@ -86,7 +88,8 @@ def request_line(block: int, number: int, at_s: float, with_image: bool, placed_
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Two repetitions of a text and a prompt with an image, far apart; prefill is three times as slow in the second."""
+    """Two repetitions of a text and a prompt with an image, far apart; prefill is three times as slow in the
+    second."""
     lines = [cluster_line()]
     for number, slowdowns in enumerate(({}, {"prefill-0": 3.0})):
         lines.append(block_line(number, number, slowdowns))

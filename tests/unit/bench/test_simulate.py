@@ -1,4 +1,5 @@
-"""The cluster in virtual time: it repeats itself, loses nothing, agrees with queueing theory, and survives deaths and late starts."""
+"""The cluster in virtual time: it repeats itself, loses nothing, agrees with queueing theory, and survives
+deaths and late starts."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from cluster.simulator.oracle import Oracle
 from cluster.simulator.outcome import Outcome
 from cluster.simulator.results import Slo, summarise
 from cluster.simulator.simulation import MakePolicy, Simulation
-from cluster.simulator.whole import OneDevice, OneDeviceInTurn, unpredicted
+from cluster.simulator.whole import OneDevice, OneDeviceRoundRobin, unpredicted
 from cluster.simulator.worker import NETWORK_S, WorkerSpec
 from cluster.simulator.workload import (
     WORKLOADS,
@@ -284,7 +285,7 @@ def test_the_oracle_is_no_worse_than_taking_turns() -> None:
     assert oracle.mape < 0.1
 
 
-@pytest.mark.parametrize("policy", [OneDevice, OneDeviceInTurn])
+@pytest.mark.parametrize("policy", [OneDevice, OneDeviceRoundRobin])
 def test_data_parallelism_keeps_a_request_on_one_device(policy: MakePolicy) -> None:
     simulation = Simulation(workers(Layout(num_whole=3), VL_7B, H200), [policy], VL_7B)
     placements = []

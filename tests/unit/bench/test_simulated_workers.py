@@ -19,7 +19,8 @@ from router.policy import ClusterView, Decision, ItemView, Placement, RequestVie
 
 
 class OneOfEach:
-    """Places each request on the only worker of each phase; the prompt of the next one at decode, if told so."""
+    """Places each request on the only worker of each phase; the prompt of the next one at decode, if told
+    so."""
 
     def __init__(self, simulation: Simulation):
         self._simulation = simulation
@@ -39,7 +40,8 @@ class OneOfEach:
 
 
 class Alone:
-    """One worker of each phase; a decode worker that computes prompts, too, if asked for. `told`: what workers told the door."""
+    """One worker of each phase; a decode worker that computes prompts, too, if asked for. `told`: what
+    workers told the door."""
 
     def __init__(self, may_prefill_locally: bool = False):
         layout = Layout(1, 1, 1, may_prefill_locally=may_prefill_locally)
