@@ -1,11 +1,14 @@
-"""For every test: no hub, no outside network; torch on one thread, so that parallel tests do not fight for cores.
+"""For every test: no hub, no outside network; torch on one thread, so that parallel tests do not fight for
+cores.
 
-With several workers (`-n 2 --dist loadscope --no-loadscope-reorder`, as in the Makefile) a file is run by one of them, in its order.
-The files of tests/serve, which share a Ray cluster, are run by one as well, and come first: they wait for processes while
-the other worker computes. No test may depend on how busy the machine is, so that a deadline in a test is only a guard against hanging.
+With several workers (`-n 2 --dist loadscope --no-loadscope-reorder`, as in the Makefile) a file is run by one
+of them, in its order. The files of tests/serve, which share a Ray cluster, are run by one as well, and come
+first: they wait for processes while the other worker computes. No test may depend on how busy the machine is,
+so that a deadline in a test is only a guard against hanging.
 
-Property tests try the same examples in every run, and no example has a deadline: a change is judged by what it changed.
-`--hypothesis-profile=search` looks for others; what it finds belongs into the test as an `@example`.
+Property tests try the same examples in every run, and no example has a deadline: a change is judged by what
+it changed. `--hypothesis-profile=search` looks for others; what it finds belongs into the test as an
+`@example`.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """A file's tests share its fixtures, and all of tests/serve a cluster: each goes to one worker, in this order."""
+    """A file's tests share its fixtures, and all of tests/serve a cluster: each goes to one worker, in this
+    order."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):

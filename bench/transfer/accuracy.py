@@ -59,7 +59,8 @@ Carrier = Literal["raw"] | CodecName
 Prompts = Literal["short", "long"]
 BATCH = 32
 MAX_TOKENS = 512  # of a prompt and its answer
-# Fills the second memory before anything arrives, so that reading a block that did not travel changes answers.
+# Fills the second memory before anything arrives, so that reading a block that did not travel changes
+# answers.
 RUBBISH = 1e4
 EARLIER_TURNS = 3
 NUM_DRAWS = 64  # of earlier turns; the draw that leaves the fewest tokens over is used
@@ -130,7 +131,7 @@ class CodecScore:
     coded_bytes: int = 0
 
 
-# ------------------------------------------------------------------------------------------------------------ the model
+# The model
 
 
 class ModelHalves:
@@ -202,7 +203,7 @@ def conversation(sample: Sample, earlier: Sequence[Turn]) -> list[ChatMessage]:
     return [*messages, ChatMessage("user", (*media, ChatText(sample.turn.question)))]
 
 
-# --------------------------------------------------------------------------------------------------------- the hand-over
+# The hand-over
 
 
 class HandOver:
@@ -247,7 +248,7 @@ class HandOver:
         score.coded_bytes += sent.coded_bytes - before.coded_bytes
 
 
-# ---------------------------------------------------------------------------------------------------------- measurement
+# Measurement
 
 
 class Comparison:

@@ -63,7 +63,7 @@ class Lane(Protocol):
         ...
 
 
-# ------------------------------------------------------------------------------------------------------------- our agents
+# Our agents
 
 
 class TransferEngineLane:
@@ -196,7 +196,7 @@ def _own_memory(pipe: Connection, transport: Transport) -> None:
     agent.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- yardsticks
+# Yardsticks
 
 
 class MemcpyLane:
@@ -290,7 +290,7 @@ def _target_offsets(block_ids: Sequence[int]) -> list[int]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------------------- measuring
+# Measuring
 
 
 @contextmanager

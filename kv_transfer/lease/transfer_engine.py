@@ -2,8 +2,8 @@
 
     any thread       grant / cancel / revoke, open, and the outgoing lease's write / finish / abort; return at once
     transfer thread  step(): notifications in, writes out, events to `on_event`. While anything is open, every
-                     `poll_interval_s`; while the last word of a writer is missing, every LATE_POLL_INTERVAL_S;
-                     else asleep
+                     `poll_interval_s`; while the last word of a writer is missing, every
+                     LATE_POLL_INTERVAL_S; else asleep
 
 A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
 last lease has closed the thread polls for another `linger_s`, because a notification that was just sent may

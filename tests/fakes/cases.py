@@ -1,5 +1,5 @@
-"""Cases with the undivided model's answers, and parts of them for tests that ask in several ways: each way a part, all ways together
-every case."""
+"""Cases with the undivided model's answers, and parts of them for tests that ask in several ways: each way a
+part, all ways together every case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ NUM_PARTS = 3
 
 
 class Answered:
-    """The first cases of a seed with their answers. An answer costs a run of `generate`: it is made when it is first asked for."""
+    """The first cases of a seed with their answers. An answer costs a run of `generate`: it is made when it
+    is first asked for."""
 
     def __init__(self, model: Path, seed: int, max_tokens: int):
         self._model, self._seed, self._max_tokens = model, seed, max_tokens

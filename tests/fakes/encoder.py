@@ -21,7 +21,8 @@ class EncoderRig(Rig):
         self.receive("encoder", StartEncode(request_id, item_idx, item, TIMEOUT_S, **more))
 
     def target(self, item: MediaItem, request_id: str = "r", item_idx: int = 0) -> None:
-        """Prefill makes room, the door passes the grant on; another one it ignores: it has given the request up."""
+        """Prefill makes room, the door passes the grant on; another one it ignores: it has given the request
+        up."""
         key = (request_id, item_idx)
         grants: list[FeatureGranted] = []
 

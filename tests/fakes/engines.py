@@ -1,6 +1,6 @@
-"""One encoder, one prefill and one decode engine without models, sockets or threads: every hand-over waits in a queue until a
-test lets it happen. What runs in place of the models writes recognisable content and checks what it reads, so that a block
-reused too early is found: that ends the engine (`bookkeeping`).
+"""One encoder, one prefill and one decode engine without models, sockets or threads: every hand-over waits in
+a queue until a test lets it happen. What runs in place of the models writes recognisable content and checks
+what it reads, so that a block reused too early is found: that ends the engine (`bookkeeping`).
 """
 
 from __future__ import annotations
@@ -278,7 +278,8 @@ class Rig:
 
     @contextmanager
     def cut_ends(self, num_blocks: int) -> Iterator[None]:
-        """At most `num_blocks` of a prompt travel, and those of its media; decode computes the others, one in a step."""
+        """At most `num_blocks` of a prompt travel, and those of its media; decode computes the others, one in
+        a step."""
 
         def plan_end(request: Any, *_: Any) -> None:
             media_end = max((item.end for item in request.main.prompt.media), default=0)

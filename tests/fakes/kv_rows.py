@@ -1,6 +1,7 @@
 """What stands for a token's KV in memories of engines without models: one number, which can be recognised.
 
-Plain: as it is. Coded: as digits, one for each head of V, so small that a codec of 8 bits gives every one back exactly.
+Plain: as it is. Coded: as digits, one for each head of V, so small that a codec of 8 bits gives every one
+back exactly.
 """
 
 from __future__ import annotations

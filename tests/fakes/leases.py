@@ -17,7 +17,8 @@ TTL_S, MARGIN_S = 10.0, 2.0
 
 
 class SteppedPair:
-    """Somebody who writes and somebody who owns, moved by hand; a base for pairs that have `writer`, `owner` and `clock`."""
+    """Somebody who writes and somebody who owns, moved by hand; a base for pairs that have `writer`, `owner`
+    and `clock`."""
 
     writer: Any
     owner: Any

@@ -10,7 +10,8 @@ from router.policy import ClusterView, Decision, JointPolicy, RequestView
 
 
 class LocalPrefillPolicy(JointPolicy):
-    """Text for which `stays(number of this text)` says so is computed by decode; anything else goes the ordinary way."""
+    """Text for which `stays(number of this text)` says so is computed by decode; anything else goes the
+    ordinary way."""
 
     def __init__(self, stays: Callable[[int], bool] = lambda _: True):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Model folders as far as they are looked at before anything loads: configuration, tokenizer, headers of weights. No torch."""
+"""Model folders as far as they are looked at before anything loads: configuration, tokenizer, headers of
+weights. No torch."""
 
 from __future__ import annotations
 

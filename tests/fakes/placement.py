@@ -70,7 +70,8 @@ def text(num_tokens: int = 160, name: str = "text", **fields) -> RequestView:
 
 
 def media(*num_rows: int, name: str = "media", num_before: int = 40, **fields) -> RequestView:
-    """Images of so many rows, a prompt token for four of them; `num_before` text tokens before each, and as many at the end."""
+    """Images of so many rows, a prompt token for four of them; `num_before` text tokens before each, and as
+    many at the end."""
     items: list[ItemView] = []
     start = num_before
     for idx, rows in enumerate(num_rows):

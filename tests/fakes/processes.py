@@ -1,8 +1,10 @@
-"""Child processes of tests: forked from a server that has loaded what takes seconds to load, so that a child starts at once.
+"""Child processes of tests: forked from a server that has loaded what takes seconds to load, so that a child
+starts at once.
 
-The server is started with the first child and ends with the test process. It has run no computation and opened no transport, so a child
-inherits no thread pool without its threads. A child sees the environment that the server was started with; `call_with` changes it
-before the child loads a transport, which may read it then.
+The server is started with the first child and ends with the test process. It has run no computation and
+opened no transport, so a child inherits no thread pool without its threads. A child sees the environment that
+the server was started with; `call_with` changes it before the child loads a transport, which may read it
+then.
 """
 
 from __future__ import annotations

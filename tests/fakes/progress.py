@@ -25,8 +25,8 @@ class Progress:
             await self._happened.wait()
 
     async def leave_after(self, num_events: int | None, read: Coroutine[object, object, None]) -> bool:
-        """Runs `read`, the reader of one answer, and cancels it after so many events of all answers (None: never). Whether it came
-        to its end."""
+        """Runs `read`, the reader of one answer, and cancels it after so many events of all answers (None:
+        never). Whether it came to its end."""
         async with self._reading():
             reading = asyncio.ensure_future(read)
             if num_events is not None:

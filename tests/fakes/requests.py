@@ -35,8 +35,8 @@ def make_request(
     negative: int = 0,
     is_split: bool = False,
 ) -> GenerateRequest:
-    """`num_tokens` of text, an item behind every third of them; `negative`: tokens of a companion's prompt; `is_split`: a token of
-    text stands behind each item's first row."""
+    """`num_tokens` of text, an item behind every third of them; `negative`: tokens of a companion's prompt;
+    `is_split`: a token of text stands behind each item's first row."""
     token_ids: list[int] = []
     media: list[PlacedMedia] = []
     left = deque(items)

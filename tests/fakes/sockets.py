@@ -1,5 +1,5 @@
-"""What listens on this machine, as the kernel lists it: TCP sockets that accept, UDP sockets that receive from anywhere, Unix sockets
-with a path."""
+"""What listens on this machine, as the kernel lists it: TCP sockets that accept, UDP sockets that receive
+from anywhere, Unix sockets with a path."""
 
 from __future__ import annotations
 

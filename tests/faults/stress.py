@@ -3,12 +3,13 @@
     python -m tests.faults.stress 1000         that many runs, from seed 0 on
     python -m tests.faults.stress 1 2135       one run again
 
-A run draws its cluster (sizes, codec of the KV, drafts, how much of a prompt travels, how long writes take) and a few hundred events:
-requests, messages, steps, transfers, cancels, broken connections, dead processes, failing transport operations, lost and late
-notifications, and time. While an engine is inside a model call, time passes and everything else goes on. Then the world heals.
+A run draws its cluster (sizes, codec of the KV, drafts, how much of a prompt travels, how long writes take)
+and a few hundred events: requests, messages, steps, transfers, cancels, broken connections, dead processes,
+failing transport operations, lost and late notifications, and time. While an engine is inside a model call,
+time passes and everything else goes on. Then the world heals.
 
-What must hold: every request ends, once, by the right tokens, an error or its client's leave. No model reads foreign rows or KV.
-Nothing is held in the end.
+What must hold: every request ends, once, by the right tokens, an error or its client's leave. No model reads
+foreign rows or KV. Nothing is held in the end.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""An exception on an engine's thread, at the N-th of all calls that the engines make, for every N: the request that was handled fails by
-name, the others get their answers, nothing is held, and the engines go on."""
+"""An exception on an engine's thread, at the N-th of all calls that the engines make, for every N: the
+request that was handled fails by name, the others get their answers, nothing is held, and the engines go
+on."""
 
 from __future__ import annotations
 
@@ -195,7 +196,8 @@ def test_a_fault_at_any_call_costs_at_most_the_request_that_was_handled(arm: Arm
     assert nth > 10 and struck, struck
 
 
-# ------------------------------------------------------------------------------------- a request that fails every time
+# ------------------------------------------------------------------------------------- a request that fails
+# every time
 
 
 def poison(owner: Any, name: str, is_poisoned: Callable[..., bool]) -> None:
@@ -295,7 +297,8 @@ def test_cancels_that_make_no_sense_cost_the_request_that_they_name() -> None:
     finish(relay)
 
 
-# --------------------------------------------------------------------------------------------- what ends an engine
+# --------------------------------------------------------------------------------------------- what ends an
+# engine
 
 STEPS = (
     ("prefill", "run"),

@@ -1,5 +1,6 @@
-"""Three engines and a door in every order of events that hypothesis thinks of: starts, messages in flight, steps, transfers,
-cancels, time. Then everything is let go, and nothing may be left; meanwhile no model may read foreign bytes.
+"""Three engines and a door in every order of events that hypothesis thinks of: starts, messages in flight,
+steps, transfers, cancels, time. Then everything is let go, and nothing may be left; meanwhile no model may
+read foreign bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Time passes where a worker does not look at its clock: inside an encoder's call, and between the look and the write.
+"""Time passes where a worker does not look at its clock: inside an encoder's call, and between the look and
+the write.
 
 Whatever a former writer does then, an answer is never computed from its bytes.
 """
@@ -37,7 +38,8 @@ class World:
         return lambda: left.pop()() if left else None
 
     def start_other(self, num_tokens: int = 3) -> None:
-        """The other request takes the blocks whose lease is over; its embeddings come from the second encoder."""
+        """The other request takes the blocks whose lease is over; its embeddings come from the second
+        encoder."""
         rig = self.rig
         rig.clock.at += LATE_S
         for _ in range(3):

@@ -1,4 +1,5 @@
-"""Thousands of hostile and broken media files through probe, geometry, decode and prepare; see `bench.fuzz_media`."""
+"""Thousands of hostile and broken media files through probe, geometry, decode and prepare; see
+`bench.fuzz_media`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every transfer operation of a small mixed request fails once, every notification is lost, doubled or late. Each time the
-client gets the right tokens or a named error in time, nothing stays behind, and the next request is answered correctly.
+"""Every transfer operation of a small mixed request fails once, every notification is lost, doubled or late.
+Each time the client gets the right tokens or a named error in time, nothing stays behind, and the next
+request is answered correctly.
 
 The audit waits for leases that only time can end; timeouts are short for that reason alone.
 """

@@ -1,5 +1,6 @@
-"""Model folders of every served multimodal family, as a client's operator would have them: a tiny random model, the shipped demo
-model's tokenizer with the family's special tokens, the family's own processor, a chat template. `FAMILIES` names them.
+"""Model folders of every served multimodal family, as a client's operator would have them: a tiny random
+model, the shipped demo model's tokenizer with the family's special tokens, the family's own processor, a chat
+template. `FAMILIES` names them.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _model(name: str, tokenizer: Any) -> hf.PreTrainedModel:
     return model
 
 
-# ------------------------------------------------------------------------------------------------------- processors
+# Processors
 
 _QWEN_PATCHES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
 _AREA = {"shortest_edge": 256, "longest_edge": 2048}

@@ -1,6 +1,8 @@
-"""The whole cluster in one process, without Ray: real services, real sockets, real door; transport in process or NIXL.
+"""The whole cluster in one process, without Ray: real services, real sockets, real door; transport in process
+or NIXL.
 
-Ends with the audit of the style page: every block free or cached, every lease closed, no flight, no task of ours pending.
+Ends with the audit of the style page: every block free or cached, every lease closed, no flight, no task of
+ours pending.
 """
 
 from __future__ import annotations
@@ -78,8 +80,8 @@ class LocalCluster:
 
 
 def overcommit(cluster: LocalCluster) -> None:
-    """Doors expect empty answers, so that decode is given more than it has memory for; and however slow workers seem to be, as many
-    requests as there are."""
+    """Doors expect empty answers, so that decode is given more than it has memory for; and however slow
+    workers seem to be, as many requests as there are."""
     for door in cluster.doors:
         door._flow._placer._answer_tokens = 0.0
         queue = door._flow._admission._queue
@@ -94,9 +96,10 @@ async def local_cluster(
     lease_margin_s: float = 5.0,
     num_doors: int = 1,
 ) -> AsyncIterator[LocalCluster]:
-    """`num_replicas`: encoders, prefill and decode workers. A cluster that has ended is a web of references with all its memory:
-    it goes before the next one comes, for by itself the collector visits so large a process only now and then. What is left
-    then (imported modules, models of fixtures) is not looked at again, or each of some hundred clusters would pay for that."""
+    """`num_replicas`: encoders, prefill and decode workers. A cluster that has ended is a web of references
+    with all its memory: it goes before the next one comes, for by itself the collector visits so large a
+    process only now and then. What is left then (imported modules, models of fixtures) is not looked at
+    again, or each of some hundred clusters would pay for that."""
     gc.collect()
     gc.freeze()
     unique = secrets.token_hex(4)

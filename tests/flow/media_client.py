@@ -1,4 +1,5 @@
-"""A client of a whole cluster that sends media: its parts, its questions, and what it requires of every answer and refusal."""
+"""A client of a whole cluster that sends media: its parts, its questions, and what it requires of every
+answer and refusal."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def clip_frames(num_frames: int, seed: int = 1) -> np.ndarray:
 
 
 def clip_part(num_frames: int, seed: int = 1) -> Part:
-    """64 x 64 at 4 frames a second, each of which is taken: 16 rows for two of them, if there are 8 at least."""
+    """64 x 64 at 4 frames a second, each of which is taken: 16 rows for two of them, if there are 8 at
+    least."""
     return part(
         "video", data_uri("video/mp4", mp4_bytes(clip_frames(num_frames, seed)))
     )  # another file each second

@@ -1,4 +1,5 @@
-"""What the undivided model answers to media that a client wants looked at in its own way. transformers alone, greedy, fp32."""
+"""What the undivided model answers to media that a client wants looked at in its own way. transformers alone,
+greedy, fp32."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ class MediaReference(Reference):
     def pooled(
         self, case: Case, num_tokens: int, temporal: int = 1, spatial: int = 1, fps: float = 2.0
     ) -> Answer:
-        """`fps`: that the processor is told; it tells time by it, two frames to a patch, whatever the clip's own rate. Encoder rows of images and clips averaged by hand over groups of neighbours, then `generate` on what is left of them, with
-        the grids that it has then. End tokens end nothing."""
+        """`fps`: that the processor is told; it tells time by it, two frames to a patch, whatever the clip's
+        own rate. Encoder rows of images and clips averaged by hand over groups of neighbours, then `generate`
+        on what is left of them, with the grids that it has then. End tokens end nothing."""
         inputs = self._inputs(case)
         rows: dict[str, Any] = {}
         token_ids = inputs["input_ids"][0].tolist()
@@ -58,7 +60,8 @@ class MediaReference(Reference):
 def grouped(
     rows: torch.Tensor, grid: list[int], factors: tuple[int, int, int]
 ) -> tuple[torch.Tensor, list[int]]:
-    """Means of the rows of a grid (patches in time, height, width; 2 x 2 of them are a row), and the grid of the means."""
+    """Means of the rows of a grid (patches in time, height, width; 2 x 2 of them are a row), and the grid of
+    the means."""
     time, height, width = grid[0], grid[1] // 2, grid[2] // 2
     volume = rows.float().numpy().reshape(time, height, width, -1)
     for axis, factor in enumerate(factors):

@@ -1,4 +1,5 @@
-"""Whatever moment a client chooses to leave, every stage gives back what it holds. The audit stands in `local_cluster`."""
+"""Whatever moment a client chooses to leave, every stage gives back what it holds. The audit stands in
+`local_cluster`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The law of the house for prompts that decode computes itself: nothing about them is different but who computes them."""
+"""The law of the house for prompts that decode computes itself: nothing about them is different but who
+computes them."""
 
 from __future__ import annotations
 

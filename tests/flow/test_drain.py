@@ -1,4 +1,5 @@
-"""Workers that must go, as on scale-down, finish what the doors have given them; the clients notice nothing."""
+"""Workers that must go, as on scale-down, finish what the doors have given them; the clients notice
+nothing."""
 
 from __future__ import annotations
 

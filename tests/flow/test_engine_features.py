@@ -1,4 +1,5 @@
-"""The law of the house with the engine's features on: preemption, several choices, guidance, speculation, priorities."""
+"""The law of the house with the engine's features on: preemption, several choices, guidance, speculation,
+priorities."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ async def choices(cluster: LocalCluster, case: Case, **fields: object) -> list[s
 
 
 async def test_answers_that_were_preempted_equal_generate(cases, expected):
-    """Blocks for less than three conversations; everybody wants to run, and goes on after `generate`'s last token."""
+    """Blocks for less than three conversations; everybody wants to run, and goes on after `generate`'s last
+    token."""
     cases, expected = cases[:18], expected[:18]
     args = with_decode(cluster_args(48), kv_blocks=11)
     async with local_cluster(args) as cluster:
@@ -129,8 +131,8 @@ async def test_guided_tokens_equal_transformers_guided_generate(text_model, num_
 
 
 async def test_guided_media_answers_equal_two_full_forwards_per_token(reference, cases):
-    """transformers' guided `generate` fails on this family, so the reference is written out: both prompts are run from their
-    first token for every token."""
+    """transformers' guided `generate` fails on this family, so the reference is written out: both prompts are
+    run from their first token for every token."""
     media = [case for case in cases if case.kind in ("image", "audio", "video")][:3]
     async with local_cluster(cluster_args(48)) as cluster:
         fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "max_tokens": 10}

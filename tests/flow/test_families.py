@@ -1,5 +1,6 @@
-"""The law of the house for the model layer: the encoder half and the language half together give `generate`'s tokens, for
-every family, chunk size, packing and cache state. Plus: half loading, refusals, and the checkpoint that is shipped."""
+"""The law of the house for the model layer: the encoder half and the language half together give `generate`'s
+tokens, for every family, chunk size, packing and cache state. Plus: half loading, refusals, and the
+checkpoint that is shipped."""
 
 from __future__ import annotations
 

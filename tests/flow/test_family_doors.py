@@ -1,5 +1,6 @@
-"""The law of the house for every multimodal family, over HTTP: files go in as data URIs, and the tokens are those of transformers' own
-processor and `generate` of the undivided model in fp32. What needs no HTTP (heard clips) enters at the door's prompt builder."""
+"""The law of the house for every multimodal family, over HTTP: files go in as data URIs, and the tokens are
+those of transformers' own processor and `generate` of the undivided model in fp32. What needs no HTTP (heard
+clips) enters at the door's prompt builder."""
 
 from __future__ import annotations
 

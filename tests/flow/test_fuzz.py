@@ -1,4 +1,5 @@
-"""Almost right requests against the whole cluster in one process: no internal error, the same answer afterwards, nothing held."""
+"""Almost right requests against the whole cluster in one process: no internal error, the same answer
+afterwards, nothing held."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ async def test_mutated_requests_harm_nobody() -> None:
 
 
 async def test_extreme_values_that_are_accepted_harm_nobody() -> None:
-    """Every field of the schema at every extreme that the door lets through; fields about media beside a clip."""
+    """Every field of the schema at every extreme that the door lets through; fields about media beside a
+    clip."""
     media = next(seed.body["messages"] for seed in seeds("demo") if "video_url" in str(seed.body)[:20000])
     async with local_cluster(cluster_args(256)) as cluster:
         door = cluster.door

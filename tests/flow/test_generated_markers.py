@@ -1,5 +1,5 @@
-"""The law of the house for answers that contain the special tokens of media, which a model may generate like any others: such a token is
-text, for plain decode and for a prompt that is resumed after a preemption."""
+"""The law of the house for answers that contain the special tokens of media, which a model may generate like
+any others: such a token is text, for plain decode and for a prompt that is resumed after a preemption."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Halves:
     language: LanguageModel
 
     def resumed_answer(self, request: TinyRequest, known: list[int]) -> list[int]:
-        """All of the answer, of which `known` was generated before a preemption; the rest of `FORCED` is forced."""
+        """All of the answer, of which `known` was generated before a preemption; the rest of `FORCED` is
+        forced."""
         whole = GenerateRequest("r", request.prompt, (SamplingParams(),), StopParams(100))
         prompt = whole.resumed("s", 0, tuple(known), 0.0).prompt
         placed = self.language.positions(prompt)
@@ -110,7 +111,8 @@ def test_generated_markers_of_media_are_text_as_for_generate(name: str) -> None:
             assert halves.resumed_answer(request, answer[:num_known]) == answer
 
 
-# ------------------------------------------------------------------------------------------- preemption in a cluster
+# ------------------------------------------------------------------------------------------- preemption in a
+# cluster
 
 NUM_TOKENS = 40
 LOUDNESS = 6.0

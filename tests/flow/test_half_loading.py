@@ -1,5 +1,5 @@
-"""Each worker reads only its half of a checkpoint, whole and unchanged; models that cannot be served are refused by name
-before a weight is read; and the shipped checkpoint obeys the law with all its media."""
+"""Each worker reads only its half of a checkpoint, whole and unchanged; models that cannot be served are
+refused by name before a weight is read; and the shipped checkpoint obeys the law with all its media."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ def test_a_prompt_in_which_one_clip_is_heard_and_another_is_not_is_refused() -> 
         language.positions(Prompt((5, *[391] * 4, 392, 392, 6, 6, *[391] * 4, 7), media))
 
 
-# ------------------------------------------------------------------------------------------- the shipped checkpoint
+# ------------------------------------------------------------------------------------------- the shipped
+# checkpoint
 
 
 def _demo_request(processor: hf.ProcessorMixin, parts: list[dict], question: str) -> TinyRequest:

@@ -1,4 +1,5 @@
-"""`python -m bench.transfer hidden` replaces parts of the services, so it is run once against them as they are."""
+"""`python -m bench.transfer hidden` replaces parts of the services, so it is run once against them as they
+are."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The law of the house: whatever the chunking, the cache state, the concurrency and the transport, the cluster's greedy output
-equals `generate` of the undivided model in fp32."""
+"""The law of the house: whatever the chunking, the cache state, the concurrency and the transport, the
+cluster's greedy output equals `generate` of the undivided model in fp32."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ CHUNKINGS = [(16, 1), (16, 32), (48, 8), (4096, 1), (4096, 32)]  # tokens in a s
 
 @pytest.mark.parametrize(("max_batch_tokens", "concurrency"), CHUNKINGS)
 async def test_cold_and_warm_answers_equal_generate(expected, max_batch_tokens, concurrency):
-    """A third of the cases over caches that are smaller by as much as the cases are fewer, and overflow as whole ones do with all."""
+    """A third of the cases over caches that are smaller by as much as the cases are fewer, and overflow as
+    whole ones do with all."""
     args, ratio = cluster_args(max_batch_tokens), NUM_ALL_CASES * NUM_PARTS // NUM_CASES
     encode = args.encode.model_copy(update={"cache_bytes": args.encode.cache_bytes // ratio})
     prefill = args.prefill.model_copy(update={"kv_blocks": args.prefill.kv_blocks // ratio})
@@ -152,8 +153,8 @@ async def test_all_answers_equal_generate_over_several_replicas(all_expected, tr
 async def test_answers_over_coded_kv_are_nearly_always_the_same(
     expected, monkeypatch, codec, bytes_per_s, is_coded
 ):
-    """Coded KV is rounded, so the law does not hold; on this model int8 changes few answers. Nothing is lost or left behind. `auto` codes
-    where the link is slow. `bytes_per_s`: of links, as they are said to be."""
+    """Coded KV is rounded, so the law does not hold; on this model int8 changes few answers. Nothing is lost
+    or left behind. `auto` codes where the link is slow. `bytes_per_s`: of links, as they are said to be."""
     links = {"": Link(1e-3, bytes_per_s)}
     monkeypatch.setattr(Sender, "links", property(lambda _: links))
     args = cluster_args(48, "nixl").model_copy(update={"transfer": TransferArgs(codec=codec)})

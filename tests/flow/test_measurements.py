@@ -1,4 +1,5 @@
-"""What workers say of themselves: their speed, their prefix cache, and where the time of each request went."""
+"""What workers say of themselves: their speed, their prefix cache, and where the time of each request
+went."""
 
 from __future__ import annotations
 

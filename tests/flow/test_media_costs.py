@@ -1,4 +1,5 @@
-"""What media may cost, what is done when it is bad or encoders are behind, and who may share it: over HTTP, and clients are told."""
+"""What media may cost, what is done when it is bad or encoders are behind, and who may share it: over HTTP,
+and clients are told."""
 
 from __future__ import annotations
 
@@ -251,7 +252,8 @@ async def test_a_url_is_read_once_for_each_tenant():
 
 @pytest.mark.parametrize("shares_caches", [False, True])
 async def test_usage_tells_no_tenant_what_another_has_sent(shares_caches: bool):
-    """Text, an image, and a raw prompt: what a tenant repeats is cached, what another has sent is not, unless the operator wants it."""
+    """Text, an image, and a raw prompt: what a tenant repeats is cached, what another has sent is not, unless
+    the operator wants it."""
     async with serving() as (cluster, client):
         door = cluster.door
         door.limits = msgspec.structs.replace(door.limits, shares_caches=shares_caches)

@@ -1,4 +1,5 @@
-"""Many requests with media at once: one video for all of them, a picture for each, text beside a slow encoder."""
+"""Many requests with media at once: one video for all of them, a picture for each, text beside a slow
+encoder."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ async def test_a_cold_video_that_everybody_asks_two_doors_for_is_encoded_once():
 async def test_of_a_flood_of_pictures_every_one_is_answered_or_refused_and_memory_stays_within_its_budget(
     where,
 ):
-    """The door lets in what keeps the encoder busy. A door that lets everything in leaves it to the encoder to refuse."""
+    """The door lets in what keeps the encoder busy. A door that lets everything in leaves it to the encoder
+    to refuse."""
     args = cluster_args(256)
     if where == "at the encoder":
         admission = args.door.admission.model_copy(update={"max_outstanding_s": 1000.0})
@@ -161,8 +163,8 @@ async def num_computed(cluster: LocalCluster, at_least: int) -> int:
 
 
 async def test_prefill_computes_what_stands_before_each_image_while_the_image_is_encoded():
-    """So the time to the first token is the longer of the two, not their sum, and a second image is encoded while what follows the
-    first is computed."""
+    """So the time to the first token is the longer of the two, not their sum, and a second image is encoded
+    while what follows the first is computed."""
     case = make_case(random.Random(8), "two images")
     content = case.messages[0]["content"]
     images = [part for part in content if part["type"] == "image_url"]

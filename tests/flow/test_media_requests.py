@@ -1,5 +1,5 @@
-"""Where media lies and how it is looked at, as clients say it over HTTP. Answers are those of transformers; refusals have OpenAI's form
-and hold nothing."""
+"""Where media lies and how it is looked at, as clients say it over HTTP. Answers are those of transformers;
+refusals have OpenAI's form and hold nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Requests that show one image at the same time share its embeddings in prefill, whatever becomes of the one that brought them.
+"""Requests that show one image at the same time share its embeddings in prefill, whatever becomes of the one
+that brought them.
 
-Encoders are held at the door of their thread pool, so that all requests are in work before the first embedding is there.
+Encoders are held at the door of their thread pool, so that all requests are in work before the first
+embedding is there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The baseline of `bench.encoder mixed` gives the first tokens of `generate`, so what it is compared by is time alone."""
+"""The baseline of `bench.encoder mixed` gives the first tokens of `generate`, so what it is compared by is
+time alone."""
 
 from __future__ import annotations
 

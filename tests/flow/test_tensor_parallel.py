@@ -1,5 +1,5 @@
-"""Tensor parallelism over Gloo: two processes read their shares of a checkpoint and answer like one process, in every family
-that transformers can share out."""
+"""Tensor parallelism over Gloo: two processes read their shares of a checkpoint and answer like one process,
+in every family that transformers can share out."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ Answers = tuple[list[list[int]], torch.Tensor]
 
 
 def answers(model: StepModel, kv: BlockMemory, feature_width: int) -> Answers:
-    """Greedy tokens of two prompts, of which one comes in two chunks and has rows in place of tokens, one of them from copied
-    blocks on; then the logits of `verify`."""
+    """Greedy tokens of two prompts, of which one comes in two chunks and has rows in place of tokens, one of
+    them from copied blocks on; then the logits of `verify`."""
     rows = torch.randn(3, feature_width, generator=torch.Generator().manual_seed(5))
     features = (FeatureSlice(1, rows),)
     first = [

@@ -1,4 +1,5 @@
-"""The law of the house for a model that looks 32 tokens back in every layer: decode gives blocks behind the window back."""
+"""The law of the house for a model that looks 32 tokens back in every layer: decode gives blocks behind the
+window back."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def window_args(folder: Path, **decode: Any) -> ClusterArgs:
 async def test_long_answers_behind_a_window_equal_generate(
     folder, prompts, expected, num_choices, speculation
 ):
-    """All at once in a pool that holds half of what they would hold without a window, and nobody has to give way."""
+    """All at once in a pool that holds half of what they would hold without a window, and nobody has to give
+    way."""
     num_blocks = WHOLE_BLOCKS * num_choices // 2
     args = window_args(folder, kv_blocks=num_blocks, speculation={"method": speculation})
     async with local_cluster(args, (0, 1, 1)) as cluster:
@@ -58,7 +60,8 @@ async def test_long_answers_behind_a_window_equal_generate(
 async def test_answers_that_lost_their_window_and_were_computed_anew_equal_generate(
     folder, prompts, expected
 ):
-    """Short prompts are admitted together and grow out of the pool, which is as small as the longest answer allows."""
+    """Short prompts are admitted together and grow out of the pool, which is as small as the longest answer
+    allows."""
     crowd = prompts * 3
     async with local_cluster(window_args(folder, kv_blocks=24), (0, 1, 1)) as cluster:
         overcommit(cluster)

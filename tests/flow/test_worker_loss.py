@@ -1,5 +1,6 @@
-"""A worker's process dies while it works for many requests. Its items go to another encoder, and no client notices; requests of a dead
-prefill worker fail by name. What other workers had granted it is free long before the leases are over."""
+"""A worker's process dies while it works for many requests. Its items go to another encoder, and no client
+notices; requests of a dead prefill worker fail by name. What other workers had granted it is free long before
+the leases are over."""
 
 from __future__ import annotations
 

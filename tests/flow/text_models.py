@@ -1,4 +1,5 @@
-"""Folders of random text models with the demo model's tokenizer, which the door wants; what `generate` and a cluster answer."""
+"""Folders of random text models with the demo model's tokenizer, which the door wants; what `generate` and a
+cluster answer."""
 
 from __future__ import annotations
 

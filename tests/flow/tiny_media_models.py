@@ -1,5 +1,5 @@
-"""Tiny random models of every served multimodal family, with prompts whose media fit them. `MEDIA_FAMILIES` maps a readable
-name to a builder of `TinyCase`.
+"""Tiny random models of every served multimodal family, with prompts whose media fit them. `MEDIA_FAMILIES`
+maps a readable name to a builder of `TinyCase`.
 """
 
 from __future__ import annotations
@@ -208,7 +208,8 @@ def qwen3_omni() -> TinyCase:
 def _image_requests(
     items: list[tuple[Mapping[str, Tensor], int]], start: int | None = None, parts: int = 1
 ) -> list[TinyRequest]:
-    """First prompt: all items with text around them; second: the last item alone; third: text. `parts`: ranges of an item."""
+    """First prompt: all items with text around them; second: the last item alone; third: text. `parts`:
+    ranges of an item."""
     first = TinyRequest().text(9, 1)
     for seed, (item, num_tokens) in enumerate(items):
         first = _framed(first, item, num_tokens, start, parts).text(4, 10 + seed)

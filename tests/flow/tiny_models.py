@@ -1,5 +1,6 @@
-"""Tiny random float32 models of every served family, to compare the two halves with transformers' own `generate`. Weights
-are large enough that answers vary. Here: what cases are made of, and the text families; `tiny_media_models` has the rest.
+"""Tiny random float32 models of every served family, to compare the two halves with transformers' own
+`generate`. Weights are large enough that answers vary. Here: what cases are made of, and the text families;
+`tiny_media_models` has the rest.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def randomized(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
     return model.float().eval()
 
 
-# ---------------------------------------------------------------------------------------------------- text families
+# ---------------------------------------------------------------------------------------------------- text
+# families
 
 _BASE = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

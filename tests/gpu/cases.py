@@ -1,4 +1,5 @@
-"""Steps over paged KV with their answers by plain softmax, for any device: the unit tests run small ones on the CPU."""
+"""Steps over paged KV with their answers by plain softmax, for any device: the unit tests run small ones on
+the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class PagedCase:
 
 
 def dense(layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """query [n, Hq, D]: the last n of the S positions in key [S, Hk, D] and value [S, Hk, Dv]. float32, causal."""
+    """query [n, Hq, D]: the last n of the S positions in key [S, Hk, D] and value [S, Hk, Dv]. float32,
+    causal."""
     count, total = len(query), len(key)
     query_at = torch.arange(total - count, total, device=query.device)[:, None]
     key_at = torch.arange(total, device=query.device)[None]
@@ -61,7 +63,8 @@ def paged_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> PagedCase:
-    """sizes: (computed, new) tokens of each sequence. Tables run backwards through the blocks; unwritten rows hold 7."""
+    """sizes: (computed, new) tokens of each sequence. Tables run backwards through the blocks; unwritten rows
+    hold 7."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(heads.kv, heads.key_width), (heads.kv, heads.value_width)]
     num_blocks = 1 + sum(-(-(old + new) // block_size) for old, new in sizes)

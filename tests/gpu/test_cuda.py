@@ -1,5 +1,5 @@
-"""The GPU path on a GPU: our kernels and flash-attn against a plain softmax, recorded decode steps against unrecorded ones.
-Not run yet anywhere: no machine of this project had a GPU."""
+"""The GPU path on a GPU: our kernels and flash-attn against a plain softmax, recorded decode steps against
+unrecorded ones. Not run yet anywhere: no machine of this project had a GPU."""
 
 from __future__ import annotations
 

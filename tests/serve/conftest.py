@@ -1,5 +1,6 @@
-"""Two clusters for the session, each on a port of its own and ended by process id: the shipped one, of four processes behind HTTP,
-and a larger one. To start one costs half a minute of two cores: every test that runs by default takes one of these."""
+"""Two clusters for the session, each on a port of its own and ended by process id: the shipped one, of four
+processes behind HTTP, and a larger one. To start one costs half a minute of two cores: every test that runs
+by default takes one of these."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="session")
 def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Two encoders, one prefill worker and two decode workers; prefill and decode workers have two processes each, and decode guesses."""
+    """Two encoders, one prefill worker and two decode workers; prefill and decode workers have two processes
+    each, and decode guesses."""
     speculation = {"method": "ngram", "max_draft_tokens": 3}
     args = {"tensor_parallel_size": 2, "decode": {"speculation": speculation}}
     with running(tmp_path_factory.mktemp("parallel"), args, Encode=2, Decode=2) as local:
@@ -34,7 +36,8 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]
 
 @contextmanager
 def running(folder: Path, args: dict[str, Any] | None = None, **num_replicas: int) -> Iterator[LocalCluster]:
-    """The shipped cluster, with other arguments or numbers of replicas if they are given; audited at its end."""
+    """The shipped cluster, with other arguments or numbers of replicas if they are given; audited at its
+    end."""
     config = yaml.safe_load(CLUSTER.read_text())
     config["http_options"]["port"] = free_port()
     (application,) = config["applications"]

@@ -1,4 +1,5 @@
-"""`epdg serve` with other models than the demo's: a text checkpoint and the shipped file; a checkpoint on which a replica fails."""
+"""`epdg serve` with other models than the demo's: a text checkpoint and the shipped file; a checkpoint on
+which a replica fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Nothing of a cluster on one machine can be reached from another machine, and Ray runs nothing for strangers on this one."""
+"""Nothing of a cluster on one machine can be reached from another machine, and Ray runs nothing for strangers
+on this one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ JOB = {"entrypoint": "id"}
 
 
 def port_of(cluster, name: str) -> int:
-    """Of one of Ray's processes on this node, as it writes it down once it listens: on a busy machine later than the cluster serves."""
+    """Of one of Ray's processes on this node, as it writes it down once it listens: on a busy machine later
+    than the cluster serves."""
     deadline, session = time.monotonic() + 300.0, cluster.folder / "ray" / "session_latest"
     while time.monotonic() < deadline:
         found = {path.name: path.read_text().strip() for path in session.glob(f"{name}_*")}

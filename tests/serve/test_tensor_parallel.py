@@ -1,4 +1,5 @@
-"""A cluster whose prefill and decode workers are two processes each: it answers like any other, and loses and replaces a rank."""
+"""A cluster whose prefill and decode workers are two processes each: it answers like any other, and loses and
+replaces a rank."""
 
 from __future__ import annotations
 

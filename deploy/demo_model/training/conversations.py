@@ -1,7 +1,7 @@
 """Training rows of the joint stage: conversations about media, as token ids, labels and encoder inputs.
 
-A `TrainingRow` holds one conversation. `collate` pads rows of like length into one model input; only answers carry
-labels.
+A `TrainingRow` holds one conversation. `collate` pads rows of like length into one model input; only answers
+carry labels.
 """
 
 import random

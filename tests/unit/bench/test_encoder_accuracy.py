@@ -1,4 +1,5 @@
-"""The demo model's answers about media looked at less closely: plain ones are those of `generate`, and settings do what they say."""
+"""The demo model's answers about media looked at less closely: plain ones are those of `generate`, and
+settings do what they say."""
 
 from __future__ import annotations
 

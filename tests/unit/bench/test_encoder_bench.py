@@ -1,4 +1,5 @@
-"""The arithmetic of bench/encoder: loads, ways to merge, steps of the baseline, what is read from a cluster, tables. No server."""
+"""The arithmetic of bench/encoder: loads, ways to merge, steps of the baseline, what is read from a cluster,
+tables. No server."""
 
 from __future__ import annotations
 

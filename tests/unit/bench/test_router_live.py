@@ -1,4 +1,5 @@
-"""The arithmetic of the live measurements: loads, intervals, tables, what is read from an answer, emulated devices. No server."""
+"""The arithmetic of the live measurements: loads, intervals, tables, what is read from an answer, emulated
+devices. No server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The demo model's answers over KV that travelled: raw answers are those of the whole model, and damage is seen."""
+"""The demo model's answers over KV that travelled: raw answers are those of the whole model, and damage is
+seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models that are named by a hub id: downloaded where a hub answers, taken from the cache, refused in one line."""
+"""Models that are named by a hub id: downloaded where a hub answers, taken from the cache, refused in one
+line."""
 
 from __future__ import annotations
 

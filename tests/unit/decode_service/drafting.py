@@ -64,7 +64,8 @@ def decode(
     num_tokens: int = NUM_TOKENS,
     max_draft: int = 4,
 ) -> list[list[int]]:
-    """Generates `num_tokens` for every request, as an engine would; without a proposer by `LanguageModel.decode`."""
+    """Generates `num_tokens` for every request, as an engine would; without a proposer by
+    `LanguageModel.decode`."""
     width = -(-max(len(r.token_ids) + num_tokens for r in requests) // BLOCK_SIZE)
     kv = BlockMemory(model.kv_layout, width * len(requests))
     for i, request in enumerate(requests):

@@ -1,4 +1,5 @@
-"""Requests with several sequences in the decode engine, stepped by hand: choices, a negative prompt, and drafts for each."""
+"""Requests with several sequences in the decode engine, stepped by hand: choices, a negative prompt, and
+drafts for each."""
 
 import pytest
 

@@ -118,7 +118,8 @@ def test_a_stop_token_ends_the_answer(rig, relay):
 
 
 def test_the_engine_does_not_sleep_on_blocks_that_the_last_runner_has_freed(rig, relay):
-    """A step that ends its only request says that it has more to do, because a request may wait for the blocks."""
+    """A step that ends its only request says that it has more to do, because a request may wait for the
+    blocks."""
     engine, waits = rig.decode.engine, []
     step = engine.step
     engine.step = lambda: waits.append(step())

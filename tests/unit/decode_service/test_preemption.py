@@ -1,4 +1,5 @@
-"""The decode engine when blocks run out, stepped by hand: which request is preempted, and which blocks are kept."""
+"""The decode engine when blocks run out, stepped by hand: which request is preempted, and which blocks are
+kept."""
 
 import pytest
 

@@ -11,8 +11,8 @@ from tests.fakes.requests import make_request
 
 
 def test_the_first_token_says_where_its_time_went(rig, relay):
-    """Two seconds without blocks, a second in which another request has its last step; then three local prefill
-    steps of a second, and between them two steps of another request."""
+    """Two seconds without blocks, a second in which another request has its last step; then three local
+    prefill steps of a second, and between them two steps of another request."""
     relay.start(make_request("other", 19, max_tokens=3), prefills_locally=True)
     relay.start(make_request("third", 3, max_tokens=20), prefills_locally=True)
     while len(relay.stories["other"].tokens) < 2:

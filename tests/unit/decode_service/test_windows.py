@@ -27,8 +27,9 @@ BACKENDS = {"torch": TorchAttention, "best": lambda: make_backend(torch.device("
 
 
 class WindowRig(Rig):
-    """Its decode worker looks `window` tokens back and drafts up to `max_draft` tokens, right ones and wrong ones. It writes
-    and checks through the table alone, so a block that another request uses by now is found."""
+    """Its decode worker looks `window` tokens back and drafts up to `max_draft` tokens, right ones and wrong
+    ones. It writes and checks through the table alone, so a block that another request uses by now is
+    found."""
 
     def __init__(self, window: int, *, max_draft: int = 0, seed: int = 0, **sizes: int):
         super().__init__(window=window, **sizes)
@@ -66,7 +67,8 @@ class WindowRig(Rig):
         return [[self._advance(request, choice) for choice in request.live_choices] for request in batch]
 
     def _advance(self, request: Any, choice: Any) -> list[int]:
-        """Writes the KV of the last token and of the drafts, each seeing what its window holds; says the next numbers."""
+        """Writes the KV of the last token and of the drafts, each seeing what its window holds; says the next
+        numbers."""
         tokens = [choice.token_ids[-1], *choice.drafts]
         for branch, prompt in zip(choice.branches, request.request.prompts, strict=True):
             length, context_len = branch.num_prompt_tokens, choice.context_len(branch)
@@ -196,7 +198,8 @@ def test_the_pool_is_used_within_bounds_and_gets_everything_back(
     cancelled: int,
     seed: int,
 ) -> None:
-    """With preemption, several choices, negative prompts, drafts and a cancellation: answers are right, no KV is foreign."""
+    """With preemption, several choices, negative prompts, drafts and a cancellation: answers are right, no KV
+    is foreign."""
     rig = WindowRig(window, max_draft=max_draft, seed=seed, decode_blocks=decode_blocks, kv_blocks=64)
     relay = Relay(rig)
     requests = []
@@ -239,7 +242,8 @@ def test_a_model_has_a_window_if_all_its_layers_have(family: str, window: int | 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 @pytest.mark.parametrize("context_len", [16, 19, 37, 48])
 def test_what_stands_in_the_holes_place_changes_no_logit(backend: Any, context_len: int) -> None:
-    """Block 0 holds numbers that would be seen from afar; decode and verification are compared with whole tables."""
+    """Block 0 holds numbers that would be seen from afar; decode and verification are compared with whole
+    tables."""
     model = LanguageModel.from_model(TEXT_FAMILIES["mistral_window"]().model, block_size=BLOCK_SIZE)
     model._backend = backend()
     kv = BlockMemory(model.kv_layout, 40)

@@ -32,7 +32,8 @@ def test_a_small_image_goes_before_a_video_of_the_same_moment(rig):
 
 
 def test_items_that_came_during_a_call_go_in_the_order_in_which_their_clients_asked(rig):
-    """All are looked at together; the later one had waited at its door, but less than the earlier one has waited here."""
+    """All are looked at together; the later one had waited at its door, but less than the earlier one has
+    waited here."""
     rig.deliver(make_item("early", 12), "early")
     rig.clock.at += 2.0
     rig.deliver(make_item("late", 12), "late", waited_s=1.0)

@@ -16,7 +16,8 @@ from tests.fakes.clock import ManualClock
 
 
 class SlowRunner:
-    """A row is a thousand numbers of the item; a millisecond of preprocessing and two in the encoder, on top of 10 and 20."""
+    """A row is a thousand numbers of the item; a millisecond of preprocessing and two in the encoder, on top
+    of 10 and 20."""
 
     def __init__(self, clock: ManualClock, breaks_on: Modality | None = None):
         self._clock, self._breaks_on = clock, breaks_on

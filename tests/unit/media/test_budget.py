@@ -1,4 +1,5 @@
-"""What bounds one look at a file while it is under way: time between packets, the wish of whoever asked, and one file alone."""
+"""What bounds one look at a file while it is under way: time between packets, the wish of whoever asked, and
+one file alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Layouts, asked of processors about items without content, against what the same processors make of real ones; for every family."""
+"""Layouts, asked of processors about items without content, against what the same processors make of real
+ones; for every family."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def test_the_door_and_the_encoder_agree_about_what_a_family_takes(families, name
     assert set(EncoderModel.from_model(folder.model).modalities) == set(media.modalities)
 
 
-# ---------------------------------------------------------------------------------------------------------- options
+# Options
 
 
 def real_layout(family: Family, probe: MediaProbe, **given: object) -> tuple[str, dict]:
@@ -261,7 +262,7 @@ def test_a_clip_is_heard_by_omni_models_alone(families):
             )
 
 
-# ----------------------------------------------------------------------------------------------------------- limits
+# Limits
 
 
 def test_families_that_cut_windows_take_as_many_as_they_say_and_no_more(families):

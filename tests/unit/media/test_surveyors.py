@@ -1,4 +1,5 @@
-"""Files are opened in other processes: what these do to each other, to their callers and to the door, which is nothing."""
+"""Files are opened in other processes: what these do to each other, to their callers and to the door, which
+is nothing."""
 
 from __future__ import annotations
 

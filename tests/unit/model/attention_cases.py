@@ -40,7 +40,8 @@ class Step:
 
 
 def make_step(shape: Shape, sizes: list[tuple[int, int]], spans: bool = False, seed: int = 0) -> Step:
-    """sizes: (tokens of the context, new tokens) per sequence. spans: a two-way span over each chunk's end."""
+    """sizes: (tokens of the context, new tokens) per sequence. spans: a two-way span over each chunk's
+    end."""
     generator = torch.Generator().manual_seed(seed)
     block_size = shape.block_size
     num_blocks = [-(-(context + new) // block_size) for context, new in sizes]

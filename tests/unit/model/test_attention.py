@@ -1,5 +1,5 @@
-"""The torch backend against a plain softmax over all positions, for every feature and cache format, in decode and in
-prefill; and the attention function itself."""
+"""The torch backend against a plain softmax over all positions, for every feature and cache format, in decode
+and in prefill; and the attention function itself."""
 
 from __future__ import annotations
 

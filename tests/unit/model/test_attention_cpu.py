@@ -1,5 +1,5 @@
-"""The native attention of every variant that this CPU runs against dense attention, and against the torch backend where the
-bits must agree."""
+"""The native attention of every variant that this CPU runs against dense attention, and against the torch
+backend where the bits must agree."""
 
 from __future__ import annotations
 

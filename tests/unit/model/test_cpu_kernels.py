@@ -1,5 +1,5 @@
-"""The native linears, gated MLPs and norms against torch's, in every variant that this CPU runs; building and falling back;
-whole tiny models before and after `optimise`.
+"""The native linears, gated MLPs and norms against torch's, in every variant that this CPU runs; building and
+falling back; whole tiny models before and after `optimise`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from cluster.model.cpu.library import Kernels, load, load_variant
 from cluster.model.cpu.modules import NativeRmsNorm, PackedGatedMlp, PackedLinear, optimise
 from cluster.native.library import runnable_variants
 
-# Not imported above: transformers' model classes come after cluster.model, which prepares torchvision for them.
+# Not imported above: transformers' model classes come after cluster.model, which prepares torchvision for
+# them.
 LlamaMLP = hf.models.llama.modeling_llama.LlamaMLP
 LlamaRMSNorm = hf.models.llama.modeling_llama.LlamaRMSNorm
 
@@ -49,7 +50,7 @@ def exact(linear: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x.double(), linear.weight.double(), bias)
 
 
-# ------------------------------------------------------------------------------------------------------------- linears
+# Linears
 
 
 @each_variant
@@ -168,7 +169,8 @@ def test_int8_takes_rows_and_weights_of_zeros(kernels: Kernels):
     torch.testing.assert_close(y[:, 3], linear.bias[3].expand(3))
 
 
-# ------------------------------------------------------------------------------------------------- gated MLPs and norms
+# ------------------------------------------------------------------------------------------------- gated MLPs
+# and norms
 
 
 def mlp_of(hidden: int, intermediate: int, dtype: torch.dtype) -> LlamaMLP:
@@ -220,7 +222,7 @@ def test_an_rms_norm_equals_transformers(kernels: Kernels, dtype, width):
     assert relative_error(actual, expected) < (1e-6 if dtype == torch.float32 else 1e-4)
 
 
-# ---------------------------------------------------------------------------------------------------------- whole models
+# Whole models
 
 _TINY = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,5 +1,5 @@
-"""Decoder layers in one native call against transformers' own over the same paged steps: families, dtypes, cache formats,
-and what must stay as it is.
+"""Decoder layers in one native call against transformers' own over the same paged steps: families, dtypes,
+cache formats, and what must stay as it is.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The CUDA backend without a GPU: which call goes where, what flash-attn is given (stand-ins with its signatures answer from
-a plain softmax), and our kernels in Triton's interpreter, which has to be asked for: TRITON_INTERPRET=1."""
+"""The CUDA backend without a GPU: which call goes where, what flash-attn is given (stand-ins with its
+signatures answer from a plain softmax), and our kernels in Triton's interpreter, which has to be asked for:
+TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Our Triton kernels compile for GPUs that are not here. Wants triton, and compiles only where it does not interpret."""
+"""Our Triton kernels compile for GPUs that are not here. Wants triton, and compiles only where it does not
+interpret."""
 
 from __future__ import annotations
 

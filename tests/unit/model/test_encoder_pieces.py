@@ -26,7 +26,8 @@ WHOLE = {  # of what no piece may be encoded apart: rows woven over tiles, atten
 
 
 def of_many_units(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An item like this one, of `NUM_UNITS` temporal patches, frames, tiles or windows, no two of them alike."""
+    """An item like this one, of `NUM_UNITS` temporal patches, frames, tiles or windows, no two of them
+    alike."""
     longer: dict[str, Tensor] = {}
     for key, value in item.items():
         if key.endswith("grid_thw"):

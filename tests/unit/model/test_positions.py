@@ -14,7 +14,8 @@ ASKED = (3, 1, 4, 1, 5)
 
 
 def spread(_: nn.Module, prompt: Prompt) -> PromptPositions:
-    """Three axes that end together, six behind the number of tokens. Knows prompts as they were asked only."""
+    """Three axes that end together, six behind the number of tokens. Knows prompts as they were asked
+    only."""
     assert prompt == Prompt(ASKED, cache_salt="s")
     axes = torch.tensor([[0, 1, 2, 3, 10], [0, 5, 5, 5, 10], [0, 9, 9, 9, 10]])
     return PromptPositions(axes.float(), 6)

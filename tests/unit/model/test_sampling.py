@@ -1,4 +1,5 @@
-"""Drawn tokens follow the exact distribution, and depend on nothing but logits, parameters, seed and position."""
+"""Drawn tokens follow the exact distribution, and depend on nothing but logits, parameters, seed and
+position."""
 
 from __future__ import annotations
 
@@ -223,7 +224,8 @@ def test_noise_is_finite_for_every_key() -> None:
     assert abs(float(noise[:4].mean()) - 0.5772) < 0.1  # Euler's constant
 
 
-# ------------------------------------------------------------------------------------------------- native against torch
+# ------------------------------------------------------------------------------------------------- native
+# against torch
 
 
 def assert_same_draws(

@@ -1,4 +1,5 @@
-"""Building native libraries: failures are None with a reason in the log, a changed source is another library."""
+"""Building native libraries: failures are None with a reason in the log, a changed source is another
+library."""
 
 from __future__ import annotations
 

@@ -117,7 +117,8 @@ def test_64_mib_of_values_or_text_cost_little(door, name):
     ids=["messages", "parts", "wrong parts", "metadata", "url"],
 )  # fmt: skip
 def test_what_may_be_parsed_is_parsed_fast(door, body):
-    """Under the cap of a context of 32,768 tokens, and intricate; every one is refused or answered in a moment of CPU time."""
+    """Under the cap of a context of 32,768 tokens, and intricate; every one is refused or answered in a
+    moment of CPU time."""
     door.limits = LARGE
     started_s = time.process_time()
     response = call(door, "POST", "/v1/chat/completions", content=body)

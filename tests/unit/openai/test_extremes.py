@@ -1,4 +1,5 @@
-"""Every field of both endpoints at its extremes: a call that workers can be sent, or a refusal in OpenAI's form."""
+"""Every field of both endpoints at its extremes: a call that workers can be sent, or a refusal in OpenAI's
+form."""
 
 from __future__ import annotations
 

@@ -227,7 +227,8 @@ def test_first_tokens_come_for_every_choice_at_once(rig, relay):
 
 
 def test_prompts_that_came_during_a_step_go_in_the_order_in_which_their_clients_asked(rig, relay):
-    """Both are looked at together; the second had waited at its door, but less than the first has waited here."""
+    """Both are looked at together; the second had waited at its door, but less than the first has waited
+    here."""
     rig.prefill.engine._planner._budget = StepBudget(1.0, 1, 4)
     first, second = make_request("first", 4), make_request("second", 4)
     relay.start(first)

@@ -1,4 +1,5 @@
-"""Who gets in over TCP, frame by frame: both sides prove that they know the secret, in this connection and no other."""
+"""Who gets in over TCP, frame by frame: both sides prove that they know the secret, in this connection and no
+other."""
 
 from __future__ import annotations
 

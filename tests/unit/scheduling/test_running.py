@@ -72,7 +72,8 @@ def test_without_requests_there_is_no_victim():
 
 
 class Memory:
-    """A decode worker in miniature: a block per step and request, a victim where none is free, recompute on return."""
+    """A decode worker in miniature: a block per step and request, a victim where none is free, recompute on
+    return."""
 
     def __init__(self, num_blocks: int, max_batch_requests: int):
         self.num_free = num_blocks

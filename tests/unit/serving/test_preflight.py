@@ -1,4 +1,5 @@
-"""What is found before Ray starts: each wrong set-up, in one line, and nothing but what is needed is imported for it."""
+"""What is found before Ray starts: each wrong set-up, in one line, and nothing but what is needed is imported
+for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""CpuSlots at shared cores. Threads stand for processes: a lock excludes every other object for its path, wherever it lives."""
+"""CpuSlots at shared cores. Threads stand for processes: a lock excludes every other object for its path,
+wherever it lives."""
 
 import fcntl
 import math
