@@ -56,7 +56,7 @@ from cluster.types.members import ProcessId
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, ReceivedTotals, SentTotals
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class FinishReason(StrEnum):
