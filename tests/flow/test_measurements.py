@@ -67,20 +67,16 @@ class Wiretap:
         self._began_at: dict[tuple[str, int | None], float] = {}
         self.media: list[tuple[EncodeTiming, float]] = []
         self.prefill: list[tuple[PrefillTiming, float]] = []
-        for peer in cluster.door.peers:
-            peer.send = self._tap(peer.send)  # type: ignore[method-assign]
         members = cluster.door._members
+        self._send, members.send = members.send, self._tapped  # type: ignore[method-assign]
         self._listener, members._listener = members._listener, self  # type: ignore[assignment]
 
-    def _tap(self, send: Any) -> Any:
-        def tapped(message: Any) -> None:
-            if isinstance(message, StartPrefill) or (isinstance(message, StartDecode) and message.prefills):
-                self._began_at[message.request.request_id, None] = time.monotonic()
-            elif isinstance(message, StartEncode):
-                self._began_at[message.request_id, message.item_idx] = time.monotonic()
-            send(message)
-
-        return tapped
+    def _tapped(self, replica_id: str, message: Any) -> None:
+        if isinstance(message, StartPrefill) or (isinstance(message, StartDecode) and message.prefills):
+            self._began_at[message.request.request_id, None] = time.monotonic()
+        elif isinstance(message, StartEncode):
+            self._began_at[message.request_id, message.item_idx] = time.monotonic()
+        self._send(replica_id, message)
 
     def on_joined(self, peer: Any) -> None:
         self._listener.on_joined(peer)

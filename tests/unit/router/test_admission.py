@@ -261,7 +261,7 @@ def test_priorities_belong_to_the_first_class_that_reaches_so_far():
 @pytest.mark.parametrize("bounds", [(0, 1), (None, None), (1, 0, None), ()])
 def test_classes_that_leave_a_priority_without_a_class_or_a_class_without_priorities_are_refused(bounds):
     classes = [{"name": str(idx), "max_priority": bound} for idx, bound in enumerate(bounds)]
-    with pytest.raises(ValidationError, match="max_priority must increase"):
+    with pytest.raises(ValidationError, match="max_priority must grow"):
         AdmissionArgs.model_validate({"classes": classes})
 
 
