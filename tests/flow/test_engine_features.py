@@ -86,9 +86,12 @@ async def test_choices_draw_what_they_would_draw_alone_also_after_a_preemption(c
     assert any(texts[0] != texts[1] for texts in together)
     async with local_cluster(with_decode(cluster_args(48), kv_blocks=13)) as cluster:
         overcommit(cluster)
-        crowded = await asyncio.gather(*(choices(cluster, case, n=2, **sampled) for case in cases[:8]))
+        for _ in range(10):  # on a busy machine requests may come one after the other
+            crowded = await asyncio.gather(*(choices(cluster, case, n=2, **sampled) for case in cases[:8]))
+            assert crowded == together
+            if cluster.decodes[0]._engine.num_preempted:
+                break
         assert cluster.decodes[0]._engine.num_preempted > 0
-    assert crowded == together
 
 
 @pytest.fixture(scope="module")
