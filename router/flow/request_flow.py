@@ -165,7 +165,7 @@ class RequestFlow:
             self._waiting[client.request_id] = view
             if self._admission.offer(ticket, now):
                 self._begin(client, decision, now)
-        except Exception as error:
+        except Exception as error:  # it concerns this request alone
             self._refuse(client, error)
         self._settle(now)
 
@@ -293,7 +293,7 @@ class RequestFlow:
                     if error is not None:
                         raise error
                     self._begin(client, None, now)
-                except Exception as refused:
+                except Exception as refused:  # it concerns this request alone
                     self._refuse(client, refused)
 
     def _forget(self, client: ClientRequest) -> None:
@@ -357,5 +357,5 @@ class RequestFlow:
             view = self._placer.view(request, client.items, hashes)
             decision = self._placer.decide(view, now)
             self._attempts.start(client, request, (attempt.choice_idxs[choice_idx],), view, decision, now)
-        except Exception as error:
+        except Exception as error:  # it concerns this choice alone
             self._deliver(client, attempt.choice_idxs[choice_idx], self._attempts.known(error))

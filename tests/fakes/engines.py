@@ -261,7 +261,7 @@ class Rig:
             case GrantPassed():
                 worker.transfer_engine.note_writer(message.lease_id, message.processes)
             case ReturnGrant():
-                worker.transfer_engine.revoke(message.lease_id, "nobody was given it")
+                worker.transfer_engine.revoke(message.lease_id, "no writer was given it")
 
     @staticmethod
     def _say(worker: Worker, door: int, message: AnyMessage) -> None:
