@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from dataclasses import dataclass
 from bench.workload import Case
 from cluster.config.settings import ClusterArgs
 from cluster.types.members import Role
+from decode_service.engine import DecodeEngine
 from decode_service.service import DecodeService
+from decode_service.state import DecodePhase, DecodeRequest
 from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
 from router.door import Door
@@ -81,11 +84,28 @@ class LocalCluster:
 
 def overcommit(cluster: LocalCluster) -> None:
     """Doors expect empty answers, so that decode is given more than it has memory for; and however slow
-    workers seem to be, as many requests as there are."""
+    workers seem to be, as many requests as there are. Decode steps only when every prompt that it has given
+    blocks to is there, so that answers grow together however fast it is."""
     for door in cluster.doors:
         door._flow._placer._answer_tokens = 0.0
         queue = door._flow._admission._queue
         queue._args = queue._args.model_copy(update={"max_outstanding_s": PATIENCE_S})
+    for decode in cluster.decodes:
+        step_together(decode._engine)
+
+
+def step_together(engine: DecodeEngine) -> None:
+    run = engine._run
+
+    def run_all(batch: list[DecodeRequest]) -> None:
+        if any(
+            request.phase in (DecodePhase.GRANTED, DecodePhase.CATCHING_UP)
+            for request in engine._requests.values()
+        ):
+            return time.sleep(0.001)  # the prompt's KV is on its way
+        run(batch)
+
+    engine._run = run_all
 
 
 @asynccontextmanager

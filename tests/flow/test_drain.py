@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from bench.workload import Case, Reference, make_cases
 from cluster.types.members import Role
 from router.openai.app import build_api
-from tests.flow.local_cluster import local_cluster
+from tests.flow.local_cluster import HANG_S, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, ask, cluster_args
 
 NUM_CASES = 16
@@ -43,12 +44,14 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, ro
             async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
                 return await asyncio.gather(*(ask(client, case) for case in some))
 
+        may_work = threading.Event()
+        leaving._process.loop.call(may_work.wait, HANG_S)  # it finishes nothing before it must go
         half = NUM_CASES // 2
         asking = [
             asyncio.ensure_future(answers_of(door, some))
             for door, some in zip(cluster.doors, (cases[:half], cases[half:]), strict=True)
         ]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             while not all(
                 w.num_requests
                 for door in cluster.doors
@@ -62,6 +65,7 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, ro
             door.update_members(role, [m for m in listed if m.replica_id != leaving.replica_id])
         await asyncio.sleep(0)
         assert not draining.done()
+        may_work.set()
         await draining
         assert leaving._engine.load().is_idle and leaving_peers() == []
         answers = [answer for some in await asyncio.gather(*asking) for answer in some]
