@@ -75,8 +75,10 @@ def test_a_mapped_language_model_is_the_one_that_was_packed(
     reads.clear()
     warm = LanguageModel.load(tmp_path, weight_cache=cache, **options)
     assert reads == []
+    # Experts run on torch, whose products differ in the last bit with the alignment of their weights.
+    assert torch.allclose(logits(cold), expected, atol=1e-5 if family == "mixtral" else 0, rtol=0)
+    assert torch.equal(logits(cold), logits(warm))
     for loaded in (cold, warm):
-        assert torch.equal(logits(loaded), expected)
         assert loaded.weight_bytes == plain.weight_bytes
         assert loaded.kv_layout == plain.kv_layout
 
