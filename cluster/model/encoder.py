@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from cluster.errors import ConfigError
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import optimise_modules
-from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey
+from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
 from cluster.model.cuda.uploads import Uploads
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.media_calls import CALLS, Splitter
@@ -56,19 +56,16 @@ class EncoderModel:
         native kernels, if these can be built. `weight_cache`: where packed weights are kept and shared. Raises
         ConfigError for models that are not supported."""
 
-        def make(making: Making | None = None) -> EncoderModel:
-            mapped = None if making is None else making.mapped
-            half = load_half(path, Half.ENCODER, dtype=dtype, device=device, mapped=mapped)
+        def make(making: Making) -> EncoderModel:
+            half = load_half(path, Half.ENCODER, dtype=dtype, device=device, mapped=making.mapped)
             encoder = cls(half)
-            encoder.evictable_bytes = 0 if mapped is None else mapped.evictable_bytes
+            encoder.evictable_bytes = making.evictable_bytes
             if encoder.device.type == "cpu":
-                optimise_modules(encoder._base, None if making is None else making.kernels_for(half))
+                optimise_modules(encoder._base, making.kernels_for(half))
             return encoder
 
         kernels = load_kernels() if torch.device(device).type == "cpu" else None
-        if kernels is None or weight_cache is None:
-            return make()
-        return weight_cache.load(WeightKey(Path(path), Half.ENCODER, dtype, "auto"), kernels, make)
+        return load_through(weight_cache, WeightKey(Path(path), Half.ENCODER, dtype, "auto"), kernels, make)
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> EncoderModel:

@@ -25,7 +25,7 @@ from cluster.model.attention_flash import FlashAttention
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, optimise_layers
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import WeightDtype, optimise
-from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey
+from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
 from cluster.model.cuda.copies import DecodeInputs
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.loading import Half, fingerprint, load_half
@@ -133,23 +133,21 @@ class LanguageModel:
                 f"weight_dtype {weight_dtype} cannot be combined with tensor_parallel_size {num_ranks}"
             )
 
-        def make(making: Making | None = None) -> LanguageModel:
-            mapped = None if making is None else making.mapped
+        def make(making: Making) -> LanguageModel:
             half = load_half(
-                path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks, mapped=mapped
+                path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks, mapped=making.mapped
             )
-            shapes = None if mapped is None else [LayerShape.from_json(*s) for s in mapped.notes["shapes"]]
+            notes = making.notes.get("shapes")
+            shapes = None if notes is None else [LayerShape.from_json(*shape) for shape in notes]
             language = cls(half, block_size, kv_cache_dtype, shapes)
-            language.evictable_bytes = 0 if mapped is None else mapped.evictable_bytes
+            language.evictable_bytes = making.evictable_bytes
             if num_ranks == 1:
                 language._use_native_kernels(weight_dtype, making)
             return language
 
         kernels = load_kernels() if torch.device(device).type == "cpu" and num_ranks == 1 else None
-        if kernels is None or weight_cache is None:
-            return make()
         key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype)
-        return weight_cache.load(key, kernels, make)
+        return load_through(weight_cache, key, kernels, make)
 
     @classmethod
     def from_model(
@@ -159,12 +157,11 @@ class LanguageModel:
         object."""
         return cls(model.eval(), block_size, kv_cache_dtype)
 
-    def _use_native_kernels(self, weight_dtype: WeightDtype, making: Making | None) -> None:
+    def _use_native_kernels(self, weight_dtype: WeightDtype, making: Making) -> None:
         head = None
         if self.device.type == "cpu":
-            kernels = None if making is None else making.kernels_for(self._model)
-            if making is not None and making.recorded is not None:
-                making.recorded.notes["shapes"] = [astuple(shape) for shape in self.shapes]
+            kernels = making.kernels_for(self._model)
+            making.notes["shapes"] = [astuple(shape) for shape in self.shapes]
             positions = self._with_axes(torch.arange(NUM_TRIAL_TOKENS))
             optimise_layers(self._text, self.kv_layout, self._backend, positions, weight_dtype, kernels)
             head = optimise(self._text, self._head, weight_dtype, kernels)

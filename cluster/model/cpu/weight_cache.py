@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -66,19 +66,26 @@ class WeightKey:
 class Making:
     """One call of `make`: where its weights come from."""
 
-    def __init__(self, kernels: Kernels, mapped: MappedWeights | None = None, *, is_recorded: bool = False):
+    def __init__(
+        self, kernels: Kernels | None, mapped: MappedWeights | None = None, *, is_recorded: bool = False
+    ):
         """mapped: of a file. is_recorded: what is packed will be written to a file."""
         self.mapped = mapped
+        # what `make` leaves here, as JSON can hold it, is there again when the file is mapped
+        self.notes: dict[str, Any] = {} if mapped is None else dict(mapped.notes)
+        self.evictable_bytes = 0 if mapped is None else mapped.evictable_bytes
         self.recorded: RecordedWeights | None = None
         self._kernels, self._is_recorded = kernels, is_recorded
         self._half: nn.Module | None = None
 
-    def kernels_for(self, half: nn.Module) -> Kernels:
+    def kernels_for(self, half: nn.Module) -> Kernels | None:
         """The kernels, with the source of this half's packed weights. Call it once, when the half is loaded and
         before a module is replaced."""
         self._half = half
+        if self._kernels is None:
+            return None
         if self._is_recorded:
-            self.recorded = RecordedWeights(half)
+            self.recorded = RecordedWeights(half, self.notes)
             return replace(self._kernels, weights=self.recorded)
         if self.mapped is not None:
             self.mapped.name_modules(half)
@@ -89,6 +96,13 @@ class Making:
         """Raises StaleWeights if a module of the half got no weights."""
         if self._half is not None and any(parameter.is_meta for parameter in self._half.parameters()):
             raise StaleWeights("a module has neither its own nor packed weights")
+
+
+def load_through(
+    cache: WeightCache | None, key: WeightKey, kernels: Kernels | None, make: Callable[[Making], Model]
+) -> Model:
+    """`cache.load`; without a cache or kernels just what `make` makes."""
+    return make(Making(kernels)) if cache is None or kernels is None else cache.load(key, kernels, make)
 
 
 class WeightCache:

@@ -84,7 +84,7 @@ def write_weights(path: Path, weights: RecordedWeights) -> None:
                 name: [list(shape), str(dtype).removeprefix("torch.")]
                 for name, (shape, dtype) in weights.absent.items()
             },
-            "notes": weights.notes,
+            "notes": dict(weights.notes),
         }
         header["checksums"] = writer.finish()
         text = json.dumps(header).encode()

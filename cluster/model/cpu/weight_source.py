@@ -93,12 +93,12 @@ class RecordedWeights:
     """Packs as `FreshWeights` does, and keeps what a file needs to give the same model again: the matrices,
     and every parameter that is not one of them (embeddings, norms, biases, modules that stay)."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """model: the half as it was loaded, before a module is replaced."""
+    def __init__(self, model: nn.Module, notes: Mapping[str, Any]) -> None:
+        """model: the half as it was loaded, before a module is replaced. notes: more that the file keeps."""
         self.replaced: dict[str, Replaced] = {}
         # shape and dtype of parameters that exist in packed form only
         self.absent: dict[str, tuple[Sequence[int], torch.dtype]] = {}
-        self.notes: dict[str, Any] = {}  # more of what JSON can hold, by its writer's name
+        self.notes = notes
         self.is_complete = True  # False: something was packed outside of a named module
         self._fresh = FreshWeights()
         self._names = _names(model)
