@@ -1,4 +1,4 @@
-"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp` and
+"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp`, `rows.cpp` and
 `packing.cpp`.
 
 Loaded once, on first use, from any thread. A call releases the interpreter's lock while it runs.
