@@ -4,7 +4,7 @@
 // when its items are done, not when all threads have arrived: a thread that loses its core between two items delays no
 // other, and finds later that the phases it missed are over. While a thread waits it prefetches the next weights.
 //
-// Sums and roundings are those of the kernels in linear.cpp and attention.cpp: a row depends neither on the other rows nor
+// Sums and roundings are those of the kernels in linear.cpp, rows.cpp and attention.cpp: a row depends neither on the other rows nor
 // on the number of threads. Plain C interface; the memory between the phases is kept per calling thread and reused.
 
 #include <omp.h>
