@@ -150,7 +150,8 @@ class LanguageModel:
             )
         if head is not None:
             self._head = cast(nn.Linear, head)
-            self._decoder = whole_decoder(self._text, head, self.kv_layout, self._backend, positions)
+            if (nothing := torch.empty(0)) is self._post_head(nothing):
+                self._decoder = whole_decoder(self._text, head, self.kv_layout, self._backend, positions)
 
     def positions(self, prompt: Prompt) -> PromptPositions:
         """Positions of every prompt token, from ids and media geometries. CPU only; any thread."""
@@ -257,8 +258,7 @@ class LanguageModel:
         these tokens. `extra`: more arguments of the text model."""
         rows = torch.tensor(wanted, dtype=torch.long, device=self.device)
         if self._decoder is not None and not extra:
-            logits = self._decoder.logits(embeds[None], self._with_axes(position_ids), batch, rows)
-            return self._post_head(logits).float()
+            return self._decoder.logits(embeds[None], self._with_axes(position_ids), batch, rows)
         hidden = self._hidden(embeds, position_ids, batch, extra)
         return self._logits(hidden[rows]) if len(rows) else hidden.new_empty(0, self.vocab_size).float()
 

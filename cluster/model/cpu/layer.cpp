@@ -47,7 +47,8 @@ struct DecoderStep {
   const void* x;                        // [tokens, hidden]
   void* y;                              // [tokens, hidden], what the last layer gives; may be x
   const int64_t* wanted;                // [num_wanted] tokens, of which the head makes
-  void* logits;                         // [num_wanted, outputs of the head]
+  void* outputs;                        // [num_wanted, outputs of the head], rounded as the other products are
+  float* logits;                        // the same in float32; null where `outputs` are
   int64_t tokens, rotary_width, num_views, num_wanted, threads;
   int (*on_layer)(int64_t layer);       // or null; called by the calling thread when a layer has run. Not 0: stop there
 };
@@ -59,7 +60,7 @@ using kernels::AttentionPlan;
 using kernels::Product;
 
 constexpr int64_t kFetched = 384 << 10;  // bytes of weights that a waiting thread fetches into its second-level cache
-constexpr int64_t kNormRows = 4, kTokens = 4;  // of an item
+constexpr int64_t kNormRows = 4, kTokens = 4, kLogits = 1 << 13;  // of an item
 constexpr int64_t kLeastShared = kernels::kSerialWork / 8;  // of a layer's products, for more than one thread
 
 // ------------------------------------------------------------------------------------------------- rows between products
@@ -270,7 +271,7 @@ struct Call {
         buffers(buffers),
         plans(plans),
         team(team),
-        head{decoder.head, step.num_wanted ? buffers.last.batch(step.num_wanted, nullptr) : kernels::Batch{}, step.logits,
+        head{decoder.head, step.num_wanted ? buffers.last.batch(step.num_wanted, nullptr) : kernels::Batch{}, step.outputs,
              decoder.layers[0]->is_bf16 != 0} {}
 
   LayerCall layer(int64_t i) const {
@@ -319,6 +320,18 @@ struct Call {
       last.quantise(row, 1);
     });
     runner.multiply(head, nothing);
+    if (step.logits) widen_logits(runner.member);
+  }
+
+  void widen_logits(Member& member) {
+    const int64_t count = step.num_wanted * decoder.head->outputs;
+    const BFloat16* outputs = (const BFloat16*)step.outputs;
+    Fetch nothing;
+    member.share((count + kLogits - 1) / kLogits, nothing, [&](int64_t item) {
+      const int64_t end = std::min((item + 1) * kLogits, count);
+      for (int64_t i = item * kLogits; i < end; i += kLanes)
+        store_some(step.logits + i, end - i, load_some(outputs + i, end - i));
+    });
   }
 };
 
@@ -337,8 +350,8 @@ void run_decoder(const Decoder* decoder, const DecoderStep* step) {
   Workspace workspace{memory.data() + (64 - (uintptr_t)memory.data() % 64) % 64};
   const Buffers buffers(*decoder, *step, workspace);
   const LayerCall any(*decoder->layers[0], step->rows[0], *step, buffers, step->x);
-  plans.clear();
-  for (int64_t view = 0; view < step->num_views; view++) plans.emplace_back(*step->views[view], any.attention);
+  plans.resize(step->num_views);
+  for (int64_t view = 0; view < step->num_views; view++) plans[view].make(*step->views[view], any.attention);
   Call(*decoder, *step, buffers, plans, team).run();
 }
 }

@@ -61,8 +61,8 @@ class _DecoderStep(ctypes.Structure):
 
     _fields_ = (
         ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("rows", c_void_p), ("views", c_void_p),
-        ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p), ("logits", c_void_p), ("tokens", c_int64),
-        ("rotary_width", c_int64), ("num_views", c_int64), ("num_wanted", c_int64), ("threads", c_int64),
+        ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p), ("outputs", c_void_p), ("logits", c_void_p),
+        ("tokens", c_int64), ("rotary_width", c_int64), ("num_views", c_int64), ("num_wanted", c_int64), ("threads", c_int64),
         ("on_layer", _OnLayer),
     )  # fmt: skip
 
@@ -182,22 +182,23 @@ class NativeDecoder:
     ) -> Tensor | None:  # fmt: skip
         """x and y: contiguous [1, T, hidden]; y becomes what the last layer gives and may be x. Writes K and
         V of the T tokens into the batch's slots. wanted: [n] int64, the tokens of which the head makes
-        logits [n, vocab_size], of the model's dtype. Blocks."""
+        float32 logits [n, vocab_size]. Blocks. An error of `batch.on_layer` ends the call after that layer."""
         cos, sin = (each.contiguous() for each in position_embeddings)
         self._check(x, cos, sin, len(batch.slots))
         views = [step_view(batch, window).address for window in self._windows]
         view_addresses = (c_void_p * len(views))(*views)
         slots = batch.slots.contiguous()
-        logits = None
-        if wanted is not None and self._head is not None:
-            logits = torch.empty(len(wanted), self._head.linear.out_features, dtype=x.dtype)
+        outputs = logits = None
+        num_wanted = 0 if wanted is None else len(wanted)
+        if num_wanted and self._head is not None:
+            logits = torch.empty(num_wanted, self._head.linear.out_features)
+            outputs = logits if x.dtype is torch.float32 else torch.empty_like(logits, dtype=x.dtype)
         on_layer, errors = self._listener(batch)
         step = _DecoderStep(
             slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), self._rows_of(batch.kv),
             ctypes.addressof(view_addresses), x.data_ptr(), y.data_ptr(),
-            None if logits is None else cast(Tensor, wanted).data_ptr(),
-            None if logits is None else logits.data_ptr(), len(slots), cos.shape[-1], len(views),
-            0 if logits is None else len(logits), torch.get_num_threads(), on_layer,
+            _pointer(wanted), _pointer(outputs), None if outputs is logits else _pointer(logits),
+            len(slots), cos.shape[-1], len(views), num_wanted, torch.get_num_threads(), on_layer,
         )  # fmt: skip
         self._run(self._address, ctypes.addressof(step))
         if errors:
@@ -255,3 +256,7 @@ def can_rotate(cos: Tensor, sin: Tensor, num_tokens: int, dtype: torch.dtype) ->
 
 def _weight(norm: object) -> Tensor | None:
     return None if norm is None else cast(Tensor, cast(nn.Module, norm).weight).detach().contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -88,11 +88,13 @@ class WholeDecoder:
 
     rotary: nn.Module
     layers: NativeDecoder
+    vocab_size: int
 
     def logits(self, embeds: Tensor, positions: Tensor, batch: PagedBatch, wanted: Tensor) -> Tensor:
         """embeds [1, T, hidden], contiguous: overwritten. positions in the model's form. wanted: [n] tokens.
-        Returns [n, vocab_size] of the model's dtype. Blocks."""
-        return cast(Tensor, self.layers.run(embeds, embeds, self.rotary(embeds, positions), batch, wanted))
+        Returns [n, vocab_size] float32. Blocks."""
+        logits = self.layers.run(embeds, embeds, self.rotary(embeds, positions), batch, wanted)
+        return embeds.new_empty(0, self.vocab_size, dtype=torch.float32) if logits is None else logits
 
 
 def whole_decoder(
@@ -120,7 +122,7 @@ def whole_decoder(
         return None
     with torch.inference_mode():
         trial = _Trial(text_model, native[0], native[0].hidden_size, layout, backend, positions)
-        decoder = WholeDecoder(rotary, NativeDecoder(native, kernels, Head(norm, head)))
+        decoder = WholeDecoder(rotary, NativeDecoder(native, kernels, Head(norm, head)), head.out_features)
         return decoder if trial.agrees(decoder, head) else None
 
 
@@ -232,9 +234,8 @@ class _Trial:
             paged=(self._batch(), self._backend),
         ).last_hidden_state  # fmt: skip
         wanted = torch.arange(NUM_TRIAL_TOKENS)
-        return torch.equal(
-            decoder.logits(self._x.clone(), self._positions, self._batch(), wanted), head(hidden)[0]
-        )
+        logits = decoder.logits(self._x.clone(), self._positions, self._batch(), wanted)
+        return torch.equal(logits, head(hidden)[0].float())
 
 
 def _random_contexts(
