@@ -232,6 +232,12 @@ class LanguageModel:
         """Block targets[i] becomes a copy of block sources[i]. On CUDA: enqueued."""
         kv.copy_blocks(sources, targets)
 
+    @property
+    def kernels_s(self) -> float | None:
+        """Of the last step: how long each thread was in native kernels, on average. None: not known, as the
+        model does not run in one native call."""
+        return None if self._decoder is None else self._decoder.layers.kernels_s
+
     def _run_chunks(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, wanted: Sequence[int],
         on_layer: Callable[[int], None] | None,
