@@ -53,7 +53,7 @@ class _Decoder(ctypes.Structure):
 
 
 _OnLayer = ctypes.CFUNCTYPE(c_int, c_int64)
-_NO_ONE = _OnLayer()
+_SILENT = _OnLayer()
 
 
 class _DecoderStep(ctypes.Structure):
@@ -233,7 +233,7 @@ class NativeDecoder:
         """What the call does after each layer, and where it leaves an error, which ends the call."""
         on_layer, errors = batch.on_layer, []
         if on_layer is None:
-            return _NO_ONE, errors
+            return _SILENT, errors
 
         def announce(layer: int) -> int:
             try:
