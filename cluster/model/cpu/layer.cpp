@@ -51,6 +51,7 @@ struct DecoderStep {
   float* logits;                        // the same in float32; null where `outputs` are
   int64_t tokens, rotary_width, num_views, num_wanted, threads;
   int (*on_layer)(int64_t layer);       // or null; called by the calling thread when a layer has run. Not 0: stop there
+  int64_t busy;                         // set by the call: nanoseconds of each thread in kernels, on average
 };
 }
 
@@ -340,7 +341,7 @@ struct Call {
 extern "C" {
 
 // The caller checks widths as for `paged_attention`.
-void run_decoder(const Decoder* decoder, const DecoderStep* step) {
+void run_decoder(const Decoder* decoder, DecoderStep* step) {
   static thread_local std::vector<char> memory;
   static thread_local std::vector<AttentionPlan> plans;
   static thread_local Team team;
@@ -353,5 +354,6 @@ void run_decoder(const Decoder* decoder, const DecoderStep* step) {
   plans.resize(step->num_views);
   for (int64_t view = 0; view < step->num_views; view++) plans[view].make(*step->views[view], any.attention);
   Call(*decoder, *step, buffers, plans, team).run();
+  step->busy = team.busy() / team.threads();
 }
 }

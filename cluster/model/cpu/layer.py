@@ -53,7 +53,7 @@ class _Decoder(ctypes.Structure):
 
 
 _OnLayer = ctypes.CFUNCTYPE(c_int, c_int64)
-_NO_ONE = _OnLayer()
+_SILENT = _OnLayer()
 
 
 class _DecoderStep(ctypes.Structure):
@@ -63,7 +63,7 @@ class _DecoderStep(ctypes.Structure):
         ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("rows", c_void_p), ("views", c_void_p),
         ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p), ("outputs", c_void_p), ("logits", c_void_p),
         ("tokens", c_int64), ("rotary_width", c_int64), ("num_views", c_int64), ("num_wanted", c_int64), ("threads", c_int64),
-        ("on_layer", _OnLayer),
+        ("on_layer", _OnLayer), ("busy", c_int64),
     )  # fmt: skip
 
 
@@ -179,6 +179,7 @@ class NativeDecoder:
         )  # fmt: skip
         self._kept = (addresses, views, norm)
         self._address = ctypes.addressof(self._decoder)
+        self.kernels_s = 0.0  # of the last call: how long its threads were in kernels, on average
         self._rows: tuple[weakref.ref[BlockMemory], ctypes.Array[c_void_p]] | None = None
         self._run: Callable[..., None] = kernels.cdll.run_decoder
         self._run.argtypes, self._run.restype = (c_void_p, c_void_p), None
@@ -208,6 +209,7 @@ class NativeDecoder:
             len(slots), cos.shape[-1], len(views), num_wanted, torch.get_num_threads(), on_layer,
         )  # fmt: skip
         self._run(self._address, ctypes.addressof(step))
+        self.kernels_s = step.busy / 1e9
         if errors:
             raise errors[0]
         return logits
@@ -238,7 +240,7 @@ class NativeDecoder:
         """What the call does after each layer, and where it leaves an error, which ends the call."""
         on_layer, errors = batch.on_layer, []
         if on_layer is None:
-            return _NO_ONE, errors
+            return _SILENT, errors
 
         def announce(layer: int) -> int:
             try:

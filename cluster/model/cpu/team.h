@@ -15,14 +15,17 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
 
 namespace {
 
-// Cycles of the time stamp counter: 0.05 to 0.13 ms and 0.2 to 0.5 ms.
-constexpr uint64_t kSpinCycles = 1 << 18, kYieldCycles = 1 << 20;
+using Clock = std::chrono::steady_clock;
+
+// To wake a sleeping thread takes 15 to 50 us, so that long spinning costs no more than sleeping.
+constexpr auto kSpin = std::chrono::microseconds(100), kOffer = std::chrono::microseconds(400);
 constexpr int64_t kMaxThreads = 1024;
 constexpr int64_t kFetchedLines = 4;  // between two looks at the phase
 
@@ -43,9 +46,12 @@ class Team {
   void begin(int64_t threads) {
     threads_ = std::min(threads, kMaxThreads);
     done_.store(0, std::memory_order_relaxed);
+    busy_.store(0, std::memory_order_relaxed);
     for (int64_t run = 0; run < threads_; run++) runs_[run].word.store(0, std::memory_order_relaxed);
   }
   int64_t threads() const { return threads_; }
+  // Nanoseconds that the members of the last region spent in items, added up.
+  int64_t busy() const { return busy_.load(std::memory_order_relaxed); }
 
  private:
   friend class Member;
@@ -87,6 +93,7 @@ class Team {
   int64_t threads_ = 1;
   alignas(64) std::atomic<int64_t> done_{0};  // items of all phases
   alignas(64) std::atomic<int64_t> sleepers_{0};
+  std::atomic<int64_t> busy_{0};
   std::mutex mutex_;
   std::condition_variable woken_;
   Run runs_[kMaxThreads];
@@ -96,6 +103,7 @@ class Team {
 class Member {
  public:
   Member(Team& team, int64_t index) : team_(team), index_(index) {}
+  ~Member() { team_.busy_.fetch_add(std::chrono::nanoseconds(busy_).count(), std::memory_order_relaxed); }
 
   // Runs items of the phase until none is left, then waits for those that other threads still run. One phase.
   template <class Work>
@@ -103,11 +111,15 @@ class Member {
     phase_++;
     end_ += items;
     int64_t own = 0;
+    const Clock::time_point began = Clock::now();
     for (int64_t i = 0; i < team_.threads_; i++) {
       const int64_t run = (index_ + i) % team_.threads_;
       for (int64_t item; (item = team_.take(run, phase_, items)) >= 0; own++) work(item);
     }
-    if (own) team_.add_done(own, end_);
+    if (own) {
+      busy_ += Clock::now() - began;
+      team_.add_done(own, end_);
+    }
     wait(fetch);
   }
 
@@ -136,12 +148,12 @@ class Member {
   }
 
   void wait_without_work() {
-    const uint64_t began = __rdtsc();
+    const Clock::time_point began = Clock::now();
     while (!is_over()) {
-      const uint64_t waited = __rdtsc() - began;
-      if (waited < kSpinCycles)
+      const Clock::duration waited = Clock::now() - began;
+      if (waited < kSpin)
         _mm_pause();
-      else if (waited < kSpinCycles + kYieldCycles)
+      else if (waited < kSpin + kOffer)
         sched_yield();
       else
         return team_.sleep_until(end_);
@@ -150,6 +162,7 @@ class Member {
 
   Team& team_;
   const int64_t index_;
+  Clock::duration busy_{};
   uint64_t phase_ = 0;
   int64_t end_ = 0;  // items of all phases up to this one
 };
