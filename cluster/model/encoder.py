@@ -43,6 +43,7 @@ class EncoderModel:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.device: torch.device = next(model.parameters()).device
         self.fingerprint: str = fingerprint(config, self.dtype)
+        self.evictable_bytes = 0  # of weights in a mapped file that are not locked in memory
         self._uploads = Uploads(self.device, self.dtype) if self.device.type == "cuda" else None
         self.weight_bytes: int = sum(p.numel() * p.element_size() for p in model.parameters())
 
@@ -59,6 +60,7 @@ class EncoderModel:
             mapped = None if making is None else making.mapped
             half = load_half(path, Half.ENCODER, dtype=dtype, device=device, mapped=mapped)
             encoder = cls(half)
+            encoder.evictable_bytes = 0 if mapped is None else mapped.evictable_bytes
             if encoder.device.type == "cpu":
                 optimise_modules(encoder._base, None if making is None else making.kernels_for(half))
             return encoder

@@ -100,6 +100,7 @@ class LanguageModel:
         self.block_size = block_size
         parameters = {*self._text.parameters(), *self._embed.parameters(), *self._head.parameters()}
         self.weight_bytes: int = sum(own.numel() * own.element_size() for own in map(_own_share, parameters))
+        self.evictable_bytes = 0  # of weights in a mapped file that are not locked in memory
         self.fingerprint: str = fingerprint(config, self.dtype)
         if shapes is None:
             shapes = probe_backbone(self._text, self.hidden_size)
@@ -140,8 +141,9 @@ class LanguageModel:
             half = load_half(
                 path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks, mapped=mapped
             )
-            shapes = None if mapped is None else [LayerShape(*shape) for shape in mapped.notes["shapes"]]
+            shapes = None if mapped is None else [LayerShape.from_json(*s) for s in mapped.notes["shapes"]]
             language = cls(half, block_size, kv_cache_dtype, shapes)
+            language.evictable_bytes = 0 if mapped is None else mapped.evictable_bytes
             if num_ranks == 1:
                 language._use_native_kernels(weight_dtype, making)
             return language
