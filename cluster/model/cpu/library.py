@@ -1,7 +1,7 @@
-"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp` and
+"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp`, `rows.cpp` and
 `packing.cpp`.
 
-Loaded once, on first use, from any thread. A call releases the interpreter's lock while it runs.
+Loaded once for each selected variant, on first use, from any thread. A call releases the interpreter's lock while it runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cluster.model.cpu.weight_source import FreshWeights, WeightSource
 from cluster.native import library as native
-from cluster.native.build import Variant
+from cluster.native.variants import Variant, selected_variants
 
 SOURCES = Path(__file__).parent
 
@@ -63,9 +63,14 @@ class Kernels:
     weights: WeightSource = field(default_factory=FreshWeights)  # where packed weights lie
 
 
-@cache
 def load() -> Kernels | None:
-    """The best variant that this CPU runs and that can be built here, or None with the reason in the log."""
+    """The best selected variant that can be built here (`cluster.native.variants`), or None with the reason in
+    the log. The same object each time."""
+    return _load(selected_variants())
+
+
+@cache
+def _load(_of: tuple[Variant, ...]) -> Kernels | None:
     return _declared(native.load(SOURCES))
 
 
