@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, cast
 
 import torch
@@ -47,7 +47,7 @@ class PackedWeights:
 
     def __init__(
         self, kernels: Kernels, weight: Tensor, *, up: Tensor | None = None, bias: Tensor | None = None,
-        int8: bool = False,
+        up_bias: Tensor | None = None, int8: bool = False,
     ):  # fmt: skip
         outputs, inputs = weight.shape
         weight, up = weight.detach().contiguous(), None if up is None else up.detach().contiguous()
@@ -60,8 +60,8 @@ class PackedWeights:
         sums = torch.zeros(padded_outputs if int8 else 0, dtype=torch.int32)
         padded_bias = None
         if bias is not None:
-            padded_bias = torch.zeros(padded_outputs)
-            padded_bias[:outputs] = bias.detach()
+            biases = [bias] if up_bias is None else [bias, up_bias]
+            padded_bias = _padded_bias(biases, padded_outputs, kernels.panel_outputs)
         pack = getattr(kernels.cdll, f"pack_i8_{suffix}" if int8 else f"pack_{suffix}")
         quantisation = (scales.data_ptr(), sums.data_ptr()) if int8 else ()
         pack(weight.data_ptr(), _pointer(up), packed.data_ptr(), *quantisation, outputs, inputs)
@@ -259,6 +259,17 @@ def epsilon_of(norm: nn.Module) -> float | None:
 
 def dtype_of(module: nn.Module) -> torch.dtype:
     return next(module.parameters()).dtype
+
+
+def _padded_bias(biases: Sequence[Tensor], padded_outputs: int, panel_outputs: int) -> Tensor:
+    """[padded_outputs] float32 in the order of packed outputs: each panel holds some of gate's, then as many
+    of up's."""
+    panels = torch.zeros(padded_outputs).view(-1, len(biases), panel_outputs // len(biases))
+    for i, bias in enumerate(biases):
+        padded = torch.zeros(panels[:, i].numel())
+        padded[: len(bias)] = bias.detach()
+        panels[:, i] = padded.view(panels[:, i].shape)
+    return panels.flatten()
 
 
 class _Arena:
