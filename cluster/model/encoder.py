@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cluster.errors import ConfigError
+from cluster.model.cpu.encoder_patches import optimise_patches
 from cluster.model.cpu.encoder_search import optimise_encoder_layers
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.cuda.uploads import Uploads
@@ -49,12 +50,13 @@ class EncoderModel:
     def load(
         cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> EncoderModel:
-        """Reads only the encoder half of the checkpoint. On the CPU its blocks, or else their linears, gated
-        MLPs and norms, run on native kernels, if these can be built. Raises ConfigError for models that are
+        """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears,
+        gated MLPs and norms) and patch projections run on native kernels, if these can be built. Raises ConfigError for models that are
         not supported."""
         encoder = cls(load_half(path, Half.ENCODER, dtype=dtype, device=device))
         if encoder.device.type == "cpu":
             optimise_encoder_layers(encoder._base)
+            optimise_patches(encoder._base)
             optimise_modules(encoder._base)
         return encoder
 

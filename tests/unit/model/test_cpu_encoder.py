@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cluster.errors import InternalError
 from cluster.model.cpu.encoder_layer import NativeEncoderLayer
+from cluster.model.cpu.encoder_patches import NativePatches, optimise_patches
 from cluster.model.cpu.encoder_search import optimise_encoder_layers
 from cluster.model.cpu.library import Kernels, load_variant
 from cluster.model.encoder import EncoderModel
@@ -226,6 +227,7 @@ def test_the_rows_of_a_family_stay_the_same(name: str):
     modules = EncoderModel.from_model(case.model)
     native = EncoderModel.from_model(copy.deepcopy(case.model))
     assert optimise_encoder_layers(native._base) >= 2
+    assert optimise_patches(native._base) >= (name != "qwen2_audio")
     items: dict[Modality, list] = {}
     for modality, item in [pair for request in case.requests for pair in request.items]:
         items.setdefault(modality, []).append(item)
@@ -234,3 +236,30 @@ def test_the_rows_of_a_family_stay_the_same(name: str):
             native.encode(modality, some), modules.encode(modality, some), strict=True
         ):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@each_variant
+@each_dtype
+@pytest.mark.parametrize(
+    "convolution",
+    [nn.Conv2d(3, 10, 5, stride=5), nn.Conv3d(3, 6, (2, 4, 4), stride=(2, 4, 4), bias=False)],
+    ids=["2d", "3d"],
+)
+def test_patches_equal_the_convolution(kernels: Kernels, dtype, convolution: nn.Module):
+    tower = nn.Sequential(copy.deepcopy(convolution).to(dtype))
+    native = copy.deepcopy(tower)
+    assert optimise_patches(native, kernels) == 1
+    kernel = convolution.kernel_size
+    for sizes in (kernel, [3 * size + 1 for size in kernel], [2 * kernel[0], *kernel[1:]]):
+        x = torch.randn(4, 3, *sizes).to(dtype)
+        actual, expected = native(x), tower(x)
+        assert actual.shape == expected.shape
+        assert relative_error(actual, expected) < tolerance(dtype)
+        assert torch.equal(native(x[2:3]), actual[2:3])
+
+
+@pytest.mark.parametrize("options", [{"stride": 2}, {"stride": 3, "padding": 1}, {"stride": 3, "groups": 2}])
+def test_a_convolution_of_another_kind_stays(options: dict[str, int]):
+    tower = nn.Sequential(nn.Conv2d(4, 4, 3, **options))
+    assert optimise_patches(tower, best_kernels) == 0
+    assert not isinstance(tower[0], NativePatches)
