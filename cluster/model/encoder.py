@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cluster.errors import ConfigError
+from cluster.model.cpu.encoder_patches import optimise_patches
+from cluster.model.cpu.encoder_search import optimise_encoder_layers
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
@@ -52,16 +54,19 @@ class EncoderModel:
         cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu",
         weight_cache: WeightCache | None = None,
     ) -> EncoderModel:  # fmt: skip
-        """Reads only the encoder half of the checkpoint. On the CPU its linears, gated MLPs and norms run on
-        native kernels, if these can be built. `weight_cache`: where packed weights are kept and shared. Raises
-        ConfigError for models that are not supported."""
+        """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears,
+        gated MLPs and norms) and patch projections run on native kernels, if these can be built. `weight_cache`:
+        where packed weights are kept and shared. Raises ConfigError for models that are not supported."""
 
         def make(making: Making) -> EncoderModel:
             half = load_half(path, Half.ENCODER, dtype=dtype, device=device, mapped=making.mapped)
             encoder = cls(half)
             encoder.evictable_bytes = making.evictable_bytes
             if encoder.device.type == "cpu":
-                optimise_modules(encoder._base, making.kernels_for(half))
+                kernels = making.kernels_for(half)
+                optimise_encoder_layers(encoder._base, kernels)
+                optimise_patches(encoder._base, kernels)
+                optimise_modules(encoder._base, kernels)
             return encoder
 
         kernels = load_kernels() if torch.device(device).type == "cpu" else None

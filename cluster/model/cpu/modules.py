@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
 import torch
@@ -45,7 +45,7 @@ class PackedWeights:
 
     def __init__(
         self, kernels: Kernels, weight: Tensor, *, up: Tensor | None = None, bias: Tensor | None = None,
-        int8: bool = False,
+        up_bias: Tensor | None = None, int8: bool = False,
     ):  # fmt: skip
         outputs, inputs = weight.shape
         weight, up = weight.detach().contiguous(), None if up is None else up.detach().contiguous()
@@ -63,8 +63,8 @@ class PackedWeights:
         matrix = kernels.weights.matrix(num_bytes, padded_outputs if int8 else 0, fill)
         padded_bias = None
         if bias is not None:
-            padded_bias = torch.zeros(padded_outputs)
-            padded_bias[:outputs] = bias.detach()
+            biases = [bias] if up_bias is None else [bias, up_bias]
+            padded_bias = _padded_bias(biases, padded_outputs, kernels.panel_outputs)
         self._tensors = (matrix.packed, padded_bias, matrix.scales, matrix.sums)
         self._layer = Layer(*map(_pointer, self._tensors), inputs, outputs, up is not None)
         self.address: int = ctypes.addressof(self._layer)  # of a `Layer`; valid while this object lives
@@ -263,6 +263,17 @@ def epsilon_of(norm: nn.Module) -> float | None:
 
 def dtype_of(module: nn.Module) -> torch.dtype:
     return next(module.parameters()).dtype
+
+
+def _padded_bias(biases: Sequence[Tensor], padded_outputs: int, panel_outputs: int) -> Tensor:
+    """[padded_outputs] float32 in the order of packed outputs: each panel holds some of gate's, then as many
+    of up's."""
+    panels = torch.zeros(padded_outputs).view(-1, len(biases), panel_outputs // len(biases))
+    for i, bias in enumerate(biases):
+        padded = torch.zeros(panels[:, i].numel())
+        padded[: len(bias)] = bias.detach()
+        panels[:, i] = padded.view(panels[:, i].shape)
+    return panels.flatten()
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
