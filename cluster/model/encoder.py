@@ -43,7 +43,8 @@ class EncoderModel:
         self.modalities: tuple[Modality, ...] = family.modalities
         self.feature_width: int = config.get_text_config().hidden_size * (1 + num_deepstack_layers(config))
         self.dtype: torch.dtype = next(model.parameters()).dtype
-        self.device: torch.device = next(model.parameters()).device
+        # parameters on the meta device are known in packed form only
+        self.device: torch.device = next(p.device for p in model.parameters() if not p.is_meta)
         self.fingerprint: str = fingerprint(config, self.dtype)
         self.evictable_bytes = 0  # of weights in a mapped file that are not locked in memory
         self._uploads = Uploads(self.device, self.dtype) if self.device.type == "cuda" else None
