@@ -205,7 +205,9 @@ def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
         return None
     return torch.cat(
         [
-            linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+            torch.zeros(linear.out_features, dtype=linear.weight.dtype)
+            if linear.bias is None
+            else linear.bias
             for linear in linears
         ]
     )

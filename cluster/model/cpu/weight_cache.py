@@ -133,7 +133,7 @@ class WeightCache:
         try:
             model = make(making)
             making.check()
-        except StaleWeights as error:
+        except (StaleWeights, RuntimeError) as error:  # torch's, e.g. of a weight on the meta device
             self._discard(name, error)
             return make(Making(kernels))
         return model
