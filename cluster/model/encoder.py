@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from cluster.errors import ConfigError
 from cluster.model.cpu.encoder_patches import optimise_patches
 from cluster.model.cpu.encoder_search import optimise_encoder_layers
+from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import optimise_modules
+from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey
 from cluster.model.cuda.uploads import Uploads
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.media_calls import CALLS, Splitter
@@ -41,24 +43,37 @@ class EncoderModel:
         self.modalities: tuple[Modality, ...] = family.modalities
         self.feature_width: int = config.get_text_config().hidden_size * (1 + num_deepstack_layers(config))
         self.dtype: torch.dtype = next(model.parameters()).dtype
-        self.device: torch.device = next(model.parameters()).device
+        # matrices that exist in packed form only are on the meta device
+        self.device: torch.device = next(p.device for p in model.parameters() if not p.is_meta)
         self.fingerprint: str = fingerprint(config, self.dtype)
+        self.evictable_bytes = 0  # of weights in a mapped file that are not locked in memory
         self._uploads = Uploads(self.device, self.dtype) if self.device.type == "cuda" else None
         self.weight_bytes: int = sum(p.numel() * p.element_size() for p in model.parameters())
 
     @classmethod
     def load(
-        cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> EncoderModel:
-        """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears,
-        gated MLPs and norms) and patch projections run on native kernels, if these can be built. Raises ConfigError for models that are
-        not supported."""
-        encoder = cls(load_half(path, Half.ENCODER, dtype=dtype, device=device))
-        if encoder.device.type == "cpu":
-            optimise_encoder_layers(encoder._base)
-            optimise_patches(encoder._base)
-            optimise_modules(encoder._base)
-        return encoder
+        cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu",
+        weight_cache: WeightCache | None = None,
+    ) -> EncoderModel:  # fmt: skip
+        """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears, gated
+        MLPs and norms) and patch projections run on native kernels, if these can be built. `weight_cache`:
+        where packed weights are kept and shared. Raises ConfigError for models that are not supported."""
+
+        def make(making: Making | None = None) -> EncoderModel:
+            mapped = None if making is None else making.mapped
+            half = load_half(path, Half.ENCODER, dtype=dtype, device=device, mapped=mapped)
+            encoder = cls(half)
+            encoder.evictable_bytes = 0 if mapped is None else mapped.evictable_bytes
+            if encoder.device.type == "cpu":
+                making_kernels = None if making is None else making.kernels_for(half)
+                for optimise in (optimise_encoder_layers, optimise_patches, optimise_modules):
+                    optimise(encoder._base, making_kernels)
+            return encoder
+
+        kernels = load_kernels() if torch.device(device).type == "cpu" else None
+        if kernels is None or weight_cache is None:
+            return make()
+        return weight_cache.load(WeightKey(Path(path), Half.ENCODER, dtype, "auto"), kernels, make)
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> EncoderModel:

@@ -9,7 +9,6 @@ A module runs on its caller's thread and on as many OpenMP threads as torch woul
 from __future__ import annotations
 
 import logging
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,9 @@ class NativePatches(nn.Module):
         super().__init__()
         weight = convolution.weight
         self.bias = convolution.bias
-        self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)  # callers read its dtype
+        self.weight = nn.Parameter(
+            torch.empty(0, dtype=weight.dtype), requires_grad=False
+        )  # callers read its dtype
         self._kernel = convolution.kernel_size
         self._project = PackedWeights(kernels, weight.flatten(1), bias=convolution.bias)
 
@@ -68,12 +69,21 @@ def optimise_patches(module: nn.Module, kernels: Kernels | None = None) -> int:
     count = 0
     with torch.inference_mode():
         for parent, name, child in found:
-            native = NativePatches(cast(nn.Conv2d, child), kernels)
-            if _agrees(child, native):
+            native = _replacement(child, kernels)
+            if native is not None:
                 setattr(parent, name, native)
                 count += 1
     logger.info("native CPU kernels (%s): %d patch projections replaced", kernels.variant, count)
     return count
+
+
+def _replacement(convolution: nn.Conv2d | nn.Conv3d, kernels: Kernels) -> NativePatches | None:
+    return kernels.weights.replacement(
+        convolution,
+        [{}],
+        lambda _settings: NativePatches(convolution, kernels),
+        lambda native, _settings: _agrees(convolution, native),
+    )
 
 
 def _cuts_patches(convolution: nn.Conv2d | nn.Conv3d) -> bool:

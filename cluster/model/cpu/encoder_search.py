@@ -23,6 +23,7 @@ from cluster.model.attention_cpu import MAX_WIDTH
 from cluster.model.cpu.encoder_layer import Activation, BlockParts, EncoderSteps, NativeEncoderLayer
 from cluster.model.cpu.library import Kernels, load
 from cluster.model.cpu.modules import epsilon_of, is_linear, is_rms_norm, is_servable
+from cluster.model.cpu.weight_source import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -86,17 +87,27 @@ def _replacement(
     """A native call that agrees with `block`; None: there is none."""
     arguments = [*inspect.signature(block.forward).parameters][1:]
     x, keywords = _trial(parts, arguments)
-    expected = block(x, **keywords)
-    native = NativeEncoderLayer(
-        parts, kernels, steps, argument_names=arguments, returns_tuple=isinstance(expected, tuple)
-    )
-    results = [expected, native(x, **keywords)]
-    first, second = (result[0] if isinstance(result, tuple) else result for result in results)
-    if not isinstance(first, Tensor) or (isinstance(expected, tuple) and len(expected) != 1):
-        return None
-    added, expected_added = second.float() - x.float(), first.float() - x.float()
-    agrees = (added - expected_added).norm() <= _TOLERANCE[parts.dtype] * expected_added.norm()
-    return native if agrees else None
+    expected: list[Tensor] = []
+
+    def candidates() -> Iterator[Settings]:
+        result = block(x, **keywords)
+        first, *others = result if isinstance(result, tuple) else (result,)
+        if isinstance(first, Tensor) and not others:
+            expected.append(first.float() - x.float())
+            yield {"returns_tuple": isinstance(result, tuple)}
+
+    def build(settings: Settings) -> NativeEncoderLayer:
+        returns_tuple = settings["returns_tuple"]
+        return NativeEncoderLayer(
+            parts, kernels, steps, argument_names=arguments, returns_tuple=returns_tuple
+        )
+
+    def agrees(native: NativeEncoderLayer, _settings: Settings) -> bool:
+        result = native(x, **keywords)
+        added = (result[0] if isinstance(result, tuple) else result).float() - x.float()
+        return bool((added - expected[0]).norm() <= _TOLERANCE[parts.dtype] * expected[0].norm())
+
+    return kernels.weights.replacement(block, candidates(), build, agrees)
 
 
 def _trial(parts: BlockParts, arguments: list[str]) -> tuple[Tensor, dict[str, object]]:

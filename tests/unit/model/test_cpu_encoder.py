@@ -19,7 +19,7 @@ from cluster.model.cpu.encoder_patches import NativePatches, optimise_patches
 from cluster.model.cpu.encoder_search import optimise_encoder_layers
 from cluster.model.cpu.library import Kernels, load_variant
 from cluster.model.encoder import EncoderModel
-from cluster.native.library import runnable_variants
+from cluster.native.variants import runnable_variants
 from cluster.types.media import Modality
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 
