@@ -2,6 +2,7 @@
 
     python -m bench.encoder models  DIR                                       writes omni-encoders, random weights
     python -m bench.encoder curve   --out R.jsonl --models MODEL …            encoder calls of 1 to 32 items
+    python -m bench.encoder tower   --out R.jsonl --models MODEL …            one item, part by part
     python -m bench.encoder merge   --out R.jsonl                             rows into a prompt's embeddings
     python -m bench.encoder overlap --out R.jsonl                             what hides behind a slow encoder
     python -m bench.encoder accuracy --out R.jsonl                            answers with fewer pixels, frames or rows
@@ -78,14 +79,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_engine_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    curve = commands.add_parser("curve")
-    curve.add_argument("--models", nargs="+", default=[DEMO], help="folders")
-    curve.add_argument("--modalities", type=_words, default=["image", "video", "audio"])
+    curve, tower = commands.add_parser("curve"), commands.add_parser("tower")
+    for command, frames, sound_s in ((curve, 4, 5.0), (tower, 8, 10.0)):
+        command.add_argument("--models", nargs="+", default=[DEMO], help="folders")
+        command.add_argument("--modalities", type=_words, default=["image", "video", "audio"])
+        command.add_argument("--side", type=int, default=224, help="of images and frames, pixels")
+        command.add_argument("--frames", type=int, default=frames)
+        command.add_argument("--sound-s", type=float, default=sound_s)
+        command.add_argument(
+            "--threads", type=int, default=max(1, num_cores() // 2), help="default: an encoder's"
+        )
     curve.add_argument("--batches", type=_numbers, default=[1, 2, 4, 8, 16, 32])
-    curve.add_argument("--side", type=int, default=224, help="of images and frames, pixels")
-    curve.add_argument("--frames", type=int, default=4)
-    curve.add_argument("--sound-s", type=float, default=5.0)
-    curve.add_argument("--threads", type=int, default=max(1, num_cores() // 2), help="default: an encoder's")
     merge = commands.add_parser("merge")
     merge.add_argument("--rows", type=int, default=5000)
     merge.add_argument("--hidden-sizes", type=_numbers, default=[256, 2048, 4096])
@@ -93,9 +97,9 @@ def _add_engine_commands(commands: argparse._SubParsersAction[argparse.ArgumentP
     overlap = commands.add_parser("overlap")
     overlap.add_argument("--model", default=DEMO)
     overlap.add_argument("--prompts", type=_numbers, default=[512, 2048, 3500], help="tokens of text")
-    for command in (curve, merge):
+    for command in (curve, tower, merge):
         command.add_argument("--dtype", choices=DTYPES, default="float32")
-    for command in (curve, merge, overlap):
+    for command in (curve, tower, merge, overlap):
         _add_results(command)
     accuracy = commands.add_parser("accuracy")
     accuracy.add_argument("--samples", type=int, default=200, help="of each task")
@@ -172,6 +176,21 @@ def _curve(args: argparse.Namespace) -> Iterable[Record]:
     for model in args.models:
         path = Path(model).resolve()
         yield from measure(path, dtype, sizes, modalities, args.batches, args.repeats, args.threads)
+
+
+def _tower(args: argparse.Namespace) -> Iterable[Record]:
+    import torch
+
+    from bench.encoder.curve import Sizes
+    from bench.encoder.tower import measure
+    from cluster.types.media import Modality
+
+    sizes = Sizes(args.side, args.frames, args.sound_s)
+    modalities = [Modality(name) for name in args.modalities]
+    dtype = getattr(torch, args.dtype)
+    for model in args.models:
+        path = Path(model).resolve()
+        yield from measure(path, dtype, sizes, modalities, args.repeats, args.threads)
 
 
 def _merge(args: argparse.Namespace) -> Iterable[Record]:
@@ -264,7 +283,7 @@ def _words(text: str) -> list[str]:
 
 
 COMMANDS = {
-    "models": _models, "curve": _curve, "merge": _merge, "overlap": _overlap, "accuracy": _accuracy, "serve": _serve,
+    "models": _models, "curve": _curve, "tower": _tower, "merge": _merge, "overlap": _overlap, "accuracy": _accuracy, "serve": _serve,
     "synchronous": _synchronous, "mixed": _mixed, "reuse": _reuse, "single": _single, "flood": _flood, "table": _table, "plot": _plot,
 }  # fmt: skip
 

@@ -49,6 +49,21 @@ def curve_table(records: Iterable[Record]) -> list[str]:
     return lines
 
 
+def tower_table(records: Iterable[Record]) -> list[str]:
+    """Encoders beside the one without any of our kernels."""
+    cells = _cells(records, "model", "dtype", "threads", "modality", "part")
+    lines = _head("model", "dtype, threads", "modality", "part", "ms", "CPU ms", "CPU ÷ torch")
+    for (*rest, part), cell in cells.items():
+        model, dtype, threads, modality = rest
+        torch_cell = cells.get((*rest, "encode, torch"), cell)
+        ratio = f"{_ratio(cell, torch_cell, lambda r: r['cpu_s']):.2f}" if part.startswith("encode") else ""
+        lines.append(
+            f"| {model} | {dtype}, {threads} | {modality} | {part} | {1e3 * _median(cell, 'seconds'):.1f} | "
+            f"{1e3 * _median(cell, 'cpu_s'):.1f} | {ratio} |"
+        )
+    return lines
+
+
 def merge_table(records: Iterable[Record]) -> list[str]:
     cells = _cells(records, "rows", "hidden_size", "dtype", "threads", "way")
     lines = _head("rows", "hidden size", "dtype, threads", "MB", "way", "ms", "÷ copy", "page faults")
@@ -307,6 +322,7 @@ def _head(*columns: str) -> list[str]:
 
 TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {
     "curve": curve_table,
+    "tower": tower_table,
     "merge": merge_table,
     "mixed": mixed_table,
     "reuse": reuse_table,

@@ -43,7 +43,7 @@ class EncoderModel:
         self.modalities: tuple[Modality, ...] = family.modalities
         self.feature_width: int = config.get_text_config().hidden_size * (1 + num_deepstack_layers(config))
         self.dtype: torch.dtype = next(model.parameters()).dtype
-        # parameters on the meta device are known in packed form only
+        # matrices that exist in packed form only are on the meta device
         self.device: torch.device = next(p.device for p in model.parameters() if not p.is_meta)
         self.fingerprint: str = fingerprint(config, self.dtype)
         self.evictable_bytes = 0  # of weights in a mapped file that are not locked in memory
@@ -55,8 +55,8 @@ class EncoderModel:
         cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu",
         weight_cache: WeightCache | None = None,
     ) -> EncoderModel:  # fmt: skip
-        """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears,
-        gated MLPs and norms) and patch projections run on native kernels, if these can be built. `weight_cache`:
+        """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears, gated
+        MLPs and norms) and patch projections run on native kernels, if these can be built. `weight_cache`:
         where packed weights are kept and shared. Raises ConfigError for models that are not supported."""
 
         def make(making: Making) -> EncoderModel:

@@ -203,14 +203,11 @@ def _joined_weight(linears: Sequence[nn.Linear]) -> Tensor:
 def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
-    return torch.cat(
-        [
-            torch.zeros(linear.out_features, dtype=linear.weight.dtype)
-            if linear.bias is None
-            else linear.bias
-            for linear in linears
-        ]
-    )
+    biases = [
+        torch.zeros(linear.out_features, dtype=linear.weight.dtype) if linear.bias is None else linear.bias
+        for linear in linears
+    ]
+    return torch.cat(biases)
 
 
 def _kept(norm: nn.Module, name: str) -> Tensor | None:

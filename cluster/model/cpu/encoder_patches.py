@@ -9,7 +9,6 @@ A module runs on its caller's thread and on as many OpenMP threads as torch woul
 from __future__ import annotations
 
 import logging
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -70,18 +69,21 @@ def optimise_patches(module: nn.Module, kernels: Kernels | None = None) -> int:
     count = 0
     with torch.inference_mode():
         for parent, name, child in found:
-            convolution = cast(nn.Conv2d, child)
-            native = kernels.weights.replacement(
-                convolution,
-                [{}],
-                lambda _, convolution=convolution: NativePatches(convolution, kernels),
-                lambda native, _, convolution=convolution: _agrees(convolution, native),
-            )
+            native = _replacement(child, kernels)
             if native is not None:
                 setattr(parent, name, native)
                 count += 1
     logger.info("native CPU kernels (%s): %d patch projections replaced", kernels.variant, count)
     return count
+
+
+def _replacement(convolution: nn.Conv2d | nn.Conv3d, kernels: Kernels) -> NativePatches | None:
+    return kernels.weights.replacement(
+        convolution,
+        [{}],
+        lambda _settings: NativePatches(convolution, kernels),
+        lambda native, _settings: _agrees(convolution, native),
+    )
 
 
 def _cuts_patches(convolution: nn.Conv2d | nn.Conv3d) -> bool:

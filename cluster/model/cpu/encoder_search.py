@@ -91,18 +91,20 @@ def _replacement(
 
     def candidates() -> Iterator[Settings]:
         result = block(x, **keywords)
-        is_tuple = isinstance(result, tuple)
-        rows = result[0] if is_tuple else result
-        if isinstance(rows, Tensor) and not (is_tuple and len(result) != 1):
-            expected.append(rows.float() - x.float())
-            yield {"returns_tuple": is_tuple}
+        first, *others = result if isinstance(result, tuple) else (result,)
+        if isinstance(first, Tensor) and not others:
+            expected.append(first.float() - x.float())
+            yield {"returns_tuple": isinstance(result, tuple)}
 
     def build(settings: Settings) -> NativeEncoderLayer:
-        return NativeEncoderLayer(parts, kernels, steps, argument_names=arguments, **settings)
+        returns_tuple = settings["returns_tuple"]
+        return NativeEncoderLayer(
+            parts, kernels, steps, argument_names=arguments, returns_tuple=returns_tuple
+        )
 
-    def agrees(native: NativeEncoderLayer, settings: Settings) -> bool:
+    def agrees(native: NativeEncoderLayer, _settings: Settings) -> bool:
         result = native(x, **keywords)
-        added = cast(Tensor, result[0] if settings["returns_tuple"] else result).float() - x.float()
+        added = (result[0] if isinstance(result, tuple) else result).float() - x.float()
         return bool((added - expected[0]).norm() <= _TOLERANCE[parts.dtype] * expected[0].norm())
 
     return kernels.weights.replacement(block, candidates(), build, agrees)
