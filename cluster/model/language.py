@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -25,12 +25,14 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import ATTENTION_NAME, PagedBatch, Span, make_backend
 from cluster.model.attention_flash import FlashAttention
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, WholeDecoder, optimise_layers, whole_decoder
+from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import WeightDtype, optimise
+from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey
 from cluster.model.cuda.copies import DecodeInputs
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.positions import RULES, PromptPositions
-from cluster.model.probe import check_post_head, kv_row_shapes, probe_backbone, window_of_all
+from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone, window_of_all
 from cluster.model.support import check_class, family_of, num_deepstack_layers, post_head
 from cluster.types.request import Prompt
 
@@ -69,7 +71,11 @@ class LanguageModel:
     chunk_cut_spans: a chunk must not end inside a media span, because the span's tokens see each other.
     """
 
-    def __init__(self, model: PreTrainedModel, block_size: int, kv_cache_dtype: KvCacheDtype = "auto"):
+    def __init__(
+        self, model: PreTrainedModel, block_size: int, kv_cache_dtype: KvCacheDtype = "auto",
+        shapes: Sequence[LayerShape] | None = None,
+    ):  # fmt: skip
+        """shapes: what probing this model gave before; None: it is probed."""
         config = model.config
         family = family_of(config)
         text_config = config.get_text_config()
@@ -94,10 +100,13 @@ class LanguageModel:
         self.block_size = block_size
         parameters = {*self._text.parameters(), *self._embed.parameters(), *self._head.parameters()}
         self.weight_bytes: int = sum(own.numel() * own.element_size() for own in map(_own_share, parameters))
+        self.evictable_bytes = 0  # of weights in a mapped file that are not locked in memory
         self.fingerprint: str = fingerprint(config, self.dtype)
-        shapes = probe_backbone(self._text, self.hidden_size)
+        if shapes is None:
+            shapes = probe_backbone(self._text, self.hidden_size)
+            check_post_head(model, self._text, self._post_head)
+        self.shapes: Sequence[LayerShape] = shapes
         self.sliding_window: int | None = window_of_all(shapes)
-        check_post_head(model, self._text, self._post_head)
         self.kv_layout = MemoryLayout(
             kv_segments(kv_row_shapes(shapes), block_size, self.dtype, kv_cache_dtype)
         )
@@ -116,20 +125,34 @@ class LanguageModel:
         kv_cache_dtype: KvCacheDtype = "auto",
         weight_dtype: WeightDtype = "auto",
         num_ranks: int = 1,
+        weight_cache: WeightCache | None = None,
     ) -> LanguageModel:
         """Reads only the language half of the checkpoint, or this rank's share of it
         (cluster/model/parallel.py). On the CPU a whole half runs on native kernels, if these can be built.
-        `weight_dtype` "int8": linears with 8 bit weights, CPU only. Raises ConfigError for everything that is
-        not supported."""
+        `weight_dtype` "int8": linears with 8 bit weights, CPU only. `weight_cache`: where packed weights are
+        kept and shared. Raises ConfigError for everything that is not supported."""
         if num_ranks > 1 and weight_dtype != "auto":
             raise ConfigError(
                 f"weight_dtype {weight_dtype} cannot be combined with tensor_parallel_size {num_ranks}"
             )
-        half = load_half(path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks)
-        language = cls(half, block_size, kv_cache_dtype)
-        if num_ranks == 1:
-            language._use_native_kernels(weight_dtype)
-        return language
+
+        def make(making: Making | None = None) -> LanguageModel:
+            mapped = None if making is None else making.mapped
+            half = load_half(
+                path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks, mapped=mapped
+            )
+            shapes = None if mapped is None else [LayerShape.from_json(*s) for s in mapped.notes["shapes"]]
+            language = cls(half, block_size, kv_cache_dtype, shapes)
+            language.evictable_bytes = 0 if mapped is None else mapped.evictable_bytes
+            if num_ranks == 1:
+                language._use_native_kernels(weight_dtype, making)
+            return language
+
+        kernels = load_kernels() if torch.device(device).type == "cpu" and num_ranks == 1 else None
+        if kernels is None or weight_cache is None:
+            return make()
+        key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype)
+        return weight_cache.load(key, kernels, make)
 
     @classmethod
     def from_model(
@@ -139,18 +162,22 @@ class LanguageModel:
         object."""
         return cls(model.eval(), block_size, kv_cache_dtype)
 
-    def _use_native_kernels(self, weight_dtype: WeightDtype) -> None:
+    def _use_native_kernels(self, weight_dtype: WeightDtype, making: Making | None) -> None:
         head = None
         if self.device.type == "cpu":
+            kernels = None if making is None else making.kernels_for(self._model)
+            if making is not None and making.recorded is not None:
+                making.recorded.notes["shapes"] = [astuple(shape) for shape in self.shapes]
             positions = self._with_axes(torch.arange(NUM_TRIAL_TOKENS))
-            optimise_layers(self._text, self.kv_layout, self._backend, positions, weight_dtype)
-            head = optimise(self._text, self._head, weight_dtype)
+            optimise_layers(self._text, self.kv_layout, self._backend, positions, weight_dtype, kernels)
+            head = optimise(self._text, self._head, weight_dtype, kernels)
         if weight_dtype != "auto" and head is None:
             raise ConfigError(
                 f"weight_dtype {weight_dtype} needs the native CPU kernels; the log says why they are missing"
             )
         if head is not None:
             self._head = cast(nn.Linear, head)
+            self._model.set_output_embeddings(head)  # the old one's weights are not kept
             if (nothing := torch.empty(0)) is self._post_head(nothing):
                 self._decoder = whole_decoder(self._text, head, self.kv_layout, self._backend, positions)
 

@@ -73,6 +73,10 @@ struct Product {
 };
 constexpr int64_t kSerialWork = 1 << 23;  // less is faster on one thread: 70 us with AVX-512, to wake a second takes 15 to 25
 
+// ------------------------------------------------------------------------------------------------------------ rows.cpp
+
+constexpr int64_t kSerialElements = 1 << 17;  // of x, in a pass over it that one thread makes as fast as two
+
 void rms_norm_rows(bool is_bf16, const void* weight, const void* x, void* y, int64_t rows, int64_t width, float epsilon);
 
 // x ≈ scales[row] * (byte - 128); a row of bytes takes `x_bytes`.

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_double, c_int, c_int64, c_void_p
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,13 @@ class Heads:
     num_kv: int
     width: int  # of a row of Q, K and V
     attention: LayerAttention
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Heads:
+        return cls(**{**fields, "attention": LayerAttention(**fields["attention"])})
 
 
 class NativeDecoderLayer(nn.Module):

@@ -10,6 +10,7 @@ recognised, stays.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -31,6 +32,7 @@ from cluster.model.cpu.modules import (
     is_rms_norm,
     is_servable,
 )
+from cluster.model.cpu.weight_source import Settings
 from cluster.model.kv_format import LayerCache, layer_cache
 
 logger = logging.getLogger(__name__)
@@ -261,18 +263,26 @@ def _replacement(
     layer: nn.Module, trial: _Trial, kernels: Kernels, weight_dtype: WeightDtype
 ) -> NativeDecoderLayer | None:
     """The fastest replacement that agrees with `layer`; None: there is none."""
-    expected, asked = trial.run(layer)
-    if not isinstance(expected, Tensor) or len(asked) != 1 or (heads := asked[0]) is None:
-        return None
-    if not _fits(layer, heads):
-        return None
-    for int8 in (True, False) if weight_dtype == "int8" else (False,):
-        candidate = NativeDecoderLayer(layer, heads, kernels, int8=int8)
+    expected: list[Tensor] = []
+
+    def candidates() -> Iterator[Settings]:
+        added, asked = trial.run(layer)
+        if not isinstance(added, Tensor) or len(asked) != 1 or (heads := asked[0]) is None:
+            return
+        if _fits(layer, heads):
+            expected.append(added)
+            for int8 in (True, False) if weight_dtype == "int8" else (False,):
+                yield {"int8": int8, "heads": heads.to_json()}
+
+    def build(settings: Settings) -> NativeDecoderLayer:
+        return NativeDecoderLayer(layer, Heads.from_json(settings["heads"]), kernels, int8=settings["int8"])
+
+    def agrees(candidate: NativeDecoderLayer, settings: Settings) -> bool:
         actual, _ = trial.run(candidate)
-        tolerance = _INT8_TOLERANCE if int8 else _TOLERANCE[dtype_of(layer)]
-        if (cast(Tensor, actual) - expected).norm() <= tolerance * expected.norm():
-            return candidate
-    return None
+        tolerance = _INT8_TOLERANCE if settings["int8"] else _TOLERANCE[dtype_of(layer)]
+        return bool((cast(Tensor, actual) - expected[0]).norm() <= tolerance * expected[0].norm())
+
+    return kernels.weights.replacement(layer, candidates(), build, agrees)
 
 
 def _is_decoder_layer(module: nn.Module) -> bool:

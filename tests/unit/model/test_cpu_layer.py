@@ -22,7 +22,7 @@ from cluster.model.cpu.layer import NativeDecoderLayer
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, optimise_layers
 from cluster.model.cpu.library import Kernels, load_variant
 from cluster.model.kv_format import KvCacheDtype, kv_segments
-from cluster.native.library import runnable_variants
+from cluster.native.variants import runnable_variants
 
 LOADED = {variant.name: kernels for variant in runnable_variants() if (kernels := load_variant(variant))}
 BLOCK_SIZE, BLOCKS_A_SEQUENCE = 4, 10
