@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from cluster.errors import ConfigError, InternalError
+from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.attention import ATTENTION_NAME, PagedBatch, Span, make_backend
+from cluster.model.attention import ATTENTION_NAME, PagedBatch, make_backend
 from cluster.model.attention_flash import FlashAttention
+from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_batch
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, WholeDecoder, optimise_layers, whole_decoder
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import WeightDtype, optimise
@@ -37,28 +37,6 @@ from cluster.model.support import check_class, family_of, num_deepstack_layers, 
 from cluster.types.request import Prompt
 
 __all__ = ["FeatureSlice", "LanguageModel", "PromptPositions", "SequenceChunk"]
-
-
-@dataclass(frozen=True)
-class FeatureSlice:
-    """Embedding rows that replace placeholder tokens of a chunk."""
-
-    start: int  # first row inside the chunk
-    rows: Tensor  # [n, feature_width]
-
-
-@dataclass(frozen=True)
-class SequenceChunk:
-    """One sequence's share of a packed forward: its next n tokens."""
-
-    token_ids: Sequence[int]  # n new tokens
-    position_ids: Tensor  # [n] or [3, n]
-    num_computed_tokens: int  # tokens of this sequence whose KV is in the block memory
-    block_table: Sequence[int]  # block ids that cover num_computed_tokens + n tokens
-    features: tuple[FeatureSlice, ...] = ()
-    # absolute [start, end) of all media in the prompt whose tokens see each other
-    bidirectional_spans: tuple[Span, ...] = ()
-    wants_logits: bool = True  # False: further chunks of the same prompt follow
 
 
 class LanguageModel:
@@ -176,7 +154,9 @@ class LanguageModel:
             self._head = cast(nn.Linear, head)
             self._model.set_output_embeddings(head)  # the old one's weights are not kept
             if (nothing := torch.empty(0)) is self._post_head(nothing):
-                self._decoder = whole_decoder(self._text, head, self.kv_layout, self._backend, positions)
+                self._decoder = whole_decoder(
+                    self._text, head, self.kv_layout, self._backend, positions, kernels
+                )
 
     def positions(self, prompt: Prompt) -> PromptPositions:
         """Positions of every prompt token, from ids and media geometries. CPU only; any thread."""
@@ -205,20 +185,8 @@ class LanguageModel:
         """Computes one token for each of B sequences. context_lens[i]: KV length before this token, which is
         its index. block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32
         logits."""
-        contexts = torch.tensor(context_lens)
-        tables = _padded_tables(block_tables, max(context_lens) // self.block_size + 1)
-        blocks = tables.gather(1, (contexts // self.block_size)[:, None])[:, 0]
-        batch = PagedBatch(
-            kv,
-            self.block_size,
-            slots=(blocks * self.block_size + contexts % self.block_size).to(self.device),
-            query_lens=[1] * len(token_ids),
-            context_lens=[context + 1 for context in context_lens],
-            block_tables=tables.to(self.device),
-            context_lens_tensor=(contexts + 1).to(self.device),
-            bidirectional_spans=(),
-        )
-        position_ids = contexts + torch.tensor(deltas)
+        batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
+        position_ids = torch.tensor(context_lens) + torch.tensor(deltas)
         return self._run(self._embed_tokens(token_ids), position_ids, batch, range(len(token_ids)))
 
     def decode_step(self, inputs: DecodeInputs, kv: BlockMemory) -> Tensor:
@@ -268,7 +236,7 @@ class LanguageModel:
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:  # fmt: skip
         """Writes the chunks' KV and returns the logits of the tokens `wanted` of their T new ones."""
-        batch = self._packed_batch(chunks, kv, on_layer)
+        batch = packed_batch(chunks, kv, self.block_size, self.device, on_layer)
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         embeds = self._embed_tokens(token_ids)
         places, deep = self._place_features(embeds, chunks)
@@ -339,54 +307,9 @@ class LanguageModel:
             return places, None
         return places, list(torch.cat(deep_rows).split(self.hidden_size, dim=-1))
 
-    def _packed_batch(
-        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None
-    ) -> PagedBatch:
-        longest = max(len(chunk.block_table) for chunk in chunks)
-        tables = _padded_tables([chunk.block_table for chunk in chunks], longest)
-        query_lens = [len(chunk.token_ids) for chunk in chunks]
-        context_lens = [chunk.num_computed_tokens + n for chunk, n in zip(chunks, query_lens, strict=True)]
-        slots, spans = [], []
-        for chunk, context_len, table in zip(chunks, context_lens, tables, strict=True):
-            indices = torch.arange(chunk.num_computed_tokens, context_len)
-            slots.append(table[indices // self.block_size] * self.block_size + indices % self.block_size)
-            spans.append(_visible_spans(chunk, context_len))
-        return PagedBatch(
-            kv,
-            self.block_size,
-            slots=torch.cat(slots).to(self.device),
-            query_lens=query_lens,
-            context_lens=context_lens,
-            block_tables=tables.to(self.device),
-            context_lens_tensor=torch.tensor(context_lens, device=self.device),
-            bidirectional_spans=spans,
-            on_layer=on_layer,
-        )
-
 
 def _own_share(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _visible_spans(chunk: SequenceChunk, context_len: int) -> list[Span]:
-    """The spans that overlap this chunk. Raises InternalError for a span that goes on behind it: its KV would
-    be wrong."""
-    spans = [
-        (a, b) for a, b in chunk.bidirectional_spans if a < context_len and b > chunk.num_computed_tokens
-    ]
-    if any(end > context_len for _, end in spans):
-        raise InternalError(
-            "a prefill chunk ends inside a media span that this model sees in both directions"
-        )
-    return spans
-
-
-def _padded_tables(block_tables: Sequence[Sequence[int]], width: int) -> Tensor:
-    """[B, width] int64 on the CPU. Each table is cut to `width` (it may reserve blocks for later) or padded
-    with block 0, which the masks hide."""
-    padding = (0,) * width
-    rows = [[*table[:width], *padding[len(table) :]] for table in block_tables]
-    return torch.from_numpy(np.array(rows, dtype=np.int64))  # in a quarter of torch.tensor's time
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -62,8 +62,8 @@ class _DecoderStep(ctypes.Structure):
     _fields_ = (
         ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("rows", c_void_p), ("views", c_void_p),
         ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p), ("outputs", c_void_p), ("logits", c_void_p),
-        ("tokens", c_int64), ("rotary_width", c_int64), ("num_views", c_int64), ("num_wanted", c_int64), ("threads", c_int64),
-        ("on_layer", _OnLayer), ("busy", c_int64),
+        ("tokens", c_int64), ("rotary_width", c_int64), ("num_views", c_int64), ("num_wanted", c_int64),
+        ("threads", c_int64), ("on_layer", _OnLayer), ("busy", c_int64),
     )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ class NativeDecoder:
     ) -> Tensor | None:  # fmt: skip
         """x and y: contiguous [1, T, hidden]; y becomes what the last layer gives and may be x. Writes K and
         V of the T tokens into the batch's slots. wanted: [n] int64, the tokens of which the head makes
-        float32 logits [n, vocab_size]. Blocks. An error of `batch.on_layer` ends the call after that layer."""
+        float32 logits [n, vocab_size]. Blocks. An error of `batch.on_layer` ends the call there."""
         cos, sin = (each.contiguous() for each in position_embeddings)
         self._check(x, cos, sin, len(batch.slots))
         views = [step_view(batch, window).address for window in self._windows]

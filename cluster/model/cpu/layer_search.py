@@ -106,8 +106,8 @@ def whole_decoder(
     """A decoder that computes, bit by bit, what `text_model` and `head` compute one after the other, or None.
 
     Call it after `optimise_layers` and `modules.optimise`; the arguments are theirs. It shares the weights of
-    the replaced layers. It has no place for what a model adds between two layers (deep-stack features): such a
-    step needs the model's own forward.
+    the replaced layers. It has no place for what a model adds between two layers (deep-stack features):
+    such a step needs the model's own forward.
     """
     kernels = kernels or load()
     layers, rotary, norm = (getattr(text_model, name, None) for name in ("layers", "rotary_emb", "norm"))
@@ -154,12 +154,12 @@ class _ArgumentsKnown(Exception):
 
 
 class _Trial:
-    """A packed step of random input over random contexts, the same for all layers. layer: the first of
-    them."""
+    """A packed step of random input over random contexts, the same for all layers. layer: the first of them;
+    width: of its input."""
 
     def __init__(
-        self, text_model: nn.Module, layer: nn.Module, width: int, layout: MemoryLayout, backend: CpuAttention,
-        positions: Tensor
+        self, text_model: nn.Module, layer: nn.Module, width: int, layout: MemoryLayout,
+        backend: CpuAttention, positions: Tensor,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         dtype = dtype_of(text_model)

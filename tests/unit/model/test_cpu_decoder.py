@@ -1,5 +1,5 @@
-"""All native layers of a model with its last norm and head in one call: bit by bit what the layers give one by
-one, announced layer by layer; and which models are not run so.
+"""All native layers of a model with its last norm and head in one call: bit by bit what the layers give one
+by one, announced layer by layer; and which models are not run so.
 """
 
 from __future__ import annotations

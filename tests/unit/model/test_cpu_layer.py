@@ -111,8 +111,8 @@ class Paged:
         ]
         lens = [sum(size) for size in sizes]
         return PagedBatch(
-            self.kv, BLOCK_SIZE, torch.cat(slots), [new for _, new in sizes], lens, tables, torch.tensor(lens),
-            [[] for _ in sizes], on_layer,
+            self.kv, BLOCK_SIZE, torch.cat(slots), [new for _, new in sizes], lens, tables,
+            torch.tensor(lens), [[] for _ in sizes], on_layer,
         )  # fmt: skip
 
     def step_positions(self, sizes: Sequence[tuple[int, int]]) -> Tensor:
