@@ -1,7 +1,8 @@
 // What this processor can do at most, for `python -m bench.kernels`: multiply-adds that stay in registers, with the
-// instructions of each type of weights, and reading memory. Each thread works on its own; times are in seconds.
+// instructions of each type of weights, and reading memory. Each thread works on its own. One thread is timed by its CPU
+// time, so that other programs do not count; several are timed by the clock.
 
-#include <chrono>
+#include <ctime>
 #include <vector>
 
 #include "product_tiles.h"
@@ -11,11 +12,17 @@ namespace {
 constexpr int kSums = kVectors == 4 ? 24 : 12;  // of a register tile
 constexpr int64_t kRounds = 1 << 18;
 
+double now(int threads) {
+  timespec time;
+  clock_gettime(threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &time);
+  return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
 template <class Work>
-double seconds_of(Work work) {
-  const auto start = std::chrono::steady_clock::now();
+double seconds_of(int threads, Work work) {
+  const double start = now(threads);
   work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return now(threads) - start;
 }
 
 template <class Op>
@@ -37,7 +44,7 @@ void multiply_in_registers() {
 template <class Op>
 double operations_per_s(int threads) {
   const double operations = 2.0 * kLanes * Op::kInputs / Op::kPasses * kSums * kRounds * threads;
-  return operations / seconds_of([&] {
+  return operations / seconds_of(threads, [&] {
 #pragma omp parallel num_threads(threads)
            multiply_in_registers<Op>();
          });
@@ -64,7 +71,7 @@ double peak_i8(int threads) { return operations_per_s<Int8Quads>(threads); }
 double read_bytes_per_s(const char* data, int64_t bytes, int threads) {
   std::vector<Ints> sums(threads);
   const int64_t share = bytes / threads / 64 * 64;
-  const double seconds = seconds_of([&] {
+  const double seconds = seconds_of(threads, [&] {
 #pragma omp parallel for num_threads(threads)
     for (int thread = 0; thread < threads; thread++) sums[thread] = sum_of_words(data + thread * share, share);
   });
