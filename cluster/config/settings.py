@@ -205,6 +205,18 @@ class DoorArgs(_Args):
     admission: AdmissionArgs = AdmissionArgs()
 
 
+class WeightCacheArgs(_Args):
+    """Packed weights that the workers of a host share and later starts map; docs/operations.md. CPU only."""
+
+    folder: str = "~/.cache/epdg/weights"  # of this user alone
+    # of all files; the one unused for the longest time goes first. 0: every worker packs for itself
+    max_bytes: int = Field(16 << 30, ge=0)
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder).expanduser()
+
+
 class ClusterArgs(_Args):
     # folder, relative to the working directory or else to the repository; or a hub id, "org/name"
     model: str = "deploy/demo_model"
@@ -235,6 +247,7 @@ class ClusterArgs(_Args):
     transfer: TransferArgs = TransferArgs()
     door: DoorArgs = DoorArgs()
     scheduling: SchedulingArgs = SchedulingArgs()
+    weight_cache: WeightCacheArgs = WeightCacheArgs()
 
     @model_validator(mode="after")
     def _check_network(self) -> ClusterArgs:

@@ -94,7 +94,9 @@ struct AttentionPlan {
   std::vector<float> parts;  // of split contexts; empty: nothing to merge
   int64_t pairs = 0;         // query rows times keys
 
-  AttentionPlan(const AttentionStep& step, const AttentionCall& call);
+  AttentionPlan() = default;
+  AttentionPlan(const AttentionStep& step, const AttentionCall& call) { make(step, call); }
+  void make(const AttentionStep& step, const AttentionCall& call);  // a new plan in the memory of the last
   // `next`: an item that this thread is likely to run after it.
   void run(const AttentionStep& step, const AttentionCall& call, int64_t item, int64_t next);
   // When all have run. Adds up the parts of the split context whose first item this is.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from cluster.model.cpu.weight_source import FreshWeights, WeightSource
 from cluster.native import library as native
 from cluster.native.variants import Variant, selected_variants
 
@@ -59,6 +60,7 @@ class Kernels:
     variant: str  # the compiled one's name
     capabilities: frozenset[str]  # CPU features that it uses, as /proc/cpuinfo spells them
     panel_outputs: int  # packed weights are padded to a multiple of it
+    weights: WeightSource = field(default_factory=FreshWeights)  # where packed weights lie
 
 
 def load() -> Kernels | None:
