@@ -1,21 +1,28 @@
-"""Linears of a 0.5-billion-parameter model on this CPU, and drawing tokens from its logits: torch against the
-native kernels.
+"""The native kernels on this CPU against torch: linears and prefill attention of a 0.5-billion-parameter model,
+and drawing tokens from its logits.
 
-`python -m bench.kernels [--dtypes f32,bf16,i8] [--rows 1,4,16] [--threads 1,2] [--seconds 0.4]`
+`python -m bench.kernels [--variant avx2] [--tables linears,attention,sampling] [--dtypes f32,bf16,i8]
+[--rows 1,4,16] [--threads 1,2] [--seconds 0.4]`
 
-Each call uses the next of several copies of the weight. Together the copies exceed the last cache, so that
-weights come from memory as in a decode step. The two implementations are called alternately; the table has
-the best and the median microseconds of each. GB/s counts the weight once, GFLOP/s two operations for each
-product; both are those of the best call. torch has no counterpart to i8 with these inputs: i8 is compared
-with torch's bf16.
+What the machine can do at most is measured first, for each number of threads: multiply-adds that stay in
+registers, with the instructions that the variant has for each type, and reading memory. Percentages are of that.
+One thread is timed by its CPU time, so that other programs do not count; several are timed by the clock.
+The two implementations are called alternately; the tables have the best and the median microseconds of each.
+Figures are those of the best call. To limit torch to a variant, set `ONEDNN_MAX_CPU_ISA` (bf16) and
+`MKL_ENABLE_INSTRUCTIONS` (f32) to AVX2.
 
-A second table: rows of 151,936 logits, sampled at temperature 1 with one filter or none, microseconds per
-row.
+* Linears: each call uses the next of several copies of the weight. Together the copies exceed the last cache, so
+  that weights come from memory as in a decode step. GB/s counts the weight once, GFLOP/s two operations for each
+  product. torch has no counterpart to i8 with these inputs: i8 is compared with torch's bf16.
+* Attention: one sequence's chunk of new tokens behind a context, over paged K and V; torch has them dense.
+  Counted are the keys that a token sees: what is computed and masked lowers the percentage.
+* Sampling: rows of 151,936 logits, at temperature 1 with one filter or none, microseconds per row.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,13 +33,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.kvcache.memory import BlockMemory, MemoryLayout, on_huge_pages
+from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.attention_cpu import CpuAttention
+from cluster.model.attention_torch import TorchAttention
 from cluster.model.cpu.library import Kernels, load
 from cluster.model.cpu.modules import PackedWeights
+from cluster.model.kv_format import kv_segments, layer_cache
 from cluster.model.sampling import draw, keep_likely, sample
+from cluster.native.variants import select
 from cluster.types.request import SamplingParams
 
 CACHE_BYTES = 96 << 20
 MAX_COPIES = 64
+READ_BYTES, LIMIT_CALLS = 128 << 20, 15
+BLOCK_SIZE = 16
 WEIGHT_BYTES = {"f32": 4, "bf16": 2, "i8": 1}
 
 
@@ -52,8 +67,33 @@ SHAPES = (
     LinearShape("gate+up", 896, 9728, gated=True),
     LinearShape("down", 4864, 896),
     LinearShape("head", 896, 151936),
+    LinearShape("demo", 256, 256),  # of the demo model
+    LinearShape("demo mlp", 256, 1280, gated=True),
 )
 
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """`context`: tokens before the new ones."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    context: int
+    new: int
+
+    @property
+    def operations(self) -> int:
+        """Two products, two operations each, for every pair of a query and a key that it sees."""
+        pairs = self.new * self.context + self.new * (self.new + 1) // 2
+        return 4 * pairs * self.heads * self.width
+
+
+ATTENTION_SHAPES = (
+    AttentionShape(14, 2, 64, 0, 1024),
+    AttentionShape(14, 2, 64, 2048, 256),
+    AttentionShape(16, 8, 128, 0, 1024),
+)
 
 FILTERS = {
     "none": SamplingParams(temperature=1.0, seed=1),
@@ -69,15 +109,37 @@ class CallTiming:
     median_us: float
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What this machine can do with some threads."""
+
+    peak: dict[str, float]  # operations per second, by type of weights
+    read_bytes_per_s: float
+
+
+def limits_of(kernels: Kernels, threads: int) -> Limits:
+    """The best of several calls of each."""
+    peaks = {}
+    for dtype in WEIGHT_BYTES:
+        function = getattr(kernels.cdll, f"peak_{dtype}")
+        function.argtypes, function.restype = (ctypes.c_int,), ctypes.c_double
+        peaks[dtype] = max(function(threads) for _ in range(LIMIT_CALLS))
+    read = kernels.cdll.read_bytes_per_s
+    read.argtypes, read.restype = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int), ctypes.c_double
+    data = on_huge_pages(READ_BYTES).fill_(1)  # as packed weights
+    return Limits(peaks, max(read(data.data_ptr(), READ_BYTES, threads) for _ in range(LIMIT_CALLS)))
+
+
 def alternate(first: Sequence[Callable[[], object]], second: Sequence[Callable[[], object]], seconds: float):
     """Calls the members of both in turn, at least three times each. Returns the two timings."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: tuple[list[float], list[float]] = ([], [])
     end, call = time.perf_counter() + seconds, 0
     while call < 3 or time.perf_counter() < end:
         for functions, taken in zip((first, second), times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             functions[call % len(functions)]()
-            taken.append(1e6 * (time.perf_counter() - start))
+            taken.append(1e6 * (clock() - start))
         call += 1
     return tuple(CallTiming(min(taken), statistics.median(taken)) for taken in times)
 
@@ -95,7 +157,12 @@ def packed_weights(shape: LinearShape, weight: Tensor, kernels: Kernels, int8: b
 
 
 def measure(
-    shape: LinearShape, dtype: str, row_counts: Sequence[int], kernels: Kernels, seconds: float
+    shape: LinearShape,
+    dtype: str,
+    row_counts: Sequence[int],
+    kernels: Kernels,
+    limits: Limits,
+    seconds: float,
 ) -> None:
     weight_bytes = shape.inputs * shape.outputs * WEIGHT_BYTES[dtype]
     copies = max(2, min(MAX_COPIES, CACHE_BYTES // weight_bytes))
@@ -107,14 +174,53 @@ def measure(
         torch_calls = [torch_function(shape, weight, x) for weight in weights]
         native_calls = [partial(layer, x) for layer in packed]
         theirs, ours = alternate(torch_calls, native_calls, seconds)
-        operations = 2 * rows * shape.inputs * shape.outputs
+        rate = 1e6 * 2 * rows * shape.inputs * shape.outputs / ours.best_us
+        read = 1e6 * weight_bytes / ours.best_us
         print(
-            f"{dtype:5}{shape.name:8}{shape.inputs:5} x {shape.outputs:<7}{torch.get_num_threads():3}{rows:6}"
+            f"{dtype:5}{shape.name:9}{shape.inputs:5} x {shape.outputs:<7}{torch.get_num_threads():3}{rows:6}"
             f"{theirs.best_us:11.1f}{theirs.median_us:11.1f}{ours.best_us:11.1f}{ours.median_us:11.1f}"
-            f"{weight_bytes / ours.best_us / 1e3:8.1f}{operations / ours.best_us / 1e3:9.1f}"
+            f"{read / 1e9:8.1f}{read / limits.read_bytes_per_s:6.0%}{rate / 1e9:9.1f}{rate / limits.peak[dtype]:6.0%}"
             f"{theirs.best_us / ours.best_us:7.2f}x",
             flush=True,
         )
+
+
+def measure_attention(
+    shape: AttentionShape, dtype: str, kernels: Kernels, limits: Limits, seconds: float
+) -> None:
+    kind = torch.float32 if dtype == "f32" else torch.bfloat16
+    total = shape.context + shape.new
+    num_blocks = -(-total // BLOCK_SIZE)
+    rows = [(shape.kv_heads, shape.width)] * 2
+    kv = BlockMemory(MemoryLayout(kv_segments(rows, BLOCK_SIZE, kind)), num_blocks)
+    table = torch.randperm(num_blocks)
+    positions = torch.arange(total)
+    slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    key, value = (torch.randn(total, shape.kv_heads, shape.width, dtype=kind) for _ in range(2))
+    cache = layer_cache(kv, 0)
+    cache.write(slots, key, value)
+    batch = PagedBatch(
+        kv, BLOCK_SIZE, slots[shape.context :], [shape.new], [total], table[None], torch.tensor([total]), [[]]
+    )
+    query = torch.randn(shape.new, shape.heads, shape.width, dtype=kind)
+    layer = LayerAttention(shape.width**-0.5, None, None, None)
+    native = CpuAttention(kernels.cdll, TorchAttention())
+    dense = [x.transpose(0, 1)[None].contiguous() for x in (query, key, value)]
+    mask = positions <= positions[shape.context :, None]
+    options = {"attn_mask": mask} if shape.context else {"is_causal": True}
+    theirs, ours = alternate(
+        [lambda: F.scaled_dot_product_attention(*dense, **options, enable_gqa=True)],
+        [lambda: native.attend(batch, layer, query, key[shape.context :], value[shape.context :], cache)],
+        seconds,
+    )
+    rate = 1e6 * shape.operations / ours.best_us
+    print(
+        f"{dtype:5}{shape.heads:3} of {shape.kv_heads:<3}{shape.width:5}{shape.context:9}{shape.new:6}"
+        f"{torch.get_num_threads():5}"
+        f"{theirs.best_us:11.1f}{theirs.median_us:11.1f}{ours.best_us:11.1f}{ours.median_us:11.1f}"
+        f"{rate / 1e9:9.1f}{rate / limits.peak[dtype]:6.0%}{theirs.best_us / ours.best_us:7.2f}x",
+        flush=True,
+    )
 
 
 def measure_sampling(num_rows: int, seconds: float) -> None:
@@ -143,33 +249,50 @@ def measure_sampling(num_rows: int, seconds: float) -> None:
         )
 
 
+def print_tables(arguments: argparse.Namespace, kernels: Kernels, threads: int) -> None:
+    torch.set_num_threads(threads)
+    limits = limits_of(kernels, threads)
+    peaks = ", ".join(f"{dtype} {1e-9 * peak:.0f}" for dtype, peak in limits.peak.items())
+    print(
+        f"\nvariant {kernels.variant}, threads: {threads}; at most {peaks} GFLOP/s and "
+        f"{1e-9 * limits.read_bytes_per_s:.1f} GB/s; microseconds"
+    )
+    dtypes, tables = arguments.dtypes.split(","), arguments.tables.split(",")
+    times = "torch best     median  ours best     median"
+    if "linears" in tables:
+        print(f"dtype shape                     thr  rows {times}    GB/s     %  GFLOP/s     %  ratio")
+        row_counts = [int(rows) for rows in arguments.rows.split(",")]
+        for dtype in dtypes:
+            for shape in SHAPES:
+                if shape.name in arguments.shapes.split(","):
+                    measure(shape, dtype, row_counts, kernels, limits, arguments.seconds)
+    if "attention" in tables:
+        print(f"dtype   heads width  context   new  thr {times}  GFLOP/s     %  ratio")
+        for dtype in dtypes:
+            for shape in ATTENTION_SHAPES if dtype != "i8" else ():
+                measure_attention(shape, dtype, kernels, limits, arguments.seconds)
+    if "sampling" in tables:
+        print(f"filter     thr  rows {times}  ratio")
+        for num_rows in (1, 16):
+            measure_sampling(num_rows, arguments.seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Native CPU kernels against torch's.")
+    parser.add_argument("--variant", default="auto", help="auto: the best that this processor runs")
+    parser.add_argument("--tables", default="linears,attention,sampling")
     parser.add_argument("--dtypes", default="f32,bf16,i8")
     parser.add_argument("--rows", default="1,4,16,64,256,1024")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--seconds", type=float, default=0.4, help="per line of the table")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
     arguments = parser.parse_args()
+    select(arguments.variant)
     kernels = load()
     if kernels is None:
         raise SystemExit("no native kernels on this machine")
-    row_counts = [int(rows) for rows in arguments.rows.split(",")]
-    print(f"variant {kernels.variant}; microseconds")
-    print(
-        "dtype shape                    thr  rows torch best     median  ours best     median    GB/s  GFLOP/s  ratio"
-    )
     for threads in map(int, arguments.threads.split(",")):
-        torch.set_num_threads(threads)
-        for dtype in arguments.dtypes.split(","):
-            for shape in SHAPES:
-                if shape.name in arguments.shapes.split(","):
-                    measure(shape, dtype, row_counts, kernels, arguments.seconds)
-    print("filter     thr  rows torch best     median  ours best     median  ratio")
-    for threads in map(int, arguments.threads.split(",")):
-        torch.set_num_threads(threads)
-        for num_rows in (1, 16):
-            measure_sampling(num_rows, arguments.seconds)
+        print_tables(arguments, kernels, threads)
 
 
 if __name__ == "__main__":

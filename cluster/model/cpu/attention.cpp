@@ -166,18 +166,21 @@ void run_item(const AttentionStep& step, const AttentionCall& call, const Item& 
     pack_values<Word>(values, wide, scratch);
     for (int64_t tile = 0; tile < tiles; tile++) {  // of nearly equal height
       const int64_t row = rows * tile / tiles, height = rows * (tile + 1) / tiles - row;
-      product<Word>(height, wide / kLanes, scratch.queries + row * shape.key_words, shape.key_words, scratch.keys,
+      const int64_t end = *std::max_element(scratch.ends + row, scratch.ends + row + height) - key;
+      if (end <= 0) continue;  // what a tile does not see would add zeros
+      const int64_t seen = std::min(wide, padded(end, kLanes));
+      product<Word>(height, seen / kLanes, scratch.queries + row * shape.key_words, shape.key_words, scratch.keys,
                     kKeys, shape.key_words, scratch.scores, kKeys, nullptr);
       float factors[kRows];
       for (int64_t r = 0; r < height; r++) {
         for (int64_t i = kKeys * (row + r) / rows; i < kKeys * (row + r + 1) / rows; i++)
           keys.prefetch(scratch.next_slots[i], scratch.next_head);  // a share per row: a burst would stall
-        factors[r] = softmax_row<Word>(scratch.scores + r * kKeys, wide, scratch.begins[row + r] - key,
+        factors[r] = softmax_row<Word>(scratch.scores + r * kKeys, seen, scratch.begins[row + r] - key,
                                        scratch.ends[row + r] - key, scale, call.softcap, scratch.maxima[row + r],
                                        scratch.sums + (row + r) * kLanes);
       }
       product<Word>(height, shape.value_width / kLanes, scratch.scores, kKeys, scratch.values, shape.value_width,
-                    wide / Word::kElements, scratch.outputs + row * shape.value_width, shape.value_width, factors);
+                    seen / Word::kElements, scratch.outputs + row * shape.value_width, shape.value_width, factors);
     }
   }
   for (int64_t row = 0; row < rows; row++) {
