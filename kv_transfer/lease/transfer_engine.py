@@ -45,7 +45,9 @@ LATE_POLL_INTERVAL_S = 0.05
 # Each poll interrupts a compute thread where cores are few. So a lease that has waited long, for a prompt that
 # is being computed, waits for its next poll up to this share longer, and never longer than MAX_POLL_INTERVAL_S.
 POLL_SHARE = 1 / 16
-MAX_POLL_INTERVAL_S = 0.005
+MAX_POLL_INTERVAL_S = 0.01
+# Only leases to write to are open, and nothing is to be written: each call that changes this wakes the thread.
+WRITER_POLL_INTERVAL_S = 0.02
 
 
 class TransferEngine:
@@ -232,8 +234,11 @@ class TransferEngine:
 
     def pause_s(self) -> float:
         """How long the thread sleeps between two steps, unless it is woken."""
-        if self._sender is not None and self._sender.is_writing:
-            return self._poll_interval_s
+        if self._sender is not None and self._sender.num_open:
+            if self._sender.is_writing:
+                return self._poll_interval_s
+            if self._receiver is None or not self._receiver.num_open:
+                return WRITER_POLL_INTERVAL_S
         quiet_s = self._clock.now() - self._moved_at
         return max(self._poll_interval_s, min(POLL_SHARE * quiet_s, MAX_POLL_INTERVAL_S))
 
