@@ -52,7 +52,7 @@ def test_a_prompt_is_computed_a_block_at_a_time_and_the_others_go_on(rig, relay)
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_a_prompt_that_delays_no_other_is_computed_in_longer_steps(rig, relay, is_alone):
     if not is_alone:
-        relay.start(make_request("old", 3, max_tokens=40), prefills_locally=True)
+        relay.start(make_request("old", 3, max_tokens=20), prefills_locally=True)
         relay.play(2)
     local_prefill = rig.decode.engine._local_prefill
     limits = local_prefill._budget = LimitRecorder(local_prefill._budget)
