@@ -45,7 +45,7 @@ LATE_POLL_INTERVAL_S = 0.05
 # Each poll interrupts a compute thread where cores are few. So a lease that has waited long, for a prompt
 # that is being computed, waits for its next poll up to this share longer, and never longer than
 # MAX_POLL_INTERVAL_S.
-POLL_SHARE = 1 / 16
+POLL_SHARE = 1 / 64
 MAX_POLL_INTERVAL_S = 0.01
 # Only leases to write to are open, and nothing is to be written: each call that changes this wakes the
 # thread.
