@@ -135,7 +135,7 @@ class DecodeEngine:
 
     def _run_local_prefill(self) -> None:
         """First tokens go out at once, before the step of the running batch."""
-        for request in self._local_prefill.run():
+        for request in self._local_prefill.run(is_alone=not self._running):
             self._blame.run(request.request_id, self._begin, request)
         self._outbox.flush(self.load())
 

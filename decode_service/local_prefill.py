@@ -3,8 +3,10 @@ steps between two decode steps.
 
 A local prefill step is one forward over the next tokens of the most urgent request (by virtual deadline), and
 of the requests behind it that fit. It has as many tokens as last `LOCAL_PREFILL_STEP_S`, by what earlier
-steps have taken, so no running request waits longer than that; at least one block. Only text prompts: of
-every model family, on any number of ranks, with or without speculation. Used by the engine, on its thread.
+steps have taken, so no running request waits longer than that; at least one block. If no request runs, it may
+last `LONE_STEP_S`: each step reads all weights, so many short ones would double a lone prompt's time. Only
+text prompts: of every model family, on any number of ranks, with or without speculation. Used by the engine,
+on its thread.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from decode_service.runner import DecodeRunner
 from decode_service.state import DecodeRequest, PromptPart
 
 LOCAL_PREFILL_STEP_S = 0.05  # how long running requests wait
+LONE_STEP_S = 0.5  # how long a request waits that comes while no other one runs; as a prefill worker's step
 MAX_LOCAL_PREFILL_TOKENS = 1024  # largest step, for which memory is planned
 WARM_UP_TOKENS = 128
 WARM_UP_ROUNDS = 3  # the first one includes what is done only once
@@ -47,7 +50,7 @@ class LocalPrefill:
         """`max_tokens`: of one local prefill step. `probe`: see `Blame.together`."""
         self._runner = runner
         self._cpu_slots = cpu_slots
-        self._budget = StepBudget(LOCAL_PREFILL_STEP_S, min(block_size, max_tokens), max_tokens)
+        self._budget = StepBudget(LONE_STEP_S, min(block_size, max_tokens), max_tokens)
         self._queue = WaitingQueue(policy)
         self._requests: dict[str, DecodeRequest] = {}
         self._blame = blame
@@ -87,11 +90,13 @@ class LocalPrefill:
         self._queue.remove(request_id)
         self._requests.pop(request_id, None)
 
-    def run(self) -> list[DecodeRequest]:
-        """One local prefill step, if a request waits for it. Returns the requests whose prompts are complete
-        now, with their first tokens if they are drawn here, and forgets them. Blocks."""
+    def run(self, *, is_alone: bool) -> list[DecodeRequest]:
+        """One local prefill step, if a request waits for it. `is_alone`: no request runs that would wait.
+        Returns the requests whose prompts are complete now, with their first tokens if they are drawn here,
+        and forgets them. Blocks."""
         parts: list[_Part] = []
-        room = self._budget.max_tokens(self._context())
+        limit_s = LONE_STEP_S if is_alone else LOCAL_PREFILL_STEP_S
+        room = self._budget.max_tokens(self._context(), limit_s)
         while self._queue and room > 0:
             request = self._requests[self._queue.peek().request_id]
             part = self._blame.run(request.request_id, request.next_part, room)

@@ -1,10 +1,10 @@
 """The thread that moves bytes: one agent, its sender and its receiver.
 
     any thread       grant / cancel / revoke, open, and the outgoing lease's write / finish / abort; return at once
-    transfer thread  step(): notifications in, writes out, events to `on_event`. While a write is in flight,
-                     every `poll_interval_s`; while a lease is open, less often the longer nothing happens
-                     (`pause_s`); while the last word of a writer is missing, every LATE_POLL_INTERVAL_S;
-                     else asleep
+    transfer thread  step(): notifications in, writes out, events to `on_event`. While a write is in
+                     flight, every `poll_interval_s`; while a lease is open, less often the longer nothing
+                     happens (`pause_s`); while the last word of a writer is missing, every
+                     LATE_POLL_INTERVAL_S; else asleep
 
 A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
 last lease has closed the thread polls for another `linger_s`, because a notification that was just sent may
@@ -42,10 +42,14 @@ logger = logging.getLogger(__name__)
 
 # While nothing is open, but the writer of a lease that was taken back has not said that it stopped.
 LATE_POLL_INTERVAL_S = 0.05
-# Each poll interrupts a compute thread where cores are few. So a lease that has waited long, for a prompt that
-# is being computed, waits for its next poll up to this share longer, and never longer than MAX_POLL_INTERVAL_S.
-POLL_SHARE = 1 / 16
-MAX_POLL_INTERVAL_S = 0.005
+# Each poll interrupts a compute thread where cores are few. So a lease that has waited long, for a prompt
+# that is being computed, waits for its next poll up to this share longer, and never longer than
+# MAX_POLL_INTERVAL_S.
+POLL_SHARE = 1 / 64
+MAX_POLL_INTERVAL_S = 0.01
+# Only leases to write to are open, and nothing is to be written: each call that changes this wakes the
+# thread.
+WRITER_POLL_INTERVAL_S = 0.02
 
 
 class TransferEngine:
@@ -232,8 +236,11 @@ class TransferEngine:
 
     def pause_s(self) -> float:
         """How long the thread sleeps between two steps, unless it is woken."""
-        if self._sender is not None and self._sender.is_writing:
-            return self._poll_interval_s
+        if self._sender is not None and self._sender.num_open:
+            if self._sender.is_writing:
+                return self._poll_interval_s
+            if self._receiver is None or not self._receiver.num_open:
+                return WRITER_POLL_INTERVAL_S
         quiet_s = self._clock.now() - self._moved_at
         return max(self._poll_interval_s, min(POLL_SHARE * quiet_s, MAX_POLL_INTERVAL_S))
 

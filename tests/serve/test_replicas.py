@@ -1,4 +1,4 @@
-"""Processes that die under load are noticed, named and replaced."""
+"""The processes of replicas: their priority; those that die under load are noticed, named and replaced."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def ask(url: str) -> httpx.Response:
     model = httpx.get(f"{url}/v1/models", timeout=HANG_S).json()["data"][0]["id"]
     body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=HANG_S)
+
+
+@pytest.mark.parametrize("pool", ["Encode", "Prefill", "Decode", "Door"])
+def test_a_replica_has_the_priority_of_the_command_that_started_it(cluster, pool):
+    """Not the low one that Ray gives to its workers: every other program would go before them."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids_of(cluster, pool)} == {own}
 
 
 @pytest.mark.parametrize("pool", ["Encode", "Prefill", "Decode"])

@@ -5,8 +5,24 @@ import pytest
 from cluster.types.messages import (
     Cancel,
 )  # fmt: skip
+from decode_service.local_prefill import LOCAL_PREFILL_STEP_S, LONE_STEP_S
 from tests.fakes.engines import TIMEOUT_S
 from tests.fakes.requests import make_item, make_request
+
+
+class LimitRecorder:
+    """A step budget that remembers how long steps were allowed to last."""
+
+    def __init__(self, budget):
+        self._budget = budget
+        self.seen = []
+
+    def max_tokens(self, context, limit_s):
+        self.seen.append(limit_s)
+        return self._budget.max_tokens(context, limit_s)
+
+    def __getattr__(self, name):
+        return getattr(self._budget, name)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 6, 7, 8, 15])  # but for one
@@ -31,6 +47,18 @@ def test_a_prompt_is_computed_a_block_at_a_time_and_the_others_go_on(rig, relay)
         relay.play(1)
     assert [(part.start, len(part.token_ids)) for part in parts] == [(0, 4), (4, 4), (8, 4), (12, 4), (16, 3)]
     assert len(running.tokens) - num_before == len(parts)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_prompt_that_delays_no_other_is_computed_in_longer_steps(rig, relay, is_alone):
+    if not is_alone:
+        relay.start(make_request("old", 3, max_tokens=20), prefills_locally=True)
+        relay.play(2)
+    local_prefill = rig.decode.engine._local_prefill
+    limits = local_prefill._budget = LimitRecorder(local_prefill._budget)
+    relay.start(make_request("new", 18, max_tokens=2), prefills_locally=True)
+    relay.play()
+    assert limits.seen and set(limits.seen) == {LONE_STEP_S if is_alone else LOCAL_PREFILL_STEP_S}
 
 
 def test_short_prompts_share_a_local_prefill_step_and_go_before_long_ones(rig, relay):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.lease.transfer_engine import MAX_POLL_INTERVAL_S, POLL_SHARE
+from kv_transfer.lease.transfer_engine import (
+    MAX_POLL_INTERVAL_S,
+    POLL_SHARE,
+    WRITER_POLL_INTERVAL_S,
+)
 from tests.unit.kv_transfer.test_leases import Pair
 
 SHORT_S = 0.001  # the shortest pause, by default
@@ -21,8 +25,8 @@ def pair():
 def test_the_longer_a_lease_waits_the_less_often_it_is_polled(pair):
     pair.grant()
     assert pair.owner.pause_s() == SHORT_S
-    pair.clock.at += 0.064
-    assert pair.owner.pause_s() == pytest.approx(POLL_SHARE * 0.064)
+    pair.clock.at += 0.256
+    assert pair.owner.pause_s() == pytest.approx(POLL_SHARE * 0.256)
     pair.clock.at += 10.0
     assert pair.owner.pause_s() == MAX_POLL_INTERVAL_S
 
@@ -30,6 +34,8 @@ def test_the_longer_a_lease_waits_the_less_often_it_is_polled(pair):
 def test_what_happens_to_a_lease_makes_polls_frequent_again(pair):
     grant = pair.grant()
     outgoing = pair.open(grant)
+    pair.step()
+    assert pair.writer.pause_s() == WRITER_POLL_INTERVAL_S
     pair.clock.at += 1.0
     outgoing.write([7, 6, 5, 4], [0, 1, 2, 3])
     assert pair.writer.pause_s() == SHORT_S
