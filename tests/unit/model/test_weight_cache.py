@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cluster.model.cpu.library import Kernels, load_variant
 from cluster.model.cpu.modules import PackedLinear, optimise_modules
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey
-from cluster.native.library import runnable_variants
+from cluster.native.variants import runnable_variants
 
 LOADED = {variant.name: kernels for variant in runnable_variants() if (kernels := load_variant(variant))}
 ROOM = 1 << 30
