@@ -61,8 +61,8 @@ def runnable_variants() -> tuple[Variant, ...]:
 
 
 def check_choice(name: str, runnable: tuple[Variant, ...]) -> None:
-    """Raises ConfigError unless the CPU runs the variant `name`; `auto` and `none` always pass. `runnable`: what
-    it runs."""
+    """Raises ConfigError unless the CPU, which runs `runnable`, runs the variant `name`; `auto` and `none`
+    always pass."""
     names = [variant.name for variant in runnable]
     if name not in (AUTO, NONE, *names):
         runs = ", ".join(names) or "no variant"

@@ -38,8 +38,8 @@ class WorkerSetup:
 
 
 def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
-    """Selects this process's CPU variant. Raises ConfigError if the configuration asks for a device or a variant
-    that is not available."""
+    """Selects this process's CPU variant. Raises ConfigError if the configuration asks for a device or a
+    variant that is not available."""
     environment = read_environment()
     select(args.cpu_kernels)
     has_cuda = torch.cuda.is_available()
