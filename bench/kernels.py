@@ -1,19 +1,18 @@
-"""The native kernels on this CPU against torch: linears and prefill attention of a 0.5-billion-parameter model,
-and drawing tokens from its logits.
+"""The native kernels on this CPU against torch: linears and prefill attention of a 0.5-billion-parameter
+model, and drawing tokens from its logits.
 
 `python -m bench.kernels [--variant avx2] [--tables linears,attention,sampling] [--dtypes f32,bf16,i8]
 [--rows 1,4,16] [--threads 1,2] [--seconds 0.4]`
 
 What the machine can do at most is measured first, for each number of threads: multiply-adds that stay in
-registers, with the instructions that the variant has for each type, and reading memory. Percentages are of that.
-One thread is timed by its CPU time, so that other programs do not count; several are timed by the clock.
-The two implementations are called alternately; the tables have the best and the median microseconds of each.
-Figures are those of the best call. To limit torch to a variant, set `ONEDNN_MAX_CPU_ISA` (bf16) and
-`MKL_ENABLE_INSTRUCTIONS` (f32) to AVX2.
+registers, with the instructions that the variant has for each type, and reading memory. Percentages are of
+that. One thread is timed by its CPU time, so that other programs do not count; several are timed by the
+clock. The two implementations are called alternately; the tables have the best and the median microseconds
+of each. Figures are those of the best call. To limit torch to AVX2, set `ONEDNN_MAX_CPU_ISA=AVX2`.
 
-* Linears: each call uses the next of several copies of the weight. Together the copies exceed the last cache, so
-  that weights come from memory as in a decode step. GB/s counts the weight once, GFLOP/s two operations for each
-  product. torch has no counterpart to i8 with these inputs: i8 is compared with torch's bf16.
+* Linears: each call uses the next of several copies of the weight. Together the copies exceed the last cache,
+  so that weights come from memory as in a decode step. GB/s counts the weight once, GFLOP/s two operations
+  for each product. torch has no counterpart to i8 with these inputs: i8 is compared with torch's bf16.
 * Attention: one sequence's chunk of new tokens behind a context, over paged K and V; torch has them dense.
   Counted are the keys that a token sees: what is computed and masked lowers the percentage.
 * Sampling: rows of 151,936 logits, at temperature 1 with one filter or none, microseconds per row.
@@ -179,7 +178,8 @@ def measure(
         print(
             f"{dtype:5}{shape.name:9}{shape.inputs:5} x {shape.outputs:<7}{torch.get_num_threads():3}{rows:6}"
             f"{theirs.best_us:11.1f}{theirs.median_us:11.1f}{ours.best_us:11.1f}{ours.median_us:11.1f}"
-            f"{read / 1e9:8.1f}{read / limits.read_bytes_per_s:6.0%}{rate / 1e9:9.1f}{rate / limits.peak[dtype]:6.0%}"
+            f"{read / 1e9:8.1f}{read / limits.read_bytes_per_s:6.0%}"
+            f"{rate / 1e9:9.1f}{rate / limits.peak[dtype]:6.0%}"
             f"{theirs.best_us / ours.best_us:7.2f}x",
             flush=True,
         )

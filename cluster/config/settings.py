@@ -230,7 +230,7 @@ class ClusterArgs(_Args):
     # GPUs of each prefill and decode replica, which share the model
     tensor_parallel_size: int = Field(1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if the replica finds it
-    # the compiled variant of the CPU kernels and KV codecs; auto: the best that the processor runs; none: torch
+    # compiled variant of CPU kernels and KV codecs; auto: the best that the processor runs; none: torch
     cpu_kernels: Literal["auto", "avx512_bf16", "avx512", "avx2", "none"] = "auto"
     block_size: int = Field(16, ge=1)  # tokens in one KV block
     # collective: Gloo, NCCL; in_process: tests

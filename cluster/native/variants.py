@@ -1,9 +1,9 @@
 """The CPU variants that C++ sources are compiled for, and the choice among them in this process.
 
 A process uses the best variant that its CPU runs, unless `select` names another or none. A worker calls
-`select` with its setting `cpu_kernels` when it starts, before it loads a model. The choice stays until the next
-call; tests and measurements use `selected`, which takes it back. What is loaded already keeps its variant.
-Imports no torch. Any thread.
+`select` with its setting `cpu_kernels` when it starts, before it loads a model. The choice stays until the
+next call; tests and measurements use `selected`, which takes it back. What is loaded already keeps its
+variant. Imports no torch. Any thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VARIANTS = (  # best first
 )
 
 
-class _Choice:
+class _Selection:
     """Of this process."""
 
     name = AUTO
@@ -61,8 +61,8 @@ def runnable_variants() -> tuple[Variant, ...]:
 
 
 def check_choice(name: str, runnable: tuple[Variant, ...]) -> None:
-    """Raises ConfigError unless the CPU runs the variant `name`; `auto` and `none` always pass. `runnable`: what it
-    runs."""
+    """Raises ConfigError unless the CPU, which runs `runnable`, runs the variant `name`; `auto` and `none`
+    always pass."""
     names = [variant.name for variant in runnable]
     if name not in (AUTO, NONE, *names):
         runs = ", ".join(names) or "no variant"
@@ -72,28 +72,28 @@ def check_choice(name: str, runnable: tuple[Variant, ...]) -> None:
 
 
 def select(name: str) -> None:
-    """Every later load in this process takes this variant; `auto`: the best one; `none`: no native code. Raises
-    ConfigError if this CPU does not run it."""
+    """Every later load in this process takes this variant; `auto`: the best one; `none`: no native code.
+    Raises ConfigError if this CPU does not run it."""
     check_choice(name, runnable_variants())
-    _Choice.name = name
+    _Selection.name = name
 
 
 @contextmanager
 def selected(name: str) -> Iterator[None]:
     """`select` for the time of a `with` block; the block may select, too."""
-    before = _Choice.name
+    before = _Selection.name
     select(name)
     try:
         yield
     finally:
-        _Choice.name = before
+        _Selection.name = before
 
 
 def selected_variants() -> tuple[Variant, ...]:
     """What a load may take, best first."""
-    if _Choice.name == AUTO:
+    if _Selection.name == AUTO:
         return runnable_variants()
-    return tuple(variant for variant in runnable_variants() if variant.name == _Choice.name)
+    return tuple(variant for variant in runnable_variants() if variant.name == _Selection.name)
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -38,8 +38,8 @@ class WorkerSetup:
 
 
 def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
-    """Raises ConfigError if the configuration asks for a device or a CPU variant that is not available. Selects the
-    CPU variant for this process."""
+    """Selects this process's CPU variant. Raises ConfigError if the configuration asks for a device or a
+    variant that is not available."""
     environment = read_environment()
     select(args.cpu_kernels)
     has_cuda = torch.cuda.is_available()

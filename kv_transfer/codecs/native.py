@@ -31,8 +31,8 @@ class CodecCall(ctypes.Structure):
 
 
 def load() -> ctypes.CDLL | None:
-    """The best selected variant that can be built here (`cluster.native.variants`), or None with the reason in
-    the log. The same object each time."""
+    """The best selected variant that can be built here, or None with the reason in the log
+    (`cluster.native.variants`). The same object each time."""
     return _load(selected_variants())
 
 

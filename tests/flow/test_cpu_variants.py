@@ -1,5 +1,5 @@
-"""The law of the house for each compiled variant that this processor runs, and for torch without native code: the
-setting `cpu_kernels` reaches all workers, and the answers equal `generate`."""
+"""The law of the house for each compiled variant that this processor runs, and for torch without native
+code: the setting `cpu_kernels` reaches all workers, and the answers equal `generate`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp`, `rows.cpp` and
-`packing.cpp`.
+"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp`,
+`rows.cpp` and `packing.cpp`.
 
-Loaded once for each selected variant, on first use, from any thread. A call releases the interpreter's lock while it runs.
+Loaded once for each selected variant, on first use, from any thread. A call releases the interpreter's lock
+while it runs.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Kernels:
 
 
 def load() -> Kernels | None:
-    """The best selected variant that can be built here (`cluster.native.variants`), or None with the reason in
-    the log. The same object each time."""
+    """The best selected variant that can be built here, or None with the reason in the log
+    (`cluster.native.variants`). The same object each time."""
     return _load(selected_variants())
 
 
