@@ -4,8 +4,8 @@
 // One team of threads goes through the phases of all layers in one OpenMP region (team.h). While a thread waits it fetches
 // the weights of the next product.
 //
-// Sums and roundings are those of the kernels in linear.cpp, rows.cpp and attention.cpp: a row depends neither on the other rows nor
-// on the number of threads. Plain C interface; the memory between the phases is kept per calling thread and reused.
+// Sums and roundings are those of the kernels in linear.cpp, rows.cpp and attention.cpp: a row depends neither on the other
+// rows nor on the number of threads. Plain C interface; the memory between the phases is kept per calling thread and reused.
 
 #include <omp.h>
 
