@@ -56,8 +56,8 @@ class EncoderModel:
         weight_cache: WeightCache | None = None,
     ) -> EncoderModel:  # fmt: skip
         """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears,
-        gated MLPs and norms) and patch projections run on native kernels, if these can be built. `weight_cache`:
-        where packed weights are kept and shared. Raises ConfigError for models that are not supported."""
+        gated MLPs and norms) and patch projections run on native kernels, if these can be built.
+        `weight_cache`: where packed weights are kept and shared. Raises ConfigError for models that are not supported."""
 
         def make(making: Making) -> EncoderModel:
             half = load_half(path, Half.ENCODER, dtype=dtype, device=device, mapped=making.mapped)
