@@ -57,7 +57,8 @@ class EncoderModel:
     ) -> EncoderModel:  # fmt: skip
         """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears,
         gated MLPs and norms) and patch projections run on native kernels, if these can be built.
-        `weight_cache`: where packed weights are kept and shared. Raises ConfigError for models that are not supported."""
+        `weight_cache`: where packed weights are kept and shared. Raises ConfigError for models that are not
+        supported."""
 
         def make(making: Making) -> EncoderModel:
             half = load_half(path, Half.ENCODER, dtype=dtype, device=device, mapped=making.mapped)

@@ -113,8 +113,9 @@ class WeightCache:
         self._max_bytes = max_bytes
 
     def load(self, key: WeightKey, kernels: Kernels, make: Callable[[Making], Model]) -> Model:
-        """The model that `make` makes, with its weights in a shared mapping where that is possible. `make` may
-        be called more than once. Raises what `make` raises. Blocks: seconds for a gigabyte that is not there."""
+        """The model that `make` makes, with its weights in a shared mapping where that is possible. `make`
+        may be called more than once. Raises what `make` raises. Blocks: seconds for each gigabyte that is not
+        there."""
         name = self._name(key, kernels)
         if name is None:
             return make(Making(kernels))
