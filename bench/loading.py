@@ -1,5 +1,5 @@
-"""What loading half a model costs: seconds, CPU seconds and memory, without the cache of packed weights, when the
-file is written, and when it is mapped; and the memory of two workers at once.
+"""What loading half a model costs: seconds, CPU seconds and memory, without the cache of packed weights, when
+the file is written, and when it is mapped; and the memory of two workers at once.
 
     python -m bench.loading MODEL --dtype bfloat16 --half language
 
@@ -78,7 +78,8 @@ class Worker:
         command += ["--dtype", args.dtype, "--half", args.half]
         environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=environment,
         )  # fmt: skip
 
     def read(self) -> dict[str, float]:

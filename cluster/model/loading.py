@@ -263,8 +263,8 @@ def _register(model: nn.Module) -> None:
 
 
 def _named_like(half_class: Any, model_class: type) -> Any:
-    """Copies name and module: transformers looks up conversions and quantizers by them. Tensors that the class has
-    no place for are left unread."""
+    """Copies name and module: transformers looks up conversions and quantizers by them. Tensors that the
+    class has no place for are left unread."""
     half_class._keys_to_ignore_on_load_unexpected = [r".*"]
     half_class.__name__ = half_class.__qualname__ = model_class.__name__
     half_class.__module__ = model_class.__module__

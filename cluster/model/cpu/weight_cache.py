@@ -8,8 +8,9 @@ and over the versions of torch and transformers: a changed checkpoint has anothe
 checkpoint is remembered for as long as no file of it changes.
 
 If the folder, a file or the budget does not allow it, the model is made as without a cache, and the log says
-why. Files unused for the longest time are deleted to keep the budget. The folder belongs to one user; a folder
-that others may write to is refused. Safe for several processes. Runs on the thread that loads the model.
+why. Files unused for the longest time are deleted to keep the budget. The folder belongs to one user; a
+folder that others may write to is refused. Safe for several processes. Runs on the thread that loads the
+model.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _CODE = ("*.py", "cpu/*.py", "cpu/*.cpp", "cpu/*.h")
 _CHECKPOINT = ("*.safetensors", "*.bin", "*.json")
 _HASHES = "checkpoints.json"
 _MAX_HASHES = 1000
-# A file may change twice within one tick of the file system's clock: a hash is remembered of older files only.
+# A file may change twice within one tick of the file system's clock: only older files' hashes are remembered.
 _MIN_AGE_NS = 2_000_000_000
 _MIN_FREE_BYTES = 2 << 30  # left on the disk
 _ABANDONED_S = 3600.0  # age of an unfinished file whose process ended
@@ -79,8 +80,8 @@ class Making:
         self._half: nn.Module | None = None
 
     def kernels_for(self, half: nn.Module) -> Kernels | None:
-        """The kernels, with the source of this half's packed weights. Call it once, when the half is loaded and
-        before a module is replaced."""
+        """The kernels, with the source of this half's packed weights. Call it once, when the half is
+        loaded and before a module is replaced."""
         self._half = half
         if self._kernels is None:
             return None
@@ -112,8 +113,9 @@ class WeightCache:
         self._max_bytes = max_bytes
 
     def load(self, key: WeightKey, kernels: Kernels, make: Callable[[Making], Model]) -> Model:
-        """The model that `make` makes, with its weights in a shared mapping where that is possible. `make` may be
-        called more than once. Raises what `make` raises. Blocks: seconds for a gigabyte that is not yet there."""
+        """The model that `make` makes, with its weights in a shared mapping where that is possible. `make`
+        may be called more than once. Raises what `make` raises. Blocks: seconds for each gigabyte that is not
+        there."""
         name = self._name(key, kernels)
         if name is None:
             return make(Making(kernels))
@@ -207,8 +209,8 @@ class WeightCache:
         return True
 
     def _make_room(self, num_bytes: int) -> None:
-        """Deletes the files that were not used for the longest time. Workers that have mapped one keep it. Raises
-        OSError if the budget or the disk has no room."""
+        """Deletes the files that were not used for the longest time. Workers that have mapped one keep it.
+        Raises OSError if the budget or the disk has no room."""
         for abandoned in self._folder.glob(".*.part"):
             with suppress(OSError):
                 if time.time() - abandoned.stat().st_mtime > _ABANDONED_S:
@@ -227,8 +229,8 @@ class WeightCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """One process at a time. A process that opens the lock file while it is deleted gets a second lock: then
-        two write the same file, each under a name of its own."""
+        """One process at a time. A process that opens the lock file while it is deleted gets a second
+        lock: then two write the same file, each under a name of its own."""
         path = self._folder / f".{name}.lock"
         with path.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -269,7 +271,8 @@ def _state_of(file: Path) -> tuple[str, bool]:
     """What changes with every write to the file, and whether the clock has moved on since the last one."""
     status = file.stat()
     state = (
-        str(file.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        str(file.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns,
+        status.st_ctime_ns,
     )  # fmt: skip
     changed_at = max(status.st_mtime_ns, status.st_ctime_ns)
     return json.dumps(state), time.time_ns() - changed_at > _MIN_AGE_NS

@@ -6,9 +6,9 @@ The tail says where the header begins and holds its hash; the header holds a che
 data. `read_weights` checks all of them before a weight is used, because files are written without waiting for
 the disk: after a power loss a file may have its name but not its bytes.
 
-The page cache is the one copy that all workers share. Written in whole huge pages, it lies on huge pages where
-the file system has them (ext4 and XFS of new kernels), as fast to read as memory of the process. The mapping
-is locked in memory if the user may lock so much; otherwise the kernel may drop pages and read them again.
+The page cache is the one copy that all workers share. Written in whole huge pages, it lies on huge pages
+where the file system has them (seen on ext4 with Linux 6.18, not on tmpfs). The mapping is locked in
+memory if the user may lock so much; otherwise the kernel may drop pages and read them again.
 
 A mapped file is deleted, never truncated or written to: reading behind the end of a file ends the process.
 Runs on the thread that loads the model; the checksums on some more.

@@ -138,8 +138,8 @@ def damage(file: Path, what: str) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    ["empty", "half of it", "without its last byte", "writable by others", "other weights", "zeros at its end",
-     "another header"],
+    ["empty", "half of it", "without its last byte", "writable by others", "other weights",
+     "zeros at its end", "another header"],
 )  # fmt: skip
 def test_a_damaged_file_is_packed_again(host: Host, what: str, caplog: pytest.LogCaptureFixture):
     expected = host.answer()
