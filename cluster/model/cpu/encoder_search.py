@@ -22,7 +22,7 @@ from transformers.activations import GELUActivation, GELUTanh, QuickGELUActivati
 from cluster.model.attention_cpu import MAX_WIDTH
 from cluster.model.cpu.encoder_layer import Activation, BlockParts, EncoderSteps, NativeEncoderLayer
 from cluster.model.cpu.library import Kernels, load
-from cluster.model.cpu.modules import epsilon_of, is_linear, is_rms_norm, is_servable
+from cluster.model.cpu.modules import is_linear, is_rms_norm, is_servable
 from cluster.model.cpu.weight_source import Settings
 
 logger = logging.getLogger(__name__)
