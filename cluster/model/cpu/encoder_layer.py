@@ -4,7 +4,8 @@ The call does norms, fused q/k/v, the rotary embedding, attention inside sequenc
 residuals. `encoder_search` decides which blocks it replaces and how they are called.
 
 Runs on its caller's thread and on as many OpenMP threads as torch would use there. The blocks of a tower
-share what follows from the arguments of a call (`EncoderSteps`), so only one thread may run a tower at a time.
+share what follows from the arguments of a call (`EncoderSteps`), so only one thread may run a tower at a
+time.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class _EncoderLayer(ctypes.Structure):
 
     _fields_ = (
         ("qkv", c_void_p), ("out", c_void_p), ("up", c_void_p), ("down", c_void_p),
-        ("attention_norm", c_void_p), ("attention_shift", c_void_p), ("mlp_norm", c_void_p), ("mlp_shift", c_void_p),
+        ("attention_norm", c_void_p), ("attention_shift", c_void_p), ("mlp_norm", c_void_p),
+        ("mlp_shift", c_void_p),
         ("heads", c_int64), ("head_width", c_int64), ("activation", c_int64), ("is_bf16", c_int64),
         ("attention_epsilon", c_double), ("mlp_epsilon", c_double), ("scale", c_double),
     )  # fmt: skip

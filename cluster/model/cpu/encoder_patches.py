@@ -32,7 +32,7 @@ class NativePatches(nn.Module):
         self.bias = convolution.bias
         self.weight = nn.Parameter(
             torch.empty(0, dtype=weight.dtype), requires_grad=False
-        )  # callers read its dtype
+        )  # transformers reads its dtype
         self._kernel = convolution.kernel_size
         self._project = PackedWeights(kernels, weight.flatten(1), bias=convolution.bias)
 

@@ -22,7 +22,7 @@ from transformers.activations import GELUActivation, GELUTanh, QuickGELUActivati
 from cluster.model.attention_cpu import MAX_WIDTH
 from cluster.model.cpu.encoder_layer import Activation, BlockParts, EncoderSteps, NativeEncoderLayer
 from cluster.model.cpu.library import Kernels, load
-from cluster.model.cpu.modules import epsilon_of, is_linear, is_rms_norm, is_servable
+from cluster.model.cpu.modules import is_linear, is_rms_norm, is_servable
 from cluster.model.cpu.weight_source import Settings
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,8 @@ def _parts_of(block: nn.Module) -> BlockParts | None:
         return None
     *up, down = cast("list[nn.Linear]", linears)
     parts = BlockParts(
-        norms[0], norms[1], cast("list[nn.Linear]", projections), cast(nn.Linear, out[0]), up, down, kind, num_heads
+        norms[0], norms[1], cast("list[nn.Linear]", projections), cast(nn.Linear, out[0]), up, down, kind,
+        num_heads,
     )  # fmt: skip
     return parts if _fits(parts) and _is_all_of(parts, block) else None
 
@@ -160,8 +161,7 @@ def _pick(children: Mapping[str, nn.Module], *choices: tuple[str, ...]) -> list[
 def _is_norm(module: nn.Module) -> bool:
     if is_rms_norm(module):
         return True
-    is_affine = isinstance(module, nn.LayerNorm) and module.weight is not None and module.bias is not None
-    return is_affine and module.weight.ndim == 1 and epsilon_of(module) is not None
+    return isinstance(module, nn.LayerNorm) and module.bias is not None and module.weight.ndim == 1
 
 
 def _kind_of(activation: nn.Module | None, *, is_gated: bool) -> Activation | None:

@@ -93,7 +93,7 @@ def _seeded():
         yield
 
 
-def tower_of(block: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+def tower_of(block: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """Two blocks with weights that are not small, biases and norms included."""
     tower = nn.ModuleList([block(), block()]).eval().to(dtype)
     for parameter in tower.parameters():
@@ -113,7 +113,7 @@ def num_native(tower: nn.Module) -> int:
 
 
 def run(tower: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
-    for block in tower[0]:  # type: ignore[index]
+    for block in tower[0]:
         x = block(x, **arguments)
         x = x[0] if isinstance(x, tuple) else x
     return x
