@@ -1,7 +1,7 @@
 """Worker processes of Ray without the time that their imports take: they are forked from a process that has
 imported everything already.
 
-Ray starts a worker by running `python default_worker.py …`. In a cluster of `epdg serve` that `python` is a
+Ray starts a worker by running a script with `python`. In a cluster of `epdg serve` that `python` is a
 small program (`CLIENT`), which sends its arguments, environment, folder and standard streams to the fork
 server. The fork server forks; the child takes them over and runs the script. If the fork server does not
 answer, the small program runs the script with the real interpreter. It does the same with Ray's other
@@ -36,6 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from cluster.config.environment import replace_environment, temporary_environment
+
 SOCKET_NAME, CLIENT_NAME = "fork", "python"
 JOB_ID = "01000000"  # Ray's id of a cluster's first job, which is the driver's
 MAX_EARLY = 3  # the proxies and what builds the application
@@ -54,7 +56,7 @@ IMPORTS = (
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
 arguments = sys.argv[1:]
-if os.environ.get("RAY_JOB_ID") == {job!r} and arguments[0].endswith("default_worker.py"):
+if os.environ.get("RAY_JOB_ID") == {job!r} and (arguments or [''])[0].endswith("default_worker.py"):
     request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode("utf-8", "surrogateescape")
     try:
         with socket.socket(socket.AF_UNIX) as server:
@@ -70,7 +72,7 @@ os.execv({python!r}, [{python!r}, *arguments])
 
 
 @dataclass(frozen=True)
-class Job:
+class ForkRequest:
     """What a forked child shall run in place of the process that requested it."""
 
     arguments: Sequence[str]  # the script and its arguments
@@ -83,8 +85,7 @@ class Job:
         for number, stream in enumerate(self.streams):
             os.dup2(stream, number)
             os.close(stream)
-        os.environ.clear()
-        os.environ.update(self.environment)
+        replace_environment(self.environment)
         os.chdir(self.folder)
         script, *_ = sys.argv = list(self.arguments)
         sys.path[0] = str(Path(script).parent)
@@ -92,14 +93,13 @@ class Job:
 
 
 def import_for_workers(names: Sequence[str]) -> None:
-    """Imports Ray for this process and for those that are forked from it. When Ray's core is imported, it reads
-    from the environment what the raylet tells each worker. Workers are forked later, so it is given here: the
-    job, and the process with which a worker shall end, for which this one stands in."""
-    facts = {"RAY_JOB_ID": JOB_ID, "RAY_RAYLET_PID": str(os.getpid())}
-    os.environ.update(facts)
-    _import_all(names)
-    for name in facts:
-        del os.environ[name]
+    """Imports Ray for this process and for those that are forked from it.
+
+    When Ray's core is imported, it reads from the environment what the raylet tells each worker. Workers are
+    forked later, so it is given here: the job, and the process with which a worker shall end, for which this
+    one stands in."""
+    with temporary_environment(RAY_JOB_ID=JOB_ID, RAY_RAYLET_PID=str(os.getpid())):
+        _import_all(names)
 
 
 def start(folder: Path, imports: Sequence[str] = IMPORTS) -> str:
@@ -143,7 +143,7 @@ def _run_server(listener: socket.socket, driver_end: int, imports: Sequence[str]
     sys.exit(0)
 
 
-def _serve(listener: socket.socket, ends: Sequence[int], limit: int | None = None) -> Job | None:
+def _serve(listener: socket.socket, ends: Sequence[int], limit: int | None = None) -> ForkRequest | None:
     """Answers requests until one of the pipes `ends` is closed at its other end, and then returns None. In a
     forked child: returns what to run."""
     num_answered = 0
@@ -166,7 +166,7 @@ def _serve(listener: socket.socket, ends: Sequence[int], limit: int | None = Non
             connection.send(b"1")
 
 
-def _receive(connection: socket.socket) -> Job:
+def _receive(connection: socket.socket) -> ForkRequest:
     header, streams, _, _ = socket.recv_fds(connection, 4, 3)
     size = int.from_bytes(header, "big")
     if not 0 < size <= MAX_REQUEST_BYTES or len(streams) != 3:
@@ -178,7 +178,7 @@ def _receive(connection: socket.socket) -> Job:
             raise ValueError("the request ended early")
         body += part
     arguments, environment, folder = json.loads(body.decode("utf-8", "surrogateescape"))
-    return Job(arguments, environment, folder, streams)
+    return ForkRequest(arguments, environment, folder, streams)
 
 
 def _import_all(names: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.config.settings import REPOSITORY
 from cluster.serving import fork_server
 
-# Starts the fork server, requests workers one after the other, and prints the server's folder when all are done.
+# Starts the fork server and requests workers one after the other.
 DRIVER = """
 import os, subprocess, sys
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_a_worker_gets_arguments_environment_and_streams_and_no_socket(tmp_path)
 def test_only_the_first_workers_do_without_the_imports(tmp_path):
     workers = run(tmp_path, "default_worker.py", imports="slow", number=5)
     assert len(workers) == 5
-    assert all(worker["imported"] == ["slow"] for worker in workers[3:])
+    assert all("slow" in worker["imported"] for worker in workers[3:])
 
 
 def test_other_programs_run_with_the_real_interpreter(tmp_path):
