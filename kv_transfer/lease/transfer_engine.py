@@ -1,10 +1,10 @@
 """The thread that moves bytes: one agent, its sender and its receiver.
 
     any thread       grant / cancel / revoke, open, and the outgoing lease's write / finish / abort; return at once
-    transfer thread  step(): notifications in, writes out, events to `on_event`. While a write is in
-                     flight, every `poll_interval_s`; while a lease is open, less often the longer nothing
-                     happens (`pause_s`); while the last word of a writer is missing, every
-                     LATE_POLL_INTERVAL_S; else asleep
+    transfer thread  step(): notifications in, writes out, events to `on_event`. While a write is posted,
+                     every `poll_interval_s`; while a lease is open, less often the longer nothing happens
+                     (`pause_s`); while the last word of a writer is missing, every LATE_POLL_INTERVAL_S;
+                     else asleep
 
 A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
 last lease has closed the thread polls for another `linger_s`, because a notification that was just sent may
