@@ -30,8 +30,8 @@ class NativePatches(nn.Module):
         super().__init__()
         weight = convolution.weight
         self.bias = convolution.bias
-        # transformers reads its dtype
-        self.weight = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
+        no_values = torch.empty(0, dtype=weight.dtype)  # transformers reads its dtype
+        self.weight = nn.Parameter(no_values, requires_grad=False)
         self._kernel = convolution.kernel_size
         self._project = PackedWeights(kernels, weight.flatten(1), bias=convolution.bias)
 
