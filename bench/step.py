@@ -13,6 +13,8 @@ use):
     attention  every layer's writing of K and V and attention alone
     whole      the whole step
     rest       whole - linears - attention: norms, rotations, sums, embeddings, Python
+    outside    the share of the whole step that its threads were not in kernels: waiting for each other or for
+               Python. Measured inside the step where the model runs in one native call; else rest / whole
     GFLOP/s    two operations for each weight and token, linears only, in the whole step
 
 If a worker's model runs several of these parts in one call, that saves time, and the rest is smaller or
@@ -54,7 +56,7 @@ BLOCK_SIZE = 16
 BANDWIDTH_BYTES = 512 << 20  # many times the largest cache
 MIN_ROUNDS = 5
 GATED = {"gate_proj", "up_proj", "down_proj"}
-COLUMNS = ("MB", "floor", "linears", "attention", "whole", "rest", "GFLOP/s")
+COLUMNS = ("MB", "floor", "linears", "attention", "whole", "rest", "outside", "GFLOP/s")
 
 Work = Callable[[], object]
 
@@ -85,10 +87,16 @@ class StepTiming:
     linears_s: float
     attention_s: float
     whole_s: float
+    kernels_s: float | None = None  # of each thread, in the whole step
 
     @property
     def rest_s(self) -> float:
         return self.whole_s - self.linears_s - self.attention_s
+
+    @property
+    def outside_ratio(self) -> float:
+        outside_s = self.rest_s if self.kernels_s is None else self.whole_s - self.kernels_s
+        return outside_s / self.whole_s
 
 
 @dataclass(frozen=True)
@@ -232,6 +240,18 @@ def whole_work(model: LanguageModel, kv: BlockMemory, step: ModelStep) -> Work:
     return lambda: model.forward(chunks, kv)
 
 
+def noting_kernels(model: LanguageModel, whole: Work) -> tuple[Work, list[float]]:
+    """The same work, and a list that gets the time in kernels of each call, if the model knows it."""
+    times_s: list[float] = []
+
+    def run() -> None:
+        whole()
+        if model.kernels_s is not None:
+            times_s.append(model.kernels_s)
+
+    return run, times_s
+
+
 def random_kv(model: LanguageModel, steps: Sequence[ModelStep]) -> BlockMemory:
     """Random KV in as many blocks as the largest step needs."""
     kv = BlockMemory(model.kv_layout, max(sum(map(len, tables_of(step))) for step in steps))
@@ -280,16 +300,17 @@ def measure(
     picked: list[list[float]] = []
     reads_s: list[float] = []
     for step in steps:
-        works = (parts.linears_work(step), parts.attention_work(kv, step), whole_work(model, kv, step), read)
+        whole, kernels_s = noting_kernels(model, whole_work(model, kv, step))
+        works = (parts.linears_work(step), parts.attention_work(kv, step), whole, read)
         *times, reads = in_turns(works, seconds)
-        picked.append([pick(each) for each in times])
+        picked.append([pick(each) for each in (*times, kernels_s) if each])
         reads_s += reads
     bandwidth = bandwidth_bytes / pick(reads_s)
     timings = []
-    for step, (linears_s, attention_s, whole_s) in zip(steps, picked, strict=True):
+    for step, times_s in zip(steps, picked, strict=True):
         num_bytes, num_operations = parts.num_bytes(kv, step), parts.num_operations(step)
         floor_s = num_bytes / bandwidth
-        timings.append(StepTiming(step, num_bytes, num_operations, floor_s, linears_s, attention_s, whole_s))
+        timings.append(StepTiming(step, num_bytes, num_operations, floor_s, *times_s))
     return StepReport(bandwidth, bandwidth_bytes / min(reads_s), tuple(timings))
 
 
@@ -302,6 +323,7 @@ def table(timings: Sequence[StepTiming]) -> str:
         cells = (
             f"{timing.num_bytes / 1e6:11.1f}",
             *(f"{1e3 * each:11.2f}" for each in seconds),
+            f"{timing.outside_ratio:11.1%}",
             f"{rate:11.1f}",
         )
         lines.append(f"{timing.step.name:20}" + "".join(cells))
@@ -310,7 +332,10 @@ def table(timings: Sequence[StepTiming]) -> str:
 
 def record(report: StepReport, **facts: object) -> str:
     """The report as JSON; `facts` are fields about the run."""
-    rows = [{**dataclasses.asdict(timing), "rest_s": timing.rest_s} for timing in report.timings]
+    rows = [
+        {**dataclasses.asdict(timing), "rest_s": timing.rest_s, "outside_ratio": timing.outside_ratio}
+        for timing in report.timings
+    ]
     return json.dumps({**facts, **dataclasses.asdict(report), "timings": rows}, indent=1) + "\n"
 
 

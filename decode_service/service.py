@@ -15,6 +15,7 @@ from cluster.config.checkpoint import placeholder_ids, read_config
 from cluster.config.settings import ClusterArgs
 from cluster.errors import UnavailableError
 from cluster.kvcache.blocks import BlockPool
+from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.language import LanguageModel
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.members import Role
@@ -152,7 +153,8 @@ def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
     if speculation.method == "ngram":
         return Speculator(NgramProposer(placeholders), speculation.max_draft_tokens)
     draft = LanguageModel.load(
-        speculation.draft_model, dtype=target.dtype, device=target.device, block_size=args.block_size
-    )
+        speculation.draft_model, dtype=target.dtype, device=target.device, block_size=args.block_size,
+        weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
+    )  # fmt: skip
     proposer = DraftModelProposer(draft, target, speculation.draft_kv_blocks, placeholders)
     return Speculator(proposer, speculation.max_draft_tokens)

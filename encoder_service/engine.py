@@ -23,6 +23,7 @@ from functools import partial
 import msgspec
 import torch
 
+from cluster import overload
 from cluster.clock import Clock
 from cluster.errors import ClusterError, MediaError, OverloadedError, UnavailableError, to_info
 from cluster.model.failures import is_device_lost, is_out_of_memory
@@ -193,7 +194,8 @@ class EncoderEngine:
         num_rows = self._queued_rows.total + item.num_call_rows
         if is_new and self._items and num_rows > self._limits.max_queued_rows:
             wait_s = min(self._queued_rows.total / self._policy.tokens_per_s, MAX_RETRY_AFTER_S)
-            return OverloadedError("too many media items wait for the encoder", retry_after_s=wait_s)
+            text = overload.encoder_rows(num_rows, self._limits.max_queued_rows)
+            return OverloadedError(text, retry_after_s=wait_s)
         return None
 
     def _serve(self, delivery: Delivery) -> None:

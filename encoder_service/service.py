@@ -10,6 +10,7 @@ from cluster.errors import ConfigError
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.media.processor import MediaProcessor
+from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.encoder import EncoderModel
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.members import Role
@@ -41,7 +42,12 @@ class EncoderService(PhaseService):
         processor = MediaProcessor.load(args.model)
         if processor is None:
             raise ConfigError(f"{args.model} is a text model; it needs no encoder pool")
-        model = EncoderModel.load(args.model, dtype=setup.dtype, device=setup.device)
+        model = EncoderModel.load(
+            args.model,
+            dtype=setup.dtype,
+            device=setup.device,
+            weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
+        )
         layout = feature_layout(model.feature_width, args.block_size, setup.dtype)
         num_blocks = max(1, args.encode.cache_bytes // layout.block_bytes)
         row_bytes = encoder_step_bytes(1, model.config, setup.dtype.itemsize)
@@ -51,7 +57,7 @@ class EncoderService(PhaseService):
             features=num_blocks * layout.block_bytes,
             inputs=args.encode.max_prepared_bytes,
         )
-        available = available_bytes(setup.device)
+        available = available_bytes(setup.device, model.evictable_bytes)
         plan.check(available)
         logger.info("%s: memory\n%s", replica_id, plan.describe(available))
         memory = BlockMemory(layout, num_blocks, setup.device)

@@ -10,10 +10,11 @@ import tempfile
 from pathlib import Path
 
 from bench.engine import report
+from bench.engine.isa import ISAS, NATIVE
 from bench.engine.models import TEXT_MODEL, VISION_MODEL, write_models
 from bench.engine.rows import ROWS
 from bench.engine.run import run
-from bench.engine.servers import LLAMA, OURS, VLLM, Setup
+from bench.engine.servers import OURS, PEERS, Setup
 from bench.engine.special import SPECIALS
 
 NAMES = [*(row.name for row in ROWS), *SPECIALS]
@@ -68,7 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_setup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, required=True, help="what `models` wrote; GGUF files beside them")
-    parser.add_argument("--peers", type=_peers, default={}, help=f"{VLLM}=COMMAND,{LLAMA}=COMMAND")
+    parser.add_argument("--peers", type=_peers, default={}, help=",".join(f"{name}=PATH" for name in PEERS))
+    parser.add_argument("--isa", choices=ISAS, default=NATIVE, help="what all servers may use of the CPU")
     parser.add_argument("--work", type=Path, help="logs and configuration files; default: a new folder")
     parser.add_argument("--cores", type=_numbers, default=sorted(os.sched_getaffinity(0)))
     parser.add_argument(
@@ -90,6 +92,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         peers=args.peers,
         threads=(encode, prefill, decode),
         dtype=getattr(args, "dtype", "bfloat16"),
+        isa=args.isa,
     )
 
 
@@ -148,8 +151,8 @@ def _numbers(text: str) -> list[int]:
 
 def _peers(text: str) -> dict[str, Path]:
     pairs = dict(pair.split("=", 1) for pair in text.split(","))
-    if not set(pairs) <= {VLLM, LLAMA}:
-        raise argparse.ArgumentTypeError(f"peers are {VLLM} and {LLAMA}")
+    if not set(pairs) <= set(PEERS):
+        raise argparse.ArgumentTypeError(f"peers are {', '.join(PEERS)}")
     return {name: Path(command).absolute() for name, command in pairs.items()}
 
 

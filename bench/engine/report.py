@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.engine.isa import NATIVE
 from bench.engine.processes import ROLES
 from bench.engine.servers import OURS
 from bench.records import read as read_records
@@ -27,6 +28,7 @@ class Results:
     cells: dict[tuple[str, int], dict[str, list[Record]]] = field(default_factory=dict)  # (row, concurrency)
     findings: dict[str, list[Record]] = field(default_factory=dict)
     failures: list[Record] = field(default_factory=list)
+    starts_s: dict[str, list[float]] = field(default_factory=dict)  # by server, of all rows
 
 
 def read(files: Sequence[Path]) -> Results:
@@ -37,8 +39,9 @@ def collect(records: Iterable[Record]) -> Results:
     results = Results()
     for record in records:
         if record["type"] == "row":
-            cell = results.cells.setdefault((record["row"], record["concurrency"]), {})
+            cell = results.cells.setdefault((_row_name(record), record["concurrency"]), {})
             cell.setdefault(record["server"], []).append(record)
+            results.starts_s.setdefault(record["server"], []).append(record.get("start_s", 0.0))
             if record["server"] not in results.servers:
                 results.servers.append(record["server"])
         elif record["type"] == "finding":
@@ -47,6 +50,12 @@ def collect(records: Iterable[Record]) -> Results:
             results.failures.append(record)
     results.servers.sort(key=lambda name: name != OURS)
     return results
+
+
+def _row_name(record: Record) -> str:
+    """Rows of an instruction set have a name of their own, so that files of several can be read together."""
+    isa = record.get("isa", NATIVE)
+    return record["row"] if isa == NATIVE else f"{record['row']} {isa}"
 
 
 def median(records: Sequence[Record], metric: str) -> float:
@@ -63,24 +72,41 @@ def ratio(ours: Sequence[Record], peer: Sequence[Record], metric: str) -> float 
     return statistics.median(ratios) if ratios else None
 
 
+def better_ratio(ours: Sequence[Record], peers: Iterable[Sequence[Record]], metric: str) -> float | None:
+    """The ratio to the peer that does better in this metric."""
+    ratios = [each for peer in peers if (each := ratio(ours, peer, metric)) is not None]
+    return (min if metric == METRICS[0] else max)(ratios, default=None)
+
+
 def table(results: Results) -> str:
-    """Medians per row, and ours divided by each peer. `†`: some answers failed; `‡`: other programs used the
-    machine.
+    """Medians per row, ours divided by each peer, and by the better one in each metric. `†`: some answers
+    failed; `‡`: other programs used the machine.
     """
     peers = [name for name in results.servers if name != OURS]
+    compares = OURS in results.servers and bool(peers)
     head = ["row", "at once", *(f"{name}: tok/s · TTFT · ITL ms" for name in results.servers)]
-    head += [f"{OURS} ÷ {name}" for name in peers if OURS in results.servers]
+    head += [f"{OURS} ÷ {name}" for name in [*peers, "better peer"] if compares]
     lines = [_line(head), _line(["---"] * len(head))]
     for (row, concurrency), cell in results.cells.items():
         columns = [row, str(concurrency), *(_figures(cell.get(name, [])) for name in results.servers)]
-        if OURS in results.servers:
-            columns += [_ratios(cell.get(OURS, []), cell.get(name, [])) for name in peers]
+        if compares:
+            ours, others = cell.get(OURS, []), [cell.get(name, []) for name in peers]
+            columns += [_joined(ratio(ours, peer, metric) for metric in METRICS) for peer in others]
+            columns.append(_joined(better_ratio(ours, others, metric) for metric in METRICS))
         lines.append(_line(columns))
+    starts = (f"{name} {statistics.median(results.starts_s[name]):.1f}" for name in results.servers)
     lines += [
         "",
         "Median of the repetitions; TTFT and ITL are p50. Ratios in the same order: above 1 is better for tok/s,",
+        "worse for TTFT and ITL. † some answers failed, ‡ other programs used the machine meanwhile.",
+        f"Seconds from the command to the first answer of /health: {', '.join(starts)}.",
     ]
-    lines += ["worse for TTFT and ITL. † some answers failed, ‡ other programs used the machine meanwhile."]
+    return "\n".join(lines + _other_lines(results))
+
+
+def _other_lines(results: Results) -> list[str]:
+    """Special measurements, and servers that did not start."""
+    lines: list[str] = []
     for name, findings in results.findings.items():
         lines += ["", f"**{name}** ({len(findings)} ×)", "", _line(["", "median"]), _line(["---", "---"])]
         for key in findings[0]["values"]:
@@ -89,7 +115,7 @@ def table(results: Results) -> str:
         failures = {failure for finding in findings for failure in finding["failures"]}
         lines += [f"failed: {failure}" for failure in sorted(failures)]
     lines += [f"did not run: {failure['server']} {failure['model']}" for failure in results.failures]
-    return "\n".join(lines)
+    return lines
 
 
 def cpu_table(results: Results) -> str:
@@ -130,8 +156,7 @@ def _figures(records: Sequence[Record]) -> str:
     return f"{rate:.1f} · {1e3 * ttft_s:.0f} · {1e3 * itl_s:.1f}{failed}{shared}"
 
 
-def _ratios(ours: Sequence[Record], peer: Sequence[Record]) -> str:
-    ratios = [ratio(ours, peer, metric) for metric in METRICS]
+def _joined(ratios: Iterable[float | None]) -> str:
     return " · ".join("–" if value is None else f"{value:.2f}" for value in ratios)
 
 

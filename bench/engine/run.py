@@ -19,6 +19,7 @@ from bench.engine.prompts import Prompts
 from bench.engine.rows import ROWS, LoadRow
 from bench.engine.servers import OURS, ServerError, Setup, make_plan, running
 from bench.engine.special import SPECIALS
+from bench.records import origin
 
 
 def run(
@@ -44,15 +45,19 @@ def run(
                 try:
                     run_server(setup, out, name, model, chosen, prompts, concurrencies, repetition)
                 except ServerError as error:
-                    write(out, {"type": "failure", "server": name, "model": model, "message": str(error)})
+                    write(
+                        out, setup, {"type": "failure", "server": name, "model": model, "message": str(error)}
+                    )
         for name in names:
             if name in SPECIALS and OURS in servers:
                 print(f"{time.strftime('%H:%M:%S')} {OURS} {name}: starting", flush=True)
                 try:
                     for finding in SPECIALS[name](setup, prompts, repetition):
-                        write(out, {"type": "finding", **asdict(finding)})
+                        write(out, setup, {"type": "finding", **asdict(finding)})
                 except (ServerError, TimeoutError) as error:
-                    write(out, {"type": "failure", "server": OURS, "model": name, "message": repr(error)})
+                    write(
+                        out, setup, {"type": "failure", "server": OURS, "model": name, "message": repr(error)}
+                    )
 
 
 def run_server(
@@ -73,7 +78,7 @@ def run_server(
         for row in rows:
             for concurrency in concurrencies:
                 result = measure_row(server, row, prompts, concurrency, repetition)
-                write(out, {"type": "row", **asdict(result)})
+                write(out, setup, {"type": "row", **asdict(result)})
                 print(f"  {line(result)}", flush=True)
 
 
@@ -91,8 +96,8 @@ def line(result: RowResult) -> str:
     )
 
 
-def write(out: Path, record: dict[str, Any]) -> None:
+def write(out: Path, setup: Setup, record: dict[str, Any]) -> None:
     with out.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps({**record, "isa": setup.isa, **origin()}) + "\n")
     if record["type"] != "row":
         print(f"  {json.dumps(record)}", flush=True)

@@ -22,17 +22,18 @@ from typing import Any
 
 import yaml
 
+from bench.engine import isa
 from bench.engine.client import Endpoint
 from bench.engine.models import VISION_MODEL
 from bench.engine.processes import VARIABLE, ProcessMark, end_all
 
 MODEL_ID = "m"
-OURS, VLLM, LLAMA = "ours", "vllm", "llama"
+OURS, VLLM, VLLM_FP32, LLAMA = "ours", "vllm", "vllm-fp32", "llama"
+PEERS = (VLLM, VLLM_FP32, LLAMA)
 REPOSITORY = Path(__file__).parents[2]
 READY_TIMEOUT_S = 600.0  # vllm compiles for minutes on a busy machine
 STOP_TIMEOUT_S = 60.0
 CONTEXT_TOKENS = 8192
-TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -53,9 +54,10 @@ class Setup:
     work: Path  # logs and configuration files go here
     cores: tuple[int, ...]  # CPU numbers that every server is bound to
     port: int
-    peers: Mapping[str, Path]  # vllm: the `vllm` command; llama: the `llama-server` command
+    peers: Mapping[str, Path]  # of PEERS; vllm: the `vllm` command; llama: llama.cpp's folder
     threads: tuple[int, int, int]  # our encode, prefill and decode replicas
     dtype: str = "bfloat16"  # or float32; llama.cpp computes with what its file has
+    isa: str = isa.NATIVE  # of ISAS
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,15 @@ def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] 
     if name == OURS:
         config = setup.work / f"ours-{model}.yaml"
         config.write_text(yaml.safe_dump(cluster_config(setup, model, overrides or {}), sort_keys=False))
-        command, environment = [sys.executable, "-m", "cluster.serving.command", "serve", str(config)], {}
-    elif name == VLLM:
-        command, environment, extra = (
-            vllm_command(setup, model),
-            vllm_environment(setup),
-            {"min_tokens": None},
-        )
+        command = [sys.executable, "-m", "cluster.serving.command", "serve", str(config)]
+        environment = isa.torch_environment(setup.isa)
+    elif name in (VLLM, VLLM_FP32):
+        command, environment = vllm_command(setup, name, model), vllm_environment(setup, name)
+        extra = {"min_tokens": None}
     elif name == LLAMA:
         command, environment, extra = llama_command(setup, model), {}, {"cache_prompt": True}
     else:
-        raise ServerError(f"no such server: {name}; known are {OURS}, {VLLM}, {LLAMA}")
+        raise ServerError(f"no such server: {name}; known are {', '.join((OURS, *PEERS))}")
     endpoint = Endpoint(f"http://127.0.0.1:{setup.port}", MODEL_ID, extra)
     return ServerPlan(name, command, {**OFFLINE, **environment}, endpoint, setup.cores, log)
 
@@ -111,6 +111,7 @@ def cluster_config(setup: Setup, model: str, overrides: Mapping[str, Any]) -> di
         "encode": {"threads": encode},
         "prefill": {"threads": prefill},
         "decode": {"threads": decode},
+        **isa.cluster_args(setup.isa),
     }
     for name, value in overrides.items():
         args[name] = {**args[name], **value} if isinstance(value, dict) and name in args else value
@@ -133,29 +134,33 @@ def cluster_config(setup: Setup, model: str, overrides: Mapping[str, Any]) -> di
     }
 
 
-def vllm_command(setup: Setup, model: str) -> list[str]:
-    command = [str(setup.peers[VLLM]), "serve", str(setup.models / model), "--served-model-name", MODEL_ID]
-    command += ["--dtype", setup.dtype, "--host", "127.0.0.1", "--port", str(setup.port)]
+def vllm_command(setup: Setup, name: str, model: str) -> list[str]:
+    command = [str(setup.peers[name]), "serve", str(setup.models / model), "--served-model-name", MODEL_ID]
+    command += ["--dtype", "float32" if name == VLLM_FP32 else setup.dtype]
+    command += ["--host", "127.0.0.1", "--port", str(setup.port)]
     command += ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "32"]
     if model == VISION_MODEL:
         command += ["--limit-mm-per-prompt", '{"image":2,"video":0}']
     return command
 
 
-def vllm_environment(setup: Setup) -> dict[str, str]:
+def vllm_environment(setup: Setup, name: str) -> dict[str, str]:
     """Without the binding vllm leaves a core unused; without the preloaded libraries it is slower."""
-    scripts = setup.peers[VLLM].parent
+    scripts = setup.peers[name].parent
+    libraries = [scripts.parent / "lib" / file for file in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
     return {
+        **isa.vllm_environment(setup.isa, scripts.parent / "cache"),
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in setup.cores),
-        "LD_PRELOAD": f"{TCMALLOC}:{scripts.parent / 'lib' / 'libiomp5.so'}",
+        "LD_PRELOAD": ":".join(map(str, libraries)),
         "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
 
 
 def llama_command(setup: Setup, model: str) -> list[str]:
     threads = str(len(setup.cores))
-    command = [str(setup.peers[LLAMA]), "-m", str(setup.models / f"{model}.gguf"), "--alias", MODEL_ID]
+    server = isa.llama_server(setup.peers[LLAMA], setup.isa)
+    command = [str(server), "-m", str(setup.models / f"{model}.gguf"), "--alias", MODEL_ID]
     command += ["--host", "127.0.0.1", "--port", str(setup.port), "-t", threads, "-tb", threads]
     command += ["-np", "16", "-c", "24576", "--no-webui"]
     if model == VISION_MODEL:

@@ -205,6 +205,18 @@ class DoorArgs(_Args):
     admission: AdmissionArgs = AdmissionArgs()
 
 
+class WeightCacheArgs(_Args):
+    """Packed weights that the workers of a host share and later starts map; docs/operations.md. CPU only."""
+
+    folder: str = "~/.cache/epdg/weights"  # of this user alone
+    # of all files; the one unused for the longest time goes first. 0: every worker packs for itself
+    max_bytes: int = Field(16 << 30, ge=0)
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder).expanduser()
+
+
 class ClusterArgs(_Args):
     # folder, relative to the working directory or else to the repository; or a hub id, "org/name"
     model: str = "deploy/demo_model"
@@ -218,6 +230,8 @@ class ClusterArgs(_Args):
     # GPUs of each prefill and decode replica, which share the model
     tensor_parallel_size: int = Field(1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if the replica finds it
+    # the compiled variant of the CPU kernels and KV codecs; auto: the best that the processor runs; none: torch
+    cpu_kernels: Literal["auto", "avx512_bf16", "avx512", "avx2", "none"] = "auto"
     block_size: int = Field(16, ge=1)  # tokens in one KV block
     # collective: Gloo, NCCL; in_process: tests
     transport: Literal["nixl", "collective", "in_process"] = "nixl"
@@ -233,6 +247,7 @@ class ClusterArgs(_Args):
     transfer: TransferArgs = TransferArgs()
     door: DoorArgs = DoorArgs()
     scheduling: SchedulingArgs = SchedulingArgs()
+    weight_cache: WeightCacheArgs = WeightCacheArgs()
 
     @model_validator(mode="after")
     def _check_network(self) -> ClusterArgs:

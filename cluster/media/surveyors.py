@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from cluster import overload
 from cluster.config.environment import child_environment
 from cluster.errors import MediaError, OverloadedError, UnavailableError, from_info
 from cluster.media.budget import too_slow
@@ -36,6 +37,7 @@ from cluster.media.surveyor import HEADER_BYTES, SurveyAnswer, Surveyed, SurveyO
 from cluster.types.media import Modality
 
 NUM_PROCESSES = 4
+NUM_PROCESSES_PER_TENANT = 3
 NUM_LONG = 3
 NUM_LONG_PER_TENANT = 2
 START_TIMEOUT_S = 60.0  # importing FFmpeg and Pillow takes half a second on a busy core
@@ -140,7 +142,7 @@ class SurveyorPool:
         self._busy: set[SurveyorProcess] = set()
         self._is_closed = False
         self._long = FairSlots(NUM_LONG, NUM_LONG_PER_TENANT)
-        self._all = FairSlots(NUM_PROCESSES, NUM_PROCESSES - 1)
+        self._all = FairSlots(NUM_PROCESSES, NUM_PROCESSES_PER_TENANT)
 
     @property
     def num_busy(self) -> int:
@@ -155,15 +157,16 @@ class SurveyorPool:
         """Raises MediaError, which does not name the item, OverloadedError and UnavailableError. May be
         cancelled at any time."""
         async with AsyncExitStack() as slots:
+            work, limits = "processes that open long media", (NUM_LONG, NUM_LONG_PER_TENANT)
             try:
                 async with asyncio.timeout(WAIT_TIMEOUT_S):
                     if order.modality is not Modality.IMAGE or order.decodes:
                         await slots.enter_async_context(self._long.slot(tenant))
+                    work, limits = "processes that open media", (NUM_PROCESSES, NUM_PROCESSES_PER_TENANT)
                     await slots.enter_async_context(self._all.slot(tenant))
             except TimeoutError:
-                raise OverloadedError(
-                    "too many media items wait to be opened", retry_after_s=RETRY_AFTER_S
-                ) from None
+                text = overload.no_slot(work, WAIT_TIMEOUT_S, *limits)
+                raise OverloadedError(text, retry_after_s=RETRY_AFTER_S) from None
             for _ in range(2):
                 bounded = time.bound(order)
                 try:

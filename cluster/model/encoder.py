@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cluster.errors import ConfigError
+from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import optimise_modules
+from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey
 from cluster.model.cuda.uploads import Uploads
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.media_calls import CALLS, Splitter
@@ -41,19 +43,32 @@ class EncoderModel:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.device: torch.device = next(model.parameters()).device
         self.fingerprint: str = fingerprint(config, self.dtype)
+        self.evictable_bytes = 0  # of weights in a mapped file that are not locked in memory
         self._uploads = Uploads(self.device, self.dtype) if self.device.type == "cuda" else None
         self.weight_bytes: int = sum(p.numel() * p.element_size() for p in model.parameters())
 
     @classmethod
     def load(
-        cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> EncoderModel:
+        cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu",
+        weight_cache: WeightCache | None = None,
+    ) -> EncoderModel:  # fmt: skip
         """Reads only the encoder half of the checkpoint. On the CPU its linears, gated MLPs and norms run on
-        native kernels, if these can be built. Raises ConfigError for models that are not supported."""
-        encoder = cls(load_half(path, Half.ENCODER, dtype=dtype, device=device))
-        if encoder.device.type == "cpu":
-            optimise_modules(encoder._base)
-        return encoder
+        native kernels, if these can be built. `weight_cache`: where packed weights are kept and shared. Raises
+        ConfigError for models that are not supported."""
+
+        def make(making: Making | None = None) -> EncoderModel:
+            mapped = None if making is None else making.mapped
+            half = load_half(path, Half.ENCODER, dtype=dtype, device=device, mapped=mapped)
+            encoder = cls(half)
+            encoder.evictable_bytes = 0 if mapped is None else mapped.evictable_bytes
+            if encoder.device.type == "cpu":
+                optimise_modules(encoder._base, None if making is None else making.kernels_for(half))
+            return encoder
+
+        kernels = load_kernels() if torch.device(device).type == "cpu" else None
+        if kernels is None or weight_cache is None:
+            return make()
+        return weight_cache.load(WeightKey(Path(path), Half.ENCODER, dtype, "auto"), kernels, make)
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> EncoderModel:

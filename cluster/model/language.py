@@ -8,11 +8,13 @@ synchronise the device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,13 +24,15 @@ from cluster.errors import ConfigError, InternalError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import ATTENTION_NAME, PagedBatch, Span, make_backend
 from cluster.model.attention_flash import FlashAttention
-from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, optimise_layers
+from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, WholeDecoder, optimise_layers, whole_decoder
+from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import WeightDtype, optimise
+from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey
 from cluster.model.cuda.copies import DecodeInputs
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.positions import RULES, PromptPositions
-from cluster.model.probe import check_post_head, kv_row_shapes, probe_backbone, window_of_all
+from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone, window_of_all
 from cluster.model.support import check_class, family_of, num_deepstack_layers, post_head
 from cluster.types.request import Prompt
 
@@ -67,7 +71,11 @@ class LanguageModel:
     chunk_cut_spans: a chunk must not end inside a media span, because the span's tokens see each other.
     """
 
-    def __init__(self, model: PreTrainedModel, block_size: int, kv_cache_dtype: KvCacheDtype = "auto"):
+    def __init__(
+        self, model: PreTrainedModel, block_size: int, kv_cache_dtype: KvCacheDtype = "auto",
+        shapes: Sequence[LayerShape] | None = None,
+    ):  # fmt: skip
+        """shapes: what probing this model gave before; None: it is probed."""
         config = model.config
         family = family_of(config)
         text_config = config.get_text_config()
@@ -92,15 +100,19 @@ class LanguageModel:
         self.block_size = block_size
         parameters = {*self._text.parameters(), *self._embed.parameters(), *self._head.parameters()}
         self.weight_bytes: int = sum(own.numel() * own.element_size() for own in map(_own_share, parameters))
+        self.evictable_bytes = 0  # of weights in a mapped file that are not locked in memory
         self.fingerprint: str = fingerprint(config, self.dtype)
-        shapes = probe_backbone(self._text, self.hidden_size)
+        if shapes is None:
+            shapes = probe_backbone(self._text, self.hidden_size)
+            check_post_head(model, self._text, self._post_head)
+        self.shapes: Sequence[LayerShape] = shapes
         self.sliding_window: int | None = window_of_all(shapes)
-        check_post_head(model, self._text, self._post_head)
         self.kv_layout = MemoryLayout(
             kv_segments(kv_row_shapes(shapes), block_size, self.dtype, kv_cache_dtype)
         )
         self._text.set_attn_implementation(ATTENTION_NAME)
         self._backend = make_backend(self.device, self.dtype)
+        self._decoder: WholeDecoder | None = None  # runs steps in one call, where that is possible
 
     @classmethod
     def load(
@@ -113,20 +125,34 @@ class LanguageModel:
         kv_cache_dtype: KvCacheDtype = "auto",
         weight_dtype: WeightDtype = "auto",
         num_ranks: int = 1,
+        weight_cache: WeightCache | None = None,
     ) -> LanguageModel:
         """Reads only the language half of the checkpoint, or this rank's share of it
         (cluster/model/parallel.py). On the CPU a whole half runs on native kernels, if these can be built.
-        `weight_dtype` "int8": linears with 8 bit weights, CPU only. Raises ConfigError for everything that is
-        not supported."""
+        `weight_dtype` "int8": linears with 8 bit weights, CPU only. `weight_cache`: where packed weights are
+        kept and shared. Raises ConfigError for everything that is not supported."""
         if num_ranks > 1 and weight_dtype != "auto":
             raise ConfigError(
                 f"weight_dtype {weight_dtype} cannot be combined with tensor_parallel_size {num_ranks}"
             )
-        half = load_half(path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks)
-        language = cls(half, block_size, kv_cache_dtype)
-        if num_ranks == 1:
-            language._use_native_kernels(weight_dtype)
-        return language
+
+        def make(making: Making | None = None) -> LanguageModel:
+            mapped = None if making is None else making.mapped
+            half = load_half(
+                path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks, mapped=mapped
+            )
+            shapes = None if mapped is None else [LayerShape.from_json(*s) for s in mapped.notes["shapes"]]
+            language = cls(half, block_size, kv_cache_dtype, shapes)
+            language.evictable_bytes = 0 if mapped is None else mapped.evictable_bytes
+            if num_ranks == 1:
+                language._use_native_kernels(weight_dtype, making)
+            return language
+
+        kernels = load_kernels() if torch.device(device).type == "cpu" and num_ranks == 1 else None
+        if kernels is None or weight_cache is None:
+            return make()
+        key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype)
+        return weight_cache.load(key, kernels, make)
 
     @classmethod
     def from_model(
@@ -136,18 +162,24 @@ class LanguageModel:
         object."""
         return cls(model.eval(), block_size, kv_cache_dtype)
 
-    def _use_native_kernels(self, weight_dtype: WeightDtype) -> None:
+    def _use_native_kernels(self, weight_dtype: WeightDtype, making: Making | None) -> None:
         head = None
         if self.device.type == "cpu":
+            kernels = None if making is None else making.kernels_for(self._model)
+            if making is not None and making.recorded is not None:
+                making.recorded.notes["shapes"] = [astuple(shape) for shape in self.shapes]
             positions = self._with_axes(torch.arange(NUM_TRIAL_TOKENS))
-            optimise_layers(self._text, self.kv_layout, self._backend, positions, weight_dtype)
-            head = optimise(self._text, self._head, weight_dtype)
+            optimise_layers(self._text, self.kv_layout, self._backend, positions, weight_dtype, kernels)
+            head = optimise(self._text, self._head, weight_dtype, kernels)
         if weight_dtype != "auto" and head is None:
             raise ConfigError(
                 f"weight_dtype {weight_dtype} needs the native CPU kernels; the log says why they are missing"
             )
         if head is not None:
-            self._head = head
+            self._head = cast(nn.Linear, head)
+            self._model.set_output_embeddings(head)  # the old one's weights are not kept
+            if (nothing := torch.empty(0)) is self._post_head(nothing):
+                self._decoder = whole_decoder(self._text, head, self.kv_layout, self._backend, positions)
 
     def positions(self, prompt: Prompt) -> PromptPositions:
         """Positions of every prompt token, from ids and media geometries. CPU only; any thread."""
@@ -160,12 +192,9 @@ class LanguageModel:
         """Writes the chunks' KV. Returns [n, vocab_size] float32: the logits of the last tokens of the n
         chunks that want logits. `on_layer(i)` is called when layer i's KV of this forward is written (on
         CUDA: enqueued)."""
-        hidden = self._packed_hidden(chunks, kv, on_layer)
-        ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
-        rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.wants_logits]
-        if not rows:
-            return torch.empty(0, self.vocab_size, device=self.device)
-        return self._logits(hidden[torch.tensor(rows, device=self.device)])
+        ends = itertools.accumulate(len(chunk.token_ids) for chunk in chunks)
+        wanted = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.wants_logits]
+        return self._run_chunks(chunks, kv, wanted, on_layer)
 
     @torch.inference_mode()
     def decode(
@@ -193,8 +222,7 @@ class LanguageModel:
             bidirectional_spans=(),
         )
         position_ids = contexts + torch.tensor(deltas)
-        hidden = self._run(self._embed_tokens(token_ids), position_ids, batch, {})
-        return self._logits(hidden)
+        return self._run(self._embed_tokens(token_ids), position_ids, batch, range(len(token_ids)))
 
     def decode_step(self, inputs: DecodeInputs, kv: BlockMemory) -> Tensor:
         """`decode` over tensors at fixed addresses, for a CUDA graph. Reads nothing from the host. Untried on
@@ -211,7 +239,7 @@ class LanguageModel:
             bidirectional_spans=(),
         )
         embeds = self._embed(inputs.token_ids.long())
-        return self._logits(self._run(embeds, inputs.position_ids.long(), batch, {}))
+        return self._logits(self._hidden(embeds, inputs.position_ids.long(), batch, {}))
 
     def can_capture_decode(self, kv: BlockMemory) -> bool:
         """Whether `decode_step` may be recorded in a CUDA graph."""
@@ -225,31 +253,52 @@ class LanguageModel:
         """Like `forward`, but returns [T, vocab_size] float32 logits of all T new tokens, chunk after chunk.
         Row i of a chunk predicts the token after its i-th. The next call starts behind the accepted tokens
         and overwrites the KV of rejected ones."""
-        return self._logits(self._packed_hidden(chunks, kv, None))
+        return self._run_chunks(chunks, kv, range(sum(len(chunk.token_ids) for chunk in chunks)), None)
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         """Block targets[i] becomes a copy of block sources[i]. On CUDA: enqueued."""
         kv.copy_blocks(sources, targets)
 
-    def _packed_hidden(
-        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None
-    ) -> Tensor:
-        """Writes the chunks' KV and returns [T, hidden_size] for their T new tokens."""
+    @property
+    def kernels_s(self) -> float | None:
+        """Of the last step: how long each thread was in native kernels, on average. None: not known, as the
+        model does not run in one native call."""
+        return None if self._decoder is None else self._decoder.layers.kernels_s
+
+    def _run_chunks(
+        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, wanted: Sequence[int],
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:  # fmt: skip
+        """Writes the chunks' KV and returns the logits of the tokens `wanted` of their T new ones."""
         batch = self._packed_batch(chunks, kv, on_layer)
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         embeds = self._embed_tokens(token_ids)
         places, deep = self._place_features(embeds, chunks)
         position_ids = torch.cat([chunk.position_ids for chunk in chunks], dim=-1)
-        extra = {}
+        extra: dict[str, object] = {}
         if deep is not None:
             mask = torch.zeros(1, len(token_ids), dtype=torch.bool, device=self.device)
             for place in places:
                 mask[0, place] = True
             extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
-        return self._run(embeds, position_ids, batch, extra)
+        return self._run(embeds, position_ids, batch, wanted, extra)
 
-    def _run(self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, extra: dict) -> Tensor:
+    def _run(
+        self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, wanted: Sequence[int],
+        extra: Mapping[str, object] = MappingProxyType({}),
+    ) -> Tensor:  # fmt: skip
+        """embeds [T, hidden_size], which may be overwritten → [len(wanted), vocab_size] float32 logits of
+        these tokens. `extra`: more arguments of the text model."""
+        rows = torch.tensor(wanted, dtype=torch.long, device=self.device)
+        if self._decoder is not None and not extra:
+            return self._decoder.logits(embeds[None], self._with_axes(position_ids), batch, rows)
+        hidden = self._hidden(embeds, position_ids, batch, extra)
+        return self._logits(hidden[rows]) if len(rows) else hidden.new_empty(0, self.vocab_size).float()
+
+    def _hidden(
+        self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, extra: Mapping[str, object]
+    ) -> Tensor:
         """embeds [T, hidden_size] → [T, hidden_size]."""
         output = self._text(
             inputs_embeds=embeds[None],
@@ -339,7 +388,8 @@ def _padded_tables(block_tables: Sequence[Sequence[int]], width: int) -> Tensor:
     """[B, width] int64 on the CPU. Each table is cut to `width` (it may reserve blocks for later) or padded
     with block 0, which the masks hide."""
     padding = (0,) * width
-    return torch.tensor([[*table[:width], *padding[len(table) :]] for table in block_tables])
+    rows = [[*table[:width], *padding[len(table) :]] for table in block_tables]
+    return torch.from_numpy(np.array(rows, dtype=np.int64))  # in a quarter of torch.tensor's time
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

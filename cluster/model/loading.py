@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import transformers
@@ -25,6 +26,7 @@ from transformers.distributed import DistributedConfig
 from cluster.config.checkpoint import check_weights
 from cluster.config.families import MEDIA_FAMILIES, part_of_whole
 from cluster.errors import ConfigError
+from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
 from cluster.model.support import check_class, family_of
 
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
@@ -48,9 +50,12 @@ class AbsentHalf(nn.Module):
 
 
 def load_half(
-    path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str, num_ranks: int = 1
-) -> PreTrainedModel:
-    """transformers' model with only this rank's share of `half` in memory. Blocks while reading.
+    path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str, num_ranks: int = 1,
+    mapped: MappedWeights | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """transformers' model with only this rank's share of `half` in memory. Blocks while reading. mapped: its
+    parameters, which are then not read from the checkpoint; those that exist in packed form only are on the
+    meta device.
 
     Raises ConfigError if the folder is not a model, the model type is not supported, the model has no such
     half, a weight file is missing or truncated, a weight is not finite, or the model cannot be distributed to
@@ -71,6 +76,8 @@ def load_half(
     else:
         half_class = _language_class(model_class, family.text_module)
     check_weights(Path(path))
+    if mapped is not None:
+        half_class = _mapped_class(half_class, mapped)
     if num_ranks > 1:
         model, report = _read_share(half_class, path, config, dtype, num_ranks)
     else:
@@ -78,7 +85,10 @@ def load_half(
     if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
         raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {', '.join(wrong[:5])}")
     _check_finite(model, path)
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    if mapped is not None:
+        _register(model)
+    return model
 
 
 def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
@@ -189,8 +199,6 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 def _encoder_class(model_class: type[PreTrainedModel], text_module: str) -> type[PreTrainedModel]:
     class EncoderHalf(model_class):
-        _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r".*"]
-
         def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
             super().__init__(config, *args, **kwargs)
             text = AbsentHalf(getattr(self.model, text_module).config)
@@ -206,8 +214,6 @@ def _encoder_class(model_class: type[PreTrainedModel], text_module: str) -> type
 
 def _language_class(model_class: type[PreTrainedModel], text_module: str) -> type[PreTrainedModel]:
     class LanguageHalf(model_class):
-        _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r".*"]
-
         def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
             super().__init__(config, *args, **kwargs)
             for name, child in list(self.model.named_children()):
@@ -217,8 +223,49 @@ def _language_class(model_class: type[PreTrainedModel], text_module: str) -> typ
     return _named_like(LanguageHalf, model_class)
 
 
-def _named_like(half_class: type, model_class: type) -> type:
-    """Copies name and module: transformers looks up conversions and quantizers by them."""
+def _mapped_class(half_class: type[PreTrainedModel], mapped: MappedWeights) -> type[PreTrainedModel]:
+    """`half_class` with the mapped parameters as plain attributes while transformers loads the rest: it
+    neither looks for them in the checkpoint nor initialises them."""
+
+    class MappedHalf(half_class):
+        def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
+            super().__init__(config, *args, **kwargs)
+            for names, tensor in mapped.parameters:
+                _put_aside(self, names, tensor)
+            for name, (shape, dtype) in mapped.absent.items():
+                _put_aside(self, [name], torch.empty(shape, dtype=dtype, device="meta"))
+            self._tied_weights_keys = self.model._tied_weights_keys = self.all_tied_weights_keys = {}
+
+        def tie_weights(self, *_args: object, **_kwargs: object) -> None:
+            """Does nothing: tied weights are one mapped parameter with several names."""
+
+    return _named_like(MappedHalf, half_class)
+
+
+def _put_aside(model: nn.Module, names: Sequence[str], tensor: torch.Tensor) -> None:
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    parameter._is_hf_initialized = True
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        try:
+            module = model.get_submodule(path)
+            del module._parameters[leaf]
+        except (AttributeError, KeyError) as error:
+            raise StaleWeights(f"the model has no parameter {name}") from error
+        module.__dict__[leaf] = parameter
+
+
+def _register(model: nn.Module) -> None:
+    """Makes the parameters that were put aside parameters again."""
+    for module in model.modules():
+        for leaf in [leaf for leaf, value in vars(module).items() if isinstance(value, nn.Parameter)]:
+            module.register_parameter(leaf, module.__dict__.pop(leaf))
+
+
+def _named_like(half_class: Any, model_class: type) -> Any:
+    """Copies name and module: transformers looks up conversions and quantizers by them. Tensors that the class has
+    no place for are left unread."""
+    half_class._keys_to_ignore_on_load_unexpected = [r".*"]
     half_class.__name__ = half_class.__qualname__ = model_class.__name__
     half_class.__module__ = model_class.__module__
     return half_class

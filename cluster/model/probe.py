@@ -31,6 +31,10 @@ class LayerShape:
     value: tuple[int, int]  # (kv heads, value width); the width differs from the key's in MLA
     window: int | None  # a token sees itself and the `window - 1` tokens before it; None: all
 
+    @classmethod
+    def from_json(cls, key: list[int], value: list[int], window: int | None) -> LayerShape:
+        return cls((key[0], key[1]), (value[0], value[1]), window)
+
 
 class _ShapeRecorder:
     """Shapes by layer, and the reasons why the backbone cannot be used."""

@@ -97,12 +97,12 @@ def draw_native(
     return tokens
 
 
-@cache
 def _native() -> ctypes.CDLL | None:
     kernels = library.load()
     return declared(kernels.cdll) if kernels else None
 
 
+@cache
 def declared(cdll: ctypes.CDLL) -> ctypes.CDLL:
     cdll.draw_tokens.argtypes = (c_void_p, c_int64, c_int64, *(c_void_p,) * 4, c_int64, c_int)
     cdll.draw_tokens.restype = None

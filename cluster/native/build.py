@@ -20,10 +20,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from cluster.native.variants import VARIANTS, Variant
 
 logger = logging.getLogger(__name__)
 
@@ -31,29 +32,6 @@ CACHES = (Path(__file__).parent / "_build", Path("~/.cache/epdg/kernels").expand
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-Wall")
 LIMIT_S = 300.0  # one compilation takes 3 s on an idle core
-
-_X86_64_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
-_X86_64_V4 = _X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to compile. cpu_flags: what a CPU must have to run the result, as /proc/cpuinfo spells it."""
-
-    name: str
-    flags: tuple[str, ...]
-    cpu_flags: frozenset[str]
-
-
-VARIANTS = (  # best first
-    Variant(
-        "avx512_bf16",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
-        _X86_64_V4 | {"avx512_bf16", "avx512_vnni"},
-    ),
-    Variant("avx512", ("-march=x86-64-v4",), _X86_64_V4),
-    Variant("avx2", ("-march=x86-64-v3",), _X86_64_V3),
-)
 
 
 def build(

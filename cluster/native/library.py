@@ -1,5 +1,5 @@
-"""Loads the native library of a folder of C++ sources, in the best variant that this CPU runs; builds it if
-it is not there yet.
+"""Loads the native library of a folder of C++ sources, in the variant that this process has selected (by
+default the best that this CPU runs); builds it if it is not there yet.
 
 Any thread. A call of a loaded function releases the interpreter's lock while it runs.
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import logging
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from cluster.native.build import VARIANTS, Variant, build
+from cluster.native.build import build
+from cluster.native.variants import Variant, selected_variants
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +25,9 @@ class NativeLibrary:
 
 
 def load(sources: Path) -> NativeLibrary | None:
-    """The best variant that this CPU runs and that can be built here, or None with the reason in the log. May
-    build: seconds."""
-    libraries = (load_variant(sources, variant) for variant in runnable_variants())
+    """The best selected variant that can be built here, or None with the reason in the log. May build:
+    seconds."""
+    libraries = (load_variant(sources, variant) for variant in selected_variants())
     return next((library for library in libraries if library is not None), None)
 
 
@@ -40,23 +40,3 @@ def load_variant(sources: Path, variant: Variant) -> NativeLibrary | None:
     except OSError as error:
         logger.warning("native CPU kernels do not load: %s", error)
         return None
-
-
-@cache
-def runnable_variants() -> tuple[Variant, ...]:
-    """Best first; none is a warning."""
-    flags = _cpu_flags()
-    variants = tuple(variant for variant in VARIANTS if variant.cpu_flags <= flags)
-    if not variants:
-        logger.warning("no native CPU kernels: this CPU has no AVX2")
-    return variants
-
-
-def _cpu_flags() -> frozenset[str]:
-    """Of the first core; empty where /proc/cpuinfo has none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(flags.partition(":")[2].split())

@@ -24,6 +24,7 @@ from cluster.config import ClusterArgs, Environment, read_environment, resolve
 from cluster.config.checkpoint import Weights, check_checkpoint, takes_media, text_config
 from cluster.config.machine import available_memory, has_gpu
 from cluster.errors import ConfigError
+from cluster.native.variants import Variant, check_choice, runnable_variants
 from cluster.serving.local_environment import POOL_SLOTS
 
 BUILDER = "cluster.app:build"
@@ -52,6 +53,7 @@ class Machine:
     cores: Collection[int]
     available_memory: Callable[[], int] = available_memory
     has_gpu: Callable[[], bool] = has_gpu
+    cpu_variants: Callable[[], tuple[Variant, ...]] = runnable_variants
 
 
 def address_of(content: Mapping[str, Any]) -> tuple[str, int]:
@@ -144,6 +146,7 @@ def _settings(args: Mapping[str, Any], file: Path) -> ClusterArgs:
 
 
 def _check_machine(args: ClusterArgs, environment: Environment, machine: Machine) -> None:
+    check_choice(args.cpu_kernels, machine.cpu_variants())
     if args.device == "cuda" and not machine.has_gpu():
         raise ConfigError("the configuration asks for CUDA, but this machine has no GPU", param="device")
     for name, pool in (("encode", args.encode), ("prefill", args.prefill), ("decode", args.decode)):

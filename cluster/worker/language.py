@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.cuda.graphs import with_graphs
 from cluster.model.language import LanguageModel
 from cluster.model.parallel import ParallelGroup
@@ -63,6 +64,7 @@ def load_language(
         kv_cache_dtype=args.kv_cache_dtype,
         weight_dtype=args.weight_dtype,
         num_ranks=1 if group is None else group.size,
+        weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )
     is_recorded = role is Role.DECODE and setup.device.type == "cuda"
     num_kv_blocks = sizes.num_kv_blocks + is_recorded  # the last block is for the padding of recorded steps
@@ -82,7 +84,7 @@ def load_language(
             setup.dtype.itemsize,
         ),
     )
-    available = available_bytes(setup.device)
+    available = available_bytes(setup.device, model.evictable_bytes)
     plan.check(available)
     logger.info("%s: memory\n%s", setup.replica_id, plan.describe(available))
     kv = BlockMemory(model.kv_layout, num_kv_blocks, setup.device)

@@ -81,11 +81,13 @@ def encoder_step_bytes(num_rows: int, config: PreTrainedConfig, itemsize: int) -
     return step_bytes(num_rows * PATCHES_PER_ROW, max(widths), 0, 0, itemsize)
 
 
-def available_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on the device now."""
+def available_bytes(device: torch.device, evictable_bytes: int = 0) -> int:
+    """Bytes that can be allocated on the device now. evictable_bytes: mapped weights that are not locked in
+    memory; the kernel counts them as available. Locked ones count once per host, however many workers map
+    them."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return available_memory()
+    return available_memory() - evictable_bytes
 
 
 def _mib(num_bytes: int) -> str:

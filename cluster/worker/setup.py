@@ -11,6 +11,7 @@ import torch
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
+from cluster.native.variants import select
 from cluster.rpc import new_address
 from kv_transfer.agents.transport_probe import probe_transport
 
@@ -37,8 +38,10 @@ class WorkerSetup:
 
 
 def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
-    """Raises ConfigError if the configuration asks for a device that is not available."""
+    """Raises ConfigError if the configuration asks for a device or a CPU variant that is not available. Selects the
+    CPU variant for this process."""
     environment = read_environment()
+    select(args.cpu_kernels)
     has_cuda = torch.cuda.is_available()
     if args.device == "cuda" and not has_cuda:
         raise ConfigError("the configuration asks for CUDA, but this replica sees no GPU")

@@ -1,4 +1,5 @@
-"""The C interface of codec.cpp and checksum.cpp. Loaded once, on first use, from any thread."""
+"""The C interface of codec.cpp and checksum.cpp. Loaded once for each selected variant, on first
+use, from any thread."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from cluster.native import library as native
-from cluster.native.build import Variant
+from cluster.native.variants import Variant, selected_variants
 
 SOURCES = Path(__file__).parent
 
@@ -29,9 +30,14 @@ class CodecCall(ctypes.Structure):
     )
 
 
-@cache
 def load() -> ctypes.CDLL | None:
-    """The best variant that this CPU runs and that can be built here, or None with the reason in the log."""
+    """The best selected variant that can be built here (`cluster.native.variants`), or None with the reason in
+    the log. The same object each time."""
+    return _load(selected_variants())
+
+
+@cache
+def _load(_of: tuple[Variant, ...]) -> ctypes.CDLL | None:
     return _declared(native.load(SOURCES))
 
 

@@ -57,6 +57,11 @@ class LeaseWriter:
             False  # bytes may still land: the owner must not be told that the writer has stopped
         )
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the next `advance` may find something done."""
+        return bool(self._in_flight or self.outgoing.queued)
+
     def advance(self) -> SendEvent | None:
         """One round; the event that ends the lease, or None. Belongs to `Sender.poll`."""
         outgoing = self.outgoing

@@ -69,7 +69,7 @@ from kv_transfer.lease.processes import has_ended
 
 logger = logging.getLogger(__name__)
 
-# Polling every millisecond, the owner's side takes in what the sockets of a dead writer hold.
+# Polling every few milliseconds, the owner's side takes in what the sockets of a dead writer hold.
 IN_FLIGHT_S = 2.0
 LOOK_EVERY_S = 0.25  # at the writers' processes
 TAKEN_BACK_S = 3600.0  # a lease is remembered for so long if its writer has said nothing

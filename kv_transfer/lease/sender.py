@@ -77,6 +77,11 @@ class Sender:
         return len(self._open)
 
     @property
+    def is_writing(self) -> bool:
+        """Whether a write is in flight, or waits until its bytes are in the memory. Agent's thread."""
+        return any(writer.is_writing for writer in self._writers())
+
+    @property
     def sent(self) -> SentTotals:
         """Since the start."""
         totals = SentTotals(self._sent.raw, self._sent.coded)

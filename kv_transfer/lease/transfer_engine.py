@@ -1,9 +1,10 @@
 """The thread that moves bytes: one agent, its sender and its receiver.
 
     any thread       grant / cancel / revoke, open, and the outgoing lease's write / finish / abort; return at once
-    transfer thread  step(): notifications in, writes out, events to `on_event`. While anything is open, every
-                     `poll_interval_s`; while the last word of a writer is missing, every
-                     LATE_POLL_INTERVAL_S; else asleep
+    transfer thread  step(): notifications in, writes out, events to `on_event`. While a write is in flight,
+                     every `poll_interval_s`; while a lease is open, less often the longer nothing happens
+                     (`pause_s`); while the last word of a writer is missing, every LATE_POLL_INTERVAL_S;
+                     else asleep
 
 A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
 last lease has closed the thread polls for another `linger_s`, because a notification that was just sent may
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 # While nothing is open, but the writer of a lease that was taken back has not said that it stopped.
 LATE_POLL_INTERVAL_S = 0.05
+# Each poll interrupts a compute thread where cores are few. So a lease that has waited long, for a prompt that
+# is being computed, waits for its next poll up to this share longer, and never longer than MAX_POLL_INTERVAL_S.
+POLL_SHARE = 1 / 16
+MAX_POLL_INTERVAL_S = 0.005
 
 
 class TransferEngine:
@@ -84,6 +89,7 @@ class TransferEngine:
         self._is_closing = False
         self._is_failing = False  # the last step raised
         self._linger_until = 0.0
+        self._moved_at = clock.now()  # the last call that wakes the thread, or the last event
         self._thread: threading.Thread | None = None
 
     @property
@@ -222,7 +228,14 @@ class TransferEngine:
             is_busy = self.step()
             with self._condition:
                 if not self._is_awake and self._thread is not None:
-                    self._condition.wait(self._poll_interval_s if is_busy else self._idle_s)
+                    self._condition.wait(self.pause_s() if is_busy else self._idle_s)
+
+    def pause_s(self) -> float:
+        """How long the thread sleeps between two steps, unless it is woken."""
+        if self._sender is not None and self._sender.is_writing:
+            return self._poll_interval_s
+        quiet_s = self._clock.now() - self._moved_at
+        return max(self._poll_interval_s, min(POLL_SHARE * quiet_s, MAX_POLL_INTERVAL_S))
 
     @property
     def _idle_s(self) -> float | None:
@@ -249,6 +262,7 @@ class TransferEngine:
 
     def _deliver(self, events: Sequence[TransferEvent]) -> None:
         for event in events:
+            self._moved_at = self._clock.now()
             try:
                 self._on_event(event)
             except Exception:  # a bug of the owner must not cost the other leases their events
@@ -261,6 +275,7 @@ class TransferEngine:
 
     def _wake(self) -> None:
         self.pulse.begin()
+        self._moved_at = self._clock.now()
         with self._condition:
             self._is_awake = True
             self._condition.notify_all()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from cluster import overload
 from router.admission.answers import Capacity, Reported
 from router.admission.fair_queue import AdmissionTicket
 
@@ -89,8 +90,14 @@ class AdmittedWork:
 
     def has_blocks(self, ticket: AdmissionTicket) -> bool:
         """A request that is larger than all memory is admitted alone; the cluster decides about it."""
-        used = max(self._num_blocks, self._reported.num_blocks)
-        return self._num_blocks == 0 or used + ticket.num_blocks <= self._blocks_limit
+        return self._num_blocks == 0 or ticket.num_blocks <= self._num_free_blocks
+
+    def block_shortage(self, ticket: AdmissionTicket) -> str:
+        """For the client: why the request waits for blocks; empty if it does not."""
+        if self.has_blocks(ticket):
+            return ""
+        num_free, limit = max(0, int(self._num_free_blocks)), int(self._blocks_limit)
+        return overload.lacks_blocks(ticket.num_blocks, num_free, limit)
 
     @property
     def has_text_share(self) -> bool:
@@ -122,6 +129,11 @@ class AdmittedWork:
             self._free_encode(holding)
             self._free_prefill(holding)
             self._change_blocks(holding.ticket, -1)
+
+    @property
+    def _num_free_blocks(self) -> float:
+        """Of this door's part."""
+        return self._blocks_limit - max(self._num_blocks, self._reported.num_blocks)
 
     @property
     def _blocks_limit(self) -> float:

@@ -34,14 +34,6 @@ class RefusalReason(StrEnum):
     DISPLACED = "displaced"
 
 
-_MESSAGES = {
-    RefusalReason.WAIT: "the server is busy: this request would wait too long",
-    RefusalReason.TARGET: "the server is busy: the first token of this request would come too late",
-    RefusalReason.FULL: "the server is busy: too many requests are waiting",
-    RefusalReason.DISPLACED: "the server is busy: this request made room for others",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """The request starts now."""
@@ -56,7 +48,8 @@ class Queued:
 class AdmissionRefusal:
     retry_after_s: int  # until there is room, if requests keep arriving as fast as they start
     reason: RefusalReason
+    message: str  # for the client; see cluster.overload
 
     def to_error(self) -> OverloadedError:
         """The error for the client."""
-        return OverloadedError(_MESSAGES[self.reason], retry_after_s=self.retry_after_s)
+        return OverloadedError(self.message, retry_after_s=self.retry_after_s)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from math import ceil, exp
 
+from cluster import overload
 from cluster.config.settings import AdmissionArgs
 from router.admission.admitted import AdmittedWork
 from router.admission.answers import AdmissionRefusal, Admitted, Capacity, Queued, RefusalReason, Reported
@@ -121,9 +122,11 @@ class AdmissionQueue:
         self._advance(ticket, now)
         latest_at = self._latest_at(ticket, now)
         wait_s = self._wait_s(ticket)
-        excess_s = wait_s - (latest_at - now) * (PLANNED_SHARE if latest_at > now else 1.0)
-        if excess_s > 0:
-            return self._refusal(ticket, self._reason(ticket, latest_at), excess_s, now)
+        planned_s = (latest_at - now) * (PLANNED_SHARE if latest_at > now else 1.0)
+        if wait_s > planned_s:
+            reason = self._reason(ticket, latest_at)
+            message = self._would_wait(ticket, reason, wait_s, planned_s)
+            return self._refusal(ticket, reason, message, wait_s - planned_s, now)
         self._queue.push(ticket, latest_at, self._cost_s(ticket))
         head = self._next()
         if head is not None and head.ticket is ticket:
@@ -131,7 +134,8 @@ class AdmissionQueue:
             return Admitted()
         if len(self._queue) > self._args.max_queued and not self._displace(ticket, now):
             self._queue.remove(ticket.request_id)
-            return self._refusal(ticket, RefusalReason.FULL, wait_s, now)
+            message = overload.queue_is_full(*self._in_line(ticket))
+            return self._refusal(ticket, RefusalReason.FULL, message, wait_s, now)
         return Queued()
 
     def freed(self, now: float) -> list[AdmissionTicket]:
@@ -194,24 +198,26 @@ class AdmissionQueue:
 
     def _expire(self, now: float) -> None:
         while (first := self._queue.first_deadline()) is not None and first.latest_at <= now:
-            self._drop(first.ticket, self._reason(first.ticket, first.latest_at), now)
+            reason = self._reason(first.ticket, first.latest_at)
+            self._drop(first.ticket, reason, self._has_waited(first, reason, now), now)
 
     def _displace(self, ticket: AdmissionTicket, now: float) -> bool:
         """Whether a full queue keeps a new ticket. A class always has room for one."""
         victim = self._queue.displaced_by(ticket)
         if victim is not None:
-            self._drop(victim, RefusalReason.DISPLACED, now)
+            message = overload.made_room(*self._in_line(victim))
+            self._drop(victim, RefusalReason.DISPLACED, message, now)
         return victim is not None or len(self._queue.of_class(ticket.class_name)) == 1
 
-    def _drop(self, ticket: AdmissionTicket, reason: RefusalReason, now: float) -> None:
+    def _drop(self, ticket: AdmissionTicket, reason: RefusalReason, message: str, now: float) -> None:
         """Refuse a queued ticket."""
         self._advance(ticket, now)
         self._queue.remove(ticket.request_id)
         self._refused_at = now
-        self._refused.append((ticket, self._refusal(ticket, reason, self._wait_s(ticket), now)))
+        self._refused.append((ticket, self._refusal(ticket, reason, message, self._wait_s(ticket), now)))
 
     def _refusal(
-        self, ticket: AdmissionTicket, reason: RefusalReason, excess_s: float, now: float
+        self, ticket: AdmissionTicket, reason: RefusalReason, message: str, excess_s: float, now: float
     ) -> AdmissionRefusal:
         """After `excess_s` the queue is short enough for one request. Requests that are refused one after the
         other get later and later times, so that each finds room when those before it have come back and
@@ -220,7 +226,36 @@ class AdmissionQueue:
         longest_s = max(excess_s, MAX_PROMISE_S)
         in_s = min(max(excess_s, rate.promised_until - now), longest_s)
         rate.promised_until = now + in_s + self._cost_s(ticket) / rate.speed
-        return AdmissionRefusal(max(1, ceil(in_s)), reason)
+        return AdmissionRefusal(max(1, ceil(in_s)), reason, message)
+
+    def _would_wait(
+        self, ticket: AdmissionTicket, reason: RefusalReason, wait_s: float, planned_s: float
+    ) -> str:
+        """The text for a request that is not queued."""
+        limits = self._classes[ticket.class_name]
+        if reason is RefusalReason.TARGET:
+            text, longest_s = overload.would_miss_target, limits.target_ttft_s
+        else:
+            text, longest_s = overload.would_wait, limits.max_wait_s
+        message = text(wait_s, limits.name, longest_s, max(0.0, planned_s))
+        return message + self._admitted.block_shortage(ticket)
+
+    def _has_waited(self, waiting: Waiting, reason: RefusalReason, now: float) -> str:
+        """The text for a request whose time is over."""
+        ticket, limits = waiting.ticket, self._classes[waiting.ticket.class_name]
+        if reason is RefusalReason.TARGET:
+            waited_s, target_s = now - ticket.arrived_at, limits.target_ttft_s
+            message = overload.has_missed_target(waited_s, ticket.ttft_s, limits.name, target_s)
+        else:
+            waited_s = now - waiting.latest_at + limits.max_wait_s
+            message = overload.has_waited(waited_s, limits.name, limits.max_wait_s)
+        return message + self._admitted.block_shortage(ticket)
+
+    def _in_line(self, ticket: AdmissionTicket) -> tuple[int, str, int]:
+        """For the texts of a full queue: requests of the ticket's tenant and class that wait, the class, and
+        how many may wait in all."""
+        num_of_tenant = self._queue.of_class(ticket.class_name).num_waiting(ticket.tenant)
+        return num_of_tenant, ticket.class_name, self._args.max_queued
 
     def _latest_at(self, ticket: AdmissionTicket, now: float) -> float:
         """Until when the request may wait. A target that it would miss even on an idle cluster does not

@@ -14,6 +14,7 @@ from types import TracebackType
 
 from starlette.requests import ClientDisconnect, Request
 
+from cluster import overload
 from cluster.errors import OverloadedError, RequestError
 from router.openai.limits import Limits
 
@@ -39,7 +40,7 @@ class BodyBudget:
     always room for another tenant."""
 
     def __init__(self, max_bytes: int):
-        self._free = max_bytes
+        self._max_bytes = self._free = max_bytes
         self._held: Counter[str] = Counter()
 
     @property
@@ -51,10 +52,10 @@ class BodyBudget:
 
     def take(self, tenant: str, num_bytes: int) -> None:
         """Raises OverloadedError."""
-        if self._held[tenant] + num_bytes > self._free - num_bytes:
+        held, free = self._held[tenant] + num_bytes, self._free - num_bytes
+        if held > free:
             raise OverloadedError(
-                "the requests in work hold too many bytes; send this one again later",
-                retry_after_s=RETRY_AFTER_S,
+                overload.body_bytes(held, max(0, free), self._max_bytes), retry_after_s=RETRY_AFTER_S
             )
         self._free -= num_bytes
         self._held[tenant] += num_bytes

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cluster import overload
 from cluster.clock import Clock
 from cluster.errors import ClusterError, MediaError, OverloadedError, RequestError
 from cluster.media.fetch import FetchedMedia, Fetcher
@@ -66,8 +67,7 @@ class MediaBytes:
         ):
             if now + num_bytes > max_bytes:
                 raise OverloadedError(
-                    f"the media of the requests in work have {now} bytes; a {name} holds at most {max_bytes}",
-                    retry_after_s=RETRY_AFTER_S,
+                    overload.media_bytes(now + num_bytes, name, max_bytes), retry_after_s=RETRY_AFTER_S
                 )
         self.total += num_bytes
         self.by_tenant[tenant] += num_bytes

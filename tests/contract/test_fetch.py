@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from cluster import overload
 from cluster.errors import MediaError, OverloadedError
 from cluster.media.fetch import Fetcher, FetchPolicy
 from tests.contract.fetch_host import Request, answer, redirect
@@ -218,6 +219,7 @@ async def test_a_request_that_gets_no_slot_is_told_to_come_again(host):
     )
     assert isinstance(errors[0], MediaError)
     assert isinstance(errors[2], OverloadedError)  # the second may have had a slot for the last 0.05 s
+    assert errors[2].message == overload.no_slot("downloads of media", 0.3, 1, 1)
     await fetcher.aclose()
 
 

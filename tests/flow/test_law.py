@@ -88,6 +88,23 @@ async def check_all(cluster: LocalCluster, expected: list[Pair], concurrency: in
             group.create_task(check(client, case, answer))
 
 
+async def check_ids(cluster: LocalCluster, expected: list[Pair]) -> None:
+    """Below HTTP, where texts and counts are all that can be seen: the ids themselves, end token included."""
+    door = cluster.door
+    for case, answer in expected:
+        body = {"model": "demo", "messages": case.messages, "temperature": 0}
+        call = chat_call(ChatRequest.model_validate(body), "demo", door.defaults)
+        prompt = await door.prepare(call, RequestTimeline(0.0))
+        stop = StopParams(MAX_TOKENS, call.stop.token_ids)
+        request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, stop)
+        (events,) = door._dispatcher.generate(
+            request, prompt.items, prompt.block_hashes, RequestTimeline(0.0)
+        )
+        got = [token_id async for event in events for token_id in event.token_ids]
+        prompt.release()
+        assert tuple(got) == answer.token_ids, case.kind
+
+
 CHUNKINGS = [(16, 1), (16, 32), (48, 8), (4096, 1), (4096, 32)]  # tokens in a step, requests at once
 
 
@@ -117,21 +134,8 @@ async def check_cold_and_warm(pairs: list[Pair], args: ClusterArgs, concurrency:
 
 
 async def test_every_token_id_equals_generate(expected):
-    """Below HTTP, where texts and counts are all that can be seen: the ids themselves, end token included."""
     async with local_cluster(cluster_args(16, "nixl")) as cluster:
-        door = cluster.door
-        for case, answer in expected[:30]:
-            body = {"model": "demo", "messages": case.messages, "temperature": 0}
-            call = chat_call(ChatRequest.model_validate(body), "demo", door.defaults)
-            prompt = await door.prepare(call, RequestTimeline(0.0))
-            stop = StopParams(MAX_TOKENS, call.stop.token_ids)
-            request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, stop)
-            (events,) = door._dispatcher.generate(
-                request, prompt.items, prompt.block_hashes, RequestTimeline(0.0)
-            )
-            got = [token_id async for event in events for token_id in event.token_ids]
-            prompt.release()
-            assert tuple(got) == answer.token_ids, case.kind
+        await check_ids(cluster, expected[:30])
 
 
 @pytest.mark.parametrize(("transport", "part"), [("nixl", 1), ("collective", 2)])

@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import hdrs
 from yarl import URL
 
+from cluster import overload
 from cluster.errors import MediaError, OverloadedError
 from cluster.media.fetch.cache import FOREVER, Freshness, Known, freshness
 from cluster.media.fetch.dial import Lookup, MayDial, open_session, system_lookup, was_refused
@@ -73,7 +74,9 @@ class Downloader:
             raise MediaError("the host did not answer in time") from None
         except TimeoutError:
             if not has_slot:
-                raise OverloadedError("too many downloads of media", retry_after_s=RETRY_AFTER_S) from None
+                num_slots, waited_s = self._policy.max_concurrent, self._policy.total_timeout_s
+                text = overload.no_slot("downloads of media", waited_s, num_slots, num_slots)
+                raise OverloadedError(text, retry_after_s=RETRY_AFTER_S) from None
             raise MediaError(f"not received within {self._policy.total_timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise MediaError(

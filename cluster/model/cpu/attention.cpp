@@ -279,8 +279,10 @@ void write_rows(const WriteCall& call, int64_t begin, int64_t end) {
 
 namespace kernels {
 
-AttentionPlan::AttentionPlan(const AttentionStep& step, const AttentionCall& call) {
+void AttentionPlan::make(const AttentionStep& step, const AttentionCall& call) {
   const Shape shape = shape_of(call);
+  items.clear();
+  pairs = 0;
   parts.resize(list_items(step, call, shape, items));
   for (const Item& item : items) pairs += (item.keys_end - item.key) * item.tokens * shape.group;
 }

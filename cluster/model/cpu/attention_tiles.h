@@ -20,8 +20,6 @@ constexpr int kGroup = 64;            // channels that share a scale
 constexpr float kLowest = -1e30f;     // maximum of no scores; finite, so that differences are numbers
 constexpr float kLog2E = 1.44269504f;
 
-inline Floats splat_word(const float* p) { return (Floats)(load<uint32_t>(p) | Words{}); }
-
 inline Halves halves_of(Floats value) {  // to bfloat16, nearest even
 #if defined(__AVX512BF16__)
   return (Halves)_mm512_cvtneps_pbh((__m512)value);

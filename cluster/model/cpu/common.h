@@ -39,9 +39,8 @@ inline void store(void* target, Vector value) {
   std::memcpy(target, &value, sizeof(value));
 }
 
-inline Floats splat(float value) { return value - Floats{}; }  // a sum would change -0
-
 #if defined(__AVX512F__)
+inline Floats splat(float value) { return (Floats)_mm512_set1_ps(value); }
 inline Words words_of(Halves value) { return (Words)_mm512_cvtepu16_epi32((__m256i)value); }
 inline Ints words_of(Bytes value) { return (Ints)_mm512_cvtepi8_epi32((__m128i)value); }
 inline Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -49,6 +48,7 @@ inline float largest(Floats value) { return _mm512_reduce_max_ps((__m512)value);
 inline float sum_of(Floats value) { return _mm512_reduce_add_ps((__m512)value); }
 inline Ints nearest(Floats value) { return (Ints)_mm512_cvtps_epi32((__m512)value); }
 #else
+inline Floats splat(float value) { return (Floats)_mm256_set1_ps(value); }
 inline Words words_of(Halves value) { return __builtin_convertvector(value, Words); }
 inline Ints words_of(Bytes value) { return __builtin_convertvector(value, Ints); }
 inline Floats larger(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
@@ -64,6 +64,7 @@ inline float sum_of(Floats value) {
 }
 inline Ints nearest(Floats value) { return (Ints)_mm256_cvtps_epi32((__m256)value); }
 #endif
+inline Floats splat_word(const void* source) { return splat(load<float>(source)); }  // any 4 bytes, by one load
 
 inline Floats widened(const float* p) { return load<Floats>(p); }
 inline Floats widened(const BFloat16* p) { return (Floats)(words_of(load<Halves>(p)) << 16); }

@@ -73,6 +73,10 @@ struct Product {
 };
 constexpr int64_t kSerialWork = 1 << 23;  // less is faster on one thread: 70 us with AVX-512, to wake a second takes 15 to 25
 
+// ------------------------------------------------------------------------------------------------------------ rows.cpp
+
+constexpr int64_t kSerialElements = 1 << 17;  // of x, in a pass over it that one thread makes as fast as two
+
 void rms_norm_rows(bool is_bf16, const void* weight, const void* x, void* y, int64_t rows, int64_t width, float epsilon);
 
 // x ≈ scales[row] * (byte - 128); a row of bytes takes `x_bytes`.
@@ -90,7 +94,9 @@ struct AttentionPlan {
   std::vector<float> parts;  // of split contexts; empty: nothing to merge
   int64_t pairs = 0;         // query rows times keys
 
-  AttentionPlan(const AttentionStep& step, const AttentionCall& call);
+  AttentionPlan() = default;
+  AttentionPlan(const AttentionStep& step, const AttentionCall& call) { make(step, call); }
+  void make(const AttentionStep& step, const AttentionCall& call);  // a new plan in the memory of the last
   // `next`: an item that this thread is likely to run after it.
   void run(const AttentionStep& step, const AttentionCall& call, int64_t item, int64_t next);
   // When all have run. Adds up the parts of the split context whose first item this is.

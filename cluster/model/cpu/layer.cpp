@@ -1,23 +1,22 @@
-// A decoder layer in one call: y = h + mlp(norm(h)), h = x + attention(norm(x)), over packed tokens and paged K and V.
+// Decoder layers in one call: of each, y = h + mlp(norm(h)), h = x + attention(norm(x)), over packed tokens and paged K and
+// V; then, where the caller wants logits, the model's last norm and its head.
 //
-// One team of threads goes through the phases below. A thread that is free takes the next item of the phase. A phase ends
-// when its items are done, not when all threads have arrived: a thread that loses its core between two items delays no
-// other, and finds later that the phases it missed are over. While a thread waits it prefetches the next weights.
+// One team of threads goes through the phases of all layers in one OpenMP region (team.h). While a thread waits it fetches
+// the weights of the next product.
 //
-// Sums and roundings are those of the kernels in linear.cpp and attention.cpp: a row depends neither on the other rows nor
+// Sums and roundings are those of the kernels in linear.cpp, rows.cpp and attention.cpp: a row depends neither on the other rows nor
 // on the number of threads. Plain C interface; the memory between the phases is kept per calling thread and reused.
 
 #include <omp.h>
-#include <sched.h>
 
-#include <atomic>
 #include <vector>
 
 #include "common.h"
 #include "kernels.h"
+#include "team.h"
 
 extern "C" {
-// Mirrored by layer.py. What is fixed when a model is loaded.
+// The next four are mirrored by layer.py. What is fixed when a model is loaded; the layers of a call have the same shapes.
 struct DecoderLayer {
   const Layer *qkv, *out, *gate_up, *down;  // qkv: query heads, then key heads, then value heads
   const void *input_norm, *post_norm;       // [hidden]
@@ -26,59 +25,44 @@ struct DecoderLayer {
   double input_epsilon, post_epsilon, query_epsilon, key_epsilon, scale;
 };
 
-// The same for all layers of a step.
-struct LayerStep {
-  const int64_t* slots;      // [tokens]
-  const void *cos, *sin;     // [tokens, rotary_width]; channels behind rotary_width are not turned
-  int64_t tokens, rotary_width;
+struct Decoder {
+  const DecoderLayer* const* layers;
+  const int64_t* views;  // [num_layers] which of the step's views the layer has
+  int64_t num_layers;
+  const void* norm;   // the last, [hidden]; null where there is no head
+  const Layer* head;  // or null
+  double epsilon;
+};
+
+// Where a layer keeps K and V.
+struct LayerRows {
+  void *key, *key_scales, *value, *value_scales;
+};
+
+struct DecoderStep {
+  const int64_t* slots;                 // [tokens]
+  const void *cos, *sin;                // [tokens, rotary_width]; channels behind rotary_width are not turned
+  const LayerRows* rows;                // [num_layers]
+  const AttentionStep* const* views;    // [num_views]
+  const void* x;                        // [tokens, hidden]
+  void* y;                              // [tokens, hidden], what the last layer gives; may be x
+  const int64_t* wanted;                // [num_wanted] tokens, of which the head makes
+  void* outputs;                        // [num_wanted, outputs of the head], rounded as the other products are
+  float* logits;                        // the same in float32; null where `outputs` are
+  int64_t tokens, rotary_width, num_views, num_wanted, threads;
+  int (*on_layer)(int64_t layer);       // or null; called by the calling thread when a layer has run. Not 0: stop there
+  int64_t busy;                         // set by the call: nanoseconds of each thread in kernels, on average
 };
 }
 
 namespace {
 
+using kernels::AttentionPlan;
 using kernels::Product;
 
-constexpr int kSpins = 4000;             // of a waiting thread before it offers its core to others
 constexpr int64_t kFetched = 384 << 10;  // bytes of weights that a waiting thread fetches into its second-level cache
-constexpr int64_t kNormRows = 4, kTokens = 4;  // of an item
-
-// ---------------------------------------------------------------------------------------------------- phases and threads
-
-struct alignas(64) Phase {
-  std::atomic<int64_t> next{0}, done{0};
-};
-
-// Fetches what a thread is likely to read first when it goes on, a little at a time.
-struct Fetch {
-  const char *next = nullptr, *end = nullptr;
-
-  Fetch(const Product& product, int64_t thread) {
-    if (thread >= product.items()) return;
-    int64_t bytes;
-    next = product.weights(thread, &bytes);
-    end = next + std::min(bytes, kFetched);
-  }
-  bool some() {
-    if (next >= end) return false;
-    for (int line = 0; line < 4; line++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
-    return true;
-  }
-};
-
-// Runs items of the phase until none is left, then waits for those that other threads still run.
-template <class Work>
-void share(Phase& phase, int64_t items, Fetch& fetch, Work work) {
-  int64_t own = 0;
-  for (int64_t item; (item = phase.next.fetch_add(1, std::memory_order_relaxed)) < items; own++) work(item);
-  if (own) phase.done.fetch_add(own, std::memory_order_release);
-  for (int spins = 0; phase.done.load(std::memory_order_acquire) != items;) {
-    if (fetch.some()) continue;
-    if (spins++ < kSpins)
-      _mm_pause();
-    else
-      sched_yield();
-  }
-}
+constexpr int64_t kNormRows = 4, kTokens = 4, kLogits = 1 << 13;  // of an item
+constexpr int64_t kLeastShared = kernels::kSerialWork / 8;  // of a layer's products, for more than one thread
 
 // ------------------------------------------------------------------------------------------------- rows between products
 
@@ -136,31 +120,61 @@ struct Workspace {
   }
 };
 
-// --------------------------------------------------------------------------------------------------------------- a call
+// ----------------------------------------------------------------------------------------------------------- a layer
 
-// The heads of a token lie behind each other in a row of `qkv`.
-struct Call {
-  const DecoderLayer& layer;
-  const LayerStep& step;
-  const void* x;
-  char* y;
-  Rows normed, attended, gated;
+struct Buffers {
+  Rows normed, attended, gated, last;
   char* qkv;
-  int64_t element_bytes, query_width, kv_width, qkv_width;
 
-  Call(const DecoderLayer& layer, const LayerStep& step, const void* x, void* y, Workspace& workspace)
-      : layer(layer), step(step), x(x), y((char*)y) {
-    element_bytes = layer.is_bf16 ? 2 : 4;
-    query_width = layer.query_heads * layer.head_width;
-    kv_width = layer.kv_heads * layer.head_width;
-    qkv_width = query_width + 2 * kv_width;
+  Buffers(const Decoder& decoder, const DecoderStep& step, Workspace& workspace) {
+    const DecoderLayer& layer = *decoder.layers[0];
     normed = workspace.rows(*layer.qkv, step.tokens, layer.is_bf16);
     attended = workspace.rows(*layer.out, step.tokens, layer.is_bf16);
     gated = workspace.rows(*layer.down, step.tokens, layer.is_bf16);
-    qkv = workspace.take(step.tokens * qkv_width * element_bytes);
+    qkv = workspace.take(step.tokens * layer.qkv->outputs * (layer.is_bf16 ? 2 : 4));
+    if (step.num_wanted) last = workspace.rows(*decoder.head, step.num_wanted, layer.is_bf16);
+  }
+};
+
+// One layer of a step. The heads of a token lie behind each other in a row of `qkv`.
+struct LayerCall {
+  const DecoderLayer& layer;
+  const DecoderStep& step;
+  const Buffers& buffers;
+  const void* x;
+  const int64_t element_bytes, query_width, kv_width, qkv_width;
+  const Product qkv, out, gate_up, down;
+  const WriteCall key, value;
+  const AttentionCall attention;
+
+  LayerCall(const DecoderLayer& layer, const LayerRows& rows, const DecoderStep& step, const Buffers& buffers, const void* x)
+      : layer(layer),
+        step(step),
+        buffers(buffers),
+        x(x),
+        element_bytes(layer.is_bf16 ? 2 : 4),
+        query_width(layer.query_heads * layer.head_width),
+        kv_width(layer.kv_heads * layer.head_width),
+        qkv_width(query_width + 2 * kv_width),
+        qkv{layer.qkv, buffers.normed.batch(step.tokens, nullptr), buffers.qkv, layer.is_bf16 != 0},
+        out{layer.out, buffers.attended.batch(step.tokens, x), step.y, layer.is_bf16 != 0},
+        gate_up{layer.gate_up, buffers.normed.batch(step.tokens, nullptr), buffers.gated.data, layer.is_bf16 != 0},
+        down{layer.down, buffers.gated.batch(step.tokens, step.y), step.y, layer.is_bf16 != 0},
+        key(write_call(query_width, rows.key, rows.key_scales)),
+        value(write_call(query_width + kv_width, rows.value, rows.value_scales)),
+        attention{buffers.qkv, rows.key, rows.key_scales, rows.value, rows.value_scales, nullptr, buffers.attended.data,
+                  qkv_width, layer.head_width, layer.query_heads, layer.kv_heads, layer.head_width, layer.head_width,
+                  layer.is_bf16, layer.scale, 0} {}
+
+  WriteCall write_call(int64_t column, void* target, void* scales) const {
+    return {buffers.qkv + column * element_bytes, step.slots, target, scales, step.tokens, layer.kv_heads,
+            layer.head_width, qkv_width, layer.head_width, layer.is_bf16, 1};
   }
 
+  int64_t work() const { return qkv.work() + out.work() + gate_up.work() + down.work(); }
+
   void norm(const void* weight, const void* rows, double epsilon, int64_t item) const {
+    const Rows& normed = buffers.normed;
     const int64_t first = item * kNormRows, count = std::min(kNormRows, step.tokens - first);
     const int64_t offset = first * normed.row_bytes();
     kernels::rms_norm_rows(layer.is_bf16, weight, (const char*)rows + offset, normed.data + offset, count, normed.width,
@@ -172,7 +186,7 @@ struct Call {
   void turn_heads(int64_t token) const {
     const Element *cos = (const Element*)step.cos + token * step.rotary_width,
                   *sin = (const Element*)step.sin + token * step.rotary_width;
-    Element* heads = (Element*)qkv + token * qkv_width;
+    Element* heads = (Element*)buffers.qkv + token * qkv_width;
     if (layer.query_norm)
       kernels::rms_norm_rows(layer.is_bf16, layer.query_norm, heads, heads, layer.query_heads, layer.head_width,
                              layer.query_epsilon);
@@ -184,85 +198,162 @@ struct Call {
   }
 
   // Query and key heads of some tokens turned in place, K and V into their blocks.
-  void place(const WriteCall& key, const WriteCall& value, int64_t item) const {
+  void place(int64_t item) const {
     const int64_t first = item * kTokens, end = std::min(first + kTokens, step.tokens);
     for (int64_t token = first; token < end; token++)
       layer.is_bf16 ? turn_heads<BFloat16>(token) : turn_heads<float>(token);
     kernels::write_kv_rows(key, first, end);
     kernels::write_kv_rows(value, first, end);
   }
+};
 
-  WriteCall write_call(int64_t column, void* target, void* scales) const {
-    return {qkv + column * element_bytes, step.slots, target, scales, step.tokens, layer.kv_heads, layer.head_width,
-            qkv_width, layer.head_width, layer.is_bf16, 1};
+// ------------------------------------------------------------------------------------------------------------ all layers
+
+// The weights that this thread reads first.
+Fetch fetch_of(const Product& product, const Member& member) {
+  const int64_t items = product.items(), first = member.first_of(items), end = member.end_of(items);
+  if (first >= end) return {};
+  int64_t bytes;
+  const char* weights = product.weights(first, &bytes);
+  return {weights, weights + std::min(bytes * (end - first), kFetched)};
+}
+
+// What one thread of the team does in a call.
+struct Runner {
+  Member& member;
+  const DecoderStep& step;
+  const int64_t threads, row_items;
+
+  void multiply(const Product& product, Fetch& next) {
+    member.share(product.items(), next, [&](int64_t item) { product.run(item, 1); });
   }
-  AttentionCall attention_call(const WriteCall& key, const WriteCall& value) const {
-    return {qkv, key.target, key.scales, value.target, value.scales, nullptr, attended.data, qkv_width,
-            layer.head_width, layer.query_heads, layer.kv_heads, layer.head_width, layer.head_width, layer.is_bf16,
-            layer.scale, 0};
+  void quantise(const Rows& rows, Fetch& next) {
+    if (!rows.bytes) return;
+    member.share(row_items, next, [&](int64_t item) {
+      rows.quantise(item * kNormRows, std::min(kNormRows, step.tokens - item * kNormRows));
+    });
+  }
+  void attend(const LayerCall& call, const AttentionStep& view, AttentionPlan& plan, Fetch& next) {
+    const int64_t items = plan.items.size();
+    member.share(items, next,
+                 [&](int64_t item) { plan.run(view, call.attention, item, std::min(item + 1, items - 1)); });
+    if (!plan.parts.empty()) member.share(items, next, [&](int64_t item) { plan.merge(call.attention, item); });
+  }
+  // `after`: the first product of what follows, or null.
+  void run(const LayerCall& call, const AttentionStep& view, AttentionPlan& plan, const Product* after) {
+    const DecoderLayer& layer = call.layer;
+    Fetch qkv = fetch_of(call.qkv, member), out = fetch_of(call.out, member), gate_up = fetch_of(call.gate_up, member),
+          down = fetch_of(call.down, member), next = after ? fetch_of(*after, member) : Fetch{};
+    member.share(row_items, qkv, [&](int64_t item) { call.norm(layer.input_norm, call.x, layer.input_epsilon, item); });
+    multiply(call.qkv, out);
+    member.share((step.tokens + kTokens - 1) / kTokens, out, [&](int64_t item) { call.place(item); });
+    attend(call, view, plan, out);
+    quantise(call.buffers.attended, out);
+    multiply(call.out, gate_up);
+    member.share(row_items, gate_up, [&](int64_t item) { call.norm(layer.post_norm, step.y, layer.post_epsilon, item); });
+    multiply(call.gate_up, down);
+    quantise(call.buffers.gated, down);
+    multiply(call.down, next);
   }
 };
 
-void run(const Call& call, const AttentionStep& attention_step, const WriteCall& key, const WriteCall& value) {
-  const DecoderLayer& layer = call.layer;
-  const int64_t tokens = call.step.tokens;
-  const bool is_bf16 = layer.is_bf16;
-  const Product qkv{layer.qkv, call.normed.batch(tokens, nullptr), call.qkv, is_bf16};
-  const Product out{layer.out, call.attended.batch(tokens, call.x), call.y, is_bf16};
-  const Product gate_up{layer.gate_up, call.normed.batch(tokens, nullptr), call.gated.data, is_bf16};
-  const Product down{layer.down, call.gated.batch(tokens, call.y), call.y, is_bf16};
-  const AttentionCall attention = call.attention_call(key, value);
-  kernels::AttentionPlan plan(attention_step, attention);
-  const int64_t attentions = plan.items.size(), row_items = (tokens + kNormRows - 1) / kNormRows;
-  const int64_t work = qkv.work() + out.work() + gate_up.work() + down.work();
-  const int64_t threads = work < kernels::kSerialWork ? 1 : attention_step.threads;
-  Phase phases[11];
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    Phase* phase = phases;
-    const int64_t thread = omp_get_thread_num();
-    Fetch fetch_qkv(qkv, thread), fetch_out(out, thread), fetch_gate_up(gate_up, thread), fetch_down(down, thread);
-    const auto multiply = [&](const Product& product, Fetch& fetch) {
-      share(*phase++, product.items(), fetch, [&](int64_t item) { product.run(item, threads); });
-    };
-    const auto quantise = [&](const Rows& rows, Fetch& fetch) {
-      if (rows.bytes)
-        share(*phase++, row_items, fetch,
-              [&](int64_t item) { rows.quantise(item * kNormRows, std::min(kNormRows, tokens - item * kNormRows)); });
-    };
-    share(*phase++, row_items, fetch_qkv,
-          [&](int64_t item) { call.norm(layer.input_norm, call.x, layer.input_epsilon, item); });
-    multiply(qkv, fetch_out);
-    share(*phase++, (tokens + kTokens - 1) / kTokens, fetch_out, [&](int64_t item) { call.place(key, value, item); });
-    share(*phase++, attentions, fetch_out, [&](int64_t item) {
-      plan.run(attention_step, attention, item, std::min(item + threads, attentions - 1));
-    });
-    if (!plan.parts.empty())
-      share(*phase++, attentions, fetch_out, [&](int64_t item) { plan.merge(attention, item); });
-    quantise(call.attended, fetch_out);
-    multiply(out, fetch_gate_up);
-    share(*phase++, row_items, fetch_gate_up,
-          [&](int64_t item) { call.norm(layer.post_norm, call.y, layer.post_epsilon, item); });
-    multiply(gate_up, fetch_down);
-    quantise(call.gated, fetch_down);
-    multiply(down, fetch_down);
+struct Call {
+  const Decoder& decoder;
+  const DecoderStep& step;
+  const Buffers& buffers;
+  std::vector<AttentionPlan>& plans;  // one for each view
+  Team& team;
+  const Product head;
+  std::atomic<bool> stopped{false};
+
+  Call(const Decoder& decoder, const DecoderStep& step, const Buffers& buffers, std::vector<AttentionPlan>& plans, Team& team)
+      : decoder(decoder),
+        step(step),
+        buffers(buffers),
+        plans(plans),
+        team(team),
+        head{decoder.head, step.num_wanted ? buffers.last.batch(step.num_wanted, nullptr) : kernels::Batch{}, step.outputs,
+             decoder.layers[0]->is_bf16 != 0} {}
+
+  LayerCall layer(int64_t i) const {
+    return LayerCall(*decoder.layers[i], step.rows[i], step, buffers, i == 0 ? step.x : step.y);
   }
-}
+
+  // Wakes of threads are worth their time where a layer's work is.
+  int64_t threads() const {
+    const int64_t layer_work = layer(0).work(), work = layer_work * decoder.num_layers;
+    return work < kernels::kSerialWork || layer_work < kLeastShared ? 1 : step.threads;
+  }
+
+  void run() {
+    team.begin(threads());
+#pragma omp parallel num_threads(team.threads()) if (team.threads() > 1)
+    run_member(omp_get_thread_num());
+  }
+
+  void run_member(int64_t index) {
+    Member member(team, index);
+    Runner runner{member, step, team.threads(), (step.tokens + kNormRows - 1) / kNormRows};
+    for (int64_t i = 0; i < decoder.num_layers; i++) {
+      const bool is_last = i + 1 == decoder.num_layers;
+      const LayerCall next = layer(is_last ? i : i + 1);
+      const Product* after = !is_last ? &next.qkv : step.num_wanted ? &head : nullptr;
+      const LayerCall call = layer(i);
+      const int64_t view = decoder.views[i];
+      runner.run(call, *step.views[view], plans[view], after);
+      if (step.on_layer && !announce(member, i)) return;
+    }
+    if (step.num_wanted) run_head(runner);
+  }
+
+  bool announce(Member& member, int64_t layer) {
+    Fetch nothing;
+    member.leave_to_first(nothing, [&] { stopped.store(step.on_layer(layer) != 0); });
+    return !stopped.load();
+  }
+
+  void run_head(Runner& runner) {
+    Fetch weights = fetch_of(head, runner.member), nothing;
+    const Rows& last = buffers.last;
+    runner.member.share(step.num_wanted, weights, [&](int64_t row) {
+      kernels::rms_norm_rows(last.is_bf16, decoder.norm, (const char*)step.y + step.wanted[row] * last.row_bytes(),
+                             last.data + row * last.row_bytes(), 1, last.width, decoder.epsilon);
+      last.quantise(row, 1);
+    });
+    runner.multiply(head, nothing);
+    if (step.logits) widen_logits(runner.member);
+  }
+
+  void widen_logits(Member& member) {
+    const int64_t count = step.num_wanted * decoder.head->outputs;
+    const BFloat16* outputs = (const BFloat16*)step.outputs;
+    Fetch nothing;
+    member.share((count + kLogits - 1) / kLogits, nothing, [&](int64_t item) {
+      const int64_t end = std::min((item + 1) * kLogits, count);
+      for (int64_t i = item * kLogits; i < end; i += kLanes)
+        store_some(step.logits + i, end - i, load_some(outputs + i, end - i));
+    });
+  }
+};
 
 }  // namespace
 
 extern "C" {
 
-// x and y: [tokens, hidden], apart from each other. The caller checks widths as for `paged_attention`.
-void decoder_layer(const DecoderLayer* layer, const LayerStep* step, const AttentionStep* attention_step, const void* x,
-                   void* y, void* key, void* key_scales, void* value, void* value_scales) {
+// The caller checks widths as for `paged_attention`.
+void run_decoder(const Decoder* decoder, DecoderStep* step) {
   static thread_local std::vector<char> memory;
+  static thread_local std::vector<AttentionPlan> plans;
+  static thread_local Team team;
   Workspace sizes{nullptr};
-  Call(*layer, *step, x, y, sizes);
+  Buffers(*decoder, *step, sizes);
   if ((int64_t)memory.size() < sizes.taken + 64) memory.resize(sizes.taken + 64);
   Workspace workspace{memory.data() + (64 - (uintptr_t)memory.data() % 64) % 64};
-  const Call call(*layer, *step, x, y, workspace);
-  run(call, *attention_step, call.write_call(call.query_width, key, key_scales),
-      call.write_call(call.query_width + call.kv_width, value, value_scales));
+  const Buffers buffers(*decoder, *step, workspace);
+  const LayerCall any(*decoder->layers[0], step->rows[0], *step, buffers, step->x);
+  plans.resize(step->num_views);
+  for (int64_t view = 0; view < step->num_views; view++) plans[view].make(*step->views[view], any.attention);
+  Call(*decoder, *step, buffers, plans, team).run();
+  step->busy = team.busy() / team.threads();
 }
 }

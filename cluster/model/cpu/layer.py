@@ -1,28 +1,32 @@
-"""A decoder layer that runs in one native call (`layer.cpp`).
+"""Decoder layers that run in one native call (`layer.cpp`): one of them, or all of a model with its last norm
+and its head.
 
-The call does norms, fused q/k/v, rotary embedding, writing of K and V, paged attention, projection, gated MLP
-and both residuals. Its kernels and roundings are those of `modules` and `attention_cpu`.
+A layer's part of the call does norms, fused q/k/v, rotary embedding, writing of K and V, paged attention,
+projection, gated MLP and both residuals. Its kernels and roundings are those of `modules` and
+`attention_cpu`.
 
 Runs on its caller's thread and on as many OpenMP threads as torch would use there. `layer_search` decides
-which layers it replaces.
+which layers and which models it replaces.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from ctypes import c_double, c_int64, c_void_p
-from dataclasses import dataclass
-from typing import cast
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_double, c_int, c_int64, c_void_p
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from cluster.errors import InternalError
+from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.attention_cpu import row_pointers, step_view
 from cluster.model.cpu.library import Kernels
-from cluster.model.cpu.modules import PackedWeights, dtype_of, epsilon_of
+from cluster.model.cpu.modules import PackedLinear, PackedWeights, dtype_of, epsilon_of
 from cluster.model.kv_format import layer_cache
 
 
@@ -39,12 +43,27 @@ class _DecoderLayer(ctypes.Structure):
     )  # fmt: skip
 
 
-class _LayerStep(ctypes.Structure):
-    """Mirrors `LayerStep` of layer.cpp."""
+class _Decoder(ctypes.Structure):
+    """Mirrors `Decoder` of layer.cpp."""
 
     _fields_ = (
-        ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("tokens", c_int64),
-        ("rotary_width", c_int64),
+        ("layers", c_void_p), ("views", c_void_p), ("num_layers", c_int64), ("norm", c_void_p),
+        ("head", c_void_p), ("epsilon", c_double),
+    )  # fmt: skip
+
+
+_OnLayer = ctypes.CFUNCTYPE(c_int, c_int64)
+_SILENT = _OnLayer()
+
+
+class _DecoderStep(ctypes.Structure):
+    """Mirrors `DecoderStep` of layer.cpp."""
+
+    _fields_ = (
+        ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("rows", c_void_p), ("views", c_void_p),
+        ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p), ("outputs", c_void_p), ("logits", c_void_p),
+        ("tokens", c_int64), ("rotary_width", c_int64), ("num_views", c_int64), ("num_wanted", c_int64), ("threads", c_int64),
+        ("on_layer", _OnLayer), ("busy", c_int64),
     )  # fmt: skip
 
 
@@ -56,6 +75,13 @@ class Heads:
     num_kv: int
     width: int  # of a row of Q, K and V
     attention: LayerAttention
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Heads:
+        return cls(**{**fields, "attention": LayerAttention(**fields["attention"])})
 
 
 class NativeDecoderLayer(nn.Module):
@@ -84,21 +110,30 @@ class NativeDecoderLayer(nn.Module):
         )
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self._dtype = dtype_of(layer)
-        self._hidden = projections[0].in_features
-        self._layer_idx = cast(int, attention.layer_idx)
-        self._window = heads.attention.sliding_window
+        self.dtype = dtype_of(layer)
+        self.hidden_size = projections[0].in_features
+        self.layer_idx = cast(int, attention.layer_idx)
+        self.window = heads.attention.sliding_window
+        # Layers of one form can run in one call.
+        self.form = (
+            self.dtype,
+            self.hidden_size,
+            heads.num_query,
+            heads.num_kv,
+            heads.width,
+            up.out_features,
+            int8,
+        )
         self._kept = (weights, [_weight(norm) for norm in norms])
         self._layer = _DecoderLayer(
             *(packed.address for packed in weights),
             *(None if weight is None else weight.data_ptr() for weight in self._kept[1]),
-            heads.num_query, heads.num_kv, heads.width, self._dtype == torch.bfloat16,
+            heads.num_query, heads.num_kv, heads.width, self.dtype == torch.bfloat16,
             *(0.0 if norm is None else cast(float, epsilon_of(norm)) for norm in norms),
             heads.attention.scaling,
         )  # fmt: skip
-        self._address = ctypes.addressof(self._layer)
-        self._run: Callable[..., None] = kernels.cdll.decoder_layer
-        self._run.argtypes, self._run.restype = (c_void_p,) * 9, None
+        self.address = ctypes.addressof(self._layer)  # of a `DecoderLayer`; valid while this object lives
+        self._alone = NativeDecoder([self], kernels)
         if hasattr(layer, "attention_type"):  # some text models choose the mask by it
             self.attention_type = layer.attention_type
 
@@ -111,39 +146,110 @@ class NativeDecoderLayer(nn.Module):
         **_kwargs: object,
     ) -> Tensor:
         """Blocks. position_embeddings: cos and sin, [1, T, rotary width] of the model's dtype."""
-        batch = paged[0]
         x = hidden_states.contiguous()
-        if x.dtype is not self._dtype or x.shape != (1, len(batch.slots), self._hidden):
-            raise InternalError(
-                f"a native layer needs [1, {len(batch.slots)}, {self._hidden}] {self._dtype}, not {x.shape} "
-                f"{x.dtype}"
-            )
-        cache = layer_cache(batch.kv, self._layer_idx)
         y = torch.empty_like(x)
-        self._run(
-            self._address,
-            self._step_address(batch, *position_embeddings),
-            step_view(batch, self._window).address,
-            x.data_ptr(),
-            y.data_ptr(),
-            *row_pointers(cache.key),
-            *row_pointers(cache.value),
-        )
-        if batch.on_layer is not None:
-            batch.on_layer(self._layer_idx)
+        self._alone.run(x, y, position_embeddings, paged[0])
         return y
 
-    def _step_address(self, batch: PagedBatch, cos: Tensor, sin: Tensor) -> int:
-        memo_key = ("decoder layer", cos.data_ptr(), sin.data_ptr())
-        if memo_key not in batch.memo:
-            if not can_rotate(cos, sin, len(batch.slots), self._dtype):
-                raise InternalError(
-                    f"a native layer cannot use a rotary embedding of {cos.shape}, {cos.dtype}"
-                )
-            tensors = (batch.slots.contiguous(), cos.contiguous(), sin.contiguous(), cos, sin)
-            step = _LayerStep(*(tensor.data_ptr() for tensor in tensors[:3]), *cos.shape[1:])
-            batch.memo[memo_key] = (ctypes.addressof(step), step, tensors)
-        return batch.memo[memo_key][0]
+
+@dataclass(frozen=True)
+class Head:
+    """What follows the last layer."""
+
+    norm: nn.Module
+    linear: PackedLinear
+
+
+class NativeDecoder:
+    """Successive native layers of one form, and perhaps the model's last norm and head, in one call."""
+
+    def __init__(self, layers: Sequence[NativeDecoderLayer], kernels: Kernels, head: Head | None = None):
+        windows = list(dict.fromkeys(layer.window for layer in layers))
+        first = layers[0]
+        self._form, self._windows, self._head = first.form, windows, head
+        self._layer_ids = [layer.layer_idx for layer in layers]
+        norm = None if head is None else _weight(head.norm)
+        addresses = (c_void_p * len(layers))(*(layer.address for layer in layers))
+        views = (c_int64 * len(layers))(*(windows.index(layer.window) for layer in layers))
+        self._decoder = _Decoder(
+            ctypes.addressof(addresses), ctypes.addressof(views), len(layers),
+            None if norm is None else norm.data_ptr(),
+            None if head is None else head.linear.forward.address,
+            0.0 if head is None else cast(float, epsilon_of(head.norm)),
+        )  # fmt: skip
+        self._kept = (addresses, views, norm)
+        self._address = ctypes.addressof(self._decoder)
+        self.kernels_s = 0.0  # of the last call: how long its threads were in kernels, on average
+        self._rows: tuple[weakref.ref[BlockMemory], ctypes.Array[c_void_p]] | None = None
+        self._run: Callable[..., None] = kernels.cdll.run_decoder
+        self._run.argtypes, self._run.restype = (c_void_p, c_void_p), None
+
+    def run(
+        self, x: Tensor, y: Tensor, position_embeddings: tuple[Tensor, Tensor], batch: PagedBatch,
+        wanted: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """x and y: contiguous [1, T, hidden]; y becomes what the last layer gives and may be x. Writes K and
+        V of the T tokens into the batch's slots. wanted: [n] int64, the tokens of which the head makes
+        float32 logits [n, vocab_size]. Blocks. An error of `batch.on_layer` ends the call after that layer."""
+        cos, sin = (each.contiguous() for each in position_embeddings)
+        self._check(x, cos, sin, len(batch.slots))
+        views = [step_view(batch, window).address for window in self._windows]
+        view_addresses = (c_void_p * len(views))(*views)
+        slots = batch.slots.contiguous()
+        outputs = logits = None
+        num_wanted = 0 if wanted is None else len(wanted)
+        if num_wanted and self._head is not None:
+            logits = torch.empty(num_wanted, self._head.linear.out_features)
+            outputs = logits if x.dtype is torch.float32 else torch.empty_like(logits, dtype=x.dtype)
+        on_layer, errors = self._listener(batch)
+        step = _DecoderStep(
+            slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), self._rows_of(batch.kv),
+            ctypes.addressof(view_addresses), x.data_ptr(), y.data_ptr(),
+            _pointer(wanted), _pointer(outputs), None if outputs is logits else _pointer(logits),
+            len(slots), cos.shape[-1], len(views), num_wanted, torch.get_num_threads(), on_layer,
+        )  # fmt: skip
+        self._run(self._address, ctypes.addressof(step))
+        self.kernels_s = step.busy / 1e9
+        if errors:
+            raise errors[0]
+        return logits
+
+    def _check(self, x: Tensor, cos: Tensor, sin: Tensor, num_tokens: int) -> None:
+        dtype, hidden_size, *_ = self._form
+        if x.dtype is not dtype or x.shape != (1, num_tokens, hidden_size):
+            raise InternalError(
+                f"native layers need [1, {num_tokens}, {hidden_size}] {dtype}, not {x.shape} {x.dtype}"
+            )
+        if not can_rotate(cos, sin, num_tokens, dtype):
+            raise InternalError(f"native layers cannot use a rotary embedding of {cos.shape}, {cos.dtype}")
+
+    def _rows_of(self, kv: BlockMemory) -> int:
+        """Address of `LayerRows` of every layer in this memory."""
+        if self._rows is None or self._rows[0]() is not kv:
+            caches = [layer_cache(kv, layer_idx) for layer_idx in self._layer_ids]
+            pointers = [
+                pointer
+                for cache in caches
+                for store in (cache.key, cache.value)
+                for pointer in row_pointers(store)
+            ]
+            self._rows = (weakref.ref(kv), (c_void_p * len(pointers))(*pointers))
+        return ctypes.addressof(self._rows[1])
+
+    def _listener(self, batch: PagedBatch) -> tuple[ctypes._FuncPointer, list[BaseException]]:
+        """What the call does after each layer, and where it leaves an error, which ends the call."""
+        on_layer, errors = batch.on_layer, []
+        if on_layer is None:
+            return _SILENT, errors
+
+        def announce(layer: int) -> int:
+            try:
+                on_layer(self._layer_ids[layer])
+            except BaseException as error:  # C++ cannot pass it on: `run` raises it
+                errors.append(error)
+            return len(errors)
+
+        return _OnLayer(announce), errors
 
 
 def can_rotate(cos: Tensor, sin: Tensor, num_tokens: int, dtype: torch.dtype) -> bool:
@@ -159,3 +265,7 @@ def can_rotate(cos: Tensor, sin: Tensor, num_tokens: int, dtype: torch.dtype) ->
 
 def _weight(norm: object) -> Tensor | None:
     return None if norm is None else cast(Tensor, cast(nn.Module, norm).weight).detach().contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,4 +1,5 @@
-"""Finds the decoder layers of a text model that one native call can run, and replaces them.
+"""Finds the decoder layers of a text model that one native call can run, and replaces them; and finds out
+whether one call can run all of the model.
 
 A layer is recognised by the names and types of its children. One run of the layer itself, over a small packed
 step of random input and random contexts, records the settings of its attention. The replacement runs the same
@@ -9,6 +10,7 @@ recognised, stays.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -18,9 +20,11 @@ from torch import Tensor, nn
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.attention_cpu import MAX_GROUP, MAX_WIDTH, CpuAttention
-from cluster.model.cpu.layer import Heads, NativeDecoderLayer, can_rotate
+from cluster.model.cpu.layer import Head, Heads, NativeDecoder, NativeDecoderLayer, can_rotate
 from cluster.model.cpu.library import Kernels, load
 from cluster.model.cpu.modules import (
+    NativeRmsNorm,
+    PackedLinear,
     WeightDtype,
     dtype_of,
     is_gated_mlp,
@@ -28,6 +32,7 @@ from cluster.model.cpu.modules import (
     is_rms_norm,
     is_servable,
 )
+from cluster.model.cpu.weight_source import Settings
 from cluster.model.kv_format import LayerCache, layer_cache
 
 logger = logging.getLogger(__name__)
@@ -68,7 +73,8 @@ def optimise_layers(
         return 0
     count = 0
     with torch.inference_mode():
-        trial = _Trial(text_model, getattr(*candidates[0]), layout, backend, positions)
+        first = getattr(*candidates[0])
+        trial = _Trial(text_model, first, _width(first), layout, backend, positions)
         for parent, name in candidates if trial.can_rotate else ():
             replacement = _replacement(cast(nn.Module, getattr(parent, name)), trial, kernels, weight_dtype)
             if replacement is not None:
@@ -76,6 +82,50 @@ def optimise_layers(
                 count += 1
     logger.info("native CPU kernels (%s): %d decoder layers replaced", kernels.variant, count)
     return count
+
+
+@dataclass(frozen=True)
+class WholeDecoder:
+    """Rotary embedding, layers, last norm and head of a text model, without its own code in between."""
+
+    rotary: nn.Module
+    layers: NativeDecoder
+    vocab_size: int
+
+    def logits(self, embeds: Tensor, positions: Tensor, batch: PagedBatch, wanted: Tensor) -> Tensor:
+        """embeds [1, T, hidden], contiguous: overwritten. positions in the model's form. wanted: [n] tokens.
+        Returns [n, vocab_size] float32. Blocks."""
+        logits = self.layers.run(embeds, embeds, self.rotary(embeds, positions), batch, wanted)
+        return embeds.new_empty(0, self.vocab_size, dtype=torch.float32) if logits is None else logits
+
+
+def whole_decoder(
+    text_model: nn.Module, head: nn.Module, layout: MemoryLayout, backend: AttentionBackend,
+    positions: Tensor, kernels: Kernels | None = None,
+) -> WholeDecoder | None:  # fmt: skip
+    """A decoder that computes, bit by bit, what `text_model` and `head` compute one after the other, or None.
+
+    Call it after `optimise_layers` and `modules.optimise`; the arguments are theirs. It shares the weights of
+    the replaced layers. It has no place for what a model adds between two layers (deep-stack features): such a
+    step needs the model's own forward.
+    """
+    kernels = kernels or load()
+    layers, rotary, norm = (getattr(text_model, name, None) for name in ("layers", "rotary_emb", "norm"))
+    if kernels is None or not isinstance(backend, CpuAttention) or not isinstance(rotary, nn.Module):
+        return None
+    if not (isinstance(layers, nn.ModuleList) and len(layers) and isinstance(norm, NativeRmsNorm)):
+        return None
+    native = [layer for layer in layers if isinstance(layer, NativeDecoderLayer)]
+    if (
+        len(native) < len(layers)
+        or len({layer.form for layer in native}) > 1
+        or not isinstance(head, PackedLinear)
+    ):
+        return None
+    with torch.inference_mode():
+        trial = _Trial(text_model, native[0], native[0].hidden_size, layout, backend, positions)
+        decoder = WholeDecoder(rotary, NativeDecoder(native, kernels, Head(norm, head)), head.out_features)
+        return decoder if trial.agrees(decoder, head) else None
 
 
 @dataclass
@@ -108,7 +158,7 @@ class _Trial:
     them."""
 
     def __init__(
-        self, text_model: nn.Module, layer: nn.Module, layout: MemoryLayout, backend: CpuAttention,
+        self, text_model: nn.Module, layer: nn.Module, width: int, layout: MemoryLayout, backend: CpuAttention,
         positions: Tensor
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(0)
@@ -116,7 +166,8 @@ class _Trial:
         self._backend = backend
         self._block_size = layout.segments[0].rows
         self._memory, self._tables = _random_contexts(layout, dtype, generator)
-        x = torch.randn(1, NUM_TRIAL_TOKENS, _width(layer), generator=generator)
+        self._text_model, self._positions = text_model, positions
+        x = torch.randn(1, NUM_TRIAL_TOKENS, width, generator=generator)
         self._x = (_TRIAL_SCALE * x).to(dtype)
         self._position_embeddings = self._keywords_of(layer, text_model, positions).get("position_embeddings")
 
@@ -176,6 +227,18 @@ class _Trial:
         )  # fmt: skip
         return out.float() - self._x.float() if isinstance(out, Tensor) else out, recorder.heads
 
+    def agrees(self, decoder: WholeDecoder, head: nn.Module) -> bool:
+        """Whether the decoder gives the logits of the whole text model and the head."""
+        if not self.can_rotate:
+            return False
+        hidden = self._text_model(
+            inputs_embeds=self._x, position_ids=self._positions, use_cache=False,
+            paged=(self._batch(), self._backend),
+        ).last_hidden_state  # fmt: skip
+        wanted = torch.arange(NUM_TRIAL_TOKENS)
+        logits = decoder.logits(self._x.clone(), self._positions, self._batch(), wanted)
+        return torch.equal(logits, head(hidden)[0].float())
+
 
 def _random_contexts(
     layout: MemoryLayout, dtype: torch.dtype, generator: torch.Generator
@@ -200,18 +263,26 @@ def _replacement(
     layer: nn.Module, trial: _Trial, kernels: Kernels, weight_dtype: WeightDtype
 ) -> NativeDecoderLayer | None:
     """The fastest replacement that agrees with `layer`; None: there is none."""
-    expected, asked = trial.run(layer)
-    if not isinstance(expected, Tensor) or len(asked) != 1 or (heads := asked[0]) is None:
-        return None
-    if not _fits(layer, heads):
-        return None
-    for int8 in (True, False) if weight_dtype == "int8" else (False,):
-        candidate = NativeDecoderLayer(layer, heads, kernels, int8=int8)
+    expected: list[Tensor] = []
+
+    def candidates() -> Iterator[Settings]:
+        added, asked = trial.run(layer)
+        if not isinstance(added, Tensor) or len(asked) != 1 or (heads := asked[0]) is None:
+            return
+        if _fits(layer, heads):
+            expected.append(added)
+            for int8 in (True, False) if weight_dtype == "int8" else (False,):
+                yield {"int8": int8, "heads": heads.to_json()}
+
+    def build(settings: Settings) -> NativeDecoderLayer:
+        return NativeDecoderLayer(layer, Heads.from_json(settings["heads"]), kernels, int8=settings["int8"])
+
+    def agrees(candidate: NativeDecoderLayer, settings: Settings) -> bool:
         actual, _ = trial.run(candidate)
-        tolerance = _INT8_TOLERANCE if int8 else _TOLERANCE[dtype_of(layer)]
-        if (cast(Tensor, actual) - expected).norm() <= tolerance * expected.norm():
-            return candidate
-    return None
+        tolerance = _INT8_TOLERANCE if settings["int8"] else _TOLERANCE[dtype_of(layer)]
+        return bool((cast(Tensor, actual) - expected[0]).norm() <= tolerance * expected[0].norm())
+
+    return kernels.weights.replacement(layer, candidates(), build, agrees)
 
 
 def _is_decoder_layer(module: nn.Module) -> bool:

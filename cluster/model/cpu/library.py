@@ -1,19 +1,20 @@
-"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp` and
+"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp`, `rows.cpp` and
 `packing.cpp`.
 
-Loaded once, on first use, from any thread. A call releases the interpreter's lock while it runs.
+Loaded once for each selected variant, on first use, from any thread. A call releases the interpreter's lock while it runs.
 """
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from cluster.model.cpu.weight_source import FreshWeights, WeightSource
 from cluster.native import library as native
-from cluster.native.build import Variant
+from cluster.native.variants import Variant, selected_variants
 
 SOURCES = Path(__file__).parent
 
@@ -59,11 +60,17 @@ class Kernels:
     variant: str  # the compiled one's name
     capabilities: frozenset[str]  # CPU features that it uses, as /proc/cpuinfo spells them
     panel_outputs: int  # packed weights are padded to a multiple of it
+    weights: WeightSource = field(default_factory=FreshWeights)  # where packed weights lie
+
+
+def load() -> Kernels | None:
+    """The best selected variant that can be built here (`cluster.native.variants`), or None with the reason in
+    the log. The same object each time."""
+    return _load(selected_variants())
 
 
 @cache
-def load() -> Kernels | None:
-    """The best variant that this CPU runs and that can be built here, or None with the reason in the log."""
+def _load(_of: tuple[Variant, ...]) -> Kernels | None:
     return _declared(native.load(SOURCES))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, cast
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from cluster.errors import InternalError
-from cluster.kvcache.memory import on_huge_pages
 from cluster.model.cpu.library import Kernels, Layer, load
+from cluster.model.cpu.weight_source import Matrix, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ WeightDtype = Literal["auto", "int8"]
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _STEP_BYTES = 4  # of an output's weights lie side by side: the weights of 1, 2 or 4 inputs
-_ALIGNMENT = 64
-_ARENA_BYTES = 64 << 20
 # Largest relative error (2-norm) of a replacement: at least twice the error seen on Gaussian weights and
 # inputs.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -55,17 +53,19 @@ class PackedWeights:
         panels = -(-outputs * (1 if up is None else 2) // kernels.panel_outputs)
         padded_outputs = panels * kernels.panel_outputs
         suffix = _SUFFIX[weight.dtype]
-        packed = _arena.bytes(padded_outputs * -(-inputs // inputs_a_step) * _STEP_BYTES)
-        scales = torch.zeros(padded_outputs if int8 else 0)
-        sums = torch.zeros(padded_outputs if int8 else 0, dtype=torch.int32)
+        pack = getattr(kernels.cdll, f"pack_i8_{suffix}" if int8 else f"pack_{suffix}")
+
+        def fill(matrix: Matrix) -> None:
+            quantisation = (matrix.scales.data_ptr(), matrix.sums.data_ptr()) if int8 else ()
+            pack(weight.data_ptr(), _pointer(up), matrix.packed.data_ptr(), *quantisation, outputs, inputs)
+
+        num_bytes = padded_outputs * -(-inputs // inputs_a_step) * _STEP_BYTES
+        matrix = kernels.weights.matrix(num_bytes, padded_outputs if int8 else 0, fill)
         padded_bias = None
         if bias is not None:
             padded_bias = torch.zeros(padded_outputs)
             padded_bias[:outputs] = bias.detach()
-        pack = getattr(kernels.cdll, f"pack_i8_{suffix}" if int8 else f"pack_{suffix}")
-        quantisation = (scales.data_ptr(), sums.data_ptr()) if int8 else ()
-        pack(weight.data_ptr(), _pointer(up), packed.data_ptr(), *quantisation, outputs, inputs)
-        self._tensors = (packed, padded_bias, scales, sums)
+        self._tensors = (matrix.packed, padded_bias, matrix.scales, matrix.sums)
         self._layer = Layer(*map(_pointer, self._tensors), inputs, outputs, up is not None)
         self.address: int = ctypes.addressof(self._layer)  # of a `Layer`; valid while this object lives
         self._run = getattr(kernels.cdll, f"linear_i8_{suffix}" if int8 else f"linear_{suffix}")
@@ -190,25 +190,27 @@ def _optimise_children(module: nn.Module, kernels: Kernels, weight_dtype: Weight
 
 def _replacement(module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype) -> nn.Module | None:
     """The fastest replacement that agrees with `module`; None: there is none."""
-    for candidate, tolerance in _candidates(module, kernels, weight_dtype):
-        if _agrees(module, candidate, tolerance):
-            return candidate
-    return None
-
-
-def _candidates(
-    module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype
-) -> Iterator[tuple[nn.Module, float]]:
-    """Fastest first, each with the largest relative error that it may have."""
     if is_rms_norm(module):
-        yield NativeRmsNorm(module, kernels), _NORM_TOLERANCE[dtype_of(module)]
-        return
-    packed = PackedLinear if is_linear(module) else PackedGatedMlp if is_gated_mlp(module) else None
-    if packed is None:
-        return
-    if weight_dtype == "int8":
-        yield packed(cast(nn.Linear, module), kernels, int8=True), _INT8_TOLERANCE
-    yield packed(cast(nn.Linear, module), kernels), _TOLERANCE[dtype_of(module)]
+        form = NativeRmsNorm
+    elif is_linear(module):
+        form = PackedLinear
+    elif is_gated_mlp(module):
+        form = PackedGatedMlp
+    else:
+        return None
+    is_packed = form is not NativeRmsNorm
+
+    def build(settings: Settings) -> nn.Module:
+        return form(module, kernels, **settings)
+
+    def agrees(candidate: nn.Module, settings: Settings) -> bool:
+        exact = _TOLERANCE if is_packed else _NORM_TOLERANCE
+        return _agrees(
+            module, candidate, _INT8_TOLERANCE if settings.get("int8") else exact[dtype_of(module)]
+        )
+
+    candidates = [{"int8": True}, {}] if is_packed and weight_dtype == "int8" else [{}]
+    return kernels.weights.replacement(module, candidates, build, agrees)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -237,10 +239,12 @@ def is_rms_norm(module: nn.Module) -> bool:
 
 
 def is_servable(module: nn.Module) -> bool:
-    """All parameters are in CPU memory, of one dtype that the kernels support, and no hook is registered."""
-    kinds = {(parameter.device.type, parameter.dtype) for parameter in module.parameters()}
+    """All parameters are in CPU memory, or are known packed only (on the meta device), of one dtype that the
+    kernels support, and no hook is registered."""
+    devices = {parameter.device.type for parameter in module.parameters()}
+    dtypes = {parameter.dtype for parameter in module.parameters()}
     hooks = any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-    return kinds <= {("cpu", dtype) for dtype in _SUFFIX} and len(kinds) == 1 and not hooks
+    return devices <= {"cpu", "meta"} and dtypes <= _SUFFIX.keys() and len(dtypes) == 1 and not hooks
 
 
 def _agrees(module: nn.Module, candidate: nn.Module, tolerance: float) -> bool:
@@ -259,26 +263,6 @@ def epsilon_of(norm: nn.Module) -> float | None:
 
 def dtype_of(module: nn.Module) -> torch.dtype:
     return next(module.parameters()).dtype
-
-
-class _Arena:
-    """Memory on huge pages for weights that every step reads: with 4 KiB pages a small batch is 5 to 12 %
-    slower (measured on two cores, interleaved). Pieces are not reused: the memory lives as long as the
-    tensors in it."""
-
-    def __init__(self) -> None:
-        self._room = torch.empty(0, dtype=torch.uint8)
-
-    def bytes(self, count: int) -> Tensor:
-        """[count] uint8; the first byte begins a cache line."""
-        padded = -(-count // _ALIGNMENT) * _ALIGNMENT
-        if padded > self._room.numel():
-            self._room = on_huge_pages(max(padded, _ARENA_BYTES))
-        taken, self._room = self._room[:count], self._room[padded:]
-        return taken
-
-
-_arena = _Arena()
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -1,9 +1,11 @@
 """The engine benchmark's own arithmetic: prompts, streams, failures, tables. No server, no network."""
 
 import asyncio
+import dataclasses
 import json
 import math
 import os
+import types
 import xml.etree.ElementTree as ElementTree
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from bench.engine import processes, report, special
 from bench.engine.__main__ import make_parser
+from bench.engine.avx2 import sitecustomize
 from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, judge, read_stream
 from bench.engine.measure import summarise
 from bench.engine.models import TEXT_MODEL, VISION_MODEL
@@ -22,7 +25,7 @@ from bench.engine.processes import CpuCost, CpuUsage, ProcessMark
 from bench.engine.prompts import WORDS, Prompts
 from bench.engine.rows import ROWS, mixed, session
 from bench.engine.run import rotated
-from bench.engine.servers import OURS, VLLM, RunningServer, Setup, cluster_config, make_plan
+from bench.engine.servers import OURS, PEERS, VLLM, RunningServer, Setup, cluster_config, make_plan
 from bench.engine.vocabulary import SPACE, make_merges, write_tokenizer
 from cluster.config import ClusterArgs
 from cluster.simulator.results import percentile
@@ -33,7 +36,8 @@ COST = CpuCost(2.0, {"door": 1.0, "decode": 2.0}, client_cpu_s=0.1, other_cores=
 
 
 def setup(folder: Path) -> Setup:
-    peers = {"vllm": Path("/opt/peer/bin/vllm"), "llama": Path("/opt/peer/llama-server")}
+    peers = {name: Path("/opt/peer/bin/vllm") for name in ("vllm", "vllm-fp32")}
+    peers["llama"] = Path("/opt/peer/llama.cpp")
     return Setup(folder / "models", folder, (0, 1), 8400, peers, (2, 1, 2))
 
 
@@ -160,6 +164,33 @@ def test_the_length_of_an_answer_is_forced_in_each_servers_own_words(tmp_path: P
     assert (theirs["max_tokens"], theirs["ignore_eos"], theirs["min_tokens"]) == (17, True, 17)
 
 
+def test_avx2_limits_every_server(tmp_path: Path) -> None:
+    limited = dataclasses.replace(setup(tmp_path), isa="avx2")
+    plans = {name: make_plan(limited, name, TEXT_MODEL) for name in (OURS, *PEERS)}
+    assert cluster_config(limited, TEXT_MODEL, {})["applications"][0]["args"]["cpu_kernels"] == "avx2"
+    for name in (OURS, VLLM, "vllm-fp32"):
+        assert plans[name].environment["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    assert Path(plans[VLLM].environment["PYTHONPATH"], "sitecustomize.py").is_file()
+    assert plans["llama"].command[0] == "/opt/peer/llama.cpp/llama-server-avx2"
+    native = [make_plan(setup(tmp_path), name, TEXT_MODEL) for name in (OURS, *PEERS)]
+    assert native[-1].command[0] == "/opt/peer/llama.cpp/llama-server-native"
+    assert not any("AVX2" in value for plan in native for value in plan.environment.values())
+
+
+def test_a_peer_in_float32_is_the_same_command_with_another_dtype(tmp_path: Path) -> None:
+    commands = [make_plan(setup(tmp_path), name, TEXT_MODEL).command for name in (VLLM, "vllm-fp32")]
+    differing = [pair for pair in zip(*commands, strict=True) if len(set(pair)) > 1]
+    assert differing == [("bfloat16", "float32")]
+
+
+def test_no_process_that_is_limited_to_avx2_is_told_of_more() -> None:
+    told = {"avx2": True, "avx512_f": True, "avx512_bf16": True, "amx_tile": True, "architecture": "x86_64"}
+    module = types.SimpleNamespace(get_capabilities=lambda: told)
+    sitecustomize.hide(module)
+    left = {name: value for name, value in module.get_capabilities().items() if value}
+    assert left == {"avx2": True, "architecture": "x86_64"}
+
+
 def test_the_clusters_configuration_is_one_that_it_accepts(tmp_path: Path) -> None:
     config = cluster_config(setup(tmp_path), VISION_MODEL, special.PATIENT | special.BUDGETS["unchunked"])
     args = ClusterArgs.model_validate(config["applications"][0]["args"])
@@ -277,6 +308,27 @@ def test_the_table_shows_medians_ratios_and_marks() -> None:
     assert "0.50 · 1.00 · 1.00" in cells
 
 
+def test_the_last_column_is_the_ratio_to_the_peer_that_does_better_in_each_figure() -> None:
+    rows = [
+        a_row(OURS, 0, 30.0, start_s=8.0),
+        a_row("vllm", 0, 60.0, ttft_p50_s=0.4, start_s=61.0),
+        a_row("llama", 0, 20.0, ttft_p50_s=0.05),
+    ]
+    lines = report.table(report.collect(rows)).splitlines()
+    assert lines[0].endswith("| ours ÷ better peer |")
+    assert lines[2].endswith("| 0.50 · 2.00 · 1.00 |")
+    assert "ours 8.0, vllm 61.0, llama 0.0" in lines[-1]
+
+
+def test_rows_of_another_instruction_set_are_rows_of_their_own() -> None:
+    rows = [a_row(OURS, 0, 30.0), a_row(OURS, 0, 20.0, isa="native"), a_row(OURS, 0, 10.0, isa="avx2")]
+    names = [line.split(" | ")[:3] for line in report.table(report.collect(rows)).splitlines()[2:4]]
+    assert names == [
+        ["| text-128/64", "4", "25.0 · 100 · 10.0 |"],
+        ["| text-128/64 avx2", "4", "10.0 · 100 · 10.0 |"],
+    ]
+
+
 def test_the_table_takes_findings_and_servers_that_did_not_start() -> None:
     finding = {
         "type": "finding",
@@ -335,5 +387,7 @@ def test_the_command_line_names_peers_by_their_commands() -> None:
     ]
     args = make_parser().parse_args(arguments)
     assert (args.peers, args.concurrency) == ({"vllm": Path("/v"), "llama": Path("/l")}, [1, 4])
+    assert args.isa == "native"
+    assert make_parser().parse_args([*arguments, "--isa", "avx2"]).isa == "avx2"
     with pytest.raises(SystemExit):
         make_parser().parse_args(["run", "--dir", "models", "--out", "o", "--peers", "other=/v"])

@@ -49,6 +49,7 @@ def test_the_parts_and_the_rest_make_the_whole(report: StepReport) -> None:
         assert timing.linears_s + timing.attention_s + timing.rest_s == pytest.approx(timing.whole_s)
         assert timing.floor_s == pytest.approx(timing.num_bytes / report.bandwidth)
         assert min(timing.linears_s, timing.attention_s, timing.whole_s) > 0
+        assert load() is None or (timing.kernels_s or 0) > 0
     assert report.best_bandwidth >= report.bandwidth
 
 
@@ -88,6 +89,12 @@ def test_all_take_turns_and_the_first_round_does_not_count() -> None:
     times = bench.in_turns([lambda: calls.append("a"), lambda: calls.append("b")], 0.0)
     assert calls == ["a", "b"] * (MIN_ROUNDS + 1)
     assert [len(taken) for taken in times] == [MIN_ROUNDS] * 2
+
+
+def test_what_is_outside_is_measured_in_the_step_or_else_the_rest() -> None:
+    times = (ModelStep(4, 200, 1), 10, 20, 1.0, 2.0, 3.0, 10.0)
+    assert StepTiming(*times).outside_ratio == 0.5
+    assert StepTiming(*times, kernels_s=9.0).outside_ratio == pytest.approx(0.1)
 
 
 def test_the_record_holds_what_the_table_shows() -> None:

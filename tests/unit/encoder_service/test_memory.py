@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
+from cluster import overload
 from cluster.model.failures import is_out_of_memory
 from cluster.types.messages import Encoded, Failed
 from encoder_service.budget import RECOVERY_S, CallBudget
@@ -58,6 +59,7 @@ def test_items_beyond_the_queue_are_refused_with_a_time_to_come_back_and_known_o
     (refused,) = rig.said(Failed)
     assert (refused.request_id, refused.error.kind) == ("c", "OverloadedError")
     assert refused.error.retry_after_s is not None and refused.error.retry_after_s > 0
+    assert refused.error.message == overload.encoder_rows(3 * NUM_ROWS, 2 * NUM_ROWS)
     rig.deliver(make_item("c", NUM_ROWS), "later")
     rig.turn(4)
     assert [m.request_id for m in rig.said(Encoded)] == ["later"]

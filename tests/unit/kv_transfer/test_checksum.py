@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
-from cluster.native.library import runnable_variants
+from cluster.native.variants import runnable_variants
 from kv_transfer.codecs import native as native_code
 from kv_transfer.codecs.checksum import (
     Checksum,

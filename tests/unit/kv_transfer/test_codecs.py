@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.codec import attention_error
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import kv_segments
-from cluster.native.library import runnable_variants
+from cluster.native.variants import runnable_variants
 from kv_transfer.codecs import native as native_code
 from kv_transfer.codecs import quantisation
 from kv_transfer.codecs.codec import Codec

@@ -13,7 +13,7 @@ from cluster.model.attention_cpu import CpuAttention, can_run, visible_ranges
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cpu.library import load_variant
 from cluster.model.kv_format import LayerCache
-from cluster.native.library import runnable_variants
+from cluster.native.variants import runnable_variants
 from tests.unit.model.attention_cases import Shape, dense, make_step, run
 
 LIBRARIES = {

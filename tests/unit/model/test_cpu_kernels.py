@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cluster.errors import InternalError
 from cluster.model.cpu.library import Kernels, load, load_variant
 from cluster.model.cpu.modules import NativeRmsNorm, PackedGatedMlp, PackedLinear, optimise
-from cluster.native.library import runnable_variants
+from cluster.native.variants import runnable_variants
 
 # Not imported above: transformers' model classes come after cluster.model, which prepares torchvision for
 # them.

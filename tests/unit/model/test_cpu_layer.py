@@ -22,7 +22,7 @@ from cluster.model.cpu.layer import NativeDecoderLayer
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, optimise_layers
 from cluster.model.cpu.library import Kernels, load_variant
 from cluster.model.kv_format import KvCacheDtype, kv_segments
-from cluster.native.library import runnable_variants
+from cluster.native.variants import runnable_variants
 
 LOADED = {variant.name: kernels for variant in runnable_variants() if (kernels := load_variant(variant))}
 BLOCK_SIZE, BLOCKS_A_SEQUENCE = 4, 10
@@ -98,30 +98,43 @@ class Paged:
             return torch.stack([ids, ids // 2, ids % 5])[:, None]
         return ids[None]
 
+    def step(
+        self, sizes: Sequence[tuple[int, int]], sequences: Sequence[int] = (0, 1, 2),
+        on_layer: Callable[[int], None] | None = None,
+    ) -> PagedBatch:  # fmt: skip
+        """sizes: (tokens in the cache, new tokens) of some sequences."""
+        starts = torch.tensor(sequences) * BLOCKS_A_SEQUENCE
+        tables = starts[:, None] + torch.arange(BLOCKS_A_SEQUENCE)
+        slots = [
+            table[own // BLOCK_SIZE] * BLOCK_SIZE + own % BLOCK_SIZE
+            for table, own in zip(tables, indices_of(sizes), strict=True)
+        ]
+        lens = [sum(size) for size in sizes]
+        return PagedBatch(
+            self.kv, BLOCK_SIZE, torch.cat(slots), [new for _, new in sizes], lens, tables, torch.tensor(lens),
+            [[] for _ in sizes], on_layer,
+        )  # fmt: skip
+
+    def step_positions(self, sizes: Sequence[tuple[int, int]]) -> Tensor:
+        return self.positions(torch.cat(indices_of(sizes)))
+
     def run(
         self, sizes: Sequence[tuple[int, int]], x: Tensor, sequences: Sequence[int] = (0, 1, 2)
     ) -> Tensor:
-        """sizes: (tokens in the cache, new tokens) of some sequences. x [T, hidden] → [T, hidden]."""
-        starts = torch.tensor(sequences) * BLOCKS_A_SEQUENCE
-        tables = starts[:, None] + torch.arange(BLOCKS_A_SEQUENCE)
-        indices = [torch.arange(context, context + new) for context, new in sizes]
-        slots = [
-            table[own // BLOCK_SIZE] * BLOCK_SIZE + own % BLOCK_SIZE
-            for table, own in zip(tables, indices, strict=True)
-        ]
-        lens = [sum(size) for size in sizes]
-        batch = PagedBatch(
-            self.kv, BLOCK_SIZE, torch.cat(slots), [new for _, new in sizes], lens, tables, torch.tensor(lens),
-            [[] for _ in sizes], self.layers_written.append,
-        )  # fmt: skip
+        """x [T, hidden] → [T, hidden]."""
+        batch = self.step(sizes, sequences, self.layers_written.append)
         return self.text(
-            inputs_embeds=x[None], position_ids=self.positions(torch.cat(indices)), use_cache=False,
+            inputs_embeds=x[None], position_ids=self.step_positions(sizes), use_cache=False,
             paged=(batch, self.backend),
         ).last_hidden_state[0]  # fmt: skip
 
     @property
     def num_native(self) -> int:
         return sum(type(module) is NativeDecoderLayer for module in self.text.modules())
+
+
+def indices_of(sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    return [torch.arange(context, context + new) for context, new in sizes]
 
 
 def tiny(text: hf.PreTrainedModel, dtype: torch.dtype = torch.float32) -> hf.PreTrainedModel:

@@ -35,7 +35,7 @@ from cluster.model.sampling import (
     keep_likely,
     sample,
 )
-from cluster.native.library import runnable_variants
+from cluster.native.variants import runnable_variants
 from cluster.types.request import SamplingParams
 
 VOCAB = 7

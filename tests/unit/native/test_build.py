@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.native.build import VARIANTS, build
+from cluster.native.build import build
+from cluster.native.variants import VARIANTS
 
 
 @pytest.fixture

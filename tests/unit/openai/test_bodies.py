@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 
+from cluster import overload
 from cluster.errors import OverloadedError
 from cluster.text.defaults import GenerationDefaults
 from router.openai.app import build_api
@@ -217,6 +218,7 @@ def test_a_tenant_has_half_of_the_budget_and_leaves_room_for_others():
             with pytest.raises(OverloadedError) as caught:
                 second.grow(1)
             assert caught.value.retry_after_s
+            assert caught.value.message == overload.body_bytes(501, 499, 1000)
             third.grow(250)
             assert budget.num_held == 750
         first.grow(75)

@@ -3,6 +3,7 @@ for it."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import yaml
 
 from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError
+from cluster.native.variants import VARIANTS
 from cluster.serving.local_environment import free_port
 from cluster.serving.preflight import Machine, StartPlan, check
 from tests.fakes.model_folders import text_folder, whole_omni_folder
@@ -173,3 +175,11 @@ def test_nothing_large_is_imported_before_ray_starts():
     command = [sys.executable, "-c", code, "/dev/stdin"]
     done = subprocess.run(command, cwd=REPOSITORY, input=content, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_cpu_variant_that_the_processor_cannot_run_is_refused(tmp_path):
+    old = dataclasses.replace(MACHINE, cpu_variants=lambda: VARIANTS[-1:])
+    variables = {"EPDG_MODEL": str(text_folder(tmp_path / "m")), "HF_HUB_OFFLINE": "1"}
+    check(serve_file(tmp_path, {"cpu_kernels": "avx2"}), variables, old)
+    with pytest.raises(ConfigError, match="cannot run avx512; it runs avx2"):
+        check(serve_file(tmp_path, {"cpu_kernels": "avx512"}), variables, old)

@@ -1,0 +1,197 @@
+"""Where packed weights come from: packed now, into memory of this process (`FreshWeights`), or packed before,
+and mapped from a file (`MappedWeights`). `RecordedWeights` packs and remembers what such a file needs.
+
+A search for native replacements of a model's modules asks its source for each module. A fresh source builds
+the candidates and compares them with the module. A mapped source builds the one that passed the comparison
+when the file was written; the module's own matrices are not read, they are on the meta device.
+
+`PackedWeights` asks the source for the memory of each matrix. Runs on the thread that loads the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from cluster.kvcache.memory import on_huge_pages
+
+ALIGNMENT = 64  # of a matrix, in bytes: a cache line
+_ARENA_BYTES = 64 << 20
+
+Settings = Mapping[str, Any]  # of a replacement: what JSON can hold
+Replacement = TypeVar("Replacement")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A packed matrix, as the kernels read it. scales and sums: of INT8 weights, else empty."""
+
+    packed: Tensor  # [bytes] uint8
+    scales: Tensor  # [packed outputs] float32
+    sums: Tensor  # [packed outputs] int32
+
+
+class WeightSource(Protocol):
+    def matrix(self, num_bytes: int, num_scales: int, pack: Callable[[Matrix], None]) -> Matrix:
+        """The next matrix of the replacement that is being built. `pack` fills zeroed memory."""
+        ...
+
+    def replacement(
+        self, module: nn.Module, candidates: Iterable[Settings], build: Callable[[Settings], Replacement],
+        agrees: Callable[[Replacement, Settings], bool],
+    ) -> Replacement | None:  # fmt: skip
+        """The first candidate that agrees with `module`; None: there is none. `candidates` is read only as
+        far as candidates are tried."""
+        ...
+
+
+class StaleWeights(Exception):
+    """A file of packed weights does not fit the model. The caller packs again."""
+
+
+class FreshWeights:
+    """Packs into huge pages: with 4 KiB pages a small batch is 5 to 12 % slower (AMD EPYC, AVX-512 BF16, 2
+    cores, interleaved). Pieces are not reused: memory lives as long as the tensors in it."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def matrix(self, num_bytes: int, num_scales: int, pack: Callable[[Matrix], None]) -> Matrix:
+        padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if padded > self._room.numel():
+            self._room = on_huge_pages(max(padded, _ARENA_BYTES))
+        packed, self._room = self._room[:num_bytes], self._room[padded:]
+        matrix = Matrix(packed, torch.zeros(num_scales), torch.zeros(num_scales, dtype=torch.int32))
+        pack(matrix)
+        return matrix
+
+    def replacement(
+        self, module: nn.Module, candidates: Iterable[Settings], build: Callable[[Settings], Replacement],
+        agrees: Callable[[Replacement, Settings], bool],
+    ) -> Replacement | None:  # fmt: skip
+        for settings in candidates:
+            candidate = build(settings)
+            if agrees(candidate, settings):
+                return candidate
+        return None
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A module that was replaced: how, and its matrices in the order in which they were asked for."""
+
+    settings: Settings
+    matrices: Sequence[Matrix]
+
+
+class RecordedWeights:
+    """Packs as `FreshWeights` does, and keeps what a file needs to give the same model again: the matrices,
+    and every parameter that is not one of them (embeddings, norms, biases, modules that stay)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """model: the half as it was loaded, before a module is replaced."""
+        self.replaced: dict[str, Replaced] = {}
+        # shape and dtype of parameters that exist in packed form only
+        self.absent: dict[str, tuple[Sequence[int], torch.dtype]] = {}
+        self.notes: dict[str, Any] = {}  # more of what JSON can hold, by its writer's name
+        self.is_complete = True  # False: something was packed outside of a named module
+        self._fresh = FreshWeights()
+        self._names = _names(model)
+        self._matrices: list[Matrix] | None = None  # of the candidate that is being built
+        self._packed: set[str] = set()
+        self._parameters: dict[int, tuple[nn.Parameter, list[str]]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._parameters.setdefault(id(parameter), (parameter, []))[1].append(name)
+
+    @property
+    def parameters(self) -> list[tuple[list[str], Tensor]]:
+        """What is kept as it is, with all names that share it."""
+        return [(names, parameter.detach()) for parameter, names in self._parameters.values()]
+
+    def matrix(self, num_bytes: int, num_scales: int, pack: Callable[[Matrix], None]) -> Matrix:
+        matrix = self._fresh.matrix(num_bytes, num_scales, pack)
+        if self._matrices is None:
+            self.is_complete = False
+        else:
+            self._matrices.append(matrix)
+        return matrix
+
+    def replacement(
+        self, module: nn.Module, candidates: Iterable[Settings], build: Callable[[Settings], Replacement],
+        agrees: Callable[[Replacement, Settings], bool],
+    ) -> Replacement | None:  # fmt: skip
+        matrices: list[Matrix] = []
+
+        def build_noting(settings: Settings) -> Replacement:
+            matrices.clear()
+            self._matrices = matrices
+            try:
+                return build(settings)
+            finally:
+                self._matrices = None
+
+        def agrees_noting(candidate: Replacement, settings: Settings) -> bool:
+            if agreed := agrees(candidate, settings):
+                self._note(module, Replaced(settings, matrices))
+            return agreed
+
+        return self._fresh.replacement(module, candidates, build_noting, agrees_noting)
+
+    def _note(self, module: nn.Module, replaced: Replaced) -> None:
+        name = self._names.get(module)
+        if name is None:
+            self.is_complete = False
+            return
+        self.replaced[name] = replaced
+        for leaf, parameter in module.named_parameters():
+            if parameter.ndim < 2:
+                continue
+            self._packed.add(f"{name}.{leaf}")
+            _, names = self._parameters[id(parameter)]
+            if self._packed.issuperset(names):  # not also the weight of a module that stays
+                del self._parameters[id(parameter)]
+                self.absent.update((name, (parameter.shape, parameter.dtype)) for name in names)
+
+
+@dataclass
+class MappedWeights:
+    """The weights of a half in a mapped file, read only. Serves one model."""
+
+    parameters: Sequence[tuple[list[str], Tensor]]  # as `RecordedWeights.parameters`
+    absent: Mapping[str, tuple[Sequence[int], torch.dtype]]  # shape and dtype of what exists packed only
+    replaced: Mapping[str, Replaced]
+    notes: Mapping[str, Any]
+    evictable_bytes: int = 0  # which the kernel may drop and read again; 0: the memory is locked
+    _names: weakref.WeakKeyDictionary[nn.Module, str] = field(default_factory=weakref.WeakKeyDictionary)
+    _left: list[Matrix] = field(default_factory=list)  # of the replacement that is being built
+
+    def name_modules(self, model: nn.Module) -> None:
+        self._names = _names(model)
+
+    def matrix(self, num_bytes: int, num_scales: int, pack: Callable[[Matrix], None]) -> Matrix:
+        matrix = self._left.pop(0) if self._left else None
+        if matrix is None or (matrix.packed.numel(), matrix.scales.numel()) != (num_bytes, num_scales):
+            raise StaleWeights("a packed matrix has another size than the model needs")
+        return matrix
+
+    def replacement(
+        self, module: nn.Module, candidates: Iterable[Settings], build: Callable[[Settings], Replacement],
+        agrees: Callable[[Replacement, Settings], bool],
+    ) -> Replacement | None:  # fmt: skip
+        replaced = self.replaced.get(self._names.get(module, ""))
+        if replaced is None:
+            return None
+        self._left = list(replaced.matrices)
+        replacement = build(replaced.settings)
+        if self._left:
+            raise StaleWeights(f"{len(self._left)} packed matrices more than the model needs")
+        return replacement
+
+
+def _names(model: nn.Module) -> weakref.WeakKeyDictionary[nn.Module, str]:
+    return weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})

@@ -1,0 +1,106 @@
+"""The CPU variants that C++ sources are compiled for, and the choice among them in this process.
+
+A process uses the best variant that its CPU runs, unless `select` names another or none. A worker calls
+`select` with its setting `cpu_kernels` when it starts, before it loads a model. The choice stays until the next
+call; tests and measurements use `selected`, which takes it back. What is loaded already keeps its variant.
+Imports no torch. Any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from cluster.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+AUTO, NONE = "auto", "none"
+_X86_64_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
+_X86_64_V4 = _X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compile. cpu_flags: what a CPU must have to run the result, as /proc/cpuinfo spells it."""
+
+    name: str
+    flags: tuple[str, ...]
+    cpu_flags: frozenset[str]
+
+
+VARIANTS = (  # best first
+    Variant(
+        "avx512_bf16",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+        _X86_64_V4 | {"avx512_bf16", "avx512_vnni"},
+    ),
+    Variant("avx512", ("-march=x86-64-v4",), _X86_64_V4),
+    Variant("avx2", ("-march=x86-64-v3",), _X86_64_V3),
+)
+
+
+class _Choice:
+    """Of this process."""
+
+    name = AUTO
+
+
+@cache
+def runnable_variants() -> tuple[Variant, ...]:
+    """Of this CPU, best first; none is a warning."""
+    flags = _cpu_flags()
+    variants = tuple(variant for variant in VARIANTS if variant.cpu_flags <= flags)
+    if not variants:
+        logger.warning("no native CPU kernels: this CPU has no AVX2")
+    return variants
+
+
+def check_choice(name: str, runnable: tuple[Variant, ...]) -> None:
+    """Raises ConfigError unless the CPU runs the variant `name`; `auto` and `none` always pass. `runnable`: what it
+    runs."""
+    names = [variant.name for variant in runnable]
+    if name not in (AUTO, NONE, *names):
+        runs = ", ".join(names) or "no variant"
+        raise ConfigError(
+            f"cpu_kernels: this processor cannot run {name}; it runs {runs}", param="cpu_kernels"
+        )
+
+
+def select(name: str) -> None:
+    """Every later load in this process takes this variant; `auto`: the best one; `none`: no native code. Raises
+    ConfigError if this CPU does not run it."""
+    check_choice(name, runnable_variants())
+    _Choice.name = name
+
+
+@contextmanager
+def selected(name: str) -> Iterator[None]:
+    """`select` for the time of a `with` block; the block may select, too."""
+    before = _Choice.name
+    select(name)
+    try:
+        yield
+    finally:
+        _Choice.name = before
+
+
+def selected_variants() -> tuple[Variant, ...]:
+    """What a load may take, best first."""
+    if _Choice.name == AUTO:
+        return runnable_variants()
+    return tuple(variant for variant in runnable_variants() if variant.name == _Choice.name)
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Of the first core; empty where /proc/cpuinfo has none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())

@@ -1,0 +1,57 @@
+"""The choice among compiled variants: what a process loads, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.errors import ConfigError
+from cluster.model import sampling
+from cluster.model.cpu import library
+from cluster.native.variants import AUTO, NONE, VARIANTS, check_choice, runnable_variants, select, selected
+from kv_transfer.codecs import native as codecs
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    with selected(AUTO):
+        yield
+
+
+@pytest.mark.parametrize("name", [variant.name for variant in runnable_variants()])
+def test_kernels_codecs_and_sampling_use_the_selected_variant(name):
+    best = library.load()
+    select(name)
+    kernels, codec = library.load(), codecs.load()
+    if kernels is None or codec is None:
+        pytest.skip("no compiler")
+    assert kernels.variant == name and kernels is library.load()
+    assert f"codecs-{name}-" in codec._name
+    assert sampling._native() is kernels.cdll
+    select(AUTO)
+    assert library.load() is best
+
+
+def test_none_loads_no_native_code():
+    select(NONE)
+    assert library.load() is None and codecs.load() is None and sampling._native() is None
+
+
+def test_a_selection_ends_with_its_block_whatever_the_block_selects():
+    best = library.load()
+    with selected(NONE):
+        select(AUTO)
+        select(NONE)
+    assert library.load() is best
+
+
+def test_a_variant_that_the_processor_cannot_run_is_refused_and_nothing_changes():
+    best = library.load()
+    with pytest.raises(ConfigError, match="cannot run avx1024; it runs"):
+        select("avx1024")
+    assert library.load() is best
+    with pytest.raises(ConfigError, match="cannot run avx512; it runs avx2"):
+        check_choice("avx512", VARIANTS[-1:])
+    with pytest.raises(ConfigError, match="it runs no variant"):
+        check_choice("avx2", ())
+    for name in (AUTO, NONE):
+        check_choice(name, ())
