@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -249,7 +249,7 @@ def test_patches_equal_the_convolution(kernels: Kernels, dtype, convolution: nn.
     tower = nn.Sequential(copy.deepcopy(convolution).to(dtype))
     native = copy.deepcopy(tower)
     assert optimise_patches(native, kernels) == 1
-    kernel = convolution.kernel_size
+    kernel = cast(nn.Conv2d, convolution).kernel_size
     for sizes in (kernel, [3 * size + 1 for size in kernel], [2 * kernel[0], *kernel[1:]]):
         x = torch.randn(4, 3, *sizes).to(dtype)
         actual, expected = native(x), tower(x)
