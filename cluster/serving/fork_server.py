@@ -15,8 +15,9 @@ Life cycle, in processes:
    need no torch. It answers `MAX_EARLY` requests; all others wait for the full server.
 3. The early server ends when the full server is ready, and the full server when the driver ends.
 
-No process here has more than one thread when it forks. A child keeps nothing of the server: no socket, no
-pipe, no signal handler. Imports no Ray itself.
+No process here has more than one thread when it forks: if an import has started one, the full server ends, and
+the real interpreter runs the workers. A child keeps nothing of the server: no socket, no pipe, no signal
+handler. Imports no Ray itself.
 """
 
 from __future__ import annotations
@@ -132,6 +133,9 @@ def _run_server(listener: socket.socket, driver_end: int, imports: Sequence[str]
     else:
         os.close(full_end)
         _import_all(imports)
+        if len(os.listdir("/proc/self/task")) > 1:
+            sys.stderr.write("workers are not forked: an import has started a thread\n")
+            os._exit(1)
         gc.collect()
         gc.freeze()  # otherwise the first collection of each child would copy all pages
         os.close(held_by_full)

@@ -27,7 +27,7 @@ import json, os, sys
 from pathlib import Path
 print(json.dumps({
     "index": sys.argv[1], "environment": os.environ["INDEX"], "folder": os.getcwd(), "is_main": __name__,
-    "imported": sorted({"slow", "fractions"} & set(sys.modules)), "parent": os.getppid(),
+    "imported": sorted({"slow", "threaded", "fractions"} & set(sys.modules)), "parent": os.getppid(),
     "sockets": sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
                    for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")),
 }))
@@ -39,6 +39,7 @@ def run(
 ) -> list[dict]:
     (folder / script).write_text(WORKER)
     (folder / "slow.py").write_text("import time; time.sleep(0.3)")
+    (folder / "threaded.py").write_text("import threading; threading.Timer(60.0, print).start()")
     ended = subprocess.run(
         [sys.executable, "-c", DRIVER, str(folder), str(folder / script), imports, str(number)],
         env={"RAY_JOB_ID": job, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
@@ -69,6 +70,11 @@ def test_other_programs_run_with_the_real_interpreter(tmp_path):
 
 def test_without_a_server_the_real_interpreter_runs_the_worker(tmp_path):
     (worker,) = run(tmp_path, "default_worker.py", imports="missing", number=4)[3:]
+    assert worker["imported"] == []
+
+
+def test_a_server_with_a_second_thread_does_not_fork(tmp_path):
+    (worker,) = run(tmp_path, "default_worker.py", imports="threaded", number=4)[3:]
     assert worker["imported"] == []
 
 
