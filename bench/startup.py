@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from bench.footprint import cpu_s, replicas
 from cluster.serving.command import DEFAULT_CONFIG
 from cluster.serving.launch import LocalCluster, processes_of
@@ -89,6 +91,15 @@ def print_table(processes: dict[int, Watched]) -> None:
     print(f"\nCPU s of all: {sum(process.cpu_s for process in processes.values()):.1f}\n")
 
 
+def wait_for_health(url: str) -> None:
+    """Until the door has connections to all pools. Raises TimeoutError."""
+    deadline = time.monotonic() + REPLACEMENT_TIMEOUT_S
+    while httpx.get(f"{url}/health", timeout=REPLACEMENT_TIMEOUT_S).status_code != 200:
+        if time.monotonic() > deadline:
+            raise TimeoutError("a killed worker was not replaced")
+        time.sleep(PERIOD_S)
+
+
 def kill_one_of_each(cluster: LocalCluster) -> None:
     """Kills one replica after the other and prints how long its pool was without it."""
     print("| killed | process of the next after s | ready after s |\n| --- | --- | --- |")
@@ -100,7 +111,7 @@ def kill_one_of_each(cluster: LocalCluster) -> None:
         while not (found := [new for new, other in replicas().items() if other == name and new != pid]):
             time.sleep(PERIOD_S)
         seen_at = time.monotonic()
-        cluster.wait_ready(REPLACEMENT_TIMEOUT_S)
+        wait_for_health(cluster.url)
         print(
             f"| {name} ({found[0]}) | {seen_at - killed_at:.1f} | {time.monotonic() - killed_at:.1f} |",
             flush=True,

@@ -89,6 +89,8 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         # By default Ray starts replicas at nice 15, so that its own daemons and every other program on the
         # machine go before the threads that compute.
         RAY_worker_niceness="0",
+        # Workers that Ray starts before a job wants them cannot be forked (`fork_server`).
+        RAY_prestart_worker_first_driver="0",
         RAY_SERVE_ENABLE_HA_PROXY="1",  # the Python proxy would relay every chunk of every stream
         RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # otherwise every stop takes 30 s
         # longest time for a client's headers, and without any read or write; default: an hour
