@@ -41,7 +41,7 @@ class _Args(BaseModel):
 class _PoolArgs(_Args):
     """Where a pool runs on CPUs. Replicas that share cores share CPU slots: cluster/worker/cpu_slots.py."""
 
-    threads: int = Field(0, ge=0)  # per replica; 0: one per core, for encoders half as many
+    threads: int = Field(0, ge=0)  # per replica; 0: one per core
     cores: tuple[int, ...] = ()  # cores that its replicas may run on, by the kernel's numbers; empty: all
 
 
@@ -270,14 +270,9 @@ def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> C
     given = args.model if "model" in args.model_fields_set else environment.model or args.model
     model = _find(given, environment)
     model_id = args.model_id or (model.name if _is_folder(given) else given)
-    half = max(1, num_cores // 2)  # with more threads, an encoder's many small operators wait for each other
     pools = {
-        name: pool.model_copy(update={"threads": pool.threads or len(pool.cores) or threads})
-        for name, pool, threads in (
-            ("encode", args.encode, half),
-            ("prefill", args.prefill, num_cores),
-            ("decode", args.decode, num_cores),
-        )
+        name: pool.model_copy(update={"threads": pool.threads or len(pool.cores) or num_cores})
+        for name, pool in (("encode", args.encode), ("prefill", args.prefill), ("decode", args.decode))
     }
     if args.decode.speculation.method == "draft":
         draft = _find(args.decode.speculation.draft_model, environment)

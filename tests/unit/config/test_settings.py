@@ -36,10 +36,10 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_default(tmp_pat
     assert (resolved.model, resolved.model_id) == (second, "second")
 
 
-def test_threads_are_all_cores_or_half_for_encoders_unless_given(tmp_path):
+def test_threads_are_all_cores_unless_given(tmp_path):
     args = ClusterArgs.model_validate({"model": model_folder(tmp_path, "m"), "decode": {"threads": 3}})
     resolved = resolve(args, read_environment({}), num_cores=8)
-    assert (resolved.encode.threads, resolved.prefill.threads, resolved.decode.threads) == (4, 8, 3)
+    assert (resolved.encode.threads, resolved.prefill.threads, resolved.decode.threads) == (8, 8, 3)
 
 
 def test_a_pool_bound_to_cores_has_a_thread_on_each(tmp_path):
