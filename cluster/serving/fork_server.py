@@ -15,8 +15,8 @@ Life cycle, in processes:
    need no torch. It answers `MAX_EARLY` requests; all others wait for the full server.
 3. The early server ends when the full server is ready, and the full server when the driver ends.
 
-No process here has more than one thread when it forks: if an import has started one, the full server ends, and
-the real interpreter runs the workers. A child keeps nothing of the server: no socket, no pipe, no signal
+No process here has more than one thread when it forks: if an import has started one, the full server ends,
+and the real interpreter runs the workers. A child keeps nothing of the server: no socket, no pipe, no signal
 handler. Imports no Ray itself.
 """
 
