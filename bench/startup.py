@@ -5,7 +5,7 @@ worker of each pool is killed. Linux only.
 
 A process's stages are read from /proc: its start, its name (Ray renames a worker with each actor) and the
 first time that a library is mapped into it. CPU seconds are up to the first healthy answer; they depend less
-on what else the machine does than seconds do. Forked processes have libraries mapped from their start on.
+on what else the machine does than seconds do.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ RAY_AUTH_MODE        Ray's own variable: whether its token authentication is on.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -53,20 +52,3 @@ def tell_net_devices(devices: Sequence[str]) -> None:
 def child_environment(**overrides: str) -> dict[str, str]:
     """This process's environment with `overrides`, for a child process."""
     return {**os.environ, **overrides}
-
-
-def replace_environment(variables: Mapping[str, str]) -> None:
-    """Makes `variables` this process's whole environment, for a process that was forked and not started."""
-    os.environ.clear()
-    os.environ.update(variables)
-
-
-@contextmanager
-def temporary_environment(**variables: str) -> Iterator[None]:
-    """This process's environment has `variables` inside the block, and lacks them afterwards."""
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name, None)

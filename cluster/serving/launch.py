@@ -4,8 +4,7 @@
 Life cycle:
 
 1. `preflight` checks everything that can be known before the start.
-2. The driver (`driver`) starts with the environment of a private local cluster (`local_environment`). It does
-   what `serve run` does and forks the fork server (`fork_server`).
+2. `serve run` starts with the environment of a private local cluster (`local_environment`).
 3. `status` follows Serve's report of the start until `/health` answers.
 4. The end stops every process of this cluster and no other. Such a process has the cluster's own folder as
    RAY_TMPDIR in its environment. After a failure the logs in that folder stay; after a clean end the folder
@@ -158,10 +157,9 @@ class LocalCluster:
         self._variables = {**cluster_environment(self.folder), **self._environment}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cluster.serving.driver", str(config), str(self.folder)],
+                [sys.executable, "-m", "ray.serve.scripts", "run", str(config)],
                 cwd=self.folder,
-                # one thread, so that the driver can fork; pools set the number of their threads themselves
-                env={**self._variables, "OMP_NUM_THREADS": "1"},
+                env=self._variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

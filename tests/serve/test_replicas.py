@@ -25,10 +25,6 @@ def pid_of(cluster, pool: str) -> int:
     return pids_of(cluster, pool)[0]
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def wait_for_health(url: str, status: int, timeout_s: float) -> None:
     """`timeout_s`: of a machine that answers at once; counted in answers, so that a busy one gets longer."""
     for _ in range(int(timeout_s / PAUSE_S)):
@@ -56,12 +52,6 @@ def test_a_replica_has_the_priority_of_the_command_that_started_it(cluster, pool
     """Not the low one that Ray gives to its workers: every other program would go before them."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids_of(cluster, pool)} == {own}
-
-
-@pytest.mark.parametrize("pool", ["Encode", "Prefill", "Decode", "Door"])
-def test_a_replica_is_forked_from_a_process_that_has_imported_everything(cluster, pool):
-    (parent,) = {parent_of(pid) for pid in pids_of(cluster, pool)}
-    assert b"cluster.serving.driver" in Path(f"/proc/{parent}/cmdline").read_bytes()
 
 
 @pytest.mark.parametrize("pool", ["Encode", "Prefill", "Decode"])
