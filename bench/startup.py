@@ -109,6 +109,8 @@ def kill_one_of_each(cluster: LocalCluster) -> None:
         killed_at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         while not (found := [new for new, other in replicas().items() if other == name and new != pid]):
+            if time.monotonic() > killed_at + REPLACEMENT_TIMEOUT_S:
+                raise TimeoutError(f"{name} was not replaced")
             time.sleep(PERIOD_S)
         seen_at = time.monotonic()
         wait_for_health(cluster.url)
