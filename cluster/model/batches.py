@@ -36,7 +36,7 @@ class SequenceChunk:
     features: tuple[FeatureSlice, ...] = ()
     # absolute [start, end) of all media in the prompt whose tokens see each other
     bidirectional_spans: tuple[Span, ...] = ()
-    wants_logits: bool = True  # False: further chunks of the same prompt follow
+    num_logits: int = 1  # how many of its last tokens want logits; 0: further chunks of the prompt follow
 
 
 def decode_batch(

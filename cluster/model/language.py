@@ -166,12 +166,27 @@ class LanguageModel:
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """Writes the chunks' KV. Returns [n, vocab_size] float32: the logits of the last tokens of the n
-        chunks that want logits. `on_layer(i)` is called when layer i's KV of this forward is written (on
-        CUDA: enqueued)."""
+        """Writes the chunks' KV. Returns [sum of num_logits, vocab_size] float32, chunk after chunk: the
+        logits of each chunk's last `num_logits` tokens, each of which predicts the token after it. If
+        drafts among them are wrong, the next call starts behind the accepted tokens and overwrites the KV
+        of the others. `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA:
+        enqueued)."""
         ends = itertools.accumulate(len(chunk.token_ids) for chunk in chunks)
-        wanted = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.wants_logits]
-        return self._run_chunks(chunks, kv, wanted, on_layer)
+        wanted = [
+            i for end, chunk in zip(ends, chunks, strict=True) for i in range(end - chunk.num_logits, end)
+        ]
+        batch = packed_batch(chunks, kv, self.block_size, self.device, on_layer)
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        embeds = self._embed_tokens(token_ids)
+        places, deep = self._place_features(embeds, chunks)
+        position_ids = torch.cat([chunk.position_ids for chunk in chunks], dim=-1)
+        extra: dict[str, object] = {}
+        if deep is not None:
+            mask = torch.zeros(1, len(token_ids), dtype=torch.bool, device=self.device)
+            for place in places:
+                mask[0, place] = True
+            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
+        return self._run(embeds, position_ids, batch, wanted, extra)
 
     @torch.inference_mode()
     def decode(
@@ -214,13 +229,6 @@ class LanguageModel:
         )
 
     @torch.inference_mode()
-    def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:
-        """Like `forward`, but returns [T, vocab_size] float32 logits of all T new tokens, chunk after chunk.
-        Row i of a chunk predicts the token after its i-th. The next call starts behind the accepted tokens
-        and overwrites the KV of rejected ones."""
-        return self._run_chunks(chunks, kv, range(sum(len(chunk.token_ids) for chunk in chunks)), None)
-
-    @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         """Block targets[i] becomes a copy of block sources[i]. On CUDA: enqueued."""
         kv.copy_blocks(sources, targets)
@@ -230,24 +238,6 @@ class LanguageModel:
         """Of the last step: how long each thread was in native kernels, on average. None: not known, as the
         model does not run in one native call."""
         return None if self._decoder is None else self._decoder.layers.kernels_s
-
-    def _run_chunks(
-        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, wanted: Sequence[int],
-        on_layer: Callable[[int], None] | None,
-    ) -> Tensor:  # fmt: skip
-        """Writes the chunks' KV and returns the logits of the tokens `wanted` of their T new ones."""
-        batch = packed_batch(chunks, kv, self.block_size, self.device, on_layer)
-        token_ids = [token for chunk in chunks for token in chunk.token_ids]
-        embeds = self._embed_tokens(token_ids)
-        places, deep = self._place_features(embeds, chunks)
-        position_ids = torch.cat([chunk.position_ids for chunk in chunks], dim=-1)
-        extra: dict[str, object] = {}
-        if deep is not None:
-            mask = torch.zeros(1, len(token_ids), dtype=torch.bool, device=self.device)
-            for place in places:
-                mask[0, place] = True
-            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
-        return self._run(embeds, position_ids, batch, wanted, extra)
 
     def _run(
         self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, wanted: Sequence[int],
