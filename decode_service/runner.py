@@ -139,19 +139,18 @@ def _forbidden(choice: DecodeChoice) -> Iterator[Sequence[int]]:
 
 
 def _prompt_chunk(part: PromptPart) -> SequenceChunk:
-    positions = torch.arange(part.start, part.start + len(part.token_ids)) + part.position_delta
+    first = part.start + part.position_delta
     return SequenceChunk(
-        part.token_ids, positions, part.start, part.block_table, num_logits=int(bool(part.draws))
+        part.token_ids, first, part.start, part.block_table, num_logits=int(bool(part.draws))
     )
 
 
 def _chunk(choice: DecodeChoice, branch: Branch) -> SequenceChunk:
     context_len = choice.context_len(branch)
     token_ids = [choice.token_ids[-1], *choice.drafts]
-    first = context_len + branch.position_delta
     return SequenceChunk(
         token_ids=token_ids,
-        position_ids=torch.arange(first, first + len(token_ids)),
+        position_ids=context_len + branch.position_delta,
         num_computed_tokens=context_len,
         block_table=branch.block_table,
         num_logits=len(token_ids),

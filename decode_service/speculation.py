@@ -324,9 +324,8 @@ class DraftModelProposer:
             if count == 0:
                 break
             start, end = job.held.num_computed_tokens, job.held.num_computed_tokens + count
-            positions = torch.arange(start, end)
             token_ids = job.sequence.token_ids[start:end]
-            chunks.append(SequenceChunk(token_ids, positions, start, job.held.block_table))
+            chunks.append(SequenceChunk(token_ids, start, start, job.held.block_table))
             job.held.num_computed_tokens = end
             budget -= count
             if job.num_missing == 0:

@@ -220,8 +220,8 @@ class _WireChunk(msgspec.Struct, array_like=True):
     """A `SequenceChunk` without its feature rows. The rows of all chunks follow as one tensor."""
 
     token_ids: Sequence[int]
-    position_ids: bytes  # int64
-    position_axes: int  # 0: position_ids is one-dimensional
+    position_ids: int | bytes  # the first of a run, or int64
+    position_axes: int  # 0: position_ids are one-dimensional
     num_computed_tokens: int
     block_table: Sequence[int]
     features: list[tuple[int, int]]  # (start, rows)
@@ -251,11 +251,14 @@ _decoder = msgspec.msgpack.Decoder(_RankCall)
 
 
 def _to_wire(chunk: SequenceChunk) -> _WireChunk:
-    positions = chunk.position_ids.to("cpu", torch.int64).contiguous()
+    position_ids, axes = chunk.position_ids, 0
+    if isinstance(position_ids, Tensor):
+        axes = len(position_ids) if position_ids.ndim == 2 else 0
+        position_ids = position_ids.to("cpu", torch.int64).contiguous().numpy().tobytes()
     return _WireChunk(
         list(chunk.token_ids),
-        positions.numpy().tobytes(),
-        0 if positions.ndim == 1 else len(positions),
+        position_ids,
+        axes,
         chunk.num_computed_tokens,
         list(chunk.block_table),
         [(piece.start, len(piece.rows)) for piece in chunk.features],
@@ -282,12 +285,16 @@ def _with_features(
 
 
 def _from_wire(wire: _WireChunk, features: tuple[FeatureSlice, ...]) -> SequenceChunk:
-    positions = torch.frombuffer(bytearray(wire.position_ids), dtype=torch.int64)
-    if wire.position_axes:
-        positions = positions.view(wire.position_axes, -1)
+    position_ids: int | Tensor
+    if isinstance(wire.position_ids, int):
+        position_ids = wire.position_ids
+    else:
+        position_ids = torch.frombuffer(bytearray(wire.position_ids), dtype=torch.int64)
+        if wire.position_axes:
+            position_ids = position_ids.view(wire.position_axes, -1)
     return SequenceChunk(
         wire.token_ids,
-        positions,
+        position_ids,
         wire.num_computed_tokens,
         wire.block_table,
         features,

@@ -57,7 +57,7 @@ def answers(model: StepModel, kv: BlockMemory, feature_width: int) -> Answers:
     for step in range(4, 6):
         logits = model.decode(tokens[-1], [9 + step, 5 + step], [0, 0], copied, kv)
         tokens.append(logits.argmax(-1).tolist())
-    both = SequenceChunk([7, 8], torch.arange(15, 17), 15, TABLES[0], num_logits=2)
+    both = SequenceChunk([7, 8], 15, 15, TABLES[0], num_logits=2)
     return tokens, model.forward([both], kv)
 
 
