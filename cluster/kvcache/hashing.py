@@ -27,9 +27,9 @@ _DIGEST_BYTES = 32  # a client chooses prompts freely, so it must not be able to
 class BlockHashes:
     """The hashes of one sequence's full blocks: of its prompt, then also of its answer.
 
-    hashes: one per full block, as `block_hashes` gives them for a prompt that contains all tokens so far, with
-    the same media and the same salt. A hash says nothing about the block's KV: of the newest tokens it may not
-    be computed yet. Not thread-safe.
+    hashes: one per full block, as `block_hashes` gives them for a prompt that contains all tokens so far,
+    with the same media and the same salt. A hash says nothing about the block's KV: of the newest tokens it
+    may not be computed yet. Not thread-safe.
     """
 
     def __init__(self, prompt: Prompt, block_size: int):

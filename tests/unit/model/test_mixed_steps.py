@@ -1,5 +1,5 @@
-"""Steps of running answers, drafts and prompt chunks side by side: what a sequence gets does not depend on the
-kind of call that computes it, nor on what is computed beside it."""
+"""Steps of running answers, drafts and prompt chunks side by side: what a sequence gets does not depend on
+the kind of call that computes it, nor on what is computed beside it."""
 
 from __future__ import annotations
 
