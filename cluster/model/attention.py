@@ -67,17 +67,20 @@ def mixed_parts(batch: PagedBatch) -> Sequence[BatchPart]:
 
 
 def _part(batch: PagedBatch, seqs: Tensor) -> BatchPart:
-    """seqs: [b] int64, on the CPU."""
+    """seqs: [b] int64, on the CPU. The tables are as wide as in a step of these sequences alone: a long
+    prompt beside short answers must not make their decoding longer."""
     owners = torch.arange(len(batch.query_lens)).repeat_interleave(torch.tensor(batch.query_lens))
     device = batch.slots.device
     tokens, rows, chosen = torch.isin(owners, seqs).nonzero()[:, 0].to(device), seqs.to(device), seqs.tolist()
+    context_lens = [batch.context_lens[i] for i in chosen]
+    width = (max(context_lens) - 1) // batch.block_size + 1
     part = PagedBatch(
         batch.kv,
         batch.block_size,
         slots=batch.slots[tokens],
         query_lens=[batch.query_lens[i] for i in chosen],
-        context_lens=[batch.context_lens[i] for i in chosen],
-        block_tables=batch.block_tables[rows],
+        context_lens=context_lens,
+        block_tables=batch.block_tables[rows, :width],
         context_lens_tensor=batch.context_lens_tensor[rows],
         bidirectional_spans=[batch.bidirectional_spans[i] for i in chosen],
     )

@@ -76,10 +76,10 @@ def packed_step(
         (
             len(chunk.token_ids),
             chunk.num_computed_tokens,
-            first if type(first) is int else 0,
+            0 if isinstance(ids, Tensor) else ids,
             chunk.num_logits,
         )
-        for chunk, first in zip(chunks, given, strict=True)
+        for chunk, ids in zip(chunks, given, strict=True)
     ]
     counts, computed, firsts, num_logits = np.array(numbers).T
     ends = counts.cumsum()

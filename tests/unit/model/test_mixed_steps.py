@@ -92,14 +92,14 @@ def test_prompts_and_drafts_in_a_step_change_nothing_for_running_answers(model: 
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_torch_attention_of_a_running_answer_does_not_see_the_prompts_beside_it(window: int | None) -> None:
-    layer, shape, sizes = LayerAttention(0.3, window), Shape(), [(23, 1), (5, 6), (0, 9), (11, 1)]
+    layer, shape, sizes = LayerAttention(0.3, window), Shape(), [(23, 1), (50, 6), (0, 9), (11, 1)]
     mixed, running = make_step(shape, sizes), torch.tensor([0, 16])
     together = run(TorchAttention(), mixed, layer)[running]
     alone = make_step(shape, sizes)  # the same rows
     batch = alone.batch
     batch.slots, batch.query_lens, batch.context_lens = batch.slots[running], [1, 1], [24, 12]
     batch.block_tables, batch.context_lens_tensor = (
-        batch.block_tables[[0, 3]],
+        batch.block_tables[[0, 3], :6],
         batch.context_lens_tensor[[0, 3]],
     )
     backend = TorchAttention()
