@@ -59,7 +59,9 @@ class DecodingRequest:
         """The last token and its drafts."""
         start = len(self.token_ids) - 1
         positions = torch.arange(start, start + 1 + len(drafts))
-        return SequenceChunk([self.token_ids[-1], *drafts], positions, start, self.block_table)
+        return SequenceChunk(
+            [self.token_ids[-1], *drafts], positions, start, self.block_table, num_logits=len(positions)
+        )
 
 
 @dataclass
@@ -162,7 +164,7 @@ def step(
     if speculator is not None:
         drafts = speculator.propose(live, [r.max_len - len(r.token_ids) - 1 for r in live])
     if any(drafts):
-        logits = model.verify([r.chunk(draft) for r, draft in zip(live, drafts, strict=True)], kv)
+        logits = model.forward([r.chunk(draft) for r, draft in zip(live, drafts, strict=True)], kv)
     else:
         contexts = [len(r.token_ids) - 1 for r in live]
         last, tables = [r.token_ids[-1] for r in live], [r.block_table for r in live]

@@ -99,7 +99,7 @@ class DecodeRunner:
         """[one row per choice and draft + 1, vocab_size], guided."""
         rows = [(choice, branch) for _, choice in choices for branch in choice.branches]
         if any(choice.drafts for _, choice in choices):
-            logits = self._model.verify([_chunk(choice, branch) for choice, branch in rows], self._kv)
+            logits = self._model.forward([_chunk(choice, branch) for choice, branch in rows], self._kv)
         else:
             logits = self._model.decode(
                 [choice.token_ids[-1] for choice, _ in rows],
@@ -139,19 +139,19 @@ def _forbidden(choice: DecodeChoice) -> Iterator[Sequence[int]]:
 
 
 def _prompt_chunk(part: PromptPart) -> SequenceChunk:
-    positions = torch.arange(part.start, part.start + len(part.token_ids)) + part.position_delta
+    first = part.start + part.position_delta
     return SequenceChunk(
-        part.token_ids, positions, part.start, part.block_table, wants_logits=bool(part.draws)
+        part.token_ids, first, part.start, part.block_table, num_logits=int(bool(part.draws))
     )
 
 
 def _chunk(choice: DecodeChoice, branch: Branch) -> SequenceChunk:
     context_len = choice.context_len(branch)
     token_ids = [choice.token_ids[-1], *choice.drafts]
-    first = context_len + branch.position_delta
     return SequenceChunk(
         token_ids=token_ids,
-        position_ids=torch.arange(first, first + len(token_ids)),
+        position_ids=context_len + branch.position_delta,
         num_computed_tokens=context_len,
         block_table=branch.block_table,
+        num_logits=len(token_ids),
     )

@@ -3,7 +3,7 @@ several of them.
 
 The answers do not change. A drawn token depends on (logits, sampling parameters, seed, position) alone
 (`cluster.model.sampling`). So a step
-1. runs the target model over [last token, draft 1 … draft k] (`LanguageModel.verify`);
+1. runs the target model over [last token, draft 1 … draft k] (`LanguageModel.forward`);
 2. draws a token at every position with the ordinary `sample`;
 3. appends drawn tokens as long as the draft before them is the token that was drawn there (`accept`).
 
@@ -324,9 +324,8 @@ class DraftModelProposer:
             if count == 0:
                 break
             start, end = job.held.num_computed_tokens, job.held.num_computed_tokens + count
-            positions = torch.arange(start, end)
             token_ids = job.sequence.token_ids[start:end]
-            chunks.append(SequenceChunk(token_ids, positions, start, job.held.block_table))
+            chunks.append(SequenceChunk(token_ids, start, start, job.held.block_table))
             job.held.num_computed_tokens = end
             budget -= count
             if job.num_missing == 0:

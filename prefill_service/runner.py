@@ -41,7 +41,7 @@ class PrefillRunner:
         chunks = [self._chunk(request, sequence, count) for request, sequence, count in batch]
         logits = iter(self._steps.forward(chunks, self._kv, lambda i: on_layer(i, self._kv.mark())).split(1))
         self._kv.synchronize()
-        return [next(logits) if chunk.wants_logits else None for chunk in chunks]
+        return [next(logits) if chunk.num_logits else None for chunk in chunks]
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int, block_table: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ class PrefillRunner:
             num_computed_tokens=start,
             block_table=sequence.block_table,
             features=tuple(slices),
-            wants_logits=end == sequence.num_tokens,
+            num_logits=int(end == sequence.num_tokens),
             bidirectional_spans=uncut_spans(self._model, prompt),
         )
 

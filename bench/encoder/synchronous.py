@@ -130,7 +130,7 @@ class SynchronousEngine:
         logits = iter(self._model.forward(chunks, self._kv).split(1))
         for waiting, count, chunk in zip(batch, counts, chunks, strict=True):
             waiting.num_computed += count
-            if chunk.wants_logits:
+            if chunk.num_logits:
                 row = next(logits)
                 stop = waiting.request.stop
                 forbid(row, [stop.stop_token_ids if stop.min_tokens > 0 else ()])
@@ -157,7 +157,7 @@ class SynchronousEngine:
             start,
             waiting.block_table,
             tuple(pieces),
-            wants_logits=end == len(prompt.token_ids),
+            num_logits=int(end == len(prompt.token_ids)),
         )
 
     def _end(self, waiting: QueuedRequest, outcome: int | Exception) -> None:

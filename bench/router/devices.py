@@ -91,7 +91,7 @@ class _Steps:
             self._device.take(step_s(curve, chunks) / self._num_layers)
             if on_layer is not None:
                 on_layer(layer_idx)
-        return torch.zeros(sum(chunk.wants_logits for chunk in chunks), self._vocab_size)
+        return torch.zeros(sum(chunk.num_logits for chunk in chunks), self._vocab_size)
 
     def decode(self, token_ids: Sequence[int], context_lens: Sequence[int], *rest: Any) -> Tensor:
         curve = self._device.curves and self._device.curves.decode

@@ -321,8 +321,10 @@ class Comparison:
             given = each.given(answer)
             position_ids = torch.arange(each.start, each.start + len(given)) + each.asked.positions.delta
             if given:
-                chunks.append(SequenceChunk(given, position_ids, each.start, each.target))
-        return self._language.verify(chunks, self._target).double().log_softmax(-1)
+                chunks.append(
+                    SequenceChunk(given, position_ids, each.start, each.target, num_logits=len(given))
+                )
+        return self._language.forward(chunks, self._target).double().log_softmax(-1)
 
     def _answers(self, placed: Sequence[PlacedPrompt]) -> list[list[int]]:
         """Greedy, with the end token."""

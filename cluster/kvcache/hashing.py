@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from hashlib import blake2b
 
 from cluster.types.media import PlacedMedia
@@ -23,34 +24,61 @@ from cluster.types.request import Prompt
 _DIGEST_BYTES = 32  # a client chooses prompts freely, so it must not be able to find collisions
 
 
+class BlockHashes:
+    """The hashes of one sequence's full blocks: of its prompt, then also of its answer.
+
+    hashes: one per full block, as `block_hashes` gives them for a prompt that contains all tokens so far,
+    with the same media and the same salt. A hash says nothing about the block's KV: of the newest tokens it
+    may not be computed yet. Not thread-safe.
+    """
+
+    def __init__(self, prompt: Prompt, block_size: int):
+        """Ranges of `prompt.media` do not overlap."""
+        self.block_size = block_size
+        self.hashes: list[bytes] = []
+        self._extras = _media_parts(prompt.media, block_size, len(prompt.token_ids))
+        self._tail = array("q")  # token ids behind the last full block
+        start = prompt.cache_salt.encode() + struct.pack("<q", block_size)
+        self._parent = blake2b(start, digest_size=_DIGEST_BYTES).digest()
+        self.extend(prompt.token_ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Generated tokens, which are text whatever their ids are."""
+        self._tail.extend(token_ids)
+        num_blocks = len(self._tail) // self.block_size
+        if num_blocks == 0:
+            return
+        stride = self.block_size * 8  # bytes of one block's token ids
+        token_bytes = memoryview(self._tail.tobytes())
+        for i in range(num_blocks):
+            state = blake2b(self._parent, digest_size=_DIGEST_BYTES)
+            state.update(token_bytes[i * stride : (i + 1) * stride])
+            extra = self._extras.get(len(self.hashes))
+            if extra is not None:
+                state.update(extra)
+            self._parent = state.digest()
+            self.hashes.append(self._parent)
+        del self._tail[: num_blocks * self.block_size]
+
+    def fork(self) -> BlockHashes:
+        """Of a sequence that has the same tokens so far and continues on its own: another choice."""
+        other = copy(self)
+        other.hashes, other._tail = self.hashes[:], self._tail[:]
+        return other
+
+
 def block_hashes(prompt: Prompt, block_size: int) -> list[bytes]:
-    """One hash per full block of the prompt: `len(token_ids) // block_size` hashes. Ranges of `prompt.media`
-    do not overlap."""
-    num_blocks = len(prompt.token_ids) // block_size
-    token_bytes = memoryview(array("q", prompt.token_ids).tobytes())
-    stride = block_size * 8  # bytes of one block's token ids
-    extras = _media_parts(prompt.media, block_size, num_blocks)
-    start = prompt.cache_salt.encode() + struct.pack("<q", block_size)
-    parent = blake2b(start, digest_size=_DIGEST_BYTES).digest()
-    hashes: list[bytes] = []
-    for i in range(num_blocks):
-        state = blake2b(parent, digest_size=_DIGEST_BYTES)
-        state.update(token_bytes[i * stride : (i + 1) * stride])
-        extra = extras.get(i)
-        if extra is not None:
-            state.update(extra)
-        parent = state.digest()
-        hashes.append(parent)
-    return hashes
+    """One hash per full block of the prompt: `len(token_ids) // block_size` hashes."""
+    return BlockHashes(prompt, block_size).hashes
 
 
-def _media_parts(media: Sequence[PlacedMedia], block_size: int, num_blocks: int) -> dict[int, bytes]:
+def _media_parts(media: Sequence[PlacedMedia], block_size: int, num_tokens: int) -> dict[int, bytes]:
     """What the items add to each block that they touch. The length of each part is included in it, so no part
     can imitate two parts."""
     parts: dict[int, bytes] = {}
     for item in media:
         name = f"{item.modality}:{item.media_hash}".encode()
-        for token, row, count in item.pieces(0, num_blocks * block_size):
+        for token, row, count in item.pieces(0, num_tokens):
             first_block, last_block = token // block_size, (token + count - 1) // block_size
             for i in range(first_block, last_block + 1):
                 low, high = max(token, i * block_size), min(token + count, (i + 1) * block_size)

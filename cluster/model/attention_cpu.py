@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -159,7 +160,7 @@ def step_view(batch: PagedBatch, window: int | None) -> StepView:
     memo_key = ("cpu", window)
     if memo_key not in batch.memo:
         begins, ends = visible_ranges(batch, window)
-        starts = torch.tensor([0, *batch.query_lens]).cumsum(0).int()
+        starts = torch.from_numpy(np.array([0, *batch.query_lens]).cumsum(dtype=np.int32))
         tables = batch.block_tables.contiguous()
         step = _AttentionStep(
             tables.data_ptr(), starts.data_ptr(), begins.data_ptr(), ends.data_ptr(), len(batch.query_lens),
@@ -172,19 +173,17 @@ def step_view(batch: PagedBatch, window: int | None) -> StepView:
 def visible_ranges(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor]:
     """Each new token sees the key positions [begin, end) of its sequence; both [T] int32. A bidirectional
     span moves the end, but never behind the chunk."""
-    if batch.is_decode:
-        ends = batch.context_lens_tensor.int()
-        positions = ends - 1
-    else:
-        pairs = zip(batch.query_lens, batch.context_lens, strict=True)
-        positions = torch.cat([torch.arange(total - new, total, dtype=torch.int32) for new, total in pairs])
-        ends = positions + 1
+    new = np.array(batch.query_lens)
+    last = np.array(batch.context_lens) - new.cumsum()  # of each sequence: index of a token - its place
+    ends = np.repeat(last, new).astype(np.int32) + np.arange(1, new.sum() + 1, dtype=np.int32)
+    positions = ends - 1
+    if any(batch.bidirectional_spans):
         start = 0
         for query_len, spans in zip(batch.query_lens, batch.bidirectional_spans, strict=True):
             own = slice(start, start + query_len)
             for span_start, span_end in spans:
                 inside = (positions[own] >= span_start) & (positions[own] < span_end)
-                ends[own] = ends[own].masked_fill(inside, span_end)
+                ends[own][inside] = span_end
             start += query_len
-    begins = torch.zeros_like(ends) if window is None else (positions - (window - 1)).clamp_(min=0)
-    return begins, ends
+    begins = np.zeros_like(ends) if window is None else np.maximum(positions - (window - 1), 0)
+    return torch.from_numpy(begins), torch.from_numpy(ends)

@@ -6,6 +6,8 @@
   Hopper) reads any.
 * Smaller blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention`, and prefilled from rows
   that are gathered into one tensor.
+* Where pages cannot be read, the sequences of a mixed step with one new token are decoded apart from the
+  others: to gather their rows would copy their whole contexts in every layer.
 * Bidirectional spans use the fallback. In prefill, sinks and different widths of K and V use it as well.
 
 Either library may be missing. Untried on a GPU: calls follow the signatures of flash-attn 2.8.3 and of its
@@ -25,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
+from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch, attend_parts, mixed_parts
 from cluster.model.cuda import decode_attention
 from cluster.model.kv_format import LayerCache, PlainRows, QuantizedRows, RowStore
 
@@ -179,6 +181,8 @@ class FlashAttention:
         cache: LayerCache,
     ) -> Tensor:  # fmt: skip
         chosen = route(batch, layer, cache, self._page_multiple, self._has_kernels)
+        if chosen is not Route.PAGES and (parts := mixed_parts(batch)):
+            return attend_parts(parts, self, layer, query, new_key, new_value, cache)
         if chosen is Route.DECODE_KERNEL:
             return self._decode(batch, layer, query, cache)
         if chosen is Route.FALLBACK or self._library is None:

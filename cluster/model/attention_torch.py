@@ -3,7 +3,8 @@
 
 * Decode gathers all sequences' blocks into one padded batch. It folds the query heads that share a KV head
   into the query length, which keeps torch's fused kernel on its fast path.
-* Prefill runs one kernel per sequence.
+* Prefill runs one kernel per sequence. In a mixed step, sequences with one new token are decoded together:
+  they get the bits that they get in a step without prompts.
 * Soft-capped scores and attention sinks use an explicit softmax instead of the fused kernel.
 
 Masks are made once per step and window.
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.attention import LayerAttention, PagedBatch, attend_parts, mixed_parts
 from cluster.model.kv_format import LayerCache, PlainRows, RowStore
 
 
@@ -39,6 +40,8 @@ class TorchAttention:
     ) -> Tensor:  # fmt: skip
         if batch.is_decode:
             return self._attend_decode(batch, layer, query, cache)
+        if parts := mixed_parts(batch):
+            return attend_parts(parts, self, layer, query, new_key, new_value, cache)
         out = query.new_empty(*query.shape[:2], new_value.shape[-1])
         start = 0
         for seq, query_len in enumerate(batch.query_lens):

@@ -1,6 +1,7 @@
 """How the sequences of one step become one packed batch.
 
-Pure functions of token counts and block tables; no state.
+A step holds sequences of any kind side by side: one token of a running answer, a token and the drafts behind
+it, a chunk of a prompt with embedding rows. Pure functions of token counts and block tables; no state.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,18 +27,30 @@ class FeatureSlice:
     rows: Tensor  # [n, feature_width]
 
 
-@dataclass(frozen=True)
-class SequenceChunk:
-    """One sequence's share of a packed forward: its next n tokens."""
+class SequenceChunk(msgspec.Struct, frozen=True, eq=False):
+    """One sequence's share of a packed forward: its next n tokens. A struct, because a step makes one for
+    every running answer: a frozen dataclass takes nine times as long."""
 
     token_ids: Sequence[int]  # n new tokens
-    position_ids: Tensor  # [n] or [3, n]
+    # [n] or [3, n]; an int is the first of n successive positions, on every axis
+    position_ids: Tensor | int
     num_computed_tokens: int  # tokens of this sequence whose KV is in the block memory
-    block_table: Sequence[int]  # block ids that cover num_computed_tokens + n tokens
+    # block ids that cover num_computed_tokens + n tokens; quickest as an `array("q")`
+    block_table: Sequence[int]
     features: tuple[FeatureSlice, ...] = ()
     # absolute [start, end) of all media in the prompt whose tokens see each other
     bidirectional_spans: tuple[Span, ...] = ()
-    wants_logits: bool = True  # False: further chunks of the same prompt follow
+    num_logits: int = 1  # how many of its last tokens want logits; 0: further chunks of the prompt follow
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """The T new tokens of all chunks, chunk after chunk."""
+
+    token_ids: list[int]
+    position_ids: Tensor  # [T] or [3, T], on the CPU
+    wanted: Tensor  # [sum of num_logits] int64, on the CPU: which of the T tokens want logits
+    batch: PagedBatch
 
 
 def decode_batch(
@@ -44,45 +58,79 @@ def decode_batch(
     device: torch.device,
 ) -> PagedBatch:  # fmt: skip
     """One new token for each sequence, behind `context_lens[i]` others."""
-    contexts = torch.tensor(context_lens)
-    tables = _padded_tables(block_tables, max(context_lens) // block_size + 1)
-    blocks = tables.gather(1, (contexts // block_size)[:, None])[:, 0]
-    return PagedBatch(
-        kv,
-        block_size,
-        slots=(blocks * block_size + contexts % block_size).to(device),
-        query_lens=[1] * len(context_lens),
-        context_lens=[context + 1 for context in context_lens],
-        block_tables=tables.to(device),
-        context_lens_tensor=(contexts + 1).to(device),
-        bidirectional_spans=(),
+    contexts = np.array(context_lens)
+    rows = np.arange(len(contexts))
+    return _paged_batch(
+        contexts, np.ones_like(contexts), contexts, rows, block_tables, kv, block_size, device
     )
 
 
-def packed_batch(
+def packed_step(
     chunks: Sequence[SequenceChunk], kv: BlockMemory, block_size: int, device: torch.device,
     on_layer: Callable[[int], None] | None,
+) -> PackedStep:  # fmt: skip
+    """A few array operations for the whole step: many chunks of one token take as long as `decode_batch`
+    and some."""
+    given = [chunk.position_ids for chunk in chunks]
+    numbers = [
+        (
+            len(chunk.token_ids),
+            chunk.num_computed_tokens,
+            0 if isinstance(ids, Tensor) else ids,
+            chunk.num_logits,
+        )
+        for chunk, ids in zip(chunks, given, strict=True)
+    ]
+    counts, computed, firsts, num_logits = np.array(numbers).T
+    ends = counts.cumsum()
+    rows = np.repeat(np.arange(len(counts)), counts)
+    new = np.arange(ends[-1]) - (ends - counts)[rows]  # each token's index in its chunk
+    tables = [chunk.block_table for chunk in chunks]
+    batch = _paged_batch(computed, counts, computed[rows] + new, rows, tables, kv, block_size, device)
+    batch.on_layer = on_layer
+    if any(chunk.bidirectional_spans for chunk in chunks):
+        pairs = zip(chunks, batch.context_lens, strict=True)
+        batch.bidirectional_spans = [_visible_spans(chunk, context_len) for chunk, context_len in pairs]
+    return PackedStep(
+        [token for chunk in chunks for token in chunk.token_ids],
+        _with_tensors(torch.from_numpy(firsts[rows] + new), given, ends),
+        torch.from_numpy(np.nonzero(new >= (counts - num_logits)[rows])[0]),
+        batch,
+    )
+
+
+def _with_tensors(positions: Tensor, given: Sequence[Tensor | int], ends: np.ndarray) -> Tensor:
+    """positions [T]; where a chunk has a tensor, replaced by it. Returns [T] or [3, T] in the type of these
+    tensors."""
+    tensors = [(ids, int(end)) for ids, end in zip(given, ends, strict=True) if isinstance(ids, Tensor)]
+    if not tensors:
+        return positions
+    dtype = torch.float32 if any(ids.is_floating_point() for ids, _ in tensors) else torch.int64
+    axes = max((ids.shape[:-1] for ids, _ in tensors), key=len)
+    positions = positions.to(dtype).expand(*axes, -1).clone()
+    for ids, end in tensors:
+        positions[..., end - ids.shape[-1] : end] = ids
+    return positions
+
+
+def _paged_batch(
+    computed: np.ndarray, counts: np.ndarray, indices: np.ndarray, rows: np.ndarray,
+    block_tables: Sequence[Sequence[int]], kv: BlockMemory, block_size: int, device: torch.device,
 ) -> PagedBatch:  # fmt: skip
-    """The new tokens of all chunks, chunk after chunk."""
-    longest = max(len(chunk.block_table) for chunk in chunks)
-    tables = _padded_tables([chunk.block_table for chunk in chunks], longest)
-    query_lens = [len(chunk.token_ids) for chunk in chunks]
-    context_lens = [chunk.num_computed_tokens + n for chunk, n in zip(chunks, query_lens, strict=True)]
-    slots, spans = [], []
-    for chunk, context_len, table in zip(chunks, context_lens, tables, strict=True):
-        indices = torch.arange(chunk.num_computed_tokens, context_len)
-        slots.append(table[indices // block_size] * block_size + indices % block_size)
-        spans.append(_visible_spans(chunk, context_len))
+    """counts[i] new tokens of each sequence, behind computed[i] others. Of each new token: `rows` its
+    sequence, `indices` its index there."""
+    contexts = computed + counts
+    tables = _padded_tables(block_tables, int(contexts.max() - 1) // block_size + 1)
+    slots = tables[rows, indices // block_size] * block_size + indices % block_size
     return PagedBatch(
         kv,
         block_size,
-        slots=torch.cat(slots).to(device),
-        query_lens=query_lens,
-        context_lens=context_lens,
-        block_tables=tables.to(device),
-        context_lens_tensor=torch.tensor(context_lens, device=device),
-        bidirectional_spans=spans,
-        on_layer=on_layer,
+        slots=torch.from_numpy(slots).to(device),
+        query_lens=counts.tolist(),
+        context_lens=contexts.tolist(),
+        block_tables=torch.from_numpy(tables).to(device),
+        context_lens_tensor=torch.from_numpy(contexts).to(device),
+        bidirectional_spans=[()] * len(contexts),
     )
 
 
@@ -99,9 +147,11 @@ def _visible_spans(chunk: SequenceChunk, context_len: int) -> list[Span]:
     return spans
 
 
-def _padded_tables(block_tables: Sequence[Sequence[int]], width: int) -> Tensor:
-    """[B, width] int64 on the CPU. Each table is cut to `width` (it may reserve blocks for later) or padded
-    with block 0, which the masks hide."""
-    padding = (0,) * width
-    rows = [[*table[:width], *padding[len(table) :]] for table in block_tables]
-    return torch.from_numpy(np.array(rows, dtype=np.int64))  # in a quarter of torch.tensor's time
+def _padded_tables(block_tables: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """[B, width] int64. Each table is cut to `width` (it may reserve blocks for later) or padded with block
+    0, which the masks hide. An `array("q")` is copied as it is; of another sequence each id is converted."""
+    tables = np.zeros((len(block_tables), width), dtype=np.int64)
+    for row, table in zip(tables, block_tables, strict=True):
+        used = min(len(table), width)
+        row[:used] = table[:used]
+    return tables

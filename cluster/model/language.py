@@ -7,13 +7,13 @@ synchronise the device.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,7 +23,7 @@ from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import ATTENTION_NAME, PagedBatch, make_backend
 from cluster.model.attention_flash import FlashAttention
-from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_batch
+from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, WholeDecoder, optimise_layers, whole_decoder
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import WeightDtype, optimise
@@ -166,12 +166,21 @@ class LanguageModel:
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """Writes the chunks' KV. Returns [n, vocab_size] float32: the logits of the last tokens of the n
-        chunks that want logits. `on_layer(i)` is called when layer i's KV of this forward is written (on
-        CUDA: enqueued)."""
-        ends = itertools.accumulate(len(chunk.token_ids) for chunk in chunks)
-        wanted = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.wants_logits]
-        return self._run_chunks(chunks, kv, wanted, on_layer)
+        """Writes the chunks' KV. Returns [sum of num_logits, vocab_size] float32, chunk after chunk: the
+        logits of each chunk's last `num_logits` tokens, each of which predicts the token after it. If
+        drafts among them are wrong, the next call starts behind the accepted tokens and overwrites the KV
+        of the others. `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA:
+        enqueued)."""
+        step = packed_step(chunks, kv, self.block_size, self.device, on_layer)
+        embeds = self._embed_tokens(step.token_ids)
+        places, deep = self._place_features(embeds, chunks)
+        extra: dict[str, object] = {}
+        if deep is not None:
+            mask = torch.zeros(1, len(embeds), dtype=torch.bool, device=self.device)
+            for place in places:
+                mask[0, place] = True
+            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
+        return self._run(embeds, step.position_ids, step.batch, step.wanted, extra)
 
     @torch.inference_mode()
     def decode(
@@ -186,8 +195,8 @@ class LanguageModel:
         its index. block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32
         logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
-        position_ids = torch.tensor(context_lens) + torch.tensor(deltas)
-        return self._run(self._embed_tokens(token_ids), position_ids, batch, range(len(token_ids)))
+        position_ids = torch.from_numpy(np.array(context_lens) + np.array(deltas))
+        return self._run(self._embed_tokens(token_ids), position_ids, batch, torch.arange(len(token_ids)))
 
     def decode_step(self, inputs: DecodeInputs, kv: BlockMemory) -> Tensor:
         """`decode` over tensors at fixed addresses, for a CUDA graph. Reads nothing from the host. Untried on
@@ -214,13 +223,6 @@ class LanguageModel:
         )
 
     @torch.inference_mode()
-    def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:
-        """Like `forward`, but returns [T, vocab_size] float32 logits of all T new tokens, chunk after chunk.
-        Row i of a chunk predicts the token after its i-th. The next call starts behind the accepted tokens
-        and overwrites the KV of rejected ones."""
-        return self._run_chunks(chunks, kv, range(sum(len(chunk.token_ids) for chunk in chunks)), None)
-
-    @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         """Block targets[i] becomes a copy of block sources[i]. On CUDA: enqueued."""
         kv.copy_blocks(sources, targets)
@@ -231,31 +233,13 @@ class LanguageModel:
         model does not run in one native call."""
         return None if self._decoder is None else self._decoder.layers.kernels_s
 
-    def _run_chunks(
-        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, wanted: Sequence[int],
-        on_layer: Callable[[int], None] | None,
-    ) -> Tensor:  # fmt: skip
-        """Writes the chunks' KV and returns the logits of the tokens `wanted` of their T new ones."""
-        batch = packed_batch(chunks, kv, self.block_size, self.device, on_layer)
-        token_ids = [token for chunk in chunks for token in chunk.token_ids]
-        embeds = self._embed_tokens(token_ids)
-        places, deep = self._place_features(embeds, chunks)
-        position_ids = torch.cat([chunk.position_ids for chunk in chunks], dim=-1)
-        extra: dict[str, object] = {}
-        if deep is not None:
-            mask = torch.zeros(1, len(token_ids), dtype=torch.bool, device=self.device)
-            for place in places:
-                mask[0, place] = True
-            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
-        return self._run(embeds, position_ids, batch, wanted, extra)
-
     def _run(
-        self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, wanted: Sequence[int],
+        self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, wanted: Tensor,
         extra: Mapping[str, object] = MappingProxyType({}),
     ) -> Tensor:  # fmt: skip
-        """embeds [T, hidden_size], which may be overwritten → [len(wanted), vocab_size] float32 logits of
-        these tokens. `extra`: more arguments of the text model."""
-        rows = torch.tensor(wanted, dtype=torch.long, device=self.device)
+        """embeds [T, hidden_size], which may be overwritten; wanted [n] int64, on the CPU → [n, vocab_size]
+        float32 logits of these tokens. `extra`: more arguments of the text model."""
+        rows = wanted.to(self.device)
         if self._decoder is not None and not extra:
             return self._decoder.logits(embeds[None], self._with_axes(position_ids), batch, rows)
         hidden = self._hidden(embeds, position_ids, batch, extra)
@@ -286,8 +270,9 @@ class LanguageModel:
     def _embed_tokens(self, token_ids: Sequence[int]) -> Tensor:
         """[T, hidden_size]. Placeholder ids may lie outside the embedding table; their rows are replaced
         later."""
-        ids = torch.tensor(token_ids, device=self.device)
-        return self._embed(ids.masked_fill_(ids >= self._embed.num_embeddings, 0))
+        ids = np.array(token_ids)
+        ids[ids >= self._embed.num_embeddings] = 0
+        return self._embed(torch.from_numpy(ids).to(self.device))
 
     def _place_features(
         self, embeds: Tensor, chunks: Sequence[SequenceChunk]

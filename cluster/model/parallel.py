@@ -142,14 +142,9 @@ class LeadingModel:
                 on_layer(layer_idx)
 
         with _in_step():
-            self._tell_chunks(_Forward, chunks)
+            self._tell_chunks(chunks)
             self._progress.begin()
             return self._model.forward(chunks, kv, on_written)
-
-    def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:
-        with _in_step():
-            self._tell_chunks(_Verify, chunks)
-            return self._model.verify(chunks, kv)
 
     def decode(
         self,
@@ -168,8 +163,8 @@ class LeadingModel:
             self._tell(_CopyCall(sources, targets))
             self._model.copy_blocks(sources, targets, kv)
 
-    def _tell_chunks(self, kind: type[_Forward] | type[_Verify], chunks: Sequence[SequenceChunk]) -> None:
-        self._tell(kind([_to_wire(chunk) for chunk in chunks]))
+    def _tell_chunks(self, chunks: Sequence[SequenceChunk]) -> None:
+        self._tell(_Forward([_to_wire(chunk) for chunk in chunks]))
         rows = [piece.rows.to(self._device, self._dtype) for chunk in chunks for piece in chunk.features]
         if rows:
             dist.broadcast(torch.cat(rows), src=0)
@@ -200,10 +195,6 @@ def follow(
 ) -> None:
     """Repeats rank 0's calls until rank 0 closes the pipe. Blocks. If another rank is lost, raises the error
     of the collective."""
-
-    def chunks_of(call: _Forward | _Verify) -> list[SequenceChunk]:
-        return _with_features(call.chunks, dtype, group.device, feature_width)
-
     while True:
         try:
             call = _decoder.decode(calls.recv_bytes())
@@ -214,10 +205,8 @@ def follow(
                 model.decode(token_ids, context_lens, deltas, block_tables, kv)
             case _CopyCall(sources, targets):
                 model.copy_blocks(sources, targets, kv)
-            case _Verify():
-                model.verify(chunks_of(call), kv)
-            case _Forward():
-                chunks = chunks_of(call)
+            case _Forward(wires):
+                chunks = _with_features(wires, dtype, group.device, feature_width)
                 progress.begin()
                 model.forward(chunks, kv, lambda _: progress.layer(kv.mark()))
                 kv.synchronize()
@@ -231,20 +220,16 @@ class _WireChunk(msgspec.Struct, array_like=True):
     """A `SequenceChunk` without its feature rows. The rows of all chunks follow as one tensor."""
 
     token_ids: Sequence[int]
-    position_ids: bytes  # int64
-    position_axes: int  # 0: position_ids is one-dimensional
+    position_ids: int | bytes  # the first of a run, or int64
+    position_axes: int  # 0: position_ids are one-dimensional
     num_computed_tokens: int
     block_table: Sequence[int]
     features: list[tuple[int, int]]  # (start, rows)
     bidirectional_spans: list[tuple[int, int]]
-    wants_logits: bool
+    num_logits: int
 
 
 class _Forward(msgspec.Struct, array_like=True, tag=True):
-    chunks: list[_WireChunk]
-
-
-class _Verify(msgspec.Struct, array_like=True, tag=True):
     chunks: list[_WireChunk]
 
 
@@ -260,22 +245,25 @@ class _CopyCall(msgspec.Struct, array_like=True, tag=True):
     targets: Sequence[int]
 
 
-_RankCall = _Forward | _Verify | _Decode | _CopyCall
+_RankCall = _Forward | _Decode | _CopyCall
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_RankCall)
 
 
 def _to_wire(chunk: SequenceChunk) -> _WireChunk:
-    positions = chunk.position_ids.to("cpu", torch.int64).contiguous()
+    position_ids, axes = chunk.position_ids, 0
+    if isinstance(position_ids, Tensor):
+        axes = len(position_ids) if position_ids.ndim == 2 else 0
+        position_ids = position_ids.to("cpu", torch.int64).contiguous().numpy().tobytes()
     return _WireChunk(
         list(chunk.token_ids),
-        positions.numpy().tobytes(),
-        0 if positions.ndim == 1 else len(positions),
+        position_ids,
+        axes,
         chunk.num_computed_tokens,
         list(chunk.block_table),
         [(piece.start, len(piece.rows)) for piece in chunk.features],
         list(chunk.bidirectional_spans),
-        chunk.wants_logits,
+        chunk.num_logits,
     )
 
 
@@ -297,15 +285,19 @@ def _with_features(
 
 
 def _from_wire(wire: _WireChunk, features: tuple[FeatureSlice, ...]) -> SequenceChunk:
-    positions = torch.frombuffer(bytearray(wire.position_ids), dtype=torch.int64)
-    if wire.position_axes:
-        positions = positions.view(wire.position_axes, -1)
+    position_ids: int | Tensor
+    if isinstance(wire.position_ids, int):
+        position_ids = wire.position_ids
+    else:
+        position_ids = torch.frombuffer(bytearray(wire.position_ids), dtype=torch.int64)
+        if wire.position_axes:
+            position_ids = position_ids.view(wire.position_axes, -1)
     return SequenceChunk(
         wire.token_ids,
-        positions,
+        position_ids,
         wire.num_computed_tokens,
         wire.block_table,
         features,
         tuple(wire.bidirectional_spans),
-        wire.wants_logits,
+        wire.num_logits,
     )

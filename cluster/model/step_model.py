@@ -22,8 +22,6 @@ class StepModel(Protocol):
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor: ...
 
-    def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor: ...
-
     def decode(
         self,
         token_ids: Sequence[int],

@@ -41,12 +41,14 @@ class SentTotals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReceivedTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Words of writers that an owner of memory could not accept, since it started."""
+    """What an owner of memory did not get, since it started: words of writers that it could not accept, and
+    KV that it had already."""
 
     num_ignored: int = 0  # about no open lease: duplicate, foreign, or late but without a write
     num_late: int = 0  # of writers that wrote after their lease had been taken back
     num_mismatched: int = 0  # that named other blocks or generations than their lease
     num_corrupt: int = 0  # leases whose bytes were not those that were sent
+    spared_bytes: int = 0  # of blocks before `Grant.first_blocks`, in leases that completed
 
 
 class CodedPart(msgspec.Struct, frozen=True):
@@ -62,8 +64,10 @@ class CodedPart(msgspec.Struct, frozen=True):
 class Grant(msgspec.Struct, frozen=True):
     """Write access to some blocks of one block memory, until it expires.
 
-    Block i of the sender's message goes to `block_ids[i]`. The writer posts nothing later than `ttl_s` after
-    receipt. `kv_transfer.lease.receiver` says when the owner may reuse the blocks.
+    A grant for KV names the blocks of a request's prompts, prompt after prompt, without those that the owner
+    has already (`first_blocks`); `kv_transfer.lease.prompt_places` finds a prompt's block in it. If the owner
+    has all of them, there are no blocks: the writer only sends its notification. The writer posts nothing
+    later than `ttl_s` after receipt. `kv_transfer.lease.receiver` says when the owner may reuse the blocks.
     """
 
     lease_id: str
@@ -74,6 +78,8 @@ class Grant(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]  # generation of each block when it was granted
     ttl_s: float
+    # for each prompt: its first block that travels, in blocks of that prompt; empty: all blocks travel
+    first_blocks: tuple[int, ...] = ()
     coded: CodedPart | None = None
     # seconds in which the owner computes the KV of one prompt token itself; None: the owner does not compute
     # KV

@@ -55,17 +55,19 @@ def codec_error(model: LanguageModel, kv: BlockMemory, wire: Wire) -> CodecError
         model.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)
     ).tolist()
 
-    def chunk(start: int, end: int) -> SequenceChunk:
-        return SequenceChunk(token_ids[start:end], torch.arange(start, end), start, block_table)
+    def chunk(start: int, end: int, num_logits: int) -> SequenceChunk:
+        positions = torch.arange(start, end)
+        return SequenceChunk(token_ids[start:end], positions, start, block_table, num_logits=num_logits)
 
-    model.forward([chunk(0, CODED_TOKENS)], kv)
-    computed = model.verify([chunk(CODED_TOKENS, num_tokens)], kv).log_softmax(-1)
+    predicted = chunk(CODED_TOKENS, num_tokens, PREDICTED_TOKENS)
+    model.forward([chunk(0, CODED_TOKENS, 0)], kv)
+    computed = model.forward([predicted], kv).log_softmax(-1)
     layers, length = range(wire.codec.num_layers), wire.blocks_per_group
     for first in wire.first_blocks([CODED_TOKENS]):  # one by one: the wire memory may be small
         group = [block_table[first : first + length]]
         wire.encode(group, [0], layers)
         wire.decode([0], group)
-    arrived = model.verify([chunk(CODED_TOKENS, num_tokens)], kv).log_softmax(-1)
+    arrived = model.forward([predicted], kv).log_softmax(-1)
     agreement = (computed.argmax(-1) == arrived.argmax(-1)).double().mean()
     divergence = (computed.exp() * (computed - arrived)).sum(-1).mean()
     return CodecError(float(agreement), float(divergence))

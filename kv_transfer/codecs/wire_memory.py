@@ -65,15 +65,18 @@ class Wire:
         with self._lock:
             return self._pool.num_referenced
 
-    def first_blocks(self, run_lengths: Sequence[int]) -> list[int]:
+    def first_blocks(self, run_lengths: Sequence[int], skipped: Sequence[int] = ()) -> list[int]:
         """Place of the first block of every whole group. Runs of so many tokens follow each other; each
-        begins with a new block."""
+        begins with a new block. skipped: of each run, how many blocks at its start have no place. Groups are
+        counted from the run's start all the same; one that lacks a block is not whole."""
         firsts: list[int] = []
-        start = 0
-        for length in run_lengths:
-            end = start + length // GROUP_TOKENS * self.blocks_per_group
-            firsts += range(start, end, self.blocks_per_group)
-            start += -(-length // self.codec.block_size)
+        start, size = 0, self.blocks_per_group
+        for length, missing in zip(run_lengths, skipped or [0] * len(run_lengths), strict=True):
+            first_group = -(-missing // size) * size
+            firsts += range(
+                start + first_group - missing, start + length // GROUP_TOKENS * size - missing, size
+            )
+            start += -(-length // self.codec.block_size) - missing
         return firsts
 
     def try_allocate(self, num_blocks: int) -> list[int] | None:

@@ -11,6 +11,7 @@ receiver           the owner's half: opens leases, fences blocks, checks what ar
 sender             the writer's half: takes up grants, keeps the table of open leases
   outgoing           a lease as the caller sees it; any thread
   lease_writer       a lease on the agent's thread: post, wait, notify
+  prompt_places      where the blocks of prompts lie in a grant
   group_coding       which groups of a lease travel coded
   peer_links         connections to owners, measured by link_meter
 envelope           the notification that ends a lease; the contract of both sides

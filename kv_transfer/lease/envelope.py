@@ -16,7 +16,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.types.transfer import Contract, Grant
 from kv_transfer.codecs.checksum import Checksum
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class NoticeKind(StrEnum):
@@ -52,10 +52,11 @@ def decode(data: bytes) -> Envelope:
 
 
 def digest_grant(grant: Grant) -> bytes:
-    """16 bytes that identify the grant's blocks and wire blocks: ids, generations, order."""
+    """16 bytes that identify the grant's blocks and wire blocks: ids, generations, order, and which blocks of
+    the prompts they are."""
     coded = ((), ()) if grant.coded is None else (grant.coded.block_ids, grant.coded.generations)
     digest = hashlib.blake2b(digest_size=16)
-    for table in ((grant.block_ids, grant.generations), coded):
+    for table in ((grant.block_ids, grant.generations), coded, (grant.first_blocks,)):
         digest.update(len(table[0]).to_bytes(8, "little"))
         digest.update(np.array(table, dtype="<i8").tobytes())
     return digest.digest()

@@ -176,12 +176,14 @@ class GroupTransferEngine:
         generations: Sequence[int],
         ttl_s: float,
         run_lengths: Sequence[int] = (),
+        first_blocks: Sequence[int] = (),
     ) -> Grant:
         """`Receiver.grant`. Waits for the other ranks; raises TransferError if one does not answer."""
         with self._lock:
             self._leases[lease_id] = _GroupLease()
-        self._order(OrderGrant(lease_id, tuple(block_ids), tuple(generations), ttl_s, tuple(run_lengths)))
-        own = self._transfer_engine.grant(lease_id, block_ids, generations, ttl_s, run_lengths)
+        lengths, firsts = tuple(run_lengths), tuple(first_blocks)
+        self._order(OrderGrant(lease_id, tuple(block_ids), tuple(generations), ttl_s, lengths, firsts))
+        own = self._transfer_engine.grant(lease_id, block_ids, generations, ttl_s, lengths, firsts)
         return msgspec.structs.replace(own, shards=tuple(link.wait_granted() for link in self._links))
 
     def cancel(self, lease_id: str) -> None:

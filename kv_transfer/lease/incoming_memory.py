@@ -25,9 +25,9 @@ class IncomingMemory:
         if wire is not None:
             agent.register(wire.memory)
 
-    def coded_part(self, run_lengths: Sequence[int]) -> CodedPart | None:
+    def coded_part(self, run_lengths: Sequence[int], skipped: Sequence[int]) -> CodedPart | None:
         """Allocates wire blocks. None: no group is to travel coded, or there is no room."""
-        if self.wire is None or not (first_blocks := self.wire.first_blocks(run_lengths)):
+        if self.wire is None or not (first_blocks := self.wire.first_blocks(run_lengths, skipped)):
             return None
         wire_ids = self.wire.try_allocate(len(first_blocks))
         if wire_ids is None:

@@ -67,8 +67,8 @@ class RankFollower:
     def follow(self, order: Order) -> None:
         transfer_engine = self._transfer_engine
         match order:
-            case OrderGrant(lease_id, block_ids, generations, ttl_s, run_lengths):
-                grant = transfer_engine.grant(lease_id, block_ids, generations, ttl_s, run_lengths)
+            case OrderGrant(lease_id, block_ids, generations, ttl_s, lengths, firsts):
+                grant = transfer_engine.grant(lease_id, block_ids, generations, ttl_s, lengths, firsts)
                 self.report(Granted(grant))
             case OrderCancel(lease_id):
                 transfer_engine.cancel(lease_id)

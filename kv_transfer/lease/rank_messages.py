@@ -23,6 +23,7 @@ class OrderGrant:
     generations: tuple[int, ...]
     ttl_s: float
     run_lengths: tuple[int, ...]
+    first_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)

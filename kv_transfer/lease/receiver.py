@@ -123,6 +123,7 @@ class Receiver:
         self.num_late = 0
         self.num_mismatched = 0
         self.num_corrupt = 0
+        self.spared_bytes = 0
 
     @property
     def wire(self) -> Wire | None:
@@ -136,7 +137,8 @@ class Receiver:
 
     @property
     def totals(self) -> ReceivedTotals:
-        return ReceivedTotals(self.num_ignored, self.num_late, self.num_mismatched, self.num_corrupt)
+        counts = (self.num_ignored, self.num_late, self.num_mismatched, self.num_corrupt)
+        return ReceivedTotals(*counts, self.spared_bytes)
 
     @property
     def is_waiting_for_late_words(self) -> bool:
@@ -151,18 +153,16 @@ class Receiver:
         generations: Sequence[int],
         ttl_s: float,
         run_lengths: Sequence[int] = (),
+        first_blocks: Sequence[int] = (),
     ) -> Grant:
         """Open a lease. Returns at once; the caller keeps the blocks referenced until the lease's event.
 
         `run_lengths`: tokens of each prompt whose KV goes there, each prompt from a block of its own; empty:
-        all travels raw.
+        all travels raw. `first_blocks`: of each prompt, how many blocks at its start the caller has already;
+        empty: none. `block_ids` are the other blocks, prompt after prompt; with `first_blocks` there may be
+        none.
         """
-        if len(block_ids) != len(generations) or not block_ids:
-            raise ValueError(f"{len(block_ids)} blocks with {len(generations)} generations cannot be granted")
-        if min(block_ids) < 0 or max(block_ids) >= self._incoming.memory.num_blocks:
-            raise ValueError(f"lease {lease_id} names a block outside the memory")
-        if len(set(block_ids)) != len(block_ids):
-            raise ValueError(f"lease {lease_id} names a block twice")
+        self._check(lease_id, block_ids, generations, first_blocks)
         expires_at = self._clock.now() + ttl_s + self._margin_s
         with self._lock:
             if lease_id in self._leases:
@@ -176,7 +176,8 @@ class Receiver:
                 block_ids=tuple(block_ids),
                 generations=tuple(generations),
                 ttl_s=ttl_s,
-                coded=self._incoming.coded_part(run_lengths),
+                first_blocks=tuple(first_blocks),
+                coded=self._incoming.coded_part(run_lengths, first_blocks),
             )
             self._leases[lease_id] = _Lease(grant, digest_grant(grant), expires_at)
             heapq.heappush(self._expiries, (expires_at, lease_id))
@@ -227,6 +228,18 @@ class Receiver:
             events, self._events = self._events, []
         return events
 
+    def _check(
+        self, lease_id: str, block_ids: Sequence[int], generations: Sequence[int], first_blocks: Sequence[int]
+    ) -> None:
+        if len(block_ids) != len(generations) or not (block_ids or first_blocks):
+            raise ValueError(f"{len(block_ids)} blocks with {len(generations)} generations cannot be granted")
+        if any(not 0 <= block_id < self._incoming.memory.num_blocks for block_id in block_ids):
+            raise ValueError(f"lease {lease_id} names a block outside the memory")
+        if len(set(block_ids)) != len(block_ids):
+            raise ValueError(f"lease {lease_id} names a block twice")
+        if any(first < 0 for first in first_blocks):
+            raise ValueError(f"lease {lease_id} begins before a prompt")
+
     def _revoke(self, lease_id: str, reason: str) -> None:
         lease = self._leases.get(lease_id)
         if lease is None:
@@ -240,6 +253,8 @@ class Receiver:
         """Under the lock."""
         del self._leases[lease.lease_id]
         self._incoming.free_wire(lease.grant)
+        if isinstance(event, Completed):
+            self.spared_bytes += sum(lease.grant.first_blocks) * self._incoming.memory.layout.block_bytes
         self._events.append(event)
 
     def _on_notification(self, peer: str, data: bytes) -> None:

@@ -62,6 +62,7 @@ class BlockTransfer(Protocol):
         generations: Sequence[int],
         ttl_s: float,
         run_lengths: Sequence[int] = (),
+        first_blocks: Sequence[int] = (),
     ) -> Grant: ...
 
     def cancel(self, lease_id: str) -> None: ...

@@ -133,9 +133,10 @@ class TransferEngine:
         generations: Sequence[int],
         ttl_s: float,
         run_lengths: Sequence[int] = (),
+        first_blocks: Sequence[int] = (),
     ) -> Grant:
         """`Receiver.grant`."""
-        grant = self._incoming().grant(lease_id, block_ids, generations, ttl_s, run_lengths)
+        grant = self._incoming().grant(lease_id, block_ids, generations, ttl_s, run_lengths, first_blocks)
         self._wake()
         return grant
 

@@ -144,6 +144,10 @@ class _Gauges(Collector):
             "epdg_transfer_corrupt_leases",
             "Leases that failed because other bytes arrived than were sent",
         ),
+        "spared_bytes": (
+            "epdg_transfer_spared_bytes",
+            "KV of prompts that did not travel because the worker had it already",
+        ),
     }
 
     _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}

@@ -13,7 +13,7 @@ from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agents import factory as agents_of_the_cluster
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.lease.events import Finished
+from kv_transfer.lease.events import Completed, Finished
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.contract.agents import (
     ALL_KINDS,
@@ -277,10 +277,13 @@ def test_two_transfer_engines_with_threads_serve_many_leases(agents):
         outgoing = sending.open(grant.received(time.monotonic()))
         outgoing.write([i + 1], [0])
         outgoing.finish(b"%d" % i)
+    nothing = receiving.grant("nothing", [], [], 10.0, (), [2])  # the owner has both blocks of the prompt
+    sending.open(nothing.received(time.monotonic())).finish(b"first token")
     deadline = time.monotonic() + DEADLINE_S
     while (sending.num_open or receiving.num_open) and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert len(sent) == len(received) == 30
+    assert len(sent) == len(received) == 31
+    assert Completed("nothing", b"first token") in received
     assert all(isinstance(event, Finished) for event in sent)
     source, target = writer.memory.segments[0].view(torch.uint8), owner.memory.segments[0].view(torch.uint8)
     assert torch.equal(source[1:31], target[:30])

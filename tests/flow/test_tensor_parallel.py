@@ -39,11 +39,11 @@ Answers = tuple[list[list[int]], torch.Tensor]
 
 def answers(model: StepModel, kv: BlockMemory, feature_width: int) -> Answers:
     """Greedy tokens of two prompts, of which one comes in two chunks and has rows in place of tokens, one of
-    them from copied blocks on; then the logits of `verify`."""
+    them from copied blocks on; then the logits of two tokens at once."""
     rows = torch.randn(3, feature_width, generator=torch.Generator().manual_seed(5))
     features = (FeatureSlice(1, rows),)
     first = [
-        SequenceChunk(list(range(5, 11)), torch.arange(6), 0, TABLES[0], features, wants_logits=False),
+        SequenceChunk(list(range(5, 11)), torch.arange(6), 0, TABLES[0], features, num_logits=0),
         SequenceChunk(list(range(30, 35)), torch.arange(5), 0, TABLES[1]),
     ]
     last = [SequenceChunk([40, 41, 42], torch.arange(6, 9), 6, TABLES[0])]
@@ -57,7 +57,8 @@ def answers(model: StepModel, kv: BlockMemory, feature_width: int) -> Answers:
     for step in range(4, 6):
         logits = model.decode(tokens[-1], [9 + step, 5 + step], [0, 0], copied, kv)
         tokens.append(logits.argmax(-1).tolist())
-    return tokens, model.verify([SequenceChunk([7, 8], torch.arange(15, 17), 15, TABLES[0])], kv)
+    both = SequenceChunk([7, 8], 15, 15, TABLES[0], num_logits=2)
+    return tokens, model.forward([both], kv)
 
 
 def run_rank(
@@ -75,7 +76,7 @@ def run_rank(
         kv, progress = BlockMemory(model.kv_layout, 14), ForwardProgress()
         if rank > 0:
             follow(model, kv, group, calls[name], progress, torch.float32, model.feature_width)
-            assert progress.has((2, model.num_layers))
+            assert progress.has((3, model.num_layers))
             continue
         leading = LeadingModel(model, [calls[name]], progress, torch.float32, group.device)
         found = answers(leading, kv, model.feature_width)
@@ -136,7 +137,7 @@ def test_two_ranks_answer_like_one_process(name: str, shared, checkpoints: dict[
     expected = answers(model, BlockMemory(model.kv_layout, 14), model.feature_width)
     assert tokens == expected[0]
     torch.testing.assert_close(verified, expected[1], rtol=1e-4, atol=1e-4)
-    assert progress == (2, model.num_layers)
+    assert progress == (3, model.num_layers)
     assert weight_bytes < model.weight_bytes
     assert block_bytes in (model.kv_layout.block_bytes // 2, model.kv_layout.block_bytes)
 

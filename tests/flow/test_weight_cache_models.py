@@ -45,7 +45,7 @@ def logits(model: LanguageModel) -> Tensor:
     kv = BlockMemory(model.kv_layout, 4)
     ids = [3, 77, 5, 12, 250, 9]
     with torch.inference_mode():
-        chunk = SequenceChunk(ids, torch.arange(6), 0, [0], wants_logits=True)
+        chunk = SequenceChunk(ids, torch.arange(6), 0, [0])
         first = model.forward([chunk], kv)
         return torch.cat([first, model.decode([4], [6], [0], [[0]], kv)])
 

@@ -116,9 +116,6 @@ class GraphedModel:
     ) -> Tensor:
         return self._model.forward(chunks, kv, on_layer)
 
-    def verify(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> Tensor:
-        return self._model.verify(chunks, kv)
-
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         self._model.copy_blocks(sources, targets, kv)
 

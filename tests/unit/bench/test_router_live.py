@@ -178,15 +178,15 @@ class _Nothing:
     config, feature_width, dtype = None, 8, torch.float32
 
 
-def a_chunk(count: int, before: int, *, wants_logits: bool) -> SequenceChunk:
-    return SequenceChunk([0] * count, torch.arange(count), before, [0], wants_logits=wants_logits)
+def a_chunk(count: int, before: int, *, num_logits: int) -> SequenceChunk:
+    return SequenceChunk([0] * count, torch.arange(count), before, [0], num_logits=num_logits)
 
 
 def test_an_emulated_step_sleeps_as_its_curve_says_layer_by_layer_and_answers_with_zeros() -> None:
     slept: list[float] = []
     device = Device(ServiceCurves(prefill=Curve(1.0, 0.1, 0.01)), slowdown=2.0, sleep=slept.append)
     steps = _Steps(_Nothing(), device, num_layers=4, vocab_size=7)  # type: ignore[arg-type]
-    chunks = [a_chunk(10, 0, wants_logits=True), a_chunk(10, 6, wants_logits=False)]
+    chunks = [a_chunk(10, 0, num_logits=1), a_chunk(10, 6, num_logits=0)]
     layers: list[int] = []
     logits = steps.forward(chunks, None, layers.append)
     assert logits.shape == (1, 7) and layers == [0, 1, 2, 3]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import mixed_steps
 from bench import step as bench
 from bench.step import MIN_ROUNDS, ModelStep, StepReport, StepTiming
 from cluster.model.cpu.library import load
@@ -103,3 +104,15 @@ def test_the_record_holds_what_the_table_shows() -> None:
     assert (found["model"], found["bandwidth"], found["best_bandwidth"]) == ("tiny", 5.0, 6.0)
     (row,) = found["timings"]
     assert (row["step"], row["whole_s"], row["rest_s"]) == ({"batch": 4, "context": 200, "new": 1}, 9.0, 4.0)
+
+
+@pytest.mark.skipif(load() is None, reason="no native kernels for this CPU, or no compiler")
+def test_a_mixed_step_is_timed_beside_its_parts(folder: Path) -> None:
+    model = LanguageModel.load(folder, dtype=torch.float32, block_size=bench.BLOCK_SIZE)
+    steps = mixed_steps.steps_of(model, 3, 20, 7)
+    logits = {name: step() for name, step in steps.items()}
+    assert torch.equal(logits["decode"], logits["one-token"])
+    assert torch.equal(logits["mixed"], torch.cat([logits["one-token"][:2], logits["chunk"]]))
+    times = mixed_steps.measure(model, steps, 0.0)
+    assert all(0 < host < whole for rounds in times.values() for host, whole in rounds)
+    assert [line.split()[0] for line in mixed_steps.table(times).splitlines()[1:]] == list(steps)

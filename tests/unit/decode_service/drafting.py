@@ -93,8 +93,11 @@ def step(
         drafts = proposer.propose(running, room)
         assert all(len(guess) <= most for guess, most in zip(drafts, room, strict=True))
         batch = zip(running, drafts, strict=True)
-        chunks = [chunk_of([r.token_ids[-1], *guess], len(r.token_ids) - 1, r.table) for r, guess in batch]
-        logits = model.verify(chunks, kv)
+        chunks = [
+            chunk_of([r.token_ids[-1], *guess], len(r.token_ids) - 1, r.table, len(guess) + 1)
+            for r, guess in batch
+        ]
+        logits = model.forward(chunks, kv)
     rows = [
         (r, n + i) for r, n, guess in zip(running, lens, drafts, strict=True) for i in range(len(guess) + 1)
     ]
@@ -104,5 +107,9 @@ def step(
         request.drafts.append(guess)
 
 
-def chunk_of(token_ids: Sequence[int], start: int, table: Sequence[int]) -> SequenceChunk:
-    return SequenceChunk(token_ids, torch.arange(start, start + len(token_ids)), start, table)
+def chunk_of(
+    token_ids: Sequence[int], start: int, table: Sequence[int], num_logits: int = 1
+) -> SequenceChunk:
+    return SequenceChunk(
+        token_ids, torch.arange(start, start + len(token_ids)), start, table, num_logits=num_logits
+    )

@@ -261,10 +261,10 @@ def test_what_stands_in_the_holes_place_changes_no_logit(backend: Any, context_l
     assert with_holes[1][0] == 0
     for several in (tables, with_holes):
         chunks = [
-            SequenceChunk([7, 8, 9], torch.arange(context, context + 3), context, table)
+            SequenceChunk([7, 8, 9], torch.arange(context, context + 3), context, table, num_logits=3)
             for context, table in zip(contexts, several, strict=True)
         ]
-        logits = model.decode([7, 7], contexts, [0, 0], several, kv), model.verify(chunks, kv)
+        logits = model.decode([7, 7], contexts, [0, 0], several, kv), model.forward(chunks, kv)
         if several is tables:
             wanted = logits
     assert all(torch.equal(got, due) for got, due in zip(logits, wanted, strict=True))

@@ -230,11 +230,11 @@ def test_orders_and_events_survive_a_real_pipe():
     rank_follower.attach(transfer_engine)
     for run, *arguments in ((rank_follower.run,), (link.listen, events.put)):
         threading.Thread(target=run, args=arguments, daemon=True).start()
-    link.order(OrderGrant("lease", (1, 2), (7, 8), 5.0, ()))
+    link.order(OrderGrant("lease", (1, 2), (7, 8), 5.0, (), (4, 0)))
     grant = link.wait_granted(5)
-    assert (grant.block_ids, grant.generations) == ((1, 2), (7, 8))
+    assert (grant.block_ids, grant.generations, grant.first_blocks) == ((1, 2), (7, 8), (4, 0))
     link.order(OrderRevoke("lease", "why not"))
-    link.order(OrderGrant("next", (3,), (9,), 5.0, ()))
+    link.order(OrderGrant("next", (3,), (9,), 5.0, (), ()))
     link.wait_granted(5)  # orders keep their order: the lease is revoked
     transfer_engine.step()
     assert events.get(timeout=60) == Aborted("lease", "why not")

@@ -6,8 +6,9 @@ from hashlib import blake2b
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from cluster.kvcache.hashing import block_hashes
+from cluster.kvcache.hashing import BlockHashes, block_hashes
 from cluster.types.media import MediaGeometry, Modality, PlacedMedia
 from cluster.types.request import Prompt
 
@@ -138,9 +139,8 @@ placements = st.lists(
 )
 
 
-@given(placements, st.integers(0, 5), st.integers(1, 5), st.sampled_from(["", "salt"]))
-def test_a_block_is_named_by_the_rows_that_stand_in_it(placed, num_behind, block_size, salt):
-    """Items of all kinds, cut by blocks anywhere, with text between their rows."""
+def prompt_of(placed, num_behind: int, salt: str) -> Prompt:
+    """Items of all kinds with text between their rows, and `num_behind` tokens of text at the end."""
     media, end = [], 0
     for modality, name, gaps_and_lengths in placed:
         ranges = []
@@ -149,8 +149,36 @@ def test_a_block_is_named_by_the_rows_that_stand_in_it(placed, num_behind, block
             end += gap + length
         geometry = MediaGeometry(sum(length for _, length in ranges))
         media.append(PlacedMedia(modality, name, tuple(ranges), geometry))
-    prompt = Prompt(tuple(range(7, 7 + end + num_behind)), tuple(media), salt)
+    return Prompt(tuple(range(7, 7 + end + num_behind)), tuple(media), salt)
+
+
+prompts = st.builds(prompt_of, placements, st.integers(0, 5), st.sampled_from(["", "salt"]))
+
+
+@given(prompts, st.integers(1, 5))
+def test_a_block_is_named_by_the_rows_that_stand_in_it(prompt, block_size):
     assert block_hashes(prompt, block_size) == named_by_hand(prompt, block_size)
+
+
+answers = st.lists(st.lists(st.integers(0, 2**40), max_size=7), max_size=6)
+
+
+@given(prompts, st.integers(1, 5), answers, answers)
+def test_an_answer_is_hashed_as_it_grows_like_the_next_turns_prompt(prompt, block_size, answer, other_answer):
+    hashes = BlockHashes(prompt, block_size)
+    other = hashes.fork()
+
+    def expected(steps: list[list[int]]) -> list[bytes]:
+        said = tuple(token for tokens in steps for token in tokens)
+        return block_hashes(replace(prompt, token_ids=prompt.token_ids + said), block_size)
+
+    for i, tokens in enumerate(answer):
+        hashes.extend(tokens)
+        assert hashes.hashes == expected(answer[: i + 1])
+    for tokens in other_answer:
+        other.extend(tokens)
+    assert other.hashes == expected(other_answer)
+    assert hashes.hashes == expected(answer)
 
 
 def test_a_clip_and_a_sound_of_one_name_are_not_one_item():

@@ -114,28 +114,30 @@ def test_every_step_equals_dense_attention_through_flash(
     calls: list[str] = []
     out = attend(backend(generation(flash_module(calls))), layer, case)
     torch.testing.assert_close(out, case.expected, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 1
+    is_mixed = len({new == 1 for _, new in sizes}) == 2
+    reads_pages = generation.page_multiple <= block_size and kv_cache_dtype == "auto"
+    assert len(calls) == (2 if is_mixed and not reads_pages else 1)
 
 
 @pytest.mark.parametrize(
-    ("generation", "block_size", "sizes", "call"),
+    ("generation", "block_size", "sizes", "expected"),
     [
-        (Flash2, 256, [(3, 1), (5, 1)], "kvcache"),
-        (Flash2, 256, [(3, 2), (5, 1)], "varlen paged"),
-        (Flash2, 16, [(3, 2), (5, 1)], "varlen"),
-        (Flash2, 16, [(0, 2), (0, 9)], "varlen"),
-        (Flash3, 16, [(3, 2), (5, 1)], "kvcache"),
-        (Flash3, 16, [(3, 1), (5, 1)], "kvcache"),
+        (Flash2, 256, [(3, 1), (5, 1)], ["kvcache"]),
+        (Flash2, 256, [(3, 2), (5, 1)], ["varlen paged"]),
+        (Flash2, 16, [(3, 2), (5, 1)], ["varlen", "varlen"]),
+        (Flash2, 16, [(0, 2), (0, 9)], ["varlen"]),
+        (Flash3, 16, [(3, 2), (5, 1)], ["kvcache"]),
+        (Flash3, 16, [(3, 1), (5, 1)], ["kvcache"]),
     ],
 )
-def test_pages_are_read_where_the_library_can(generation, block_size, sizes, call) -> None:
+def test_pages_are_read_where_the_library_can(generation, block_size, sizes, expected) -> None:
     calls: list[str] = []
     attend(
         backend(generation(flash_module(calls))),
         PLAIN,
         paged_case(sizes, PLAIN, Heads(), block_size=block_size),
     )
-    assert calls == [call]
+    assert calls == expected
 
 
 def test_whole_prompts_are_not_gathered() -> None:
