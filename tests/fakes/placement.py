@@ -13,6 +13,7 @@ from cluster.types.members import Role
 from cluster.types.messages import LoadReport
 from router.policy import ClusterView, ItemView, Placement, RequestView, Worker
 
+EPD = (Role.ENCODE, Role.PREFILL, Role.DECODE)
 SCHEDULING = SchedulingPolicy(aging_s=10.0, tokens_per_s=10_000.0, text_share=0.5)
 KV_BYTES, NUM_LAYERS, BLOCK = 100_000.0, 10, 16
 LINK = Link(0.001, 1e9)
@@ -84,7 +85,7 @@ def media(*num_rows: int, name: str = "media", num_before: int = 40, **fields) -
 def random_cluster(rng: random.Random, sizes: Sequence[int], **kwargs) -> ClusterView:
     """Workers of any speed, link and load."""
     cluster = ClusterView(SCHEDULING, KV_BYTES, NUM_LAYERS, **kwargs)
-    for role, prefix, count in zip((Role.ENCODE, Role.PREFILL, Role.DECODE), "epd", sizes, strict=True):
+    for role, prefix, count in zip(EPD, "epd", sizes, strict=True):
         for idx in range(count):
             replica_id = f"{prefix}{idx}"
             cluster.add(Worker(replica_id, role, 400, hardware=rng.choice(["a", "b"])))

@@ -35,6 +35,7 @@ from router.flow.request_flow import RequestFlow, Timeouts
 from router.flow.state import Attempt, ClientRequest
 from router.policy import ClusterView, JointPolicy, Policy
 from router.telemetry.timeline import RequestTimeline
+from tests.fakes.placement import EPD
 
 FIRST_TOKEN_S, REQUEST_S = 20.0, 40.0
 ITEM = MediaItem(Modality.IMAGE, b"png", "hash", MediaGeometry(3))
@@ -90,13 +91,13 @@ class ScriptedFlow:
             AdmissionController(self.queue),
             Timeouts(FIRST_TOKEN_S, REQUEST_S),
         )
-        self.messages: dict[str, list[AnyMessage]] = {role.value: [] for role in Role}
+        self.messages: dict[str, list[AnyMessage]] = {role.value: [] for role in EPD}
         self.num_pings = 0
         self.calls: list[str] = []  # requests whose decode replica was called
         self.drained: list[str] = []
         self.readers: dict[str, list[Reader]] = {}
         self.cannot_send: Callable[[AnyMessage], bool] = lambda _: False
-        for role in Role:
+        for role in EPD:
             self.join(role)
 
     # The driver

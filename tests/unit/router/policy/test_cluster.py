@@ -12,7 +12,7 @@ from cluster.types.media import Modality
 from cluster.types.members import Role
 from router.policy import ClusterView, JointPolicy, RequestView, Worker, make_policy
 from router.policy.registry import BASELINES, POLICIES
-from tests.fakes.placement import add, cluster_of, hashes, load, media, text
+from tests.fakes.placement import EPD, add, cluster_of, hashes, load, media, text
 
 
 def send(cluster: ClusterView, request: RequestView, now: float = 0.0):
@@ -103,7 +103,7 @@ def test_a_lost_worker_is_forgotten_with_its_caches_and_its_slot_serves_the_next
     )
 
 
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", EPD)
 def test_what_was_sent_to_a_worker_that_is_gone_is_not_taken_from_the_next_of_its_name(role):
     """A connection is lost and made again: the end of an old request frees nothing of what was sent since."""
     cluster = cluster_of(1, 1, 1)
@@ -121,7 +121,7 @@ def test_what_was_sent_to_a_worker_that_is_gone_is_not_taken_from_the_next_of_it
 
 
 def test_a_silent_worker_is_avoided_while_there_is_another():
-    for role in Role:
+    for role in EPD:
         cluster = cluster_of()
         for silent in (f"{role[0]}0", f"{role[0]}1"):
             cluster.set_silent(silent, True)
