@@ -96,7 +96,7 @@ def test_a_lost_worker_is_forgotten_with_its_caches_and_its_slot_serves_the_next
     assert not cluster.has_media("media-0")
     assert len(cluster.pending) == 0
     add(cluster, "new", Role.PREFILL)
-    assert len(cluster.prefills) == 2
+    assert len(cluster.prefills) == 4, "of prefill and of decode"
     prediction = JointPolicy().decide(text(), cluster, 0.0).prediction
     assert (prediction.queue_s, prediction.prefill_s) == (0, pytest.approx(0.026)), (
         "no cache, no queue is left"
@@ -195,10 +195,10 @@ class Requests(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.cluster = cluster_of(3, 3, 3)
+        self.cluster = cluster_of(3, 2, 2, 2)
         self.alive: set[str] = set()
         self.num_sent = 0
-        self.replicas = {"e0": Role.ENCODE, "p1": Role.PREFILL, "d2": Role.DECODE}
+        self.replicas = {"e0": Role.ENCODE, "p1": Role.PREFILL, "d0": Role.DECODE, "l1": Role.LANGUAGE}
         self.now = 0.0
 
     @rule(num_items=st.integers(0, 3), name=st.sampled_from(["a", "b"]))
@@ -240,12 +240,7 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_negative(self):
-        for pool in (
-            self.cluster.encoders,
-            self.cluster.prefills,
-            self.cluster.decodes,
-            self.cluster.local_prefills,
-        ):
+        for pool in (self.cluster.encoders, self.cluster.prefills, self.cluster.decodes):
             for column in (pool.sent_units, pool.sent_requests, pool.sent_blocks):
                 assert (column > -1e-9).all()
 
