@@ -34,7 +34,8 @@ class Role(StrEnum):
 
     @property
     def prefills(self) -> bool:
-        """Computes any prompt, with media and negative prompts, and sends its KV to any worker that decodes."""
+        """Computes any prompt, with media and negative prompts, and sends its KV to any worker that
+        decodes."""
         return Phase.PREFILL in self.phases
 
     @property

@@ -17,8 +17,8 @@ One request, in call order (D decode, P prefill, E encoder):
     D → door  Tokens (one frame per decode step, for all requests of this door)
 
 If one worker computes the prompt and generates the answer, it is D and P in one: `StartDecode.prefills` takes
-the place of StartPrefill, PrefillAdmitted, DecodeGranted and DecodeTarget. Everything about media is as above,
-and its first Tokens are those of P.
+the place of StartPrefill, PrefillAdmitted, DecodeGranted and DecodeTarget. Everything about media is as
+above, and its first Tokens are those of P.
 
 When something fails:
 
@@ -85,8 +85,8 @@ class StartDecode(ChannelMessage, frozen=True):
 
     request: GenerateRequest
     timeout_s: float  # until the first step; without its KV by then the request fails
-    # Local prefill: the worker computes the prompts and draws the first tokens; no KV comes. A worker whose role
-    # does not prefill is sent text without a negative prompt only
+    # Local prefill: the worker computes the prompts and draws the first tokens; no KV comes. A worker whose
+    # role does not prefill is sent text without a negative prompt only
     prefills: bool = False
     codec: str = "raw"  # the codec in which KV shall travel where possible; raw: exactly as computed
 
@@ -158,8 +158,8 @@ class EncodeTarget(ChannelMessage, frozen=True):
 
 
 class EncoderLost(ChannelMessage, frozen=True):
-    """To the worker that computes the prompt: the encoder that had this grant for one item is lost. The worker
-    answers with another grant."""
+    """To the worker that computes the prompt: the encoder that had this grant for one item is lost. The
+    worker answers with another grant."""
 
     request_id: str
     item_idx: int
@@ -193,8 +193,8 @@ class EncodeTiming(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of one request at the worker that computes its prompt. Their sum is the time from the arrival of
-    its start to the first token."""
+    """Seconds of one request at the worker that computes its prompt. Their sum is the time from the arrival
+    of its start to the first token."""
 
     blocks_s: float = 0.0  # waiting for KV blocks
     media_s: float = 0.0  # nothing could be computed until more embeddings came
@@ -219,8 +219,9 @@ class CacheChanged(ChannelMessage, frozen=True):
 
 
 class BlocksChanged(ChannelMessage, frozen=True):
-    """Worker with a prefix cache → every door, once per step with changes: full blocks, by block hash, that the
-    cache has gained and lost. When a door connects, the first message lists everything. No hash is in both."""
+    """Worker with a prefix cache → every door, once per step with changes: full blocks, by block hash, that
+    the cache has gained and lost. When a door connects, the first message lists everything. No hash is in
+    both."""
 
     added: tuple[bytes, ...]
     evicted: tuple[bytes, ...]

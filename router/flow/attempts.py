@@ -1,7 +1,7 @@
 """The attempts of a door: each goes to its workers, is told what they say, and lands.
 
-    start     the prompt worker and the encoders are started at the same time; decode, if it is another worker,
-              as soon as the prompt worker has the memory
+    start     the prompt worker and the encoders are started at the same time; the decode worker,
+              if it is another one, as soon as the prompt worker has the memory
     grants    decode's grant goes to the prompt worker, whose grants go to the encoders (`router.flow.media`)
     tokens    per choice: the prompt worker's first token, then decode's
     land      as soon as the last token of every choice has come, read or not, or the attempt has failed: its

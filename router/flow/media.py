@@ -76,8 +76,8 @@ class MediaFlow:
         self._held: list[tuple[Attempt, int]] = []
 
     def start(self, attempt: Attempt, now: float) -> None:
-        """Of equal items only the first is sent: the prompt worker shares its embeddings, or grants the others
-        room after all."""
+        """Of equal items only the first is sent: the prompt worker shares its embeddings, or grants the
+        others room after all."""
         sent: set[str] = set()
         for item_idx, item in enumerate(attempt.items):
             if item.media_hash in sent:

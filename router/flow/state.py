@@ -53,8 +53,8 @@ class MediaItemState:
 
 
 class ChoiceState:
-    """One choice of an attempt. Decode's tokens may overtake the first one, of the prompt worker: they wait for
-    it."""
+    """One choice of an attempt. Decode's tokens may overtake the first one, of the prompt worker: they wait
+    for it."""
 
     def __init__(self) -> None:
         self.has_first_token = False  # it has come, or comes no more
@@ -188,8 +188,8 @@ class Attempt:
         return self.has_failed or all(choice.is_over for choice in self.choices if choice.is_open)
 
     def needs(self, worker: WorkerState) -> bool:
-        """Whether the answer still depends on the worker: on the prompt worker until decode has the KV and the
-        first tokens are here. Encoders can be replaced: see `router.flow.media`."""
+        """Whether the answer still depends on the worker: on the prompt worker until decode has the KV and
+        the first tokens are here. Encoders can be replaced: see `router.flow.media`."""
         if worker is self.decode:
             return not self.is_over_at_decode
         return worker is self.prompt_worker and not (self.has_decode_spoken and self.has_first_token)
@@ -202,8 +202,8 @@ class Attempt:
             encoder.num_requests += 1
 
     def on_tokens(self, worker: WorkerState, event: TokenEvent) -> Sequence[TokenEvent]:
-        """What the reader of the choice gets now. The events of one worker arrive in order; the prompt worker's
-        first one has the first token."""
+        """What the reader of the choice gets now. The events of one worker arrive in order; the prompt
+        worker's first one has the first token."""
         if event.finish_reason is FinishReason.CANCELLED:
             return ()
         self.num_tokens += len(event.token_ids)

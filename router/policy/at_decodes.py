@@ -1,7 +1,8 @@
 """The part of an estimate of the workers that decode: from the first token to the end of decode's first step.
 
 If one worker computes the prompt and decodes, nothing travels, and its next step is the first one. Else, once
-decode has granted the blocks, KV travels layer by layer while prefill computes. The transfer ends at the latest of
+decode has granted the blocks, KV travels layer by layer while prefill computes. The transfer ends at the
+latest of
 
     first token + the last step's last layer
     first token + all new KV - prefill's own time            (prefill makes KV faster than the link takes it)
@@ -27,8 +28,8 @@ from router.policy.views import RequestView
 
 @dataclass(frozen=True, slots=True)
 class KvTransferEstimate:
-    """[decodes]: from one worker that computes the prompt, in one codec; terms as above. Infinite where that does
-    not go."""
+    """[decodes]: from one worker that computes the prompt, in one codec; terms as above. Infinite where that
+    does not go."""
 
     codec: str
     after_s: Floats
@@ -50,10 +51,10 @@ class DecodeEstimate:
 
     blocks_s    until there are blocks for the prompt
     step_s      one step with the request in it
-    first_s     from the arrival of KV to the end of the first step: with the prompts that are queued there, and
-                half of a running step before it on average
-    cost_s      delay of others: how much longer that step is, for every sequence in it. Infinite for workers that
-                cannot take the request
+    first_s     from the arrival of KV to the end of the first step: with the prompts that are queued there,
+                and half of a running step before it on average
+    cost_s      delay of others: how much longer that step is, for every sequence in it. Infinite for
+                workers that cannot take the request
     """
 
     def __init__(self, request: RequestView, cluster: ClusterView, steps: PromptSteps):

@@ -1,10 +1,10 @@
 """The part of an estimate of the workers that compute prompts: when the first token would leave each of them.
 
-A worker computes its queue in packed steps of at most `max_tokens` tokens, by virtual deadline. If it decodes, too,
-the answers that run there take part in each step (`router.policy.shared`). A new prompt
-waits for the running step, then for prompts with earlier deadlines. Its first token comes at the end of the
-step that holds its last token, so other tokens packed into that step count, too. In a prompt with media the
-tokens before an item are computed while the item is encoded. So the first token comes at
+A worker computes its queue in packed steps of at most `max_tokens` tokens, by virtual deadline. If it
+decodes, too, the answers that run there take part in each step (`router.policy.shared`). A new prompt waits
+for the running step, then for prompts with earlier deadlines. Its first token comes at the end of the step
+that holds its last token, so other tokens packed into that step count, too. In a prompt with media the tokens
+before an item are computed while the item is encoded. So the first token comes at
 
     max(text_s, max over items (arrival of the item + seconds of the tokens from its first one on))
 
@@ -78,7 +78,7 @@ class PrefillEstimate:
         self._compute(request, queue, cluster.scheduling.text_share)
         others = queue.before + queue.behind
         busy_s = queue.left_s + self._steps_s(np.ceil(others / self.max_tokens), others)
-        self._busy_s = np.where(steps.num_sequences > 0, np.inf, busy_s)
+        self._busy_s = np.where(steps.has_answers, np.inf, busy_s)
         half_step_s = 0.5 * self._steps_s(1.0, np.minimum(others, self.max_tokens))
         self._half_step_s = np.where(others > 0, half_step_s, self._decode_wait_s)
         num_delayed = pool.num_waiting(others) + steps.num_sequences + ~pool.keeps_blocks
@@ -209,8 +209,8 @@ def able_to_compute(request: RequestView, pool: WorkerPool) -> NDArray[np.bool_]
 def able_to_hold(
     pool: WorkerPool, is_able: NDArray[np.bool_], num_blocks: int, block_size: int
 ) -> NDArray[np.bool_]:
-    """[slots]: of the able workers. Raises UnavailableError if there is none, RequestError if the request is too
-    large for all of them."""
+    """[slots]: of the able workers. Raises UnavailableError if there is none, RequestError if the request is
+    too large for all of them."""
     if not is_able.any():
         raise UnavailableError(f"no {pool.phase} worker is ready", retry_after_s=1.0)
     is_large = is_able & (pool.num_blocks >= num_blocks)

@@ -113,8 +113,8 @@ class Estimate:
         return None
 
     def _break_ties(self) -> None:
-        """Among workers that would compute the prompt about equally soon prefer the one that has more of the prompt, or is about to; then
-        use rendezvous."""
+        """Among workers that would compute the prompt about equally soon prefer the one that has more of the
+        prompt, or is about to; then use rendezvous."""
         content = self.request.block_hashes[0] if self.request.block_hashes else b""
         salts = self.cluster.prefills.salts
         expected = self.cluster.prefixes.expecting(content, len(salts))

@@ -2,11 +2,12 @@
 
 The search finds the optimum without trying every combination:
 
-* **Workers that compute prompts** are visited in order of a lower bound of the cost of any placement there (each item at
-  its earliest, the best link, the best decode worker). The bounds are computed for all workers at once. The
-  search ends when the bound reaches the best cost found.
-* **Decode workers** are scored all at once, for a worker that computes the prompt and a time to first token. That
-  worker itself is one of them if it decodes, the only one if it takes just plain prompts for its own answers.
+* **Workers that compute prompts** are visited in order of a lower bound of the cost of any placement there
+  (each item at its earliest, the best link, the best decode worker). The bounds are computed for all workers
+  at once. The search ends when the bound reaches the best cost found.
+* **Decode workers** are scored all at once, for a worker that computes the prompt and a time to first token.
+  That worker itself is one of them if it decodes, the only one if it takes just plain prompts for its own
+  answers.
 * **Encoders**: first each item, in order of need, goes to the encoder where it adds least. This assignment is
   final if it meets the lower bound, or if there are more than `search.MAX_EXACT_ITEMS` items. Otherwise the
   assignments are searched depth first, with the bound on the rest.
@@ -75,8 +76,8 @@ def _placement(found: Found, cluster: ClusterView) -> Placement:
 
 
 def _alternatives(search: Search, best: Found, estimate: Estimate) -> tuple[tuple[Placement, float], ...]:
-    """The next workers for the prompt by their bound, with the same encoders, and with the same decode worker if
-    they send KV."""
+    """The next workers for the prompt by their bound, with the same encoders, and with the same decode worker
+    if they send KV."""
     others = search.least_s.copy()
     alternatives = []
     others[best.prefill] = np.inf

@@ -56,6 +56,7 @@ class WorkerPool:
 
     reported_units, sent_units    queued work: in the last report, and sent since
     reported_requests, …          the same for requests, running and waiting, and for blocks
+    running_units                 about those of requests whose prompts are computed, in the last report
     context_tokens                in the last report
     first_units                   work that the running step may hold
     began_at, previous_at         when that step began, as far as is known, and the one before
@@ -81,6 +82,7 @@ class WorkerPool:
         self.sent_requests = np.zeros(0)
         self.reported_blocks = np.zeros(0)
         self.sent_blocks = np.zeros(0)
+        self.running_units = np.zeros(0)
         self.context_tokens = np.zeros(0)
         self.first_units = np.zeros(0)
         self.began_at = np.zeros(0)
@@ -245,6 +247,8 @@ class WorkerPool:
             self.discharge(charge)
         self.reported_units[slot] = load.num_queued_units
         self.reported_requests[slot] = load.num_running + load.num_waiting
+        share = 1 - load.num_prompts / max(1, load.num_prompts, load.num_running + load.num_waiting)
+        self.running_units[slot] = load.num_queued_units * share
         self.reported_blocks[slot] = load.num_used_blocks
         self.context_tokens[slot] = load.num_context_tokens
         if load.num_queued_units < expected or self.first_units[slot] <= 0:

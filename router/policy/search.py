@@ -75,7 +75,8 @@ class _Assignment:
 
 
 class _AtPrefill:
-    """The search at one worker that computes prompts. `_rows`: [items, encoders], time to first token if only it waits."""
+    """The search at one worker that computes prompts. `_rows`: [items, encoders], time to first token if only
+    it waits."""
 
     def __init__(self, estimate: Estimate, prefill: int, least_costs: Floats, max_steps: int):
         self.num_steps = 0

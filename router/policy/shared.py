@@ -1,10 +1,10 @@
-"""Workers that stand in two pools, because they compute prompts and decode: what they do for one phase delays the
-other.
+"""Workers that stand in two pools, because they compute prompts and decode: what they do for one phase delays
+the other.
 
 A step of such a worker has tokens of prompts and a token of every running answer in it:
 
-* With prompts, it takes longer by one token of every answer that runs there. It has so few tokens of prompts that
-  the answers wait no longer than `SHARED_STEP_S` for them.
+* With prompts, it takes longer by one token of every answer that runs there. It has so few tokens of prompts
+  that the answers wait no longer than `SHARED_STEP_S` for them.
 * With answers, it takes longer by the queued tokens of prompts, as far as they fit.
 """
 
@@ -60,7 +60,8 @@ class SharedWorkers:
 class PromptSteps:
     """[prefills] arrays, in seconds unless they say otherwise: steps with tokens of prompts.
 
-    num_sequences   that are generated at the worker
+    num_sequences   that are, or will be, generated at the worker
+    has_answers     whether answers run there
     fixed_s, per_token_s, per_pair_s    of prompts alone; the parts of `Curve`
     answers_s       longer for the tokens of answers
     decode_step_s   a step of the answers without prompts; zero without answers
@@ -75,16 +76,17 @@ class PromptSteps:
         self.queued_token_s = self.per_token_s + self.per_pair_s * cluster.context_tokens
         self._queued = pool.reported_units + pool.sent_units
         decode = decodes.curve("decode")
-        num_sequences = decodes.reported_units + decodes.sent_units
+        num_running = decodes.running_units
         context = decodes.context_tokens / np.maximum(1.0, decodes.reported_units)
-        answers_s = num_sequences * (decode.per_unit_s + decode.per_pair_s * context)
-        self.num_sequences = shared.at_prefills(num_sequences)
+        answers_s = num_running * (decode.per_unit_s + decode.per_pair_s * context)
+        self.num_sequences = shared.at_prefills(decodes.reported_units + decodes.sent_units)
+        self.has_answers = shared.at_prefills(num_running) > 0
         self.answers_s = shared.at_prefills(answers_s)
-        self.decode_step_s = shared.at_prefills((num_sequences > 0) * (decode.fixed_s + answers_s))
+        self.decode_step_s = shared.at_prefills((num_running > 0) * (decode.fixed_s + answers_s))
         room_s = np.maximum(0.0, SHARED_STEP_S - self.fixed_s)
         fitting = np.maximum(block_size, room_s / np.maximum(1e-12, self.queued_token_s))
         self.max_tokens = np.where(
-            self.num_sequences > 0, np.minimum(np.floor(fitting), pool.step_units), pool.step_units
+            self.has_answers, np.minimum(np.floor(fitting), pool.step_units), pool.step_units
         )
 
     @property
@@ -94,8 +96,5 @@ class PromptSteps:
 
 
 def _spread(values: Floats, slots: NDArray[np.intp], otherwise: float) -> Floats:
-    """[slots]: `values` at these indices; `otherwise` at -1."""
-    spread = np.full(len(slots), otherwise)
-    has_slot = slots >= 0
-    spread[has_slot] = values[slots[has_slot]]
-    return spread
+    """[slots]: `values` at these indices; `otherwise` at -1, which is the last one."""
+    return np.concatenate((values, (otherwise,)))[slots]

@@ -53,7 +53,8 @@ class RequestView:
 
     @property
     def is_plain(self) -> bool:
-        """Text without a negative prompt: a worker that decodes may compute it even if it does not prefill."""
+        """Text without a negative prompt: a worker that decodes may compute it even if it does not
+        prefill."""
         return not self.media and not self.num_negative_tokens
 
 

@@ -11,8 +11,8 @@ from router.policy.estimate import Estimate
 
 
 class LocalPrefillPolicy(JointPolicy):
-    """Text for which `stays(number of this text)` says so is computed by decode; anything else by a worker that
-    prefills."""
+    """Text for which `stays(number of this text)` says so is computed by decode; anything else by a worker
+    that prefills."""
 
     def __init__(self, stays: Callable[[int], bool] = lambda _: True):
         super().__init__()

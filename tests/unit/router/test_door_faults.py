@@ -39,7 +39,8 @@ from tests.fakes.placement import EPD
 from tests.unit.router.scripted_flow import Reader, ScriptedFlow, grant
 
 CLUSTER = (
-    "started", "item_moved", "item_done", "prefilled", "ended", "observed", "reported", "media_changed", "blocks_changed", "measured",
+    "started", "item_moved", "item_done", "prefilled", "ended", "observed", "reported", "media_changed",
+    "blocks_changed", "measured",
 )  # fmt: skip
 QUEUE = ("offer", "freed", "encoded", "done", "leave", "expired", "report", "resize", "next_deadline")
 FREEING = ("ended", "leave")  # what fails here before it has done anything leaves what it should have freed

@@ -1,4 +1,5 @@
-"""Workers that compute prompts and decode: legal placements, one account of their load, and what they cost."""
+"""Workers that compute prompts and decode: legal placements, one account of their load, and what they
+cost."""
 
 from __future__ import annotations
 
