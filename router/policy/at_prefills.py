@@ -27,6 +27,13 @@ from router.policy.pool import Floats, WorkerPool, running_step
 from router.policy.shared import PromptSteps
 from router.policy.views import RequestView
 
+# What the delay of a running answer counts at a language worker, as a ratio to that of a request that waits: a
+# queue delays all requests that come while it lasts, an answer is delayed once. Simulated in three mixtures of
+# roles near their capacity, with 1, 0.5, 0.25 and 0.1: the mean time of whole answers with 0.25 is at most 3 %
+# above that of the best of these, with 1 up to 57 %. Between the steps of a worker that does not prefill,
+# answers wait for all of a prompt: there it is 1.
+ANSWER_WEIGHT = 0.25
+
 
 class _Queue(NamedTuple):
     """[prefills] each; in tokens unless it says seconds."""
@@ -47,8 +54,8 @@ class PrefillEstimate:
     work_s      device time of the prompt alone
     tail_s      [items, prefills]: to compute the tokens from an item's first one on
     is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
-    cost_s      delay of others: the prompt's work, for every request that waits there and every answer that
-                runs there, and once more for a later request with the same prompt if nothing is cached
+    cost_s      delay of others: the prompt's work, for every request that waits there, for a part of the
+                answers that run there, and for a later request with the same prompt if nothing is cached
     """
 
     def __init__(
@@ -81,8 +88,8 @@ class PrefillEstimate:
         self._busy_s = np.where(steps.has_answers, np.inf, busy_s)
         half_step_s = 0.5 * self._steps_s(1.0, np.minimum(others, self.max_tokens))
         self._half_step_s = np.where(others > 0, half_step_s, self._decode_wait_s)
-        num_delayed = pool.num_waiting(others) + steps.num_sequences + ~pool.keeps_blocks
-        self.cost_s = self.work_s * num_delayed
+        answers = np.where(pool.takes_any, ANSWER_WEIGHT, 1.0) * steps.num_sequences
+        self.cost_s = self.work_s * (pool.num_waiting(others) + answers + ~pool.keeps_blocks)
         self._correct(request, cluster)
 
     def awaiting_s(self, arrivals: Floats, tails_s: Floats, prefill: int) -> Floats:
