@@ -27,11 +27,11 @@ from router.policy.pool import Floats, WorkerPool, running_step
 from router.policy.shared import PromptSteps
 from router.policy.views import RequestView
 
-# What the delay of a running answer counts at a language worker, as a ratio to that of a request that waits: a
-# queue delays all requests that come while it lasts, an answer is delayed once. Simulated in three mixtures of
-# roles near their capacity, with 1, 0.5, 0.25 and 0.1: the mean time of whole answers with 0.25 is at most 3 %
-# above that of the best of these, with 1 up to 57 %. Between the steps of a worker that does not prefill,
-# answers wait for all of a prompt: there it is 1.
+# What the delay of a running answer counts at a language worker, as a ratio to that of a request that waits:
+# a queue delays all requests that come while it lasts, an answer is delayed once. Simulated in three mixtures
+# of roles near their capacity, two seeds, with 1, 0.5, 0.25 and 0.1: the mean time of whole answers with 0.25
+# is at most 3 % above that of the best of these, with 1 up to 57 %. A worker that does not prefill computes
+# prompts between its steps, and all its answers wait meanwhile: there it is 1.
 ANSWER_WEIGHT = 0.25
 
 
