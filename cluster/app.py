@@ -86,7 +86,7 @@ def compose(
     only its own."""
     resolved = resolve(args, read_environment(), num_cores=len(os.sched_getaffinity(0)))
     config, _ = check_checkpoint(Path(resolved.model))
-    roles = [role for role in Role if role is not Role.ENCODE or takes_media(config)]
+    roles = [role for role in services if role is not Role.ENCODE or takes_media(config)]
     if Role.ENCODE not in roles:
         logger.warning("model type '%s' takes no media: there is no encode pool", config["model_type"])
     pools = [_pool(role, resolved, services[role], hosts) for role in roles]

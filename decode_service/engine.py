@@ -220,6 +220,8 @@ class DecodeEngine:
             totals=DecodeTotals(self.num_preempted, self._runner.num_drafted, self._runner.num_accepted),
             num_context_tokens=self._counts.num_context_tokens,
             received=self._kv_input.received,
+            num_prompts=self._local_prefill.num_prompts,
+            num_prompt_tokens=self._local_prefill.num_tokens,
         )
 
     def _ticket(self, request: DecodeRequest) -> Ticket:

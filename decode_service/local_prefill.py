@@ -59,6 +59,15 @@ class LocalPrefill:
     def __bool__(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of these prompts that are left."""
+        return sum(request.num_missing_tokens for request in self._requests.values())
+
     def warm_up(self, blocks: BlockPool) -> None:
         """Measures how fast this worker computes prompts, with blocks that belong to no request."""
         table = blocks.allocate(min(-(-WARM_UP_TOKENS // blocks.block_size), blocks.num_free))

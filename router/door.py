@@ -27,7 +27,7 @@ from cluster.scheduling.keys import SchedulingPolicy
 from cluster.text.defaults import GenerationDefaults, context_length
 from cluster.text.stop import StopStrings
 from cluster.text.tokenizer import TextProcessor
-from cluster.types.members import Member, Role
+from cluster.types.members import Member, Phase, Role
 from cluster.types.request import GenerateRequest, StopParams
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
@@ -135,10 +135,9 @@ class Door:
         return self._flow.workers
 
     def is_ready(self) -> bool:
-        needed = (
-            (Role.ENCODE, Role.PREFILL, Role.DECODE) if self._needs_encoder else (Role.PREFILL, Role.DECODE)
-        )
-        return all(self._members.candidates(role) for role in needed)
+        """Whether every phase that this model needs has a worker."""
+        needed = [phase for phase in Phase if phase is not Phase.ENCODE or self._needs_encoder]
+        return all(map(self._members.has, needed))
 
     def metrics(self) -> bytes:
         return self._metrics.render()

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from cluster.errors import ClusterError, UnavailableError
 from cluster.rpc import Connection, connect
-from cluster.types.members import Member, Role
+from cluster.types.members import Member, Phase, Role
 from cluster.types.messages import AnyMessage, LoadReport, Tokens
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,9 @@ class MemberTable:
         self._listed: dict[Role, dict[str, Member]] = {role: {} for role in Role}
         self._dialling: dict[str, asyncio.Task[None]] = {}
 
-    def candidates(self, role: Role) -> list[Peer]:
-        return [peer for peer in self._peers.values() if peer.member.role is role and peer.is_listed]
+    def has(self, phase: Phase) -> bool:
+        """Whether a worker that is connected and listed does this phase."""
+        return any(peer.is_listed and phase in peer.member.role.phases for peer in self._peers.values())
 
     def all_peers(self) -> list[Peer]:
         return list(self._peers.values())

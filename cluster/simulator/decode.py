@@ -178,6 +178,8 @@ class SimDecode:
             num_queued_units=len(self.attempts) + len(self._waiting),
             num_used_blocks=math.ceil(self.num_used_blocks - EPSILON),
             num_context_tokens=int(self._context_tokens),
+            num_prompts=0 if self.local is None else len(self.local.attempts),
+            num_prompt_tokens=0 if self.local is None else self.local.num_queued_tokens,
         )
         self._network.tell_doors(self.spec.replica_id, Tokens((), load))
 

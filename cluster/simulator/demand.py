@@ -13,7 +13,7 @@ from cluster.simulator.hardware import BLOCK_SIZE
 from cluster.simulator.worker import WorkerSpec
 from cluster.simulator.workload import Workload
 from cluster.types.media import Modality
-from cluster.types.members import Role
+from cluster.types.members import Phase, Role
 
 NUM_SAMPLED = 500
 ITEMS_PER_CALL = 2  # of an encoder, on average
@@ -67,10 +67,10 @@ def capacity(specs: Sequence[WorkerSpec], wanted: Demand) -> float:
         device = spec.device or spec.replica_id
         busy_s[device] = busy_s.get(device, 0.0) + seconds(spec, wanted)
     rates = []
-    for role in Role:
-        of_role = [spec for spec in specs if spec.role is role]
-        if of_role and seconds(of_role[0], wanted) > 0:
-            rates.append(sum(1 / busy_s[spec.device or spec.replica_id] for spec in of_role))
-        elif not of_role and (role is not Role.ENCODE or wanted.num_rows):
+    for phase in Phase:
+        able = [spec for spec in specs if phase in spec.role.phases]
+        if able and seconds(able[0], wanted) > 0:
+            rates.append(sum(1 / busy_s[spec.device or spec.replica_id] for spec in able))
+        elif not able and (phase is not Phase.ENCODE or wanted.num_rows):
             return 0.0
     return min(rates)

@@ -135,7 +135,7 @@ class SimDoor:
         assert decision is not None
         placement, simulation = decision.placement, self._simulation
         decode = simulation.decodes[placement.decode]
-        prefill = decode.local if placement.prefill is None else simulation.prefills[placement.prefill]
+        prefill = decode.local if placement.is_local else simulation.prefills[placement.prefill]
         assert prefill is not None, f"{placement.decode} computes no prompts"
         attempt = SimAttempt(
             client.request,

@@ -4,7 +4,6 @@ simulation knows. Pure."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.simulator.admission import NO_CAPACITY
@@ -25,14 +24,13 @@ ANY_TICKET = AdmissionTicket("", "", "", True, 0.0, 0, 0.0, 0.0)
 
 
 class SimPlacer(Placer):
-    """Names blocks by the keys of the workload, and knows whether decode workers can compute prompts at
-    all."""
+    """Names blocks by the keys of the workload."""
 
     def __init__(self, door: SimDoor, simulation: Simulation, policy: Policy, has_admission: bool):
         """`has_admission`: false where every request is admitted at once: what admission would read is not
         computed then."""
         super().__init__(policy, door.cluster, simulation.model.block_size)
-        self._door, self._simulation, self._has_admission = door, simulation, has_admission
+        self._door, self._has_admission = door, has_admission
 
     def capacity(self) -> Capacity:
         return super().capacity() if self._has_admission else NO_CAPACITY
@@ -50,7 +48,4 @@ class SimPlacer(Placer):
     ) -> RequestView:
         if request.prompt.num_generated:  # the flow has hashed token ids, which mean nothing here
             hashes = self._door.client_of(request.request_id).request.block_hashes
-        view = super().view(request, items, hashes)
-        if view.may_prefill_locally and not self._simulation.may_prefill_locally:
-            return replace(view, may_prefill_locally=False)
-        return view
+        return super().view(request, items, hashes)

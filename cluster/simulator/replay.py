@@ -82,10 +82,7 @@ class AsRecorded:
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
         recorded = self._recorded[name_of(request.request_id)]
-        is_local = recorded.prefill == recorded.decode
-        placement = Placement(
-            tuple(recorded.encoders), None if is_local else recorded.prefill, recorded.decode
-        )
+        placement = Placement(tuple(recorded.encoders), recorded.prefill, recorded.decode)
         return Decision(placement, unpredicted(len(request.media)))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:

@@ -66,7 +66,6 @@ class Simulation:
         for spec in specs:
             self._make(spec)
         self.workers = {**self.encoders, **self.prefills, **self.decodes}
-        self.may_prefill_locally = any(decode.local is not None for decode in self.decodes.values())
         self.doors = [
             SimDoor(
                 self,

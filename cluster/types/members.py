@@ -7,10 +7,50 @@ from enum import StrEnum
 import msgspec
 
 
-class Role(StrEnum):
+class Phase(StrEnum):
+    """What workers do of a request. The fourth phase, generate, is the door's."""
+
     ENCODE = "encode"
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class Role(StrEnum):
+    """What a worker is for. Code that asks what a worker can do asks for its phases, not for its role."""
+
+    ENCODE = "encode"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    LANGUAGE = "language"  # prefill and decode
+
+    @property
+    def phases(self) -> frozenset[Phase]:
+        return _PHASES[self]
+
+    @property
+    def encodes(self) -> bool:
+        """Turns media items into embeddings."""
+        return Phase.ENCODE in self.phases
+
+    @property
+    def prefills(self) -> bool:
+        """Computes any prompt, with media and negative prompts, and sends its KV to any worker that
+        decodes."""
+        return Phase.PREFILL in self.phases
+
+    @property
+    def decodes(self) -> bool:
+        """Generates answers. Of these it may compute prompts of plain text itself, also if it does not
+        prefill."""
+        return Phase.DECODE in self.phases
+
+
+_PHASES = {
+    Role.ENCODE: frozenset((Phase.ENCODE,)),
+    Role.PREFILL: frozenset((Phase.PREFILL,)),
+    Role.DECODE: frozenset((Phase.DECODE,)),
+    Role.LANGUAGE: frozenset((Phase.PREFILL, Phase.DECODE)),
+}
 
 
 class ProcessId(msgspec.Struct, frozen=True, array_like=True):
@@ -29,11 +69,11 @@ class Member(msgspec.Struct, frozen=True):
     role: Role
     address: str  # side channel: "unix:/path" or "tcp:host:port"
     model: str  # fingerprint of the model's configuration and dtype, without its weights
-    layout: str  # fingerprint of the KV layout (prefill, decode) or feature layout (encode)
+    layout: str  # fingerprint of the KV layout (prefill, decode, language) or feature layout (encode)
     num_blocks: int  # capacity of the replica's block memory
     modalities: tuple[str, ...] = ()  # encode only
     hardware: str = ""  # undisturbed workers of one role with equal hardware are equally fast
     block_bytes: int = 0  # bytes of one block: the KV of its tokens, or the embeddings of its rows
-    num_layers: int = 1  # of the model; prefill and decode
+    num_layers: int = 1  # of the model; not encode
     # of all its ranks: the processes that write into other workers' memory
     processes: tuple[ProcessId, ...] = ()

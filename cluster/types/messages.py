@@ -7,7 +7,7 @@ One request, in call order (D decode, P prefill, E encoder):
     door → E  StartEncode per item
     P → door  PrefillAdmitted (P holds the prompts' blocks)
     door → D  StartDecode
-    D → door  DecodeGranted (not for a StartDecode with `prefills`: then P has no part in the request)
+    D → door  DecodeGranted
     door → P  DecodeTarget (D's grant, as soon as it has come)
     door → E  EncodeTarget per item (P's grant)
     door → D, P  GrantPassed after each of these two, to the owner of the grant: these processes may write
@@ -15,6 +15,10 @@ One request, in call order (D decode, P prefill, E encoder):
     E → door  Encoded (the embeddings are in P's memory)
     P → door  Tokens (the first token)
     D → door  Tokens (one frame per decode step, for all requests of this door)
+
+If one worker computes the prompt and generates the answer, it is D and P in one: `StartDecode.prefills` takes
+the place of StartPrefill, PrefillAdmitted, DecodeGranted and DecodeTarget. Everything about media is as
+above, and its first Tokens are those of P.
 
 When something fails:
 
@@ -29,7 +33,7 @@ When something fails:
 At any time:
 
     E → all doors  CacheChanged: items that its cache has gained and lost
-    P → all doors  BlocksChanged: the same for the blocks of its prefix cache
+    P, D → all doors  BlocksChanged: the same for the blocks of its prefix cache, if it has one
     any → all doors  Measured: how fast the worker is
     any → all doors  Stalled: the threads of the worker that have work and do not move
     door → any  Ping, if a worker that has a request of this door has been silent for a while; the worker
@@ -56,7 +60,7 @@ from cluster.types.members import ProcessId
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, ReceivedTotals, SentTotals
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class FinishReason(StrEnum):
@@ -77,12 +81,12 @@ class Hello(ChannelMessage, frozen=True):
 
 
 class StartDecode(ChannelMessage, frozen=True):
-    """Reserve blocks for the prompts and wait for their KV."""
+    """Reserve blocks for the prompts and wait for their KV, or compute it."""
 
     request: GenerateRequest
     timeout_s: float  # until the first step; without its KV by then the request fails
-    # local prefill: decode computes the prompt (text without a negative prompt) and draws the first token; no
-    # KV comes
+    # Local prefill: the worker computes the prompts and draws the first tokens; no KV comes. A worker whose
+    # role does not prefill is sent text without a negative prompt only
     prefills: bool = False
     codec: str = "raw"  # the codec in which KV shall travel where possible; raw: exactly as computed
 
@@ -106,8 +110,8 @@ class PrefillAdmitted(ChannelMessage, frozen=True):
 
 
 class FeatureGranted(ChannelMessage, frozen=True):
-    """Destination of the embeddings of `prompt.media[item_idx]`. Sent as soon as prefill has room for
-    them."""
+    """Destination of the embeddings of `prompt.media[item_idx]`. Sent as soon as the worker that computes the
+    prompt has room for them."""
 
     request_id: str
     item_idx: int
@@ -154,8 +158,8 @@ class EncodeTarget(ChannelMessage, frozen=True):
 
 
 class EncoderLost(ChannelMessage, frozen=True):
-    """To prefill: the encoder that had this grant for one item is lost. Prefill answers with another
-    grant."""
+    """To the worker that computes the prompt: the encoder that had this grant for one item is lost. The
+    worker answers with another grant."""
 
     request_id: str
     item_idx: int
@@ -189,8 +193,8 @@ class EncodeTiming(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of one request at its prefill worker. Their sum is the time from the arrival of StartPrefill to
-    the first token."""
+    """Seconds of one request at the worker that computes its prompt. Their sum is the time from the arrival
+    of its start to the first token."""
 
     blocks_s: float = 0.0  # waiting for KV blocks
     media_s: float = 0.0  # nothing could be computed until more embeddings came
@@ -215,8 +219,8 @@ class CacheChanged(ChannelMessage, frozen=True):
 
 
 class BlocksChanged(ChannelMessage, frozen=True):
-    """Prefill → every door, once per step with changes: full blocks of prompts, by block hash, that its
-    prefix cache has gained and lost. When a door connects, the first message lists everything. No hash is in
+    """Worker with a prefix cache → every door, once per step with changes: full blocks, by block hash, that
+    the cache has gained and lost. When a door connects, the first message lists everything. No hash is in
     both."""
 
     added: tuple[bytes, ...]
@@ -252,7 +256,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0  # prefill only: prompt tokens whose KV came from the prefix cache
+    num_cached_tokens: int = 0  # with `timing`: prompt tokens whose KV came from the prefix cache
     choice_idx: int = 0
     # with the first token of the first choice, from the worker that computed the prompt
     timing: PrefillTiming | None = None
@@ -281,18 +285,22 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
 
     num_running: int = 0  # requests (encoder: items) in work
     num_waiting: int = 0  # requests (items) that wait for memory, embeddings or KV
-    num_queued_units: int = 0  # work that is left: prefill tokens, decode sequences or embedding rows
+    # work that is left: sequences of a worker that decodes, else prompt tokens or embedding rows
+    num_queued_units: int = 0
     num_used_blocks: int = 0  # blocks that a request holds; without blocks that only the cache holds
     num_open_leases: int = 0  # writes by or into this worker that are not closed
     num_cached_blocks: int = 0  # blocks kept for reuse
     totals: DecodeTotals = DecodeTotals()
     sent: SentTotals = SentTotals()
-    # for media in work. Encoder: files, and tensors made from them; prefill: room for embeddings
+    # for media in work. Encoder: files, and tensors made from them; worker that prefills: room for embeddings
     held_bytes: int = 0
     sending_bytes: int = 0  # encoder: embeddings that are being written to prefill workers
     encoded: EncodeTotals = EncodeTotals()
-    num_context_tokens: int = 0  # decode: of all sequences that are running
+    num_context_tokens: int = 0  # of all sequences that are running
     received: ReceivedTotals = ReceivedTotals()
+    # Of a worker that decodes: prompts that it has still to compute itself, and their tokens that are left
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
 
     @property
     def is_idle(self) -> bool:

@@ -1,9 +1,9 @@
 """The attempts of a door: each goes to its workers, is told what they say, and lands.
 
-    start     prefill and the encoders are started at the same time, decode as soon as prefill has the
-              memory. If decode is to compute the prompt: decode alone
-    grants    decode's grant goes to prefill, prefill's grants go to the encoders (`router.flow.media`)
-    tokens    per choice: prefill's first token, then decode's
+    start     the prompt worker and the encoders are started at the same time; the decode worker,
+              if it is another one, as soon as the prompt worker has the memory
+    grants    decode's grant goes to the prompt worker, whose grants go to the encoders (`router.flow.media`)
+    tokens    per choice: the prompt worker's first token, then decode's
     land      as soon as the last token of every choice has come, read or not, or the attempt has failed: its
               charges are freed, and every worker that may still hold something is told to let go
 
@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from cluster.errors import ClusterError, UnavailableError, from_info, to_known
-from cluster.types.members import Role
 from cluster.types.messages import (
     AnyMessage,
     Cancel,
@@ -111,7 +110,7 @@ class Attempts:
             request,
             choice_idxs,
             [self._workers[replica_id] for replica_id in placement.encoders],
-            None if placement.prefill is None else self._workers[placement.prefill],
+            self._workers[placement.prefill],
             self._workers[placement.decode],
             placement.codec,
             self._placer.returning(client.items),
@@ -147,7 +146,7 @@ class Attempts:
 
     def on_tokens(self, attempt: Attempt, worker: WorkerState, event: TokenEvent, now: float) -> None:
         self.guard(attempt, self._on_tokens, attempt, worker, event, now)
-        if event.finish_reason is not None or worker is attempt.prefill or attempt.has_failed:
+        if event.finish_reason is not None or worker is not attempt.decode or attempt.has_failed:
             self.advance(attempt, now)
 
     def on_message(self, attempt: Attempt, worker: WorkerState, message: AnyMessage, now: float) -> None:
@@ -162,7 +161,7 @@ class Attempts:
 
     def on_silent(self, worker: WorkerState, now: float) -> None:
         """The worker has made no progress for long."""
-        if worker.role is not Role.ENCODE:
+        if not worker.role.encodes:
             return
         for attempt in list(self._attempts.values()):
             self.guard(attempt, self._media.on_silent, attempt, worker, now)
@@ -208,13 +207,14 @@ class Attempts:
         attempt.client.timeline.placed(now, decision)
         self._placer.charge(view, decision, now)
         self._outputs.append(Placed(attempt.client.timeline))
-        if attempt.prefill is None:
-            return self._start_decode(attempt)
-        self.send(attempt.prefill, StartPrefill(attempt.request, self._timeout_s), attempt)
+        if attempt.is_local:
+            self._start_decode(attempt)
+        else:
+            self.send(attempt.prompt_worker, StartPrefill(attempt.request, self._timeout_s), attempt)
         self._media.start(attempt, now)
 
     def _start_decode(self, attempt: Attempt) -> None:
-        start = StartDecode(attempt.request, self._timeout_s, attempt.prefill is None, attempt.codec)
+        start = StartDecode(attempt.request, self._timeout_s, attempt.is_local, attempt.codec)
         self.send(attempt.decode, start, attempt)
         self._outputs.append(CallDecode(attempt.decode.replica_id, attempt.request_id))
 
@@ -237,23 +237,21 @@ class Attempts:
         elif isinstance(message, FeatureShared):
             self._media.on_shared(attempt, message.item_idx, now)
             self._item_done(attempt, message.item_idx)
-        elif isinstance(message, Encoded):  # the encoder has told prefill by its own notification
+        elif isinstance(message, Encoded):  # the encoder has told the prompt worker by its own notification
             self._media.on_encoded(attempt, message.item_idx, now)
             attempt.client.timeline.encoded(message.item_idx, message.timing, message.cached)
             self._cluster.item_done(message.request_id, message.item_idx, now)
             self._item_done(attempt, message.item_idx)
         elif isinstance(message, Preempted):
             attempt.on_preempted()
-        elif isinstance(message, Failed) and worker.role is Role.ENCODE:
+        elif isinstance(message, Failed) and message.item_idx is not None:
             self._media.on_failed(attempt, worker, message, now)
         elif isinstance(message, Failed) and attempt.needs(worker):
             self.fail(attempt, from_info(message.error))
 
     def _on_decode_granted(self, attempt: Attempt, granted: DecodeGranted) -> None:
-        if attempt.prefill is None:
-            return
-        self.send(attempt.prefill, DecodeTarget(attempt.request_id, granted.grant), attempt)
-        passed = GrantPassed(granted.grant.lease_id, attempt.prefill.member.processes)
+        self.send(attempt.prompt_worker, DecodeTarget(attempt.request_id, granted.grant), attempt)
+        passed = GrantPassed(granted.grant.lease_id, attempt.prompt_worker.member.processes)
         self.send(attempt.decode, passed, attempt)
 
     def _deliver(self, attempt: Attempt, choice_idx: int, event: TokenEvent | ClusterError) -> None:
@@ -267,9 +265,8 @@ class Attempts:
 
     def _on_lost(self, attempt: Attempt, worker: WorkerState, now: float) -> None:
         """The worker may have a part in the attempt."""
-        if worker.role is Role.ENCODE:
-            self._media.on_lost(attempt, worker, now)
-        elif attempt.needs(worker):
+        self._media.on_lost(attempt, worker, now)
+        if attempt.needs(worker):
             self.quarantine.lost(attempt.content, worker.replica_id, now, attempt.num_tokens)
             is_barred = self.quarantine.is_barred(attempt.content, now)
             lost = UnavailableError(f"the {worker.role} worker was lost", retry_after_s=1.0)
@@ -290,16 +287,16 @@ class Attempts:
             self._owner.on_landed(attempt)
 
     def _land(self, attempt: Attempt, now: float) -> None:
-        """Every worker that may still hold something lets go. Where decode has ended the request, prefill
-        has, too. Where prefill has ended it, decode waits for this Cancel; an encoder may be left with an
-        item that prefill found in its prefix cache."""
+        """Every worker that may still hold something lets go. If decode has ended the request, the prompt
+        worker has, too. If the prompt worker has ended it, decode waits for this Cancel; an encoder may be
+        left with an item that the prompt worker found in its prefix cache."""
         del self._attempts[attempt.request_id]
         attempt.has_landed = True
         if self.quarantine and not attempt.has_failed and attempt.is_read:
             self.quarantine.survived(attempt.content)
         logged(self._media.on_landed, attempt, now)
         logged(self._placer.landed, attempt)
-        ended = [attempt.prefill, attempt.decode] if attempt.is_over_at_decode else []
+        ended = [attempt.prompt_worker, attempt.decode] if attempt.is_over_at_decode else []
         for worker in attempt.workers:
             worker.num_requests -= 1
             if worker not in ended and not worker.is_lost:

@@ -1,10 +1,10 @@
 """The media side of an attempt: which encoder computes which item, and what happens when that fails.
 
     start     each item goes to the encoder it was placed at
-    granted   prefill has room for an item's embeddings: the item's encoder is told where
-    shared    prefill has the embeddings, or gets them, for another request: the item is called off
+    granted   the prompt worker has room for an item's embeddings: the item's encoder is told where
+    shared    the prompt worker has the embeddings, or gets them, for another request: the item is called off
     failed    an encoder has given an item up, or its embeddings did not arrive: the next encoder is asked
-    lost      an encoder is gone with all its items: prefill is told, so that it grants new room
+    lost      an encoder is gone with all its items: the prompt worker is told, so that it grants new room
     silent    an encoder has made no progress for long: its items move to one that makes progress
 
 An item in work at an encoder that was lost may be the cause: it is a suspect (`router.flow.quarantine`). An
@@ -67,7 +67,7 @@ class MediaFlow:
     """Of all attempts of a door."""
 
     def __init__(self, owner: MediaOwner, cluster: ClusterView, timeout_s: float, quarantine: Quarantine):
-        """`timeout_s`: for an item, from its start until its embeddings are with prefill."""
+        """`timeout_s`: for an item, from its start until its embeddings are with the prompt worker."""
         self._owner = owner
         self._cluster = cluster
         self._timeout_s = timeout_s
@@ -76,8 +76,8 @@ class MediaFlow:
         self._held: list[tuple[Attempt, int]] = []
 
     def start(self, attempt: Attempt, now: float) -> None:
-        """Of equal items only the first is sent: prefill shares its embeddings, or grants the others room
-        after all."""
+        """Of equal items only the first is sent: the prompt worker shares its embeddings, or grants the
+        others room after all."""
         sent: set[str] = set()
         for item_idx, item in enumerate(attempt.items):
             if item.media_hash in sent:
@@ -172,8 +172,8 @@ class MediaFlow:
     def on_landed(self, attempt: Attempt, now: float) -> None:
         """However the attempt ended."""
         for item_idx, state in enumerate(attempt.media):
-            if state.grant is not None and attempt.prefill is not None:  # no encoder was given it
-                self._owner.send(attempt.prefill, ReturnGrant(state.grant.lease_id), attempt)
+            if state.grant is not None:  # no encoder was given it
+                self._owner.send(attempt.prompt_worker, ReturnGrant(state.grant.lease_id), attempt)
                 state.grant = None
             self._release(attempt, item_idx, now)
 
@@ -185,20 +185,19 @@ class MediaFlow:
         return not other.is_silent
 
     def _give_up(self, attempt: Attempt, item_idx: int, now: float) -> None:
-        """The item's encoder does not bring it any more: prefill grants other room."""
+        """The item's encoder does not bring it any more: the prompt worker grants other room."""
         lease_id = attempt.media[item_idx].lease_id
-        if lease_id and attempt.prefill is not None:
+        if lease_id:
             lost = EncoderLost(attempt.request_id, item_idx, lease_id)
-            self._owner.send(attempt.prefill, lost, attempt)
+            self._owner.send(attempt.prompt_worker, lost, attempt)
         self._release(attempt, item_idx, now)
 
     def _pass_on(self, attempt: Attempt, item_idx: int, grant: Grant) -> None:
         state = attempt.media[item_idx]
         state.lease_id = grant.lease_id
         self._owner.send(state.encoder, EncodeTarget(attempt.request_id, item_idx, grant), attempt)
-        if attempt.prefill is not None:
-            passed = GrantPassed(grant.lease_id, state.encoder.member.processes)
-            self._owner.send(attempt.prefill, passed, attempt)
+        passed = GrantPassed(grant.lease_id, state.encoder.member.processes)
+        self._owner.send(attempt.prompt_worker, passed, attempt)
 
     def _cancel(self, attempt: Attempt, item_idx: int, encoder: WorkerState) -> None:
         self._owner.send(encoder, Cancel(attempt.request_id, item_idx=item_idx), attempt)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cluster.types.media import MediaItem
-from cluster.types.members import Member, Role
+from cluster.types.members import Member
 from cluster.types.messages import AnyMessage, BlocksChanged, CacheChanged, Measured, PrefillTiming
 from cluster.types.request import GenerateRequest
 from router.admission.queue import AdmissionTicket, Capacity, Reported
@@ -27,9 +27,9 @@ class Placer:
 
     def add(self, member: Member) -> None:
         """It has joined, and will tell the rest itself."""
-        if member.role is Role.ENCODE:
+        if member.role.encodes:
             self._row_bytes = member.block_bytes / self.block_size
-        elif member.role is Role.PREFILL:
+        if member.role.prefills:
             self.cluster.kv_bytes_per_token = member.block_bytes / self.block_size
             self.cluster.num_layers = member.num_layers
         self.cluster.add(
@@ -76,8 +76,12 @@ class Placer:
     def capacity(self) -> Capacity:
         cluster = self.cluster
         encoders, prefills, decodes = (
-            pool.prefer_awake(pool.is_listed)
-            for pool in (cluster.encoders, cluster.prefills, cluster.decodes)
+            pool.prefer_awake(is_able)
+            for pool, is_able in (
+                (cluster.encoders, cluster.encoders.is_listed),
+                (cluster.prefills, cluster.prefills.is_listed & cluster.prefills.takes_any),
+                (cluster.decodes, cluster.decodes.is_listed),
+            )
         )
         return Capacity(
             int(encoders.sum()), int(prefills.sum()), int(cluster.decodes.num_blocks[decodes].sum())
@@ -149,7 +153,6 @@ class Placer:
             num_decode_blocks=request.max_blocks(self.block_size),
             priority=request.priority,
             waited_s=request.waited_s,
-            may_prefill_locally=not items and guidance is None,
         )
 
 

@@ -1,9 +1,9 @@
 """The state of requests at a door: what the client asked for, and each attempt to serve it.
 
 A `ClientRequest` lives from its submission until the last of its choices has ended or is not read any more.
-An `Attempt` is one placement of it: a prefill worker, a decode worker, an encoder per media item. A request
-has one attempt, unless decode preempts it: then each unfinished choice goes on in an attempt of its own,
-whose prompt contains the tokens generated so far.
+An `Attempt` is one placement of it: a prompt worker, which computes the prompt, a decode worker, which may be
+the same, and an encoder per media item. A request has one attempt, unless decode preempts it: then each
+unfinished choice goes on in an attempt of its own, whose prompt contains the tokens generated so far.
 
 These objects change only what they hold; `router.flow.request_flow` decides.
 """
@@ -42,22 +42,22 @@ class WorkerState:
 
 @dataclass(eq=False)
 class MediaItemState:
-    """One media item of an attempt, until its embeddings are in prefill's memory."""
+    """One media item of an attempt, until its embeddings are in the prompt worker's memory."""
 
     encoder: WorkerState  # the encoder that is asked for the item
     lease_id: str = ""  # of the grant that this encoder has; empty: none yet
-    is_shared: bool = False  # prefill has the embeddings, or gets them, for another request
+    is_shared: bool = False  # the prompt worker has the embeddings, or gets them, for another request
     num_attempts: int = 1
     is_held: bool = False  # nothing has been sent: another suspect is at this encoder
-    grant: Grant | None = None  # prefill's, while the item is held
+    grant: Grant | None = None  # the prompt worker's, while the item is held
 
 
 class ChoiceState:
-    """One choice of an attempt. Decode's first tokens may overtake prefill's: they wait for it."""
+    """One choice of an attempt. Decode's tokens may overtake the first one, of the prompt worker: they wait
+    for it."""
 
-    def __init__(self, has_first_token: bool) -> None:
-        """`has_first_token`: true if prefill sends none, because decode computes the prompt."""
-        self.has_first_token = has_first_token
+    def __init__(self) -> None:
+        self.has_first_token = False  # it has come, or comes no more
         self.is_finished = False  # the last token has come
         self.is_preempted = False
         self.is_open = True  # it is still read
@@ -133,40 +133,46 @@ class Attempt:
         request: GenerateRequest,
         choice_idxs: Sequence[int],
         encoders: Sequence[WorkerState],
-        prefill: WorkerState | None,
+        prompt_worker: WorkerState,
         decode: WorkerState,
         codec: str,
         returning: frozenset[str],
         content: Hashable,
         started_at: float,
     ):
-        """`choice_idxs`: the client's choice for each choice of `request`. `prefill`: None if decode computes
-        the prompt. `codec`: of the KV on the wire. `returning`: hashes of items that were shown before, and
-        so are expected again. `content`: see `router.flow.quarantine`."""
+        """`choice_idxs`: the client's choice for each choice of `request`. `codec`: of the KV on the wire.
+        `returning`: hashes of items that were shown before, and so are expected again. `content`: see
+        `router.flow.quarantine`."""
         self.client = client
         self.request = request
         self.items = client.items
         self.choice_idxs = choice_idxs
         self.media = [MediaItemState(encoder) for encoder in encoders]
-        self.prefill = prefill
+        self.prompt_worker = prompt_worker
         self.decode = decode
         self.codec = codec
         self.returning = returning
         self.content = content
         self.started_at = started_at
-        self.choices = [ChoiceState(has_first_token=prefill is None) for _ in request.sampling]
-        self.unencoded = set(range(len(self.items)))  # items whose embeddings are not with prefill
+        self.choices = [ChoiceState() for _ in request.sampling]
+        self.unencoded = set(range(len(self.items)))  # items whose embeddings are not with the prompt worker
         self.num_tokens = 0  # that have come, of all choices
         self.has_decode_spoken = False
-        self.is_over_at_decode = False  # decode holds nothing for it any more, and so prefill does not either
+        # Decode holds nothing for it any more, and so the prompt worker does not either
+        self.is_over_at_decode = False
         self.has_failed = False
         self.has_landed = False  # every worker has been told to let go
-        language = [decode] if prefill is None else [decode, prefill]
-        self.workers = [*dict.fromkeys([*language, *encoders])]  # that may hold something for it
+        # That may hold something for it
+        self.workers = [*dict.fromkeys([decode, prompt_worker, *encoders])]
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def is_local(self) -> bool:
+        """One worker computes the prompt and generates the answer."""
+        return self.prompt_worker is self.decode
 
     @property
     def has_first_token(self) -> bool:
@@ -182,11 +188,11 @@ class Attempt:
         return self.has_failed or all(choice.is_over for choice in self.choices if choice.is_open)
 
     def needs(self, worker: WorkerState) -> bool:
-        """Whether the answer still depends on a language worker: on prefill until decode has the KV and the
-        first tokens are here. Encoders can be replaced: see `router.flow.media`."""
+        """Whether the answer still depends on the worker: on the prompt worker until decode has the KV and
+        the first tokens are here. Encoders can be replaced: see `router.flow.media`."""
         if worker is self.decode:
             return not self.is_over_at_decode
-        return worker is self.prefill and not (self.has_decode_spoken and self.has_first_token)
+        return worker is self.prompt_worker and not (self.has_decode_spoken and self.has_first_token)
 
     def move_item(self, item_idx: int, encoder: WorkerState) -> None:
         """From now on this encoder is asked for the item."""
@@ -196,13 +202,13 @@ class Attempt:
             encoder.num_requests += 1
 
     def on_tokens(self, worker: WorkerState, event: TokenEvent) -> Sequence[TokenEvent]:
-        """What the reader of the choice gets now. The events of one worker arrive in order; prefill's is the
-        first token, if prefill has a part in the request."""
+        """What the reader of the choice gets now. The events of one worker arrive in order; the prompt
+        worker's first one has the first token."""
         if event.finish_reason is FinishReason.CANCELLED:
             return ()
         self.num_tokens += len(event.token_ids)
         choice = self.choices[event.choice_idx]
-        ready = choice.arrived(event, is_first=worker is self.prefill and not choice.has_first_token)
+        ready = choice.arrived(event, is_first=worker is self.prompt_worker and not choice.has_first_token)
         if worker is self.decode:
             self.has_decode_spoken = True
             self.is_over_at_decode = all(choice.is_finished for choice in self.choices)
@@ -212,3 +218,4 @@ class Attempt:
         self.has_decode_spoken = self.is_over_at_decode = True
         for choice in self.choices:
             choice.is_preempted = not choice.is_finished
+            choice.has_first_token |= self.is_local  # no other worker sends one

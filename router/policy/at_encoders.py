@@ -158,7 +158,9 @@ def _queue(pool: WorkerPool, fixed_s: Floats, per_row_s: Floats, now: float) -> 
     """[items, encoders]: until the device has computed its queue, all of it assumed to be of the item's kind;
     and the number of waiting items."""
     total = pool.reported_units + pool.sent_units
-    running, left_s = running_step(pool, np.minimum(pool.first_units, total), fixed_s, per_row_s, now)
+    running, left_s = running_step(
+        pool, np.minimum(pool.first_units, total), pool.step_units, fixed_s, per_row_s, now
+    )
     rest = total - running
     queue_s = left_s + np.ceil(rest / pool.step_units) * fixed_s + rest * per_row_s
     return queue_s, pool.num_waiting(rest)

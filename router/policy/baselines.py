@@ -1,5 +1,5 @@
 """Simpler policies for comparison: each chooses pool by pool, and fills in the same prediction. They send KV
-in the first codec of the cluster's list.
+in the first codec of the cluster's list. Workers that do not prefill compute no prompts for them.
 
 RoundRobinPolicy   the next worker of each pool
 LeastLoadedPolicy  the fewest queued units in each pool
@@ -17,6 +17,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.errors import UnavailableError
 from router.policy.cluster import ClusterView
 from router.policy.estimate import Estimate
 from router.policy.joint import place_item
@@ -33,7 +34,10 @@ class StagedPolicy(ABC):
         estimate = Estimate(request, cluster, now)
         decode = self._least(self._decode_scores(estimate), estimate.decodes.is_able)
         encoders = self._encoders(estimate)
-        prefill = self._least(self._prefill_scores(estimate), estimate.prefills.is_able)
+        sends = estimate.prefills.is_able & estimate.prefills.takes_any
+        if not sends.any():
+            raise UnavailableError("no prefill worker is ready", retry_after_s=1.0)
+        prefill = self._least(self._prefill_scores(estimate), sends)
         placement = Placement(
             tuple(cluster.encoders.replica_ids[encoder] for encoder in encoders),
             cluster.prefills.replica_ids[prefill],
@@ -130,7 +134,7 @@ class RoundRobinPolicy(StagedPolicy):
             (cluster.prefills, decision.placement.prefill),
             (cluster.decodes, decision.placement.decode),
         ):
-            self._take(pool, pool.slots[replica_id or ""])
+            self._take(pool, pool.slots[replica_id])
         return decision
 
     def _last_turns(self, pool: WorkerPool) -> Floats:

@@ -35,12 +35,12 @@ MIN_OBSERVED = 20  # before that the interval is [predicted / MAX_FACTOR, predic
 
 
 class Kind(StrEnum):
-    """A prediction's kind, by what bounds the time to first token."""
+    """A prediction's kind, by what bounds the time to first token, and by where the prompt is computed."""
 
     TEXT = "text"  # without media
     COMPUTED = "computed"  # with media whose embeddings arrive before its turn
     AWAITED = "awaited"  # prefill waits for embeddings
-    LOCAL_PREFILL = "local_prefill"  # decode computes the prompt
+    BESIDE_ANSWERS = "beside_answers"  # not awaited, at a worker that decodes
 
 
 @dataclass(frozen=True, slots=True)

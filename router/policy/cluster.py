@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, virtual_deadline
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.media import Modality
-from cluster.types.members import Role
+from cluster.types.members import Phase, Role
 from cluster.types.messages import EncodeTiming, LoadReport, PrefillTiming
 from router.policy.calibration import Calibration, CalibrationStatistics, Kind
 from router.policy.encoder_media import EncoderMedia, row_s
@@ -30,6 +31,7 @@ from router.policy.index import HolderIndex
 from router.policy.links import Links
 from router.policy.pending import PendingPrompts
 from router.policy.pool import UNMEASURED_S, Floats, WorkerPool
+from router.policy.shared import SharedWorkers
 from router.policy.views import Placement, Prediction, RequestView, Worker
 
 HOLDING_S = 10.0  # how long a request keeps its blocks in decode, before the first one has ended
@@ -51,10 +53,11 @@ class ClusterView:
         self.kv_bytes_per_token = kv_bytes_per_token
         self.num_layers = num_layers
         self.codecs = dict.fromkeys(codecs, 1.0)  # codec → bytes that travel, as a ratio to raw KV
-        self.encoders, self.prefills = WorkerPool(Role.ENCODE), WorkerPool(Role.PREFILL)
-        self.decodes = WorkerPool(Role.DECODE)
-        # The decode workers again, with the prompts queued there
-        self.local_prefills = WorkerPool(Role.DECODE)
+        self.encoders = WorkerPool(Phase.ENCODE)
+        # Of prompts: all workers that can compute some. Those that decode can, so they are in both of these
+        self.prefills = WorkerPool(Phase.PREFILL)
+        self.decodes = WorkerPool(Phase.DECODE)
+        self.shared = SharedWorkers(self.prefills, self.decodes)
         self.feature_links = Links(self.encoders, self.prefills)
         self.kv_links = Links(self.prefills, self.decodes)
         self._encoder_media = EncoderMedia(self.encoders)
@@ -64,7 +67,6 @@ class ClusterView:
         self.holding_s = HOLDING_S
         self.context_tokens = CONTEXT_TOKENS
         self._calibration = Calibration()
-        self._roles: dict[str, Role] = {}
         self._in_flight: dict[str, InFlightRequest] = {}
         self._now = 0.0  # the latest instant of any call
 
@@ -72,10 +74,15 @@ class ClusterView:
 
     def add(self, worker: Worker) -> None:
         """The worker is listed, and idle until it reports."""
-        self._roles[worker.replica_id] = worker.role
-        for pool in self._pools_of(worker.replica_id):
-            pool.add(worker)
-        self._links_changed()
+        role = worker.role
+        for pool, has_part in (
+            (self.encoders, role.encodes),
+            (self.prefills, role.prefills or role.decodes),
+            (self.decodes, role.decodes),
+        ):
+            if has_part:
+                pool.add(worker)
+        self._members_changed()
 
     def remove(self, replica_id: str) -> None:
         """The worker is gone, and its caches with it."""
@@ -86,8 +93,7 @@ class ClusterView:
             elif pool is self.prefills:
                 self.prefixes.drop(slot)
                 self.pending.drop_slot(slot)
-        self._roles.pop(replica_id, None)
-        self._links_changed()
+        self._members_changed()
 
     def set_listed(self, replica_id: str, is_listed: bool) -> None:
         """A worker that is not listed drains: it gets no new work."""
@@ -118,18 +124,20 @@ class ClusterView:
 
     def reported(self, replica_id: str, load: LoadReport, now: float) -> None:
         self._now = max(self._now, now)
-        role = self._roles.get(replica_id)
-        if role is not None:
-            round_trip_s = ROUND_TRIP_SHARE * self._calibration.round_trip_s
-            self._pool(role).reported(replica_id, load, now, round_trip_s)
+        round_trip_s = ROUND_TRIP_SHARE * self._calibration.round_trip_s
+        for pool in self._pools_of(replica_id):
+            is_shared = pool is self.prefills and replica_id in self.decodes.slots
+            pool.reported(replica_id, _of_prompts(load) if is_shared else load, now, round_trip_s)
 
     def media_changed(self, encoder: str, added: Sequence[str], evicted: Sequence[str]) -> None:
         """The encoder has taken on `added` items, for any door, and no longer has the `evicted` ones."""
         self._encoder_media.changed(encoder, added, evicted, self._now)
 
-    def blocks_changed(self, prefill: str, added: Sequence[bytes], evicted: Sequence[bytes]) -> None:
-        slot = self.prefills.slots.get(prefill)
+    def blocks_changed(self, replica_id: str, added: Sequence[bytes], evicted: Sequence[bytes]) -> None:
+        """The worker has a prefix cache."""
+        slot = self.prefills.slots.get(replica_id)
         if slot is not None:
+            self.prefills.keeps_blocks[slot] = True
             self.prefixes.discard(slot, evicted)
             self.prefixes.add(slot, added)
 
@@ -140,29 +148,30 @@ class ClusterView:
         not there; then nothing is counted."""
         self._check(placement)
         self._now = max(self._now, now)
-        pool = self.prefills if placement.prefill else self.local_prefills
-        computes_at = placement.prefill or placement.decode
-        num_cached = self._num_cached_blocks(request, placement)
+        pool, slot = self.prefills, self.prefills.slots[placement.prefill]
+        num_cached = self._num_cached_blocks(request, slot)
         num_tokens = request.num_prompt_tokens - num_cached * request.block_size + request.num_negative_tokens
-        num_blocks = request.num_prefill_blocks - num_cached if placement.prefill else 0
+        # Blocks of a local prefill are those of decode
+        num_blocks = 0 if placement.is_local else request.num_prefill_blocks - num_cached
+        kind = self.kind_of(request, placement, prediction.media_s)
         in_flight = InFlightRequest(
             request,
             placement,
             prediction,
             now,
-            self.residual(kind_of(request, placement.prefill, prediction.media_s)),
-            self.factor(pool, computes_at),
+            self.residual(kind),
+            kind,
+            self.factor(pool, placement.prefill),
             tuple(self.factor(self.encoders, encoder) for encoder in placement.encoders),
-            pool.charge(computes_at, num_tokens, num_blocks),
+            pool.charge(placement.prefill, num_tokens, num_blocks),
             self.decodes.charge(
                 placement.decode, request.num_sequences, -(-request.num_prompt_tokens // request.block_size)
             ),
             [],
-            request.block_hashes[num_cached:] if placement.prefill else (),
+            request.block_hashes[num_cached:] if pool.keeps_blocks[slot] else (),
         )
         self._in_flight[request.request_id] = in_flight
-        if placement.prefill is not None:
-            self._queue_prompt(in_flight, num_tokens, num_cached, now)
+        self._queue_prompt(in_flight, num_tokens, num_cached, now)
         for item, encoder, predicted in zip(request.media, placement.encoders, prediction.items, strict=True):
             encoded_s = predicted.queue_s + predicted.encode_s
             in_flight.items.append(self._encoder_media.assign(item, encoder, encoded_s, self._now))
@@ -171,7 +180,7 @@ class ClusterView:
         self, in_flight: InFlightRequest, num_tokens: int, num_cached_blocks: int, now: float
     ) -> None:
         request, pool = in_flight.request, self.prefills
-        slot, num_cached = pool.slots[in_flight.computes_at], num_cached_blocks * request.block_size
+        slot, num_cached = in_flight.work.slot, num_cached_blocks * request.block_size
         num_early = num_early_tokens(request, in_flight.prediction, num_tokens, num_cached)
         begins = pool.told(in_flight.work, now, num_early)
         self.pending.add(
@@ -225,7 +234,7 @@ class ClusterView:
         for item in in_flight.items:
             self._encoder_media.release(item)
         self.decodes.discharge(in_flight.decode)
-        if in_flight.placement.prefill is not None and self.prefills.has(in_flight.work):
+        if self.prefills.has(in_flight.work):
             self.prefixes.unexpect(in_flight.work.slot, in_flight.expected)
         self.holding_s += FORGETTING * (self._now - in_flight.started_at - self.holding_s)
 
@@ -278,11 +287,14 @@ class ClusterView:
 
     def factors(self, pool: WorkerPool) -> Floats:
         """[slots]: learnt corrections of predicted durations."""
-        factors = [self._calibration.factor(pool.role, hardware) for hardware in pool.hardware]
+        factors = [self._calibration.factor(*hardware) for hardware in pool.hardware]
         return np.array(factors)[pool.classes]
 
     def factor(self, pool: WorkerPool, replica_id: str) -> float:
-        return self._calibration.factor(pool.role, pool.hardware_of(replica_id))
+        return self._calibration.factor(*pool.hardware_of(replica_id))
+
+    def kind_of(self, request: RequestView, placement: Placement, media_s: float) -> Kind:
+        return kind_of(request, placement.prefill in self.decodes.slots, media_s)
 
     def residual(self, kind: Kind) -> float:
         return self._calibration.residual(kind)
@@ -297,39 +309,36 @@ class ClusterView:
 
     # --- internal
 
-    def _pool(self, role: Role) -> WorkerPool:
-        return {Role.ENCODE: self.encoders, Role.PREFILL: self.prefills, Role.DECODE: self.decodes}[role]
-
-    def _pools_of(self, replica_id: str) -> tuple[WorkerPool, ...]:
-        role = self._roles.get(replica_id)
-        if role is None:
-            return ()
-        return (self.decodes, self.local_prefills) if role is Role.DECODE else (self._pool(role),)
+    def _pools_of(self, replica_id: str) -> list[WorkerPool]:
+        return [pool for pool in (self.encoders, self.prefills, self.decodes) if replica_id in pool.slots]
 
     def _hardware_of(self, replica_id: str) -> tuple[Role, str] | None:
-        role = self._roles.get(replica_id)
-        return None if role is None else (role, self._pool(role).hardware_of(replica_id))
+        pools = self._pools_of(replica_id)
+        return pools[0].hardware_of(replica_id) if pools else None
 
     def _check(self, placement: Placement) -> None:
         """Raises KeyError for a worker that is not there."""
         for encoder in placement.encoders:
             _ = self.encoders.slots[encoder]
-        if placement.prefill is not None:
-            _ = self.prefills.slots[placement.prefill]
+        _ = self.prefills.slots[placement.prefill]
         _ = self.decodes.slots[placement.decode]
 
-    def _links_changed(self) -> None:
+    def _members_changed(self) -> None:
+        self.shared.changed()
         self.feature_links.changed()
         self.kv_links.changed()
 
-    def _num_cached_blocks(self, request: RequestView, placement: Placement) -> int:
-        if placement.prefill is None:
-            return 0
-        slot = self.prefills.slots[placement.prefill]
+    def _num_cached_blocks(self, request: RequestView, slot: int) -> int:
         depth = self.prefixes.depth(request.block_hashes, slot)
         return min(depth, (request.num_prompt_tokens - 1) // request.block_size)
 
     def _end_prefill(self, in_flight: InFlightRequest) -> None:
-        pool = self.prefills if in_flight.placement.prefill else self.local_prefills
-        pool.discharge(in_flight.work)
+        self.prefills.discharge(in_flight.work)
         self.pending.remove(in_flight.request.request_id)
+
+
+def _of_prompts(load: LoadReport) -> LoadReport:
+    """What a worker that decodes reports of the prompts that it computes itself."""
+    return msgspec.structs.replace(
+        load, num_running=0, num_waiting=load.num_prompts, num_queued_units=load.num_prompt_tokens
+    )

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.policy.at_decodes import DecodeEstimate, KvTransferEstimate, LocalPrefillEstimate
+from cluster.errors import UnavailableError
+from router.policy.at_decodes import DecodeEstimate, KvTransferEstimate
 from router.policy.at_encoders import EncodeEstimate
-from router.policy.at_prefills import PrefillEstimate
-from router.policy.calibration import Kind
+from router.policy.at_prefills import PrefillEstimate, able_to_compute
 from router.policy.cluster import ClusterView
-from router.policy.in_flight import kind_of
 from router.policy.pool import rendezvous
+from router.policy.shared import PromptSteps
 from router.policy.views import ItemPrediction, Placement, Prediction, RequestView
 
 TIE_RATIO = 0.01  # of the shortest time to first token; smaller differences count as ties
@@ -36,33 +36,31 @@ class Estimate:
         self.cluster = cluster
         self.encoders = EncodeEstimate(request.media, cluster, now)
         self.earliest_s = self.encoders.earliest_s
-        self.prefills = PrefillEstimate(request, cluster, now, self.earliest_s)
-        self.decodes = DecodeEstimate(request, cluster)
-        self.local_prefills = (
-            LocalPrefillEstimate(request, cluster, self.decodes) if request.may_prefill_locally else None
-        )
+        is_able = able_to_compute(request, cluster.prefills)
+        steps = PromptSteps(cluster, request.block_size)
+        self.decodes = DecodeEstimate(request, cluster, steps)
+        shared, pool = cluster.shared, cluster.prefills
+        is_able &= pool.takes_any | (shared.at_prefills(self.decodes.is_able) > 0)
+        if not is_able.any():
+            raise UnavailableError(f"no {pool.phase} worker is ready", retry_after_s=1.0)
+        blocks_s = shared.at_prefills(self.decodes.blocks_s)
+        self.prefills = PrefillEstimate(request, cluster, now, self.earliest_s, is_able, steps, blocks_s)
         self.tie_s = tie_ratio * float(self.prefills.text_s[self.prefills.is_able].min())
         if self.tie_s > 0:
             self._break_ties()
 
     def cost_s(self, placement: Placement) -> float:
         """Infinite for an impossible placement. Raises KeyError for workers that are not there."""
-        decode = self._decode(placement)
-        score_s = float(self.decodes.score_s[decode])
-        if placement.prefill is None:
-            if self.local_prefills is None:
-                return np.inf
-            return float(self.local_prefills.score_s(self.decodes)[decode])
-        prefill, encoders = self._slots(placement)
-        if not self.prefills.is_able[prefill] or not all(
-            self.encoders.is_able[idx, encoder] for idx, encoder in enumerate(encoders)
-        ):
+        prefill, encoders, decode = self._slots(placement)
+        kv_transfer = self._kv_transfer(placement, prefill)
+        is_able = kv_transfer is not None and self.prefills.is_able[prefill]
+        if not is_able or not all(self.encoders.is_able[idx, e] for idx, e in enumerate(encoders)):
             return np.inf
         ttft_s = self.ttft_s(prefill, encoders)
-        end_s = float(self._kv_transfer(placement, prefill).end_s(ttft_s)[decode])
+        end_s = float(kv_transfer.end_s(ttft_s)[decode])
         needed = self.prefills.is_needed[:, prefill]
         encode_cost_s = sum(self.encoders.cost_s[idx, e] for idx, e in enumerate(encoders) if needed[idx])
-        return end_s + score_s + float(self.prefills.cost_s[prefill] + encode_cost_s)
+        return end_s + float(self.decodes.cost_s[decode] + self.prefills.cost_s[prefill] + encode_cost_s)
 
     def ttft_s(self, prefill: int, encoders: Sequence[int]) -> float:
         """Until the first token."""
@@ -70,29 +68,27 @@ class Estimate:
         return self._ttft_of(prefill, items)
 
     def prediction(self, placement: Placement) -> Prediction:
-        """Raises KeyError for a placement on workers that are not there."""
-        decode = self._decode(placement)
-        if placement.prefill is None:
-            return self._predict_local_prefill(decode)
-        prefill, encoders = self._slots(placement)
+        """Raises KeyError for a placement on workers that are not there, or that do not go together."""
+        prefill, encoders, decode = self._slots(placement)
+        kv_transfer = self._kv_transfer(placement, prefill)
+        if kv_transfer is None:
+            raise KeyError(placement.codec)
         items = self.encoders.predict(prefill, encoders, self.prefills.is_needed[:, prefill])
         text_s, queue_s = float(self.prefills.text_s[prefill]), float(self.prefills.queue_s[prefill])
         ttft_s = self._ttft_of(prefill, items)
-        kind = kind_of(self.request, placement.prefill, ttft_s - text_s)
+        kind = self.cluster.kind_of(self.request, placement, ttft_s - text_s)
         low_s, high_s = self.cluster.interval(kind, ttft_s)
-        kv_transfer = self._kv_transfer(placement, prefill)
-        blocks_s = float(self.decodes.blocks_s[decode])
         end_s = float(kv_transfer.end_s(ttft_s)[decode])
-        at_once_s = max(
-            ttft_s + float(kv_transfer.after_s[decode]), float(kv_transfer.before_s[decode]) - blocks_s
-        )
+        # If decode had the blocks
+        before_s = float(kv_transfer.before_s[decode] - self.decodes.blocks_s[decode])
+        at_once_s = max(ttft_s + float(kv_transfer.after_s[decode]), before_s)
         return Prediction(
             media_s=ttft_s - text_s,
             queue_s=queue_s,
             prefill_s=text_s - queue_s,
             ttft_s=ttft_s,
             transfer_s=at_once_s - ttft_s,
-            first_step_s=end_s - at_once_s + float(self.decodes.first_s[decode]),
+            first_step_s=end_s - at_once_s,
             low_s=low_s,
             high_s=high_s,
             items=tuple(items),
@@ -102,31 +98,23 @@ class Estimate:
         arrivals = np.array([item.arrival_s for item in items])
         return self.prefills.ttft_s(arrivals, prefill)
 
-    def _predict_local_prefill(self, decode: int) -> Prediction:
-        assert self.local_prefills is not None, "the request allows no local prefill"
-        queue_s, prefill_s = (
-            float(self.local_prefills.queue_s[decode]),
-            float(self.local_prefills.prefill_s[decode]),
-        )
-        low_s, high_s = self.cluster.interval(Kind.LOCAL_PREFILL, queue_s + prefill_s)
-        step_s = float(self.decodes.step_s[decode])
-        return Prediction(0.0, queue_s, prefill_s, queue_s + prefill_s, 0.0, step_s, low_s, high_s)
+    def _slots(self, placement: Placement) -> tuple[int, list[int], int]:
+        cluster = self.cluster
+        encoders = [cluster.encoders.slots[encoder] for encoder in placement.encoders]
+        return cluster.prefills.slots[placement.prefill], encoders, cluster.decodes.slots[placement.decode]
 
-    def _slots(self, placement: Placement) -> tuple[int, list[int]]:
-        assert placement.prefill is not None
-        encoders = [self.cluster.encoders.slots[encoder] for encoder in placement.encoders]
-        return self.cluster.prefills.slots[placement.prefill], encoders
-
-    def _decode(self, placement: Placement) -> int:
-        return self.cluster.decodes.slots[placement.decode]
-
-    def _kv_transfer(self, placement: Placement, prefill: int) -> KvTransferEstimate:
-        kv_transfers = self.decodes.kv_transfers(prefill, self.prefills)
-        return next(f for f in kv_transfers if f.codec == placement.codec)
+    def _kv_transfer(self, placement: Placement, prefill: int) -> KvTransferEstimate | None:
+        """None: the worker sends no KV, or not in this codec."""
+        for kv_transfer in self.decodes.kv_transfers(prefill, self.prefills):
+            if kv_transfer.is_local and placement.is_local:
+                return kv_transfer
+            if not kv_transfer.is_local and not placement.is_local and kv_transfer.codec == placement.codec:
+                return kv_transfer
+        return None
 
     def _break_ties(self) -> None:
-        """Among near-equal prefill workers prefer the one that has more of the prompt, or is about to; then
-        use rendezvous."""
+        """Among workers that would compute the prompt about equally soon prefer the one that has more of the
+        prompt, or is about to; then use rendezvous."""
         content = self.request.block_hashes[0] if self.request.block_hashes else b""
         salts = self.cluster.prefills.salts
         expected = self.cluster.prefixes.expecting(content, len(salts))

@@ -55,7 +55,7 @@ def _learn_prefill(
 ) -> None:
     waited_s = timing.blocks_s + timing.media_s + timing.queued_s
     calibration.observe_overhead(ttft_s - waited_s - timing.computing_s)
-    worker = hardware_of(in_flight.computes_at)
+    worker = hardware_of(in_flight.placement.prefill)
     if worker is None or in_flight.request.media or waited_s > ALONE_RATIO * timing.computing_s:
         return
     uncorrected_s = in_flight.prediction.prefill_s / (in_flight.residual * in_flight.prefill_factor)

@@ -28,20 +28,13 @@ class InFlightRequest:
     prediction: Prediction
     started_at: float
     residual: float  # corrections that the prediction contains
+    kind: Kind
     prefill_factor: float
     encode_factors: tuple[float, ...]
     work: Charge  # at the worker that computes the prompt
     decode: Charge
     items: list[InFlightItem]
-    expected: Sequence[bytes]  # hashes of the blocks that prefill will have
-
-    @property
-    def computes_at(self) -> str:
-        return self.placement.prefill or self.placement.decode
-
-    @property
-    def kind(self) -> Kind:
-        return kind_of(self.request, self.placement.prefill, self.prediction.media_s)
+    expected: Sequence[bytes]  # hashes of the blocks that the worker will have
 
 
 def num_early_tokens(
@@ -56,10 +49,10 @@ def num_early_tokens(
     return max(0.0, min(coming) - num_cached) + request.num_negative_tokens if coming else num_tokens
 
 
-def kind_of(request: RequestView, prefill: str | None, media_s: float) -> Kind:
-    """The kind of a placement's prediction."""
-    if prefill is None:
-        return Kind.LOCAL_PREFILL
-    if not request.media:
-        return Kind.TEXT
-    return Kind.AWAITED if media_s > 0 else Kind.COMPUTED
+def kind_of(request: RequestView, is_shared: bool, media_s: float) -> Kind:
+    """The kind of a placement's prediction. `is_shared`: the worker that computes the prompt decodes, too."""
+    if media_s > 0:
+        return Kind.AWAITED
+    if is_shared:
+        return Kind.BESIDE_ANSWERS
+    return Kind.COMPUTED if request.media else Kind.TEXT

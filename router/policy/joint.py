@@ -2,10 +2,12 @@
 
 The search finds the optimum without trying every combination:
 
-* **Prefill workers** are visited in order of a lower bound of the cost of any placement there (each item at
-  its earliest, the best link, the best decode worker). The bounds are computed for all workers at once. The
-  search ends when the bound reaches the best cost found.
-* **Decode workers** are scored all at once, for a prefill worker and a time to first token.
+* **Workers that compute prompts** are visited in order of a lower bound of the cost of any placement there
+  (each item at its earliest, the best link, the best decode worker). The bounds are computed for all workers
+  at once. The search ends when the bound reaches the best cost found.
+* **Decode workers** are scored all at once, for a worker that computes the prompt and a time to first token.
+  That worker itself is one of them if it decodes, the only one if it takes just plain prompts for its own
+  answers.
 * **Encoders**: first each item, in order of need, goes to the encoder where it adds least. This assignment is
   final if it meets the lower bound, or if there are more than `search.MAX_EXACT_ITEMS` items. Otherwise the
   assignments are searched depth first, with the bound on the rest.
@@ -66,25 +68,27 @@ def place_item(item: ItemView, cluster: ClusterView, now: float, excluded: Colle
 def _placement(found: Found, cluster: ClusterView) -> Placement:
     encoders = cluster.encoders.replica_ids
     return Placement(
-        () if found.prefill is None else tuple(encoders[encoder] for encoder in found.encoders),
-        None if found.prefill is None else cluster.prefills.replica_ids[found.prefill],
+        tuple(encoders[encoder] for encoder in found.encoders),
+        cluster.prefills.replica_ids[found.prefill],
         cluster.decodes.replica_ids[found.decode],
         found.codec,
     )
 
 
 def _alternatives(search: Search, best: Found, estimate: Estimate) -> tuple[tuple[Placement, float], ...]:
-    """The next prefill workers by their bound, with the same encoders and decode worker."""
+    """The next workers for the prompt by their bound, with the same encoders, and with the same decode worker
+    if they send KV."""
     others = search.least_s.copy()
     alternatives = []
-    if best.prefill is not None:
-        others[best.prefill] = np.inf
+    others[best.prefill] = np.inf
     for _ in range(NUM_ALTERNATIVES):
         prefill = int(others.argmin())
         if others[prefill] == np.inf:
             break
         others[prefill] = np.inf
-        found = Found(np.inf, best.encoders, prefill, best.decode, best.codec)
+        sends = estimate.prefills.takes_any[prefill]
+        decode = best.decode if sends else int(estimate.cluster.shared.decode_slots[prefill])
+        found = Found(np.inf, best.encoders, prefill, decode, best.codec)
         ttft_s = estimate.ttft_s(prefill, best.encoders)
         alternatives.append((_placement(found, estimate.cluster), ttft_s))
     return tuple(alternatives)

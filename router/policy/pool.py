@@ -1,11 +1,11 @@
-"""All workers of one role, as arrays over slots: what they are, their reported load, and their speed.
+"""All workers of one phase, as arrays over slots: what they are, their reported load, and their speed.
 
 A worker keeps its slot while it lives; afterwards another worker may get the slot. Frequent events (a load
 report, a request sent) write a few scalars. Rare events (a worker joins, its curves change) mark derived
 arrays as stale, and the next read computes them again.
 
-A worker that has not measured itself counts as the mean of the workers of equal hardware that have, else as
-the mean of all that have, else as `UNMEASURED_S` per unit.
+A worker that has not measured itself counts as the mean of the workers of equal role and hardware that have,
+else of equal role, else as the mean of all that have, else as `UNMEASURED_S` per unit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.types.curves import Curve
-from cluster.types.members import Role
+from cluster.types.members import Phase, Role
 from cluster.types.messages import LoadReport
 from router.policy.views import Worker
 
@@ -56,21 +56,24 @@ class WorkerPool:
 
     reported_units, sent_units    queued work: in the last report, and sent since
     reported_requests, …          the same for requests, running and waiting, and for blocks
+    running_units                 about those of requests whose prompts are computed, in the last report
     context_tokens                in the last report
     first_units                   work that the running step may hold
     began_at, previous_at         when that step began, as far as is known, and the one before
     """
 
-    def __init__(self, role: Role):
-        self.role = role
+    def __init__(self, phase: Phase):
+        self.phase = phase
         self.slots: dict[str, int] = {}  # replica id → slot
         self.replica_ids: list[str] = []  # by slot; "" where there is no worker
-        self.hardware: list[str] = []  # names of the classes, by index
+        self.hardware: list[tuple[Role, str]] = []  # role and hardware of the classes, by index
         self.is_listed = np.zeros(0, bool)
         # No progress for a while: chosen only if all others are silent, too
         self.is_silent = np.zeros(0, bool)
         self.incarnations = np.zeros(0, np.int64)  # 0 where there is no worker
-        self.classes = np.zeros(0, np.intp)  # index of the hardware class
+        self.classes = np.zeros(0, np.intp)  # index of the class
+        self.takes_any = np.zeros(0, bool)  # prompts, for itself and others; else plain ones for itself alone
+        self.keeps_blocks = np.zeros(0, bool)  # it has a prefix cache
         self.salts = np.zeros(0, np.uint64)
         self.num_blocks = np.zeros(0)
         self.reported_units = np.zeros(0)
@@ -79,6 +82,7 @@ class WorkerPool:
         self.sent_requests = np.zeros(0)
         self.reported_blocks = np.zeros(0)
         self.sent_blocks = np.zeros(0)
+        self.running_units = np.zeros(0)
         self.context_tokens = np.zeros(0)
         self.first_units = np.zeros(0)
         self.began_at = np.zeros(0)
@@ -110,14 +114,16 @@ class WorkerPool:
                 setattr(self, name, np.append(column, np.zeros(1, column.dtype)))
         for column in self._columns().values():
             column[slot] = 0
-        if worker.hardware not in self.hardware:
-            self.hardware.append(worker.hardware)
+        hardware = worker.role, worker.hardware
+        if hardware not in self.hardware:
+            self.hardware.append(hardware)
         self.slots[worker.replica_id] = slot
         self.is_listed[slot] = True
         self._num_added += 1
         self.incarnations[slot] = self._num_added
         self.began_at[slot] = self.previous_at[slot] = -np.inf
-        self.classes[slot] = self.hardware.index(worker.hardware)
+        self.classes[slot] = self.hardware.index(hardware)
+        self.takes_any[slot] = self.keeps_blocks[slot] = worker.role.prefills
         self.salts[slot] = content_hash(worker.replica_id.encode())
         self.num_blocks[slot] = worker.num_blocks
         self._workers[worker.replica_id] = worker
@@ -153,8 +159,9 @@ class WorkerPool:
         is_awake = is_able & ~self.is_silent
         return np.where(is_awake.any(-1, keepdims=True), is_awake, is_able)
 
-    def hardware_of(self, replica_id: str) -> str:
-        return self._workers[replica_id].hardware
+    def hardware_of(self, replica_id: str) -> tuple[Role, str]:
+        """With its role: what predictions are corrected by."""
+        return self.hardware[self.classes[self.slots[replica_id]]]
 
     # --- how fast they are
 
@@ -203,16 +210,18 @@ class WorkerPool:
         return self._resolved_steps
 
     def _fill(self, parts: Floats, unmeasured: tuple[float, ...]) -> None:
-        """Rows of NaN become the mean of their hardware class, else the mean of all, else `unmeasured`."""
+        """Rows of NaN become the mean of their class, else of their role, else of all, else `unmeasured`."""
         is_missing = np.isnan(parts[:, 0])
         known = parts[~is_missing]
         if not is_missing.any():
             return
         parts[is_missing] = known.mean(0) if len(known) else unmeasured
-        for index in range(len(self.hardware)):
-            in_class = self.classes == index
-            if (in_class & ~is_missing).any():
-                parts[in_class & is_missing] = parts[in_class & ~is_missing].mean(0)
+        roles = {role for role, _ in self.hardware}
+        alike = [[i for i, (other, _) in enumerate(self.hardware) if other is role] for role in roles]
+        for classes in (*alike, *([index] for index in range(len(self.hardware)))):
+            is_alike = np.isin(self.classes, classes)
+            if (is_alike & ~is_missing).any():
+                parts[is_alike & is_missing] = parts[is_alike & ~is_missing].mean(0)
 
     def _forget_resolved(self) -> None:
         self._resolved.clear()
@@ -238,6 +247,8 @@ class WorkerPool:
             self.discharge(charge)
         self.reported_units[slot] = load.num_queued_units
         self.reported_requests[slot] = load.num_running + load.num_waiting
+        share = 1 - load.num_prompts / max(1, load.num_prompts, load.num_running + load.num_waiting)
+        self.running_units[slot] = load.num_queued_units * share
         self.reported_blocks[slot] = load.num_used_blocks
         self.context_tokens[slot] = load.num_context_tokens
         if load.num_queued_units < expected or self.first_units[slot] <= 0:
@@ -290,11 +301,12 @@ class WorkerPool:
 
 
 def running_step(
-    pool: WorkerPool, num_units: Floats, fixed_s: Floats, per_unit_s: Floats, now: float
+    pool: WorkerPool, num_units: Floats, step_units: Floats, fixed_s: Floats, per_unit_s: Floats, now: float
 ) -> tuple[Floats, Floats]:
-    """Units in the running step, of `num_units` that may be in it, and the seconds until it ends. A step that
-    began more than twice its duration ago does not run: the worker was idle at its last report."""
-    running = np.minimum(num_units, pool.step_units)
+    """Units in the running step, of `num_units` that may be in it and `step_units` that a step may have, and
+    the seconds until it ends. A step that began more than twice its duration ago does not run: the worker was
+    idle at its last report."""
+    running = np.minimum(num_units, step_units)
     step_s = fixed_s + running * per_unit_s
     age_s = now - pool.began_at
     is_running = (running > 0) & (age_s <= 2 * step_s)

@@ -23,7 +23,7 @@ class Found:
 
     cost_s: float
     encoders: tuple[int, ...]
-    prefill: int | None
+    prefill: int
     decode: int
     codec: str
 
@@ -39,15 +39,14 @@ class Search:
         self.num_steps = 0
         encoders, prefills, decodes = estimate.encoders, estimate.prefills, estimate.decodes
         self._least_costs = np.where(encoders.is_able, encoders.cost_s, np.inf).min(1, initial=np.inf)
-        self._score_s = decodes.score_s
         ttft_s = prefills.least_ttft_s(estimate.earliest_s)
-        least_s = decodes.least_end_s(ttft_s, prefills) + float(self._score_s.min()) + prefills.cost_s
+        least_s = decodes.least_cost_s(ttft_s, prefills) + prefills.cost_s
         if len(self._least_costs):
             least_s = least_s + (prefills.is_needed * self._least_costs[:, None]).sum(0)
         self.least_s = np.where(prefills.is_able, least_s, np.inf)
 
     def best(self) -> Found:
-        best = self._best_local_prefill()
+        best: Found | None = None
         bounds_s = self.least_s.copy()
         while True:
             prefill = int(bounds_s.argmin())
@@ -56,25 +55,13 @@ class Search:
                 or self.num_visited >= self._max_prefills
             ):
                 return best
-            there = _AtPrefill(
-                self._estimate, prefill, self._score_s, self._least_costs, self._max_steps - self.num_steps
-            )
+            there = _AtPrefill(self._estimate, prefill, self._least_costs, self._max_steps - self.num_steps)
             found = there.best()
             self.num_visited += 1
             self.num_steps += there.num_steps
             bounds_s[prefill] = np.inf
             if best is None or found.cost_s < best.cost_s:
                 best = found
-
-    def _best_local_prefill(self) -> Found | None:
-        estimate = self._estimate
-        if estimate.local_prefills is None:
-            return None
-        score_s = estimate.local_prefills.score_s(estimate.decodes)
-        decode = int(score_s.argmin())
-        if score_s[decode] == np.inf:
-            return None
-        return Found(float(score_s[decode]), (), None, decode, "raw")
 
 
 @dataclass
@@ -88,16 +75,15 @@ class _Assignment:
 
 
 class _AtPrefill:
-    """The search at one prefill worker. `_rows`: [items, encoders], time to first token if only it waits."""
+    """The search at one worker that computes prompts. `_rows`: [items, encoders], time to first token if only
+    it waits."""
 
-    def __init__(
-        self, estimate: Estimate, prefill: int, score_s: Floats, least_costs: Floats, max_steps: int
-    ):
+    def __init__(self, estimate: Estimate, prefill: int, least_costs: Floats, max_steps: int):
         self.num_steps = 0
         self._max_steps = max_steps
         self._estimate = estimate
         self._prefill = prefill
-        self._score_s = score_s
+        self._delay_s = estimate.decodes.cost_s
         self._needed = [int(idx) for idx in np.flatnonzero(estimate.prefills.is_needed[:, prefill])]
         self._least_costs = least_costs
         self._text_s = float(estimate.prefills.text_s[prefill])
@@ -121,7 +107,9 @@ class _AtPrefill:
             return best
         self._floor_s = self._best_decode(least_ttft_s)[0]
         own_s = float(self._estimate.prefills.cost_s[self._prefill])
-        self._slope_s = own_s + min(float((f.after_s + self._score_s).min()) for f in self._kv_transfers)
+        self._slope_s = own_s + min(
+            float((f.after_s + f.first_s + self._delay_s).min()) for f in self._kv_transfers
+        )
         candidates = [self._candidates(idx, least_ttft_s, least_cost_s, best.cost_s) for idx in self._needed]
         return self._search(_Assignment(self._text_s), candidates, least_ttft_s, best)
 
@@ -211,7 +199,7 @@ class _AtPrefill:
 
     def _best_decode(self, ttft_s: float) -> tuple[float, int, str]:
         """(cost without encoders, decode worker, codec)."""
-        ends_s = [kv_transfer.end_s(ttft_s) + self._score_s for kv_transfer in self._kv_transfers]
+        ends_s = [kv_transfer.end_s(ttft_s) + self._delay_s for kv_transfer in self._kv_transfers]
         decodes = [int(end_s.argmin()) for end_s in ends_s]
         costs_s = [float(end_s[decode]) for end_s, decode in zip(ends_s, decodes, strict=True)]
         least = costs_s.index(min(costs_s))

@@ -50,7 +50,12 @@ class RequestView:
     num_decode_blocks: int = 0  # that a decode worker must be able to hold
     priority: int = 0  # class; lower goes sooner
     waited_s: float = 0.0  # since the client asked
-    may_prefill_locally: bool = False  # decode may compute the prompt itself (text, no guidance, one choice)
+
+    @property
+    def is_plain(self) -> bool:
+        """Text without a negative prompt: a worker that decodes may compute it even if it does not
+        prefill."""
+        return not self.media and not self.num_negative_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +63,14 @@ class Placement:
     """Replica ids."""
 
     encoders: tuple[str, ...]  # per media item
-    prefill: str | None  # None: the decode worker computes the prompt itself
+    prefill: str  # computes the prompt
     decode: str
     codec: str = "raw"  # of the KV on the wire, where it can be coded
+
+    @property
+    def is_local(self) -> bool:
+        """The worker that computes the prompt generates the answer: no KV travels."""
+        return self.prefill == self.decode
 
 
 @dataclass(frozen=True, slots=True)

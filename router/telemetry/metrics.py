@@ -94,7 +94,11 @@ class _Gauges(Collector):
         "num_waiting": ("epdg_worker_waiting", "Requests waiting for memory, embeddings or KV"),
         "num_queued_units": (
             "epdg_worker_queued_units",
-            "Work not done: prompt tokens (prefill), sequences (decode) or embedding rows (encode)",
+            "Work not done: prompt tokens (prefill), sequences (decode, language) or embedding rows (encode)",
+        ),
+        "num_prompt_tokens": (
+            "epdg_worker_prompt_tokens",
+            "Prompt tokens that a worker that decodes has still to compute itself",
         ),
         "num_used_blocks": ("epdg_worker_used_blocks", "Memory blocks held by requests"),
         "num_cached_blocks": ("epdg_worker_cached_blocks", "Memory blocks kept for reuse"),
@@ -104,11 +108,11 @@ class _Gauges(Collector):
         ),
         "held_bytes": (
             "epdg_worker_media_bytes",
-            "Held for media in work: files and tensors (encode), room for embeddings (prefill)",
+            "Held for media in work: files and tensors (encode), room for embeddings (prefill, language)",
         ),
         "sending_bytes": (
             "epdg_worker_sending_bytes",
-            "Embeddings that are being written to prefill workers",
+            "Embeddings that are being written to other workers",
         ),
     }
 
@@ -173,11 +177,11 @@ class _Gauges(Collector):
         for field, (name, text) in self._TOTALS.items():
             counter = CounterMetricFamily(name, text, labels=("replica",))
             for peer in peers:
-                if peer.member.role is Role.DECODE:
+                if peer.member.role.decodes:
                     counter.add_metric([peer.member.replica_id], getattr(peer.load.totals, field))
             yield counter
         yield from self._encoders(peers)
-        senders = [peer for peer in peers if peer.member.role is not Role.DECODE]
+        senders = [peer for peer in peers if peer.member.role.encodes or peer.member.role.prefills]
         for field, (name, text) in self._SENT.items():
             counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
             for peer in senders:
@@ -185,7 +189,7 @@ class _Gauges(Collector):
                     [peer.member.role.value, peer.member.replica_id], getattr(peer.load.sent, field)
                 )
             yield counter
-        receivers = [peer for peer in peers if peer.member.role is not Role.ENCODE]
+        receivers = [peer for peer in peers if peer.member.role.prefills or peer.member.role.decodes]
         for field, (name, text) in self._RECEIVED.items():
             counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
             for peer in receivers:
@@ -199,7 +203,7 @@ class _Gauges(Collector):
             labels=("replica", "tensor"),
         )
         for peer in senders:
-            if peer.member.role is Role.PREFILL:
+            if peer.member.role.prefills:
                 for tensor, field in self._ERRORS.items():
                     error.add_metric([peer.member.replica_id, tensor], getattr(peer.load.sent, field))
         yield error
@@ -259,7 +263,7 @@ class _Gauges(Collector):
         )
         rows = CounterMetricFamily("epdg_encoder_rows", "Embedding rows made", labels=("replica",))
         for peer in peers:
-            if peer.member.role is Role.ENCODE:
+            if peer.member.role.encodes:
                 for field, result in self._ITEMS.items():
                     items.add_metric([peer.member.replica_id, result], getattr(peer.load.encoded, field))
                 rows.add_metric([peer.member.replica_id], peer.load.encoded.num_rows)

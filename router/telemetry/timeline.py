@@ -193,7 +193,7 @@ def _decision_fields(decision: Decision, elapsed_s: float) -> dict[str, Any]:
 def _placement_fields(placement: Placement) -> dict[str, Any]:
     return {
         "encoders": list(placement.encoders),
-        "prefill": placement.prefill or placement.decode,
+        "prefill": placement.prefill,
         "decode": placement.decode,
         "codec": placement.codec,
     }

@@ -92,7 +92,7 @@ class Tracing:
             attributes |= {
                 "epdg.predicted_time_to_first_token": timeline.predicted_ttft_s or 0.0,
                 "epdg.encoders": list(placement.encoders),
-                "epdg.prefill": placement.prefill or placement.decode,
+                "epdg.prefill": placement.prefill,
                 "epdg.decode": placement.decode,
                 "epdg.codec": placement.codec,
             }

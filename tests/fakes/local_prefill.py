@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 
 from router.door import Door
 from router.policy import ClusterView, Decision, JointPolicy, RequestView
+from router.policy.estimate import Estimate
 
 
 class LocalPrefillPolicy(JointPolicy):
-    """Text for which `stays(number of this text)` says so is computed by decode; anything else goes the
-    ordinary way."""
+    """Text for which `stays(number of this text)` says so is computed by decode; anything else by a worker
+    that prefills."""
 
     def __init__(self, stays: Callable[[int], bool] = lambda _: True):
         super().__init__()
@@ -20,15 +21,21 @@ class LocalPrefillPolicy(JointPolicy):
         self.num_local = 0
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
-        decision = super().decide(dataclasses.replace(request, may_prefill_locally=False), cluster, now)
-        if not request.may_prefill_locally:
+        decision = super().decide(request, cluster, now)
+        stays = False
+        if request.is_plain:
+            self.num_texts += 1
+            stays = self._stays(self.num_texts)
+            self.num_local += stays
+        placement = decision.placement
+        if stays:
+            return replace(decision, placement=replace(placement, prefill=placement.decode, codec="raw"))
+        if not placement.is_local:
             return decision
-        self.num_texts += 1
-        if not self._stays(self.num_texts):
-            return decision
-        self.num_local += 1
-        placement = dataclasses.replace(decision.placement, prefill=None)
-        return dataclasses.replace(decision, placement=placement)
+        pool = cluster.prefills
+        prefill = pool.replica_ids[int((pool.is_listed & pool.takes_any).argmax())]
+        placement = replace(placement, prefill=prefill, codec=next(iter(cluster.codecs)))
+        return Decision(placement, Estimate(request, cluster, now).prediction(placement))
 
 
 def let_prefill_locally(door: Door, stays: Callable[[int], bool] = lambda _: True) -> LocalPrefillPolicy:

@@ -13,6 +13,7 @@ from cluster.types.members import Role
 from cluster.types.messages import LoadReport
 from router.policy import ClusterView, ItemView, Placement, RequestView, Worker
 
+EPD = (Role.ENCODE, Role.PREFILL, Role.DECODE)
 SCHEDULING = SchedulingPolicy(aging_s=10.0, tokens_per_s=10_000.0, text_share=0.5)
 KV_BYTES, NUM_LAYERS, BLOCK = 100_000.0, 10, 16
 LINK = Link(0.001, 1e9)
@@ -37,18 +38,27 @@ def curves_of(
         return ServiceCurves(
             prefill=faster(PREFILL), max_step_units=MAX_TOKENS, links={"": link}, codecs=codecs
         )
+    if role is Role.LANGUAGE:
+        return ServiceCurves(
+            prefill=faster(PREFILL),
+            decode=faster(DECODE),
+            max_step_units=MAX_TOKENS,
+            links={"": link},
+            codecs=codecs,
+        )
     prefill = faster(PREFILL) if may_prefill else None
     return ServiceCurves(decode=faster(DECODE), prefill=prefill, codecs=codecs)
 
 
-def cluster_of(num_encoders: int = 2, num_prefills: int = 2, num_decodes: int = 2, **kwargs) -> ClusterView:
-    """Idle workers e0, …, p0, …, d0, … of equal speed."""
+def cluster_of(
+    num_encoders: int = 2, num_prefills: int = 2, num_decodes: int = 2, num_languages: int = 0, **kwargs
+) -> ClusterView:
+    """Idle workers e0, …, p0, …, d0, …, l0, … of equal speed."""
     cluster = ClusterView(SCHEDULING, KV_BYTES, NUM_LAYERS, **kwargs)
-    for role, prefix, count in (
-        (Role.ENCODE, "e", num_encoders), (Role.PREFILL, "p", num_prefills), (Role.DECODE, "d", num_decodes),
-    ):  # fmt: skip
+    counts = num_encoders, num_prefills, num_decodes, num_languages
+    for role, count in zip(Role, counts, strict=True):
         for idx in range(count):
-            add(cluster, f"{prefix}{idx}", role)
+            add(cluster, f"{role[0]}{idx}", role)
     return cluster
 
 
@@ -82,34 +92,42 @@ def media(*num_rows: int, name: str = "media", num_before: int = 40, **fields) -
 
 
 def random_cluster(rng: random.Random, sizes: Sequence[int], **kwargs) -> ClusterView:
-    """Workers of any speed, link and load."""
+    """Workers of any speed, link and load. `sizes`: by role, in the order of `Role`."""
     cluster = ClusterView(SCHEDULING, KV_BYTES, NUM_LAYERS, **kwargs)
-    for role, prefix, count in zip((Role.ENCODE, Role.PREFILL, Role.DECODE), "epd", sizes, strict=True):
+    for role, count in zip(Role, sizes, strict=False):
         for idx in range(count):
-            replica_id = f"{prefix}{idx}"
+            replica_id = f"{role[0]}{idx}"
             cluster.add(Worker(replica_id, role, 400, hardware=rng.choice(["a", "b"])))
             link = Link(rng.choice([1e-4, 1e-2]), rng.choice([1e8, 1e9, 1e10]))
             if rng.random() < 0.8:
                 curves = curves_of(role, rng.choice([0.2, 0.5, 1, 3]), link, may_prefill=rng.random() < 0.5)
                 cluster.measured(replica_id, curves)
             if rng.random() < 0.7:
-                num_units = rng.choice([0, 3, 40] if role is Role.DECODE else [0, 0, 300, 4000])
+                num_units = rng.choice([0, 3, 40] if role.decodes else [0, 0, 300, 4000])
+                num_prompts = rng.choice([0, 0, 2, 5]) if role.decodes else 0
                 num_used = rng.choice([0, 390])
                 at = 1.0 - rng.choice([0.0, 0.02, 0.5])
-                cluster.reported(
-                    replica_id,
-                    load(num_units, num_units and rng.randrange(1, 9), num_used_blocks=num_used),
-                    at,
+                report = load(
+                    num_units,
+                    num_units and rng.randrange(1, 9),
+                    num_used_blocks=num_used,
+                    num_prompts=num_prompts,
+                    num_prompt_tokens=num_prompts * 300,
                 )
+                cluster.reported(replica_id, report, at)
     return cluster
 
 
+def is_legal(placement: Placement, request: RequestView) -> bool:
+    """Whether workers of these roles, which are named by their first letters, can serve the request so."""
+    prefill, decode = placement.prefill[0], placement.decode[0]
+    computes = prefill in "pl" or (prefill == "d" and placement.is_local and request.is_plain)
+    return computes and decode in "dl" and {encoder[0] for encoder in placement.encoders} <= {"e"}
+
+
 def all_placements(request: RequestView, cluster: ClusterView) -> Iterator[Placement]:
-    """Every one that can be written down, whether or not somebody can hold the request."""
+    """Every one that can be written down, whether or not its workers can do that."""
     encoders = itertools.product(cluster.encoders.slots, repeat=len(request.media))
     pools = list(encoders), cluster.prefills.slots, cluster.decodes.slots, cluster.codecs
     for chosen, prefill, decode, codec in itertools.product(*pools):
         yield Placement(chosen, prefill, decode, codec)
-    if request.may_prefill_locally:
-        for decode in cluster.decodes.slots:
-            yield Placement((), None, decode)

@@ -80,7 +80,10 @@ class FixedPolicy:
         is_local = request.request_id.partition(".")[0] in self.local
         items = tuple(ItemPrediction() for _ in request.media)
         placement = Placement(
-            (ids["encoder"],) * len(items), None if is_local else ids["prefill"], ids["decode"], self._codec
+            (ids["encoder"],) * len(items),
+            ids["decode" if is_local else "prefill"],
+            ids["decode"],
+            self._codec,
         )
         return Decision(placement, Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, items), ())
 

@@ -245,6 +245,6 @@ def test_a_decision_is_measured_for_each_kind_of_request_over_pools_of_the_size_
     assert all(each["loss"] >= 0 for each in found)
     assert all(0 < each["p50_ms"] <= each["p99_ms"] for each in found)
     cluster = loaded_cluster(6, random.Random(1))
-    assert [len(pool) for pool in (cluster.encoders, cluster.prefills, cluster.decodes)] == [6, 6, 6]
+    assert [len(pool) for pool in (cluster.encoders, cluster.prefills, cluster.decodes)] == [6, 12, 6]
     assert cluster.prefills.reported_units.max() > 0
     assert len(table(found)) == 6

@@ -32,7 +32,7 @@ class OneOfEach:
             for pool in (self._simulation.encoders, self._simulation.prefills, self._simulation.decodes)
         )
         encoders = (encoder,) * len(request.media)
-        placement = Placement(encoders, None if self.prefills_locally else prefill, decode)
+        placement = Placement(encoders, decode if self.prefills_locally else prefill, decode)
         return Decision(placement, unpredicted(len(request.media)))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:

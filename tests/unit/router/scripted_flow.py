@@ -35,6 +35,7 @@ from router.flow.request_flow import RequestFlow, Timeouts
 from router.flow.state import Attempt, ClientRequest
 from router.policy import ClusterView, JointPolicy, Policy
 from router.telemetry.timeline import RequestTimeline
+from tests.fakes.placement import EPD
 
 FIRST_TOKEN_S, REQUEST_S = 20.0, 40.0
 ITEM = MediaItem(Modality.IMAGE, b"png", "hash", MediaGeometry(3))
@@ -79,9 +80,9 @@ class Reader:
 
 
 class ScriptedFlow:
-    """The three workers are named like their roles."""
+    """One worker of each of the roles, named like it."""
 
-    def __init__(self, policy: Policy | None = None, **admission: Any):
+    def __init__(self, policy: Policy | None = None, roles: Sequence[Role] = EPD, **admission: Any):
         self.now = 100.0
         self.cluster = ClusterView(SchedulingPolicy(5.0, 2000.0, 0.3), 1.0, 2)
         self.queue = AdmissionQueue(AdmissionArgs(**admission), 0.3, Capacity(0, 0, 0))
@@ -90,13 +91,13 @@ class ScriptedFlow:
             AdmissionController(self.queue),
             Timeouts(FIRST_TOKEN_S, REQUEST_S),
         )
-        self.messages: dict[str, list[AnyMessage]] = {role.value: [] for role in Role}
+        self.messages: dict[str, list[AnyMessage]] = {}
         self.num_pings = 0
         self.calls: list[str] = []  # requests whose decode replica was called
         self.drained: list[str] = []
         self.readers: dict[str, list[Reader]] = {}
         self.cannot_send: Callable[[AnyMessage], bool] = lambda _: False
-        for role in Role:
+        for role in roles:
             self.join(role)
 
     # The driver
@@ -195,10 +196,10 @@ class ScriptedFlow:
     def num_requests(self, name: str) -> int:
         return next(worker.num_requests for worker in self.flow.workers if worker.replica_id == name)
 
-    def units(self) -> dict[Role, float]:
+    def units(self) -> dict[str, float]:
         """Work that counts as sent and is not known to be done."""
         pools = (self.cluster.encoders, self.cluster.prefills, self.cluster.decodes)
-        return {pool.role: float(pool.sent_units.sum()) for pool in pools}
+        return {pool.phase: float(pool.sent_units.sum()) for pool in pools}
 
     def sent(self, name: str) -> list[str]:
         return [type(message).__name__ for message in self.messages[name]]

@@ -26,6 +26,7 @@ from router.policy import ClusterView
 from router.streams import TokenStream
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.local_prefill import LocalPrefillPolicy
+from tests.fakes.placement import EPD
 
 HANG_S = 60.0
 TWO = GenerateRequest("r", Prompt((1, 2, 3)), (SamplingParams(), SamplingParams()), StopParams(3))
@@ -59,7 +60,7 @@ class Door:
         self.calls: dict[str, asyncio.Future[None]] = {}
         self.dispatcher = Dispatcher(flow, self._call_decode, None, SystemClock())
         self.connections: dict[str, FakeConnection] = {}
-        for role in Role:
+        for role in EPD:
             connection: Any = FakeConnection()
             self.connections[role] = connection
             peer = Peer(Member(role, role, "", "", "", 8), connection, True)
@@ -193,7 +194,7 @@ async def test_a_worker_that_drains_is_disconnected_with_its_last_request(door):
     reading = await begin(stream)
     members = door.dispatcher.members
     members.update(Role.DECODE, [])
-    assert len(members.all_peers()) == len(Role)
+    assert len(members.all_peers()) == len(EPD)
     door.token(5, reason=FinishReason.STOP)
     await reading
     assert [peer.member.role for peer in members.all_peers()] == [Role.ENCODE, Role.PREFILL]

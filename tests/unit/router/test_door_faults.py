@@ -3,7 +3,7 @@ answered, and nothing is held."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,10 +35,12 @@ from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopP
 from router.flow.outputs import Output, Send
 from router.policy import JointPolicy
 from router.telemetry.timeline import RequestTimeline
+from tests.fakes.placement import EPD
 from tests.unit.router.scripted_flow import Reader, ScriptedFlow, grant
 
 CLUSTER = (
-    "started", "item_moved", "item_done", "prefilled", "ended", "observed", "reported", "media_changed", "blocks_changed", "measured",
+    "started", "item_moved", "item_done", "prefilled", "ended", "observed", "reported", "media_changed",
+    "blocks_changed", "measured",
 )  # fmt: skip
 QUEUE = ("offer", "freed", "encoded", "done", "leave", "expired", "report", "resize", "next_deadline")
 FREEING = ("ended", "leave")  # what fails here before it has done anything leaves what it should have freed
@@ -84,9 +86,11 @@ def request_of(name: str, has_media: bool, **fields: Any) -> tuple[GenerateReque
 class World(ScriptedFlow):
     """With two encoders and a place for two requests."""
 
-    def __init__(self, faults: Faults):
+    def __init__(self, faults: Faults, roles: Sequence[Role] = EPD):
         policy = JointPolicy()
-        super().__init__(policy, max_outstanding_s=1e-9)
+        super().__init__(policy, roles, max_outstanding_s=1e-9)
+        self.decode = roles[-1]
+        self.prefill = roles[1]  # the same worker, if there are two roles
         self.join(Role.ENCODE, "encode-2")
         self.faults = faults
         faults.wrap(self.cluster, *CLUSTER)
@@ -127,33 +131,35 @@ def play(world: World) -> dict[str, Reader]:
     """Two requests are admitted, two wait. An item of one goes to another encoder, another request is
     preempted."""
     readers = {name: world.ask(name, name == "media") for name in ("media", "text", "waiting", "last")}
-    world.tell("prefill", Measured(ServiceCurves(prefill=Curve(0.01, 1e-4))))
+    prefill, decode = world.prefill, world.decode
+    world.tell(prefill, Measured(ServiceCurves(prefill=Curve(0.01, 1e-4))))
     world.tell("encode", CacheChanged(("elsewhere",), ()))
-    world.tell("prefill", BlocksChanged((b"block",), ()))
-    for name in ("media", "text"):
-        world.tell("prefill", PrefillAdmitted(name))
-        world.tell("decode", DecodeGranted(name, grant(f"d-{name}")))
+    world.tell(prefill, BlocksChanged((b"block",), ()))
+    for name in ("media", "text") if prefill is not decode else ():
+        world.tell(prefill, PrefillAdmitted(name))
+        world.tell(decode, DecodeGranted(name, grant(f"d-{name}")))
     names = ("encode", "encode-2")
     first = next((name for name in names if "StartEncode" in world.sent(name)), "encode")
     second = next(name for name in names if name != first)
     world.tell(first, Failed("media", to_info(UnavailableError("gave it up")), 0))
-    world.tell("prefill", FeatureGranted("media", 0, grant("p-media")))
+    world.tell(prefill, FeatureGranted("media", 0, grant("p-media")))
     world.tell(second, Encoded("media", 0, cached=False))
     for name in ("media", "text"):
-        world.tell("prefill", tokens(name, 5))
-    world.tell("decode", Tokens((TokenEvent("media", (6,)), TokenEvent("text", (6,))), LoadReport()))
-    world.tell("decode", Preempted("text"))
+        world.tell(prefill, tokens(name, 5))
+    world.tell(decode, Tokens((TokenEvent("media", (6,)), TokenEvent("text", (6,))), LoadReport()))
+    world.tell(decode, Preempted("text"))
     for _ in range(3):  # waiting requests are admitted when others have ended
         world.wait(1.1)
         for name in list(world.flow._attempts._attempts):
-            world.tell("prefill", PrefillAdmitted(name))
-            world.tell("prefill", tokens(name, 7, reason=FinishReason.STOP))
+            if prefill is not decode:
+                world.tell(prefill, PrefillAdmitted(name))
+            world.tell(prefill, tokens(name, 7, reason=FinishReason.STOP))
     return readers
 
 
-def fail_at(n: int, is_late: bool) -> tuple[Faults, World]:
+def fail_at(n: int, is_late: bool, roles: Sequence[Role]) -> tuple[Faults, World]:
     faults = Faults(n, is_late)
-    world = World(faults)
+    world = World(faults, roles)
     readers = play(world)
     errors = {name: reader.error for name, reader in readers.items() if reader.error is not None}
     assert len(errors) <= 1, errors
@@ -167,12 +173,13 @@ def fail_at(n: int, is_late: bool) -> tuple[Faults, World]:
     return faults, world
 
 
+@pytest.mark.parametrize("roles", [EPD, (Role.ENCODE, Role.LANGUAGE)], ids=["E/P/D", "E/PD"])
 @pytest.mark.parametrize("is_late", [False, True], ids=["not done", "done"])
-def test_an_operation_that_fails_ends_one_request_at_most(is_late, caplog):
+def test_an_operation_that_fails_ends_one_request_at_most(is_late, roles, caplog):
     caplog.set_level("CRITICAL")
     seen = set()
     for n in range(1, 1000):
-        faults, _ = fail_at(n, is_late)
+        faults, _ = fail_at(n, is_late, roles)
         if not faults.failed:
             break
         seen.add(faults.failed)

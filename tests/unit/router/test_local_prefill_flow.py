@@ -11,6 +11,7 @@ from cluster.types.members import Role
 from cluster.types.messages import Cancel, FinishReason, Preempted, StartDecode
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from tests.fakes.local_prefill import LocalPrefillPolicy
+from tests.fakes.placement import EPD
 from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ScriptedFlow
 
 TEXT = GenerateRequest("r", Prompt((1, 2, 3)), (SamplingParams(), SamplingParams()), StopParams(3))
@@ -26,7 +27,7 @@ def door() -> Iterator[ScriptedFlow]:
 
 def test_a_prompt_that_decode_computes_concerns_no_other_worker(door):
     first, second = door.submit(TEXT)
-    assert [door.sent(role) for role in Role] == [[], [], ["StartDecode"]]
+    assert [door.sent(role) for role in EPD] == [[], [], ["StartDecode"]]
     assert door.messages[Role.DECODE][0].prefills and door.calls == ["r"]
     assert door.num_requests("prefill") == 0
     for choice in (1, 0):
@@ -36,7 +37,7 @@ def test_a_prompt_that_decode_computes_concerns_no_other_worker(door):
         door.token(Role.DECODE, 7, reason=FinishReason.STOP, choice=choice)
     assert first.token_ids == [5, 7] and second.token_ids == [6, 7]
     assert door.flow.num_running == 0
-    assert [door.sent(role) for role in Role] == [[], [], ["StartDecode"]]  # decode has ended it
+    assert [door.sent(role) for role in EPD] == [[], [], ["StartDecode"]]  # decode has ended it
 
 
 def test_a_request_with_media_takes_the_ordinary_way_still(door):
@@ -61,7 +62,7 @@ def test_a_locally_prefilled_request_is_cancelled_at_decode_alone(door):
     door.close(second)
     assert door.messages[Role.DECODE][-1] == Cancel("r", 1)
     door.close(first)
-    assert [door.sent(role) for role in Role] == [[], [], ["StartDecode", "Cancel", "Cancel"]]
+    assert [door.sent(role) for role in EPD] == [[], [], ["StartDecode", "Cancel", "Cancel"]]
 
 
 def test_silence_ends_a_locally_prefilled_request_at_its_deadline(door):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cluster.rpc import Connection, Server
-from cluster.types.members import Member, Role
+from cluster.types.members import Member, Phase, Role
 from cluster.types.messages import LoadReport, Tokens
 from router.members import MemberTable, Peer
 
@@ -75,10 +75,10 @@ async def until(condition: Callable[[], object]) -> None:
 
 async def test_a_listed_worker_becomes_a_candidate_and_its_load_is_known(table, workers):
     table.update(Role.DECODE, [await workers.start("d")])
-    await until(lambda: table.candidates(Role.DECODE))
+    await until(lambda: table.has(Phase.DECODE))
     workers.connections[0].send(Tokens((), LoadReport(num_queued_units=7)))
     await until(lambda: only(table).load.num_queued_units == 7)
-    assert table.candidates(Role.PREFILL) == []
+    assert not table.has(Phase.PREFILL)
 
 
 async def test_a_worker_that_is_not_up_yet_is_dialled_until_it_answers(table, workers):
@@ -86,28 +86,28 @@ async def test_a_worker_that_is_not_up_yet_is_dialled_until_it_answers(table, wo
     await workers.servers[0].aclose()
     table.update(Role.DECODE, [late])
     await asyncio.sleep(0.1)
-    assert table.candidates(Role.DECODE) == []
+    assert not table.has(Phase.DECODE)
     await workers.start("d")
-    await until(lambda: table.candidates(Role.DECODE))
+    await until(lambda: table.has(Phase.DECODE))
 
 
 async def test_a_draining_worker_is_kept_until_the_listener_closes_it(table, workers):
     table.update(Role.DECODE, [await workers.start("d")])
-    await until(lambda: table.candidates(Role.DECODE))
+    await until(lambda: table.has(Phase.DECODE))
     peer = only(table)
     table.update(Role.DECODE, [])
-    assert table.candidates(Role.DECODE) == [] and table.all_peers() == [peer]
+    assert not table.has(Phase.DECODE) and table.all_peers() == [peer]
     table.close("d")
     assert table.all_peers() == [] and table._listener.lost == ["d"]
 
 
 async def test_a_cut_connection_is_told_and_dialled_again(table, workers):
     table.update(Role.DECODE, [await workers.start("d")])
-    await until(lambda: table.candidates(Role.DECODE))
+    await until(lambda: table.has(Phase.DECODE))
     old = only(table)
     workers.connections[0].abort()
     await until(lambda: table._listener.lost == ["d"])
-    await until(lambda: table.candidates(Role.DECODE))
+    await until(lambda: table.has(Phase.DECODE))
     assert only(table) is not old
 
 
@@ -117,7 +117,7 @@ async def test_a_worker_that_is_unlisted_while_it_is_dialled_is_no_candidate(tab
     await asyncio.sleep(0)  # the dial is under way
     table.update(Role.DECODE, [])
     await until(lambda: not table._dialling)
-    assert table.candidates(Role.DECODE) == [] and not any(peer.is_listed for peer in table.all_peers())
+    assert not table.has(Phase.DECODE) and not any(peer.is_listed for peer in table.all_peers())
 
 
 async def test_a_worker_that_greets_is_in_the_table_before_the_listener_hears_of_it(workers, tmp_path):
@@ -154,6 +154,6 @@ async def test_a_worker_that_the_listener_stumbles_over_is_dialled_again(workers
     listener = Stumbling()
     table = MemberTable("door", listener, None)
     table.update(Role.DECODE, [await workers.start("d")])
-    await until(lambda: listener.num_joined == 2 and table.candidates(Role.DECODE))
+    await until(lambda: listener.num_joined == 2 and table.has(Phase.DECODE))
     assert listener.lost == ["d"]
     await table.aclose()

@@ -11,6 +11,7 @@ from cluster.types.members import Role
 from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from router.flow.quarantine import BARRED_S, MAX_SUSPECTS, NEAR_TOKENS, Quarantine, content_of
+from tests.fakes.placement import EPD
 from tests.unit.router.scripted_flow import ITEM, REQUEST
 
 NOW = 5.0
@@ -80,10 +81,10 @@ def test_a_request_that_took_two_workers_with_it_is_refused_when_it_comes_again(
     door.flow.quarantine.lost(door.attempt().content, "an earlier worker", door.now)
     door.lose(role)
     reader.check_error(QuarantinedError, "this prompt were lost")
-    num_sent = sum(len(door.sent(each)) for each in Role)
+    num_sent = sum(len(door.sent(each)) for each in EPD)
     (again,) = door.submit(msgspec.structs.replace(REQUEST, request_id="again"), [ITEM], [b"block"])
     again.check_error(QuarantinedError, "this prompt were lost")
-    assert sum(len(door.sent(each)) for each in Role) == num_sent
+    assert sum(len(door.sent(each)) for each in EPD) == num_sent
 
 
 def test_the_first_loss_of_a_request_is_no_reason_to_refuse_it(door):
@@ -100,7 +101,7 @@ def test_a_request_with_a_barred_item_is_refused_at_once_by_name(door):
         door.flow.quarantine.lost(ITEM.media_hash, worker, door.now)
     (reader,) = door.submit(REQUEST, [ITEM])
     reader.check_error(QuarantinedError, r"item 0 \(image\): the workers that encoded it were lost")
-    assert not any(door.sent(role) for role in Role)
+    assert not any(door.sent(role) for role in EPD)
 
 
 def test_an_answer_clears_its_request_of_suspicion(door):

@@ -30,6 +30,7 @@ from cluster.types.messages import (
     Tokens,
 )  # fmt: skip
 from cluster.types.request import SamplingParams, StopParams
+from tests.fakes.placement import EPD
 from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, REQUEST_S, ScriptedFlow, grant
 
 
@@ -69,13 +70,13 @@ def test_work_is_predicted_until_it_is_known_to_be_done(door):
     door.token(Role.DECODE, 6, reason=FinishReason.STOP)
 
 
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", EPD)
 def test_a_stage_that_fails_ends_the_request_and_frees_the_others(door, role):
     """The encoder is the only one of its pool."""
     reader = door.start()
     door.fail(role, item_idx=0 if role is Role.ENCODE else None)
     reader.check_error(UnavailableError, f"{role} gave up")
-    assert all(door.sent(other)[-1] == Cancel.__name__ for other in Role)
+    assert all(door.sent(other)[-1] == Cancel.__name__ for other in EPD)
 
 
 def test_a_bad_item_is_named_by_its_place(door):
@@ -96,7 +97,7 @@ def test_a_stage_that_has_done_its_part_may_go(door, role, has_decode_spoken, ho
     assert reader.finish_reason is FinishReason.STOP and reader.token_ids[-1] == 7
 
 
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", EPD)
 def test_a_lost_worker_that_is_needed_ends_the_request_by_name(door, role):
     reader = door.start()
     door.lose(role)
@@ -164,14 +165,14 @@ def test_an_answer_that_the_first_token_ends_is_cancelled_everywhere(door):
     door.token(Role.PREFILL, 5, reason=FinishReason.LENGTH)
     door.fail(Role.DECODE)  # prefill has given its lease up
     assert reader.finish_reason is FinishReason.LENGTH and reader.token_ids == [5]
-    assert all(door.sent(role)[-1] == Cancel.__name__ for role in Role)
+    assert all(door.sent(role)[-1] == Cancel.__name__ for role in EPD)
 
 
 def test_an_answer_that_decode_has_ended_is_cancelled_at_the_encoder_only(door):
     door.start()
     door.token(Role.PREFILL, 5)
     door.token(Role.DECODE, 6, reason=FinishReason.STOP)
-    assert [Cancel.__name__ in door.sent(role) for role in Role] == [True, False, False]
+    assert [Cancel.__name__ in door.sent(role) for role in EPD] == [True, False, False]
 
 
 def test_a_message_that_cannot_be_sent_ends_its_request_alone(door):
@@ -232,7 +233,7 @@ def test_a_request_that_no_worker_has_memory_for_is_refused_before_anything_is_s
     large = msgspec.structs.replace(REQUEST, stop=StopParams(16 * 8))
     (reader,) = door.submit(large, [ITEM])
     reader.check_error(RequestError, "144 tokens of KV cache; a decode worker holds 128")
-    assert not any(door.sent(role) for role in Role)
+    assert not any(door.sent(role) for role in EPD)
 
 
 def test_an_encoder_is_told_the_class_of_a_request_and_how_long_it_has_waited(door):
@@ -271,7 +272,7 @@ def test_choices_of_a_refused_request_are_refused_alike(door):
     )
     for reader in door.submit(two, [ITEM]):
         reader.check_error(RequestError, "KV cache")
-    assert not any(door.sent(role) for role in Role)
+    assert not any(door.sent(role) for role in EPD)
 
 
 def test_a_failed_request_holds_nothing(door):

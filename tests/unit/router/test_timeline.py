@@ -19,7 +19,7 @@ seconds = st.floats(0, 10)
 
 def decision(ttft_s: float = 0.5) -> Decision:
     prediction = Prediction(0.1, 0.2, 0.2, ttft_s, 0.01, 0.02, 0.4, 0.7, (ItemPrediction(0.05, 0.1, 0.01),))
-    other = Placement(("e1",), None, "d1")
+    other = Placement(("e1",), "d1", "d1")
     return Decision(Placement(("e0",), "p0", "d0"), prediction, ((other, 0.6),))
 
 

@@ -12,6 +12,7 @@ from router.policy.search import MAX_PREFILLS, MAX_STEPS, Search
 from tests.fakes.placement import (
     all_placements,
     cluster_of,
+    is_legal,
     load,
     media,
     random_cluster,
@@ -20,31 +21,37 @@ from tests.fakes.placement import (
 
 
 @settings(max_examples=150)
-@given(st.integers(0, 2**32), st.integers(0, 3), st.booleans())
+@given(st.integers(0, 2**32), st.integers(0, 3), st.integers(0, 2))
 @example(
-    1644, 1, False
+    1644, 1, 0
 )  # waiting longer for the one item costs nothing, because its KV is on its way for longer still
-def test_the_search_finds_what_looking_at_everything_finds(seed, num_items, may_prefill_locally):
+def test_the_search_finds_what_looking_at_everything_finds(seed, num_items, num_languages):
     rng = random.Random(seed)
-    sizes = rng.randrange(1, 5 if num_items < 3 else 4), rng.randrange(1, 4), rng.randrange(1, 4)
+    first = 0 if num_languages else 1  # there may be language workers alone
+    sizes = (
+        rng.randrange(1, 5 if num_items < 3 else 4),
+        rng.randrange(first, 4 - num_languages),
+        rng.randrange(first, 4 - num_languages),
+        num_languages,
+    )
     cluster = random_cluster(rng, sizes, codecs=("raw", "int8"))
     rows = [rng.choice([40, 400, 1000, 4000]) for _ in range(num_items)]
-    request = (
-        media(*rows, num_before=rng.choice([0, 16, 400]))
-        if rows
-        else text(400, may_prefill_locally=may_prefill_locally)
-    )
+    negative = {"num_negative_tokens": rng.choice([0, 16])}
+    request = media(*rows, num_before=rng.choice([0, 16, 400]), **negative) if rows else text(400, **negative)
     for item in request.media:
         if rng.random() < 0.3:
             cluster.media_changed(f"e{rng.randrange(sizes[0])}", [item.media_hash], [])
     if rng.random() < 0.5:
         cached = request.block_hashes[: rng.randrange(len(request.block_hashes) + 1)]
-        cluster.blocks_changed(f"p{rng.randrange(sizes[1])}", cached, [])
+        cluster.blocks_changed(rng.choice(sorted(cluster.prefills.slots)), cached, [])
     estimate = Estimate(request, cluster, 1.0, tie_ratio=0.0)
     least = min(estimate.cost_s(placement) for placement in all_placements(request, cluster))
+    found = Search(estimate, max_prefills=len(cluster.prefills)).best()
+    assert found.cost_s == pytest.approx(least) and least < float("inf")
     decision = JointPolicy(tie_ratio=0.0).decide(request, cluster, 1.0)
-    assert Search(estimate).best().cost_s == pytest.approx(least)
-    assert estimate.cost_s(decision.placement) == pytest.approx(least)
+    assert is_legal(decision.placement, request)
+    if len(cluster.prefills) <= MAX_PREFILLS:
+        assert estimate.cost_s(decision.placement) == pytest.approx(least)
 
 
 def test_the_bounds_leave_little_to_look_at():

@@ -226,33 +226,6 @@ def test_a_decode_worker_without_blocks_is_avoided_and_waiting_for_blocks_is_pre
     assert decide(text(960), cluster).prediction.first_step_s > 0.021
 
 
-def test_a_prompt_stays_in_decode_where_moving_it_takes_longer():
-    cluster = cluster_of(1, 1, 1)
-    cluster.measured("p0", curves_of(Role.PREFILL, link=Link(0.5, 1e9)))
-    assert decide(text(160, may_prefill_locally=True), cluster).placement.prefill is not None, "decode cannot"
-    cluster.measured("d0", curves_of(Role.DECODE, may_prefill=True))
-    assert decide(text(160), cluster).placement.prefill == "p0", "the request may not"
-    decision = decide(text(160, may_prefill_locally=True), cluster)
-    assert (decision.placement.prefill, decision.placement.encoders) == (None, ())
-    assert decision.prediction.ttft_s == pytest.approx(PREFILL.seconds(160), rel=0.01)
-    cluster.reported("d0", load(200, 200), 0.0)
-    assert decide(text(160, may_prefill_locally=True), cluster).placement.prefill == "p0", (
-        "it would delay the others"
-    )
-
-
-def test_prompts_that_stay_queue_behind_each_other():
-    cluster = cluster_of(1, 1, 1)
-    cluster.measured("p0", curves_of(Role.PREFILL, link=Link(5.0, 1e9)))
-    cluster.measured("d0", curves_of(Role.DECODE, may_prefill=True))
-    first = decide(text(160, "a", may_prefill_locally=True), cluster)
-    cluster.started(text(160, "a", may_prefill_locally=True), first.placement, first.prediction, 0.0)
-    second = decide(text(160, "b", may_prefill_locally=True), cluster)
-    assert second.prediction.ttft_s > first.prediction.ttft_s + PREFILL.seconds(160) - PREFILL.fixed_s
-    cluster.prefilled("a")
-    assert cluster.local_prefills.sent_units[0] == 0
-
-
 def test_two_doors_come_to_the_same_choice():
     for idx in range(20):
         request = media(400, 400, name=f"r{idx}")

@@ -1,0 +1,225 @@
+"""Workers that compute prompts and decode: legal placements, one account of their load, and what they
+cost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.errors import UnavailableError
+from cluster.types.curves import Link
+from cluster.types.members import Role
+from router.policy import ClusterView, JointPolicy, Placement, RequestView, make_policy
+from router.policy.estimate import Estimate
+from router.policy.registry import BASELINES, POLICIES
+from router.policy.shared import SHARED_STEP_S
+from tests.fakes.placement import (
+    DECODE,
+    PREFILL,
+    add,
+    cluster_of,
+    curves_of,
+    hashes,
+    is_legal,
+    load,
+    media,
+    random_cluster,
+    text,
+)
+
+NAMES = (*POLICIES, *BASELINES)
+REQUESTS = (
+    text(160),
+    text(160, num_negative_tokens=16),
+    text(160, num_sequences=3),
+    media(400),
+    media(400, 4000, num_negative_tokens=16),
+)
+AT_L0 = Placement((), "l0", "l0")
+
+
+def decide(request: RequestView, cluster: ClusterView, policy: str = "joint", now: float = 0.0):
+    return make_policy(policy).decide(request, cluster, now)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+@settings(max_examples=12)
+@given(seed=st.integers(0, 2**32))
+def test_every_placement_is_legal_for_the_roles(policy, seed):
+    rng = random.Random(seed)
+    num_languages = rng.randrange(3)
+    first = 0 if num_languages else 1
+    cluster = random_cluster(rng, (2, rng.randrange(first, 3), rng.randrange(first, 3), num_languages))
+    for request in REQUESTS:
+        placement = decide(request, cluster, policy, 1.0).placement
+        assert is_legal(placement, request) and len(placement.encoders) == len(request.media)
+        assert Estimate(request, cluster, 1.0).cost_s(placement) < float("inf")
+
+
+@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_language_workers_alone_serve_everything(policy, request_):
+    placement = decide(request_, cluster_of(1, 0, 0, 3), policy).placement
+    assert placement.prefill[0] == placement.decode[0] == "l"
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_an_idle_language_worker_keeps_what_it_has_computed(request_):
+    decision = decide(request_, cluster_of(1, 0, 0, 3))
+    assert decision.placement.is_local and decision.prediction.transfer_s == 0
+    assert decision.prediction.first_step_s == pytest.approx(DECODE.seconds(request_.num_sequences))
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_decode_worker_computes_plain_text_only_and_for_itself_only(request_):
+    cluster = cluster_of(1, 1, 2)
+    cluster.measured("p0", curves_of(Role.PREFILL, link=Link(0.5, 1e9)))
+    assert decide(request_, cluster).placement.prefill == "p0", "they have measured no prompts"
+    for decode in ("d0", "d1"):
+        cluster.measured(decode, curves_of(Role.DECODE, may_prefill=True))
+    assert decide(request_, cluster).placement.is_local == request_.is_plain
+    estimate = Estimate(request_, cluster, 0.0)
+    encoders = ("e0",) * len(request_.media)
+    assert estimate.cost_s(Placement(encoders, "d0", "d1")) == float("inf")
+    cluster.remove("p0")
+    if request_.is_plain:
+        assert decide(request_, cluster).placement.is_local
+    else:
+        with pytest.raises(UnavailableError, match="no prefill worker is ready"):
+            decide(request_, cluster)
+
+
+def test_a_local_prefill_keeps_away_from_running_answers():
+    cluster = cluster_of(1, 1, 1)
+    cluster.measured("p0", curves_of(Role.PREFILL, link=Link(0.5, 1e9)))
+    cluster.measured("d0", curves_of(Role.DECODE, may_prefill=True))
+    prediction = decide(text(160), cluster).prediction
+    assert prediction.ttft_s == pytest.approx(PREFILL.seconds(160), rel=0.01)
+    cluster.reported("d0", load(200, 200), 0.0)
+    assert decide(text(160), cluster).placement.prefill == "p0"
+
+
+@pytest.mark.parametrize("request_", [text(640), media(400)])
+def test_running_answers_send_a_prompt_to_another_worker(request_):
+    cluster = cluster_of(1, 0, 0, 2)
+    cluster.reported("l0", load(8, 8), 0.0)
+    assert decide(request_, cluster).placement.prefill == "l1"
+    cluster.reported("l1", load(0, 1, num_prompt_tokens=9000, num_prompts=9), 0.0)
+    assert decide(request_, cluster).placement.prefill == "l0"
+
+
+def test_queued_prompts_send_an_answer_to_another_worker():
+    cluster = cluster_of(0, 1, 0, 2)
+    placement = Placement((), "p0", "l0")
+    before_s = Estimate(text(160), cluster, 0.0).cost_s(placement)
+    cluster.reported("l0", load(0, 1, num_prompt_tokens=900, num_prompts=1), 0.0)
+    estimate = Estimate(text(160), cluster, 0.0)
+    longer_s = 0.5 * DECODE.seconds(1) + 1.5 * 900 * PREFILL.per_unit_s
+    assert estimate.cost_s(placement) - before_s == pytest.approx(longer_s, rel=0.02)
+    assert estimate.cost_s(Placement((), "p0", "l1")) == pytest.approx(before_s, rel=0.02)
+
+
+def test_answers_take_part_in_the_steps_of_a_prompt_and_limit_them():
+    cluster = cluster_of(0, 0, 0, 1)
+    cluster.reported("l0", load(100, 100), 0.0)
+    answers_s = 100 * DECODE.per_unit_s
+    max_tokens = round((SHARED_STEP_S - PREFILL.fixed_s) / PREFILL.per_unit_s)
+    assert 2 < 1000 / max_tokens < 3
+    expected_s = 0.5 * DECODE.seconds(100) + PREFILL.seconds(1000) + 2 * PREFILL.fixed_s + 3 * answers_s
+    assert Estimate(text(1000), cluster, 0.0).prediction(AT_L0).ttft_s == pytest.approx(expected_s)
+
+
+def test_a_request_counts_in_both_phases_of_its_worker_until_each_is_done():
+    cluster = cluster_of(1, 0, 0, 1)
+    request = media(400, num_sequences=2, num_prefill_blocks=12, num_decode_blocks=20)
+    decision = decide(request, cluster)
+    cluster.started(request, decision.placement, decision.prediction, 0.0)
+    assert (cluster.prefills.sent_units[0], cluster.decodes.sent_units[0]) == (180, 2)
+    used = cluster.prefills.sent_blocks[0] + cluster.decodes.sent_blocks[0]
+    assert used == -(-180 // request.block_size), "the prompt's blocks count once"
+    cluster.reported("l0", load(2, 1, num_prompt_tokens=180, num_prompts=1), 1.0)
+    assert cluster.prefills.reported_units[0] + cluster.prefills.sent_units[0] == 180
+    cluster.prefilled("media")
+    cluster.reported("l0", load(2, 1), 2.0)
+    assert (len(cluster.pending), cluster.prefills.reported_units[0]) == (0, 0)
+    assert cluster.decodes.reported_units[0] + cluster.decodes.sent_units[0] == 2
+    cluster.ended("media")
+    assert not cluster.decodes.sent_units.any() and not cluster.prefixes._expected
+
+
+def test_a_prompt_whose_kv_leaves_takes_blocks_from_the_answers_of_its_worker():
+    cluster = cluster_of(0, 0, 1, 1)
+    request = text(1600, num_prefill_blocks=100, num_decode_blocks=100)
+    cluster.reported("l0", load(1, 1, num_used_blocks=9_850), 0.0)
+    before = Estimate(request, cluster, 0.0)
+    cluster.started(request, Placement((), "l0", "d0"), before.prediction(Placement((), "l0", "d0")), 0.0)
+    after = Estimate(request, cluster, 0.0)
+    assert (before.decodes.blocks_s[1], after.decodes.blocks_s[1] > 0) == (0, True)
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.LANGUAGE])
+def test_a_prompt_goes_where_its_blocks_are_cached_whatever_the_role(role):
+    cluster = cluster_of(0, 2, 0)
+    for replica_id in ("x0", "x1", "x2"):
+        add(cluster, replica_id, role)
+        cluster.measured(replica_id, curves_of(role, may_prefill=True))
+    cluster.blocks_changed("x1", hashes("text", 60), [])
+    decision = decide(text(960), cluster)
+    assert decision.placement == Placement((), "x1", "x1")
+    assert decision.prediction.prefill_s == pytest.approx(PREFILL.seconds(16))
+    cluster.blocks_changed("x1", [], hashes("text", 60))
+    assert decide(text(960), cluster).prediction.prefill_s == pytest.approx(PREFILL.seconds(960))
+
+
+def test_nothing_is_expected_in_the_cache_of_a_worker_that_has_none():
+    cluster = cluster_of(0, 0, 1)
+    cluster.measured("d0", curves_of(Role.DECODE, may_prefill=True))
+    for name, expected in (("first", False), ("second", True)):
+        request = text(160, name)
+        decision = decide(request, cluster)
+        cluster.started(request, decision.placement, decision.prediction, 0.0)
+        assert bool(cluster.prefixes._expected) == expected
+        cluster.ended(name)
+        cluster.blocks_changed("d0", [], [])  # it greets with the content of a cache
+
+
+def test_a_language_worker_that_leaves_is_forgotten_in_both_phases():
+    cluster = cluster_of(0, 0, 0, 2)
+    request = text(160)
+    placement = decide(request, cluster).placement
+    cluster.started(request, placement, decide(request, cluster).prediction, 0.0)
+    cluster.remove(placement.decode)
+    assert len(cluster.pending) == 0 and not cluster.decodes.sent_units.any()
+    other = decide(request, cluster).placement
+    assert other.is_local and other.decode != placement.decode
+    cluster.ended(request.request_id)
+    cluster.remove(other.decode)
+    with pytest.raises(UnavailableError, match="no prefill worker is ready"):
+        decide(request, cluster)
+
+
+def test_a_silent_language_worker_is_avoided_for_both_phases():
+    cluster = cluster_of(1, 0, 0, 2)
+    cluster.set_silent("l0", True)
+    for policy in NAMES:
+        placement = decide(media(400), cluster, policy).placement
+        assert (placement.prefill, placement.decode) == ("l1", "l1")
+
+
+def test_what_is_learnt_of_one_role_does_not_correct_another():
+    cluster = cluster_of(0, 1, 0, 1)
+    request = text(160)
+    for idx in range(30):
+        decision = JointPolicy().decide(request, cluster, float(idx))
+        prediction = Estimate(request, cluster, float(idx)).prediction(AT_L0)
+        cluster.started(request, AT_L0, prediction, float(idx))
+        cluster.observed(request.request_id, 2 * prediction.ttft_s)
+        cluster.ended(request.request_id)
+    at_p0 = Placement((), "p0", "l0")
+    estimate = Estimate(request, cluster, 100.0)
+    assert decision.prediction.ttft_s > 0
+    assert estimate.prediction(at_p0).ttft_s == pytest.approx(PREFILL.seconds(160))
+    assert estimate.prediction(AT_L0).ttft_s > 1.5 * PREFILL.seconds(160)
