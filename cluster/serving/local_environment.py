@@ -23,7 +23,7 @@ from cluster.config.environment import child_environment
 from cluster.config.settings import REPOSITORY
 
 FREE_PORTS = range(20_000, 32_768)
-# Slower timers in every process of Ray. Each wake-up takes a core from a thread that computes. No timer is on
+# Slower timers in every process of Ray, and no workers in advance. Each wake-up takes a core from a thread that computes. No timer is on
 # a request's path, and doors notice a death by end-of-file; Serve's controller, which replaces the worker,
 # looks four times a second. The log monitor and the check for signals in every process of Ray (10 ms) cannot
 # be slowed down: all processes of an idle cluster of three replicas use 9.2 % of a core (AMD EPYC, 2 cores,
@@ -42,6 +42,8 @@ QUIET = {
     "RAY_kill_idle_workers_interval_ms": "5000",
     "RAY_local_fs_monitor_interval_ms": "10000",
     "RAY_memory_monitor_refresh_ms": "1000",
+    # A worker that Ray starts before a job wants it has other variables than a job's worker, and is started twice.
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_report_worker_backlog_interval_ms": "10000",
     "RAY_task_events_report_interval_ms": "10000",
 }
