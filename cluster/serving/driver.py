@@ -1,5 +1,5 @@
-"""The process that runs a private cluster: `python -m cluster.serving.driver CONFIG FOLDER MODEL`, which `launch`
-starts. It is `serve run CONFIG` with these differences:
+"""The process that runs a private cluster: `python -m cluster.serving.driver CONFIG FOLDER MODEL`, which
+`launch` starts. It is `serve run CONFIG` with these differences:
 
 * It starts a fork server for Ray's workers (`fork_server`), which imports while Ray starts.
 * It writes Serve's status into FOLDER until the applications run (`status` reads it).
@@ -26,8 +26,8 @@ PERIOD_S = 0.1
 
 def main(config: str, folder: Path, model: str) -> None:
     server = [sys.executable, "-m", "cluster.serving.fork_server", str(folder), model]
-    # It ends when this process does, which holds its stdin. With more than one OpenMP thread it would have threads
-    # after its imports; replicas set the number of their threads themselves.
+    # It ends when this process does, which holds its stdin. With more than one OpenMP thread it would have
+    # threads after its imports; replicas set the number of their threads themselves.
     subprocess.Popen(server, stdin=subprocess.PIPE, env=child_environment(OMP_NUM_THREADS="1"))
     sys.executable = fork_server.write_client(folder)  # Ray starts all its Python processes with it
     import ray

@@ -7,10 +7,10 @@ ends when the fork server has forked a child that runs the script in its place. 
 real interpreter if there is no fork server, if the fork server refuses, and for Ray's other processes.
 
 Life cycle: the driver (`cluster.serving.driver`) starts the process `python -m cluster.serving.fork_server
-FOLDER MODEL` and holds the other end of its stdin. The process listens in FOLDER, imports `IMPORTS` and what MODEL
-needs, and ends when its stdin ends, which is when the driver ends. Between two imports it forks up to `MAX_EARLY`
-children: Serve's controller and proxies are the first workers and need no torch. Later requests wait for the last
-import.
+FOLDER MODEL` and holds the other end of its stdin. The process listens in FOLDER, imports `IMPORTS` and what
+MODEL needs, and ends when its stdin ends, which is when the driver ends. Between two imports it forks up to
+`MAX_EARLY` children: Serve's controller and proxies are the first workers and need no torch. Later requests
+wait for the last import.
 
 What a child shares with its siblings, and what it must not share:
 
@@ -45,14 +45,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config.environment import replace_environment
+from cluster.config.environment import child_environment, replace_environment
 
 SOCKET_NAME, CLIENT_NAME = "fork", "python"
 MAX_EARLY = 3  # Serve's controller, its proxies, and the task that builds the application
 MAX_REQUEST_BYTES = 1 << 20  # arguments and environment of one worker
 RECEIVE_TIMEOUT_S = 5.0
-# Modules that Ray, Serve and our services load, in the order of their use. Never Ray itself, and not grpc, whose
-# core has random state and threads of its own.
+# Modules that Ray, Serve and our services load, in the order of their use. Never Ray itself, and not grpc,
+# whose core has random state and threads of its own.
 IMPORTS = (
     "asyncio", "numpy", "requests", "jsonschema", "yaml", "click", "msgpack", "google.protobuf.json_format",
     "pydantic", "fastapi", "uvicorn", "uvloop", "watchfiles",
@@ -61,8 +61,8 @@ IMPORTS = (
     "router.door", "router.openai.app",
     "prefill_service.service", "decode_service.service", "encoder_service.service",
 )  # fmt: skip
-# Variables that may differ from one worker to the next. Ray sets its own, and reads them in the child; the other two
-# are read when a worker starts to compute.
+# Variables that may differ from one worker to the next. Ray sets its own, and reads them in the child; the
+# other two are read when a worker starts to compute.
 WORKER_PREFIX, WORKER_VARIABLES = "RAY_", {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
 # Runs without the site packages and ignores PYTHON* variables, so that it starts in milliseconds.
 CLIENT = """#!{python} -IS
@@ -150,7 +150,7 @@ def check_forkable() -> None:
 
 
 def import_model(folder: Path) -> None:
-    """What every worker of the model in this folder would load of transformers; nothing if there is no such model."""
+    """What every worker of the model in this folder would load of transformers. Nothing if there is none."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not (folder / "config.json").is_file():
         return
@@ -169,12 +169,12 @@ class ForkServer:
         self._listener.bind(address)
         os.chmod(address, 0o600)
         self._listener.listen(64)
-        self._environment = dict(os.environ)
+        self._environment = child_environment()
         self._num_early = 0
 
     def run(self, imports: Sequence[str], model: Path) -> ForkRequest | None:
-        """Returns None when stdin has ended. Returns in each child, too: the request that it shall run. Raises
-        NotForkable."""
+        """Returns None when stdin has ended. Returns in each child, too: the request that it shall run.
+        Raises NotForkable."""
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children need not be waited for
         gc.disable()  # a child that collected all that is imported would copy its pages
         for name in imports:

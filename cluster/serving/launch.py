@@ -4,8 +4,8 @@
 Life cycle:
 
 1. `preflight` checks everything that can be known before the start.
-2. The driver (`driver`), which is `serve run` with a fork server, starts with the environment of a private local
-   cluster (`local_environment`).
+2. The driver (`driver`), which is `serve run` with a fork server, starts with the environment of a private
+   local cluster (`local_environment`).
 3. `status` follows Serve's report of the start until `/health` answers.
 4. The end stops every process of this cluster and no other. Such a process has the cluster's own folder as
    RAY_TMPDIR in its environment. After a failure the logs in that folder stay; after a clean end the folder

@@ -1,9 +1,9 @@
 """Serve's report of a starting application as lines for the operator: which pools load, which are ready, what
 failed and why.
 
-The driver (`driver`) writes the report into a file, and `epdg serve` reads it. `StartProgress` turns successive
-reports into lines. At the first sign of a failure it raises `ClusterFailed`, although Serve would still retry.
-Imports no Ray.
+The driver (`driver`) writes the report into a file, and `epdg serve` reads it. `StartProgress` turns
+successive reports into lines. At the first sign of a failure it raises `ClusterFailed`, although Serve would
+still retry. Imports no Ray.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The fork server, in processes of its own. Small scripts stand in for Ray's worker; one test has everything that
-the real server imports and Ray's own ids."""
+"""The fork server, in processes of its own. Small scripts stand in for Ray's worker; one test has everything
+that the real server imports and Ray's own ids."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def run(
 def test_a_worker_gets_arguments_environment_and_streams_and_no_socket(tmp_path):
     worker, _ = run(tmp_path, "fractions", number=2)
     assert worker == {
-        "arguments": ["1"], "index": "8", "folder": str(tmp_path), "is_main": "__main__", "imported": ["fractions"],
-        "is_forked": True, "leads_group": True, "sockets": 0,
+        "arguments": ["1"], "index": "8", "folder": str(tmp_path), "is_main": "__main__",
+        "imported": ["fractions"], "is_forked": True, "leads_group": True, "sockets": 0,
     }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_a_process_that_has_imported_ray_is_told_so(monkeypatch):
 
 
 def test_workers_that_are_forked_at_once_draw_different_ids(tmp_path):
-    """Everything that the real server imports, and Ray's own ids: siblings must have no random state in common."""
+    """Everything that the real server imports, and Ray's own ids: siblings must share no random state."""
     workers = [worker["ids"] for worker in run(tmp_path, *IMPORTS, text=IDS, number=8) if worker["is_forked"]]
     assert len(workers) >= 4
     for ids in zip(*workers, strict=True):
