@@ -61,9 +61,9 @@ IMPORTS = (
     "router.door", "router.openai.app",
     "prefill_service.service", "decode_service.service", "encoder_service.service",
 )  # fmt: skip
-# Variables that may differ from one worker to the next. Ray sets its own, and reads them in the child; the
-# other two are read when a worker starts to compute.
-WORKER_PREFIX, WORKER_VARIABLES = "RAY_", {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
+# Variables that may differ from one worker to the next. Ray sets its own and SPT_NOENV, and reads them in the
+# child; the others are read when a worker starts to compute.
+WORKER_PREFIX, WORKER_VARIABLES = "RAY_", {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SPT_NOENV"}
 # Runs without the site packages and ignores PYTHON* variables, so that it starts in milliseconds.
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
