@@ -138,9 +138,9 @@ def write_client(folder: Path) -> str:
     return str(client)
 
 
-def check_forkable() -> None:
-    """Raises NotForkable if a child would share what it must not share."""
-    if loaded := sorted(name for name in sys.modules if name.partition(".")[0] in ("ray", "grpc")):
+def check_forkable(modules: Mapping[str, object]) -> None:
+    """Raises NotForkable if a child would share what it must not share. `modules`: imported ones."""
+    if loaded := sorted(name for name in modules if name.partition(".")[0] in ("ray", "grpc")):
         raise NotForkable(f"{loaded[0]} has been imported")
     if len(os.listdir("/proc/self/task")) > 1:
         raise NotForkable("an import has started a thread")
@@ -207,7 +207,7 @@ class ForkServer:
             if differing := self._differing(request.environment):
                 _say(f"a worker has other variables than the fork server and is not forked: {differing}")
             else:
-                check_forkable()
+                check_forkable(sys.modules)
                 gc.freeze()
                 if os.fork() == 0:
                     self._listener.close()
