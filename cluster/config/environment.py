@@ -52,3 +52,9 @@ def tell_net_devices(devices: Sequence[str]) -> None:
 def child_environment(**overrides: str) -> dict[str, str]:
     """This process's environment with `overrides`, for a child process."""
     return {**os.environ, **overrides}
+
+
+def replace_environment(variables: Mapping[str, str]) -> None:
+    """Makes `variables` this process's whole environment, for a process that was forked and not started."""
+    os.environ.clear()
+    os.environ.update(variables)

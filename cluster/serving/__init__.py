@@ -6,5 +6,5 @@ nothing passes per token.
   door's end of that.
 * `published`: a `Member` as Serve carries it. `exposure`: which addresses Ray and Serve listen on.
 * `command`, `launch`, `preflight`, `local_environment`, `status`: start, watch and stop a cluster on this
-  machine.
+  machine. `driver`: the process that runs it. `fork_server`: forks its workers.
 """

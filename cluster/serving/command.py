@@ -85,8 +85,8 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _welcome(cluster: LocalCluster, seconds: float) -> str:
-    url, dashboard = cluster.url, cluster.dashboard_url() or "not running"
-    return f"""ready in {seconds:.1f} s: {url}   (Ctrl-C stops it; dashboard {dashboard})
+    url = cluster.url
+    return f"""ready in {seconds:.1f} s: {url}   (Ctrl-C stops it)
 
     curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{{"messages": [{{"role": "user", "content": "hello"}}], "model": "'$(curl -s {url}/v1/models \\

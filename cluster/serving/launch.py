@@ -4,7 +4,8 @@
 Life cycle:
 
 1. `preflight` checks everything that can be known before the start.
-2. `serve run` starts with the environment of a private local cluster (`local_environment`).
+2. The driver (`driver`), which is `serve run` with a fork server, starts with the environment of a private
+   local cluster (`local_environment`).
 3. `status` follows Serve's report of the start until `/health` answers.
 4. The end stops every process of this cluster and no other. Such a process has the cluster's own folder as
    RAY_TMPDIR in its environment. After a failure the logs in that folder stay; after a clean end the folder
@@ -26,7 +27,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -35,10 +36,10 @@ import yaml
 from cluster.config.environment import child_environment
 from cluster.serving import preflight
 from cluster.serving.local_environment import cluster_environment
-from cluster.serving.status import ClusterFailed, ServeStatus, StartProgress, are_running, own_message
+from cluster.serving.status import ClusterFailed, StartProgress, are_running, own_message, read_status
 
 READY_TIMEOUT_S = 1800.0  # large models on slow disks take long; failures are noticed much sooner
-POLL_S = 0.2
+POLL_S = 0.1
 HEALTH_TIMEOUT_S = (
     10.0  # asked when Serve says that all deployments run; each timeout leaves a line in Serve's log
 )
@@ -100,25 +101,25 @@ class LocalCluster:
         """Blocks until /health answers 200. Raises ClusterFailed with one line; the logs are then kept."""
         deadline = time.monotonic() + timeout_s
         progress = StartProgress()
-        status: ServeStatus | None = None
         while True:
             if self.has_ended():
                 raise ClusterFailed(own_message(self.log_end()))
             if time.monotonic() > deadline:
                 raise ClusterFailed(f"not ready after {timeout_s:.0f} s")
-            status = status or self._find_status()
-            applications = status and status.read()
-            if applications:
-                for line in progress.update(applications, time.time()):
-                    self._say(line)
-                if are_running(applications) and self._is_healthy():
-                    return
+            applications = read_status(self.folder)
+            for line in progress.update(applications, time.time()):
+                self._say(line)
+            if are_running(applications) and self._is_healthy():
+                return
             time.sleep(POLL_S)
 
     def wait_ended(self) -> None:
         """Blocks while the cluster runs. Raises ClusterFailed when it ends by itself, because it should run
         until `stop`."""
+        dashboard = None
         while not self.has_ended():
+            if dashboard is None and (dashboard := self.dashboard_url()) is not None:
+                self._say(f"dashboard: {dashboard}")
             time.sleep(0.5)
         raise ClusterFailed(f"the cluster has ended: {own_message(self.log_end())}")
 
@@ -129,8 +130,8 @@ class LocalCluster:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-NOISE_LINES:])
 
     def dashboard_url(self) -> str | None:
-        """From Ray's log: if its usual port is taken, Ray uses the next free one. None: not in the log
-        yet."""
+        """From the driver's log: if its usual port is taken, Ray uses the next free one. None: the dashboard
+        has not started yet, which it does after the applications."""
         found = re.search(r"dashboard at.*?(127\.0\.0\.1:\d+)", self._log.read_text(errors="replace"))
         return f"http://{found[1]}" if found else None
 
@@ -154,22 +155,24 @@ class LocalCluster:
     def _start(self, plan: preflight.StartPlan) -> None:
         config = self.folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(dict(plan.content), sort_keys=False))
-        self._variables = {**cluster_environment(self.folder), **self._environment}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ray.serve.scripts", "run", str(config)],
+                [
+                    sys.executable,
+                    "-m",
+                    "cluster.serving.driver",
+                    str(config),
+                    str(self.folder),
+                    _model_of(plan),
+                ],
                 cwd=self.folder,
-                env=self._variables,
+                env={**cluster_environment(self.folder), **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the terminal's Ctrl-C reaches only this process
                 preexec_fn=_listen_to_sigint,
             )
-
-    def _find_status(self) -> ServeStatus | None:
-        url = self.dashboard_url()
-        return None if url is None else ServeStatus(url, _ray_token(self._variables))
 
     def _keep_logs(self) -> None:
         """Keeps Ray's logs, our own log and the configuration; removes everything else in the folder."""
@@ -195,14 +198,12 @@ class LocalCluster:
             time.sleep(0.05)
 
 
+def _model_of(plan: preflight.StartPlan) -> str:
+    """The folder of the first application's model; empty for an application of another kind."""
+    ours = (each for each in plan.content["applications"] if each.get("import_path") == preflight.BUILDER)
+    return next((each["args"]["model"] for each in ours), "")
+
+
 def _listen_to_sigint() -> None:
     """A shell without job control starts background jobs that ignore SIGINT, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _ray_token(variables: Mapping[str, str]) -> str | None:
-    """The token with which processes of this environment call each other; None if Ray requires none."""
-    if token := variables.get("RAY_AUTH_TOKEN"):
-        return token
-    file = variables.get("RAY_AUTH_TOKEN_PATH")
-    return Path(file).read_text().strip() if file else None

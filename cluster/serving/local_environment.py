@@ -23,11 +23,12 @@ from cluster.config.environment import child_environment
 from cluster.config.settings import REPOSITORY
 
 FREE_PORTS = range(20_000, 32_768)
-# Slower timers in every process of Ray. Each wake-up takes a core from a thread that computes. No timer is on
-# a request's path, and doors notice a death by end-of-file; Serve's controller, which replaces the worker,
-# looks four times a second. The log monitor and the check for signals in every process of Ray (10 ms) cannot
-# be slowed down: all processes of an idle cluster of three replicas use 9.2 % of a core (AMD EPYC, 2 cores,
-# busy with other programs), and 13.2 % with the control loop, monitors and dashboard at their defaults.
+# Slower timers in every process of Ray, and no workers in advance. Each wake-up takes a core from a thread
+# that computes. No timer is on a request's path, and doors notice a death by end-of-file; Serve's controller,
+# which replaces the worker, looks four times a second. The log monitor and the check for signals in every
+# process of Ray (10 ms) cannot be slowed down: all processes of an idle cluster of three replicas use 9.2 %
+# of a core (AMD EPYC, 2 cores, busy with other programs), and 13.2 % with the control loop, monitors and
+# dashboard at their defaults.
 QUIET = {
     "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "5",
     "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "60000",
@@ -42,6 +43,8 @@ QUIET = {
     "RAY_kill_idle_workers_interval_ms": "5000",
     "RAY_local_fs_monitor_interval_ms": "10000",
     "RAY_memory_monitor_refresh_ms": "1000",
+    # A worker that Ray starts in advance takes time from the start, and no job uses it.
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_report_worker_backlog_interval_ms": "10000",
     "RAY_task_events_report_interval_ms": "10000",
 }

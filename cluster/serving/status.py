@@ -1,20 +1,20 @@
 """Serve's report of a starting application as lines for the operator: which pools load, which are ready, what
 failed and why.
 
-`ServeStatus` asks the dashboard's REST API. `StartProgress` turns successive answers into lines. At the first
-sign of a failure it raises `ClusterFailed`, although Serve would still retry. Imports no Ray.
+The driver (`driver`) writes the report into a file, and `epdg serve` reads it. `StartProgress` turns
+successive reports into lines. At the first sign of a failure it raises `ClusterFailed`, although Serve would
+still retry. Imports no Ray.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-ANSWER_TIMEOUT_S = 5.0
+STATUS_NAME = "status.json"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR_LINE = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit))(?:: (.*))?$")
 _BY_NAME_ALONE = ("ConfigError",)  # our own messages need no class name
@@ -26,20 +26,19 @@ class ClusterFailed(RuntimeError):
     """The message is one line; the cluster's logs have the rest."""
 
 
-class ServeStatus:
-    def __init__(self, url: str, token: str | None):
-        """`url`: of Ray's dashboard. `token`: Ray's; None if it requires none."""
-        self._request = urllib.request.Request(f"{url}/api/serve/applications/")
-        if token is not None:
-            self._request.add_header("Authorization", f"Bearer {token}")
+def write_status(folder: Path, applications: Mapping[str, Any]) -> None:
+    """Replaces the status in `folder`. A reader sees the one or the other."""
+    fresh = folder / f"{STATUS_NAME}.new"
+    fresh.write_text(json.dumps(applications))
+    fresh.replace(folder / STATUS_NAME)
 
-    def read(self) -> Mapping[str, Any] | None:
-        """The applications by name; None while there is no answer. Blocks for seconds at most."""
-        try:
-            with urllib.request.urlopen(self._request, timeout=ANSWER_TIMEOUT_S) as answer:
-                return json.load(answer).get("applications", {})
-        except (urllib.error.URLError, OSError, ValueError):
-            return None
+
+def read_status(folder: Path) -> Mapping[str, Any]:
+    """The applications by name; empty until there is a status."""
+    try:
+        return json.loads((folder / STATUS_NAME).read_bytes())
+    except FileNotFoundError:
+        return {}
 
 
 class StartProgress:

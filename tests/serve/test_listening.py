@@ -32,6 +32,17 @@ def port_of(cluster, name: str) -> int:
     raise AssertionError(f"Ray wrote no port for {name}: {found}; its agent's log ends:\n{log}")
 
 
+@pytest.fixture(scope="module")
+def dashboard(cluster) -> str:
+    """Its URL. It starts after the applications, on a busy machine a good while later."""
+    deadline = time.monotonic() + 300.0
+    while (url := cluster.dashboard_url()) is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert url is not None, cluster.log_end()
+    return url
+
+
+@pytest.mark.usefixtures("dashboard")
 def test_every_socket_listens_on_loopback(cluster):
     listeners = listeners_of(with_descendants(processes_of(cluster.folder)))
     titles = " ".join(listener.process for listener in listeners)
@@ -58,9 +69,9 @@ def is_private(path: Path, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("server", ["dashboard", "agent"])
-def test_ray_takes_no_job_without_the_token(cluster, server):
+def test_ray_takes_no_job_without_the_token(cluster, dashboard, server):
     if server == "dashboard":
-        url = f"{cluster.dashboard_url()}/api/jobs/"
+        url = f"{dashboard}/api/jobs/"
     else:
         url = f"http://127.0.0.1:{port_of(cluster, 'dashboard_agent_listen_port')}/api/job_agent/jobs/"
     assert httpx.post(url, json=JOB, timeout=HANG_S).status_code == 401

@@ -54,6 +54,14 @@ def test_a_replica_has_the_priority_of_the_command_that_started_it(cluster, pool
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids_of(cluster, pool)} == {own}
 
 
+@pytest.mark.parametrize("pool", ["Encode", "Prefill", "Decode", "Door"])
+def test_a_replica_is_forked_and_leads_a_process_group(cluster, pool):
+    for pid in pids_of(cluster, pool):
+        parent, group = map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1:3])
+        assert b"cluster.serving.fork_server" in Path(f"/proc/{parent}/cmdline").read_bytes()
+        assert group == pid  # the raylet kills the group of a worker that has ended
+
+
 @pytest.mark.parametrize("pool", ["Encode", "Prefill", "Decode"])
 def test_a_killed_worker_is_noticed_at_once_and_replaced(cluster, pool):
     old = pid_of(cluster, pool)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
 import pytest
 
-from cluster.serving.status import ClusterFailed, ServeStatus, StartProgress, are_running, own_message
+from cluster.serving.status import (
+    ClusterFailed,
+    StartProgress,
+    are_running,
+    own_message,
+    read_status,
+    write_status,
+)
 
 TRACEBACK = """A replica failed to start with exception. Retrying 2 more time(s). Error:
 \x1b[36mray::ServeReplica:epdg:Prefill.initialize_and_get_metadata()\x1b[39m (pid=9, ip=192.0.2.2)
@@ -83,24 +86,7 @@ def test_running_means_every_application_runs():
     assert not are_running({"a": {"status": "RUNNING"}, "b": {"status": "DEPLOYING"}})
 
 
-def test_the_dashboard_is_asked_with_rays_token():
-    asked: list[str | None] = []
-
-    class Dashboard(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.headers["Authorization"])
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps({"applications": {"epdg": {}}}).encode())
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Dashboard) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        assert ServeStatus(url, "secret").read() == {"epdg": {}}
-        thread.join()
-    assert asked == ["Bearer secret"]
-    assert ServeStatus(url, None).read() is None
+def test_a_status_that_is_written_is_read_and_none_is_empty(tmp_path):
+    assert read_status(tmp_path) == {}
+    write_status(tmp_path, {"epdg": {"status": "RUNNING"}})
+    assert read_status(tmp_path) == {"epdg": {"status": "RUNNING"}}

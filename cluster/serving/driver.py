@@ -1,0 +1,108 @@
+"""The process that runs a private cluster: `python -m cluster.serving.driver CONFIG FOLDER MODEL`, which
+`launch` starts. It is `serve run CONFIG` with these differences:
+
+* It starts a fork server for Ray's workers (`fork_server`), which imports while Ray starts.
+* It deploys when Serve's controller runs, and does not wait for the proxies before that.
+* It writes Serve's status into FOLDER until the applications run (`status` reads it).
+* Ray's dashboard starts after that, and its autoscaler never: each takes CPU time from the start of a cluster
+  that has one host. Ray has no public settings for this.
+
+Life cycle: it ends with SIGINT like `serve run`, and the fork server ends with it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config.environment import child_environment
+from cluster.serving import fork_server
+from cluster.serving.status import are_running, write_status
+
+PERIOD_S = 0.1
+
+
+def main(config: Path, folder: Path, model: str) -> None:
+    server = [sys.executable, "-m", "cluster.serving.fork_server", str(folder), model]
+    # It ends when this process does, which holds its stdin. With more than one OpenMP thread it would have
+    # threads after its imports; replicas set the number of their threads themselves.
+    subprocess.Popen(server, stdin=subprocess.PIPE, env=child_environment(OMP_NUM_THREADS="1"))
+    sys.executable = fork_server.write_client(folder)  # Ray starts all its Python processes with it
+    try:
+        start_dashboard = start_ray()
+        follow(deploy(config), folder)
+        sys.stderr.write(f"dashboard at {start_dashboard()}\n")
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        from ray import serve
+
+        serve.shutdown()
+
+
+def start_ray() -> Callable[[], str]:
+    """Returns what starts the dashboard and returns its address."""
+    import ray
+    from ray._private.node import Node
+    from ray.serve._private.constants import SERVE_NAMESPACE
+
+    start_dashboard = Node.start_api_server
+    Node.start_api_server = _skip_dashboard
+    Node.start_monitor = lambda node: None
+    ray.init(address="local", namespace=SERVE_NAMESPACE)
+    node = ray._private.worker._global_node
+
+    def start() -> str:
+        start_dashboard(node, include_dashboard=None, raise_on_failure=False)
+        return node.webui_url
+
+    return start
+
+
+def deploy(config: Path) -> Any:
+    """Serve's client. Returns when the proxies are ready; the replicas start at the same time."""
+    import ray
+    from ray.serve._private.api import _create_controller_and_proxy_refs
+    from ray.serve._private.client import ServeControllerClient
+    from ray.serve._private.constants import HTTP_PROXY_TIMEOUT
+    from ray.serve.config import gRPCOptions
+    from ray.serve.context import _set_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(config.read_text()))
+    controller, proxies = _create_controller_and_proxy_refs(
+        schema.http_options.model_dump(),
+        gRPCOptions(**schema.grpc_options.model_dump()),
+        None,
+        None,
+        schema.controller_options,
+        schema.proxy_location,
+    )
+    client = ServeControllerClient(controller)
+    _set_global_client(client)
+    client.deploy_apps(schema)
+    ray.get(proxies, timeout=HTTP_PROXY_TIMEOUT)
+    return client
+
+
+def follow(client: Any, folder: Path) -> None:
+    """Writes the status of all applications until all run."""
+    pause, applications = threading.Event(), {}
+    while not are_running(applications):
+        pause.wait(PERIOD_S)
+        applications = client.get_serve_details()["applications"]
+        write_status(folder, applications)
+
+
+def _skip_dashboard(node: Any, **options: Any) -> None:
+    """In place of `Node.start_api_server`: what Ray does without a dashboard."""
+    node._webui_url = ""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
