@@ -21,9 +21,8 @@ SAMPLE_RATES = range(2_000, 768_001)
 
 # Otherwise FFmpeg makes two equal channels 3 dB louder; other libraries take the mean.
 MONO_IS_THE_MEAN = {"rematrix_maxval": "1.0"}
-PIECE_SAMPLES = (
-    1 << 14
-)  # codecs give 1,024 and fewer: each array and its check would cost more than its samples
+# Codecs give 1,024 and fewer: an array for each and its check would cost more than the samples.
+PIECE_SAMPLES = 1 << 14
 
 
 def count_samples(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> int:
