@@ -92,7 +92,10 @@ def open_container(data: bytes, budget: DecodeBudget) -> Iterator[InputContainer
         mode="r",
         format=name,
         options=_codec_options(budget),
-        container_options={"max_streams": str(budget.limits.max_streams)},
+        container_options={
+            "max_streams": str(budget.limits.max_streams),
+            **({"max_probe_packets": "1"} if name == "wav" else {}),  # else looks for DTS in PCM: 3 ms
+        },
         io_open=_refuse_to_open,
     ) as container:
         yield container

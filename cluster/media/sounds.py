@@ -21,6 +21,8 @@ SAMPLE_RATES = range(2_000, 768_001)
 
 # Otherwise FFmpeg makes two equal channels 3 dB louder; other libraries take the mean.
 MONO_IS_THE_MEAN = {"rematrix_maxval": "1.0"}
+# Codecs give 1,024 and fewer: an array for each and its check would cost more than the samples.
+PIECE_SAMPLES = 1 << 14
 
 
 def count_samples(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> int:
@@ -52,7 +54,9 @@ def _pieces(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> Itera
 
 
 def _resampled(data: bytes, sampling_rate: int, budget: DecodeBudget) -> Iterator[av.AudioFrame]:
-    resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate, options=MONO_IS_THE_MEAN)
+    resampler = av.AudioResampler(
+        format="flt", layout="mono", rate=sampling_rate, frame_size=PIECE_SAMPLES, options=MONO_IS_THE_MEAN
+    )
     with open_container(data, budget) as container:
         stream = first_stream(container, "audio", budget)
         for packet in container.demux(stream):

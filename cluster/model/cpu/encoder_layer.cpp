@@ -4,8 +4,8 @@
 // MLP is gated, or has an activation between two linears. K and V are copied into blocks for the kernels of attention.cpp:
 // each sequence begins a block, so that a row's sums do not depend on the sequences before its own.
 //
-// One team of threads goes through the phases; a thread that is free takes the next item of a phase. A row's result depends
-// neither on other sequences nor on the number of threads. The memory between the phases is kept per calling thread and
+// One team of threads goes through the phases in one OpenMP region (team.h). A row's result depends neither on other
+// sequences nor on the number of threads. The memory between the phases is kept per calling thread and
 // reused.
 
 #include <omp.h>
@@ -16,6 +16,8 @@
 #include "attention_tiles.h"
 #include "common.h"
 #include "kernels.h"
+#include "team.h"
+#include "workspace.h"
 
 extern "C" {
 // The next two are mirrored by encoder_layer.py. What is fixed when a model is loaded.
@@ -128,18 +130,6 @@ struct Places {
   }
 };
 
-// Pieces of one block of memory, each at the start of a cache line. Without memory it only adds up what they take.
-struct Pieces {
-  char* memory;
-  int64_t taken = 0;
-
-  char* take(int64_t bytes) {
-    char* piece = memory + taken;
-    taken += (bytes + 63) / 64 * 64;
-    return memory ? piece : nullptr;
-  }
-};
-
 struct Call {
   const EncoderLayer& layer;
   const EncoderStep& step;
@@ -149,16 +139,16 @@ struct Call {
   int64_t rows, element_bytes, hidden, inner;  // inner: width between q/k/v and the projection
   char *normed, *qkv, *attended, *key, *value, *up;
 
-  Call(const EncoderLayer& layer, const EncoderStep& step, const Places& places, const void* x, void* y, Pieces& pieces)
+  Call(const EncoderLayer& layer, const EncoderStep& step, const Places& places, const void* x, void* y, Workspace& workspace)
       : layer(layer), step(step), places(places), x((const char*)x), y((char*)y), rows(step.rows),
         element_bytes(layer.is_bf16 ? 2 : 4), hidden(layer.qkv->inputs), inner(layer.heads * layer.head_width) {
     const int64_t kv_bytes = places.num_slots * inner * element_bytes;
-    normed = pieces.take(rows * hidden * element_bytes);
-    qkv = pieces.take(rows * 3 * inner * element_bytes);
-    attended = pieces.take(rows * inner * element_bytes);
-    key = pieces.take(kv_bytes);
-    value = pieces.take(kv_bytes);
-    up = pieces.take(rows * layer.down->inputs * element_bytes);
+    normed = workspace.take(rows * hidden * element_bytes);
+    qkv = workspace.take(rows * 3 * inner * element_bytes);
+    attended = workspace.take(rows * inner * element_bytes);
+    key = workspace.take(kv_bytes);
+    value = workspace.take(kv_bytes);
+    up = workspace.take(rows * layer.down->inputs * element_bytes);
   }
 
   Product product(const Layer* weights, const char* source, void* target, const void* residual) const {
@@ -199,15 +189,8 @@ struct Call {
   }
 };
 
-// Runs the items of a phase on all threads of the team.
-template <class Work>
-void share(int64_t items, Work work) {
-#pragma omp for schedule(dynamic, 1)
-  for (int64_t item = 0; item < items; item++) work(item);
-}
-
 template <class Element>
-void run(const Call& call) {
+void run(const Call& call, Team& team) {
   const EncoderLayer& layer = call.layer;
   const int64_t rows = call.rows, inner_rows = layer.down->inputs;
   const Product qkv = call.product(layer.qkv, call.normed, call.qkv, nullptr);
@@ -221,16 +204,21 @@ void run(const Call& call) {
   kernels::AttentionPlan plan(sequences, attention);
   const int64_t attentions = plan.items.size();
   const int64_t work = qkv.work() + out.work() + up.work() + down.work();
-  const int64_t threads = work < kernels::kSerialWork ? 1 : call.step.threads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+  team.begin(work < kernels::kSerialWork ? 1 : call.step.threads);
+#pragma omp parallel num_threads(team.threads()) if (team.threads() > 1)
   {
+    Member member(team, omp_get_thread_num());
+    const auto share = [&](int64_t items, auto run_item) {
+      Fetch nothing;
+      member.share(items, nothing, run_item);
+    };
     const auto share_rows = [&](auto each) {
       share((rows + kItemRows - 1) / kItemRows, [&](int64_t item) {
         for (int64_t row = item * kItemRows; row < std::min(rows, (item + 1) * kItemRows); row++) each(row);
       });
     };
     const auto multiply = [&](const Product& product) {
-      share(product.items(), [&](int64_t item) { product.run(item, threads); });
+      share(product.items(), [&](int64_t item) { product.run(item, 1); });
     };
     share_rows([&](int64_t row) {
       call.norm<Element>(layer.attention_norm, layer.attention_shift, layer.attention_epsilon, call.x, row);
@@ -238,7 +226,7 @@ void run(const Call& call) {
     multiply(qkv);
     share_rows([&](int64_t row) { call.place<Element>(row); });
     share(attentions, [&](int64_t item) {
-      plan.run(sequences, attention, item, std::min(item + threads, attentions - 1));
+      plan.run(sequences, attention, item, std::min(item + 1, attentions - 1));
     });
     if (!plan.parts.empty()) share(attentions, [&](int64_t item) { plan.merge(attention, item); });
     multiply(out);
@@ -261,12 +249,10 @@ extern "C" {
 // x and y: [rows, hidden], apart from each other. Head widths are even and at most 256; rows of bfloat16 are even in width.
 void encoder_layer(const EncoderLayer* layer, const EncoderStep* step, const void* x, void* y) {
   static thread_local std::vector<char> memory;
+  static thread_local Team team;
   const Places places(*step);
-  Pieces sizes{nullptr};
-  Call(*layer, *step, places, x, y, sizes);
-  if ((int64_t)memory.size() < sizes.taken + 64) memory.resize(sizes.taken + 64);
-  Pieces pieces{memory.data() + (64 - (uintptr_t)memory.data() % 64) % 64};
-  const Call call(*layer, *step, places, x, y, pieces);
-  layer->is_bf16 ? run<BFloat16>(call) : run<float>(call);
+  Workspace workspace = workspace_for(memory, [&](Workspace& sizes) { Call(*layer, *step, places, x, y, sizes); });
+  const Call call(*layer, *step, places, x, y, workspace);
+  layer->is_bf16 ? run<BFloat16>(call, team) : run<float>(call, team);
 }
 }

@@ -14,6 +14,7 @@
 #include "common.h"
 #include "kernels.h"
 #include "team.h"
+#include "workspace.h"
 
 extern "C" {
 // The next four are mirrored by layer.py. What is fixed when a model is loaded; the layers of a call have the same shapes.
@@ -102,25 +103,14 @@ struct Rows {
   }
 };
 
-// Pieces of one block of memory, each at the start of a cache line. Without memory it only adds up what they take.
-struct Workspace {
-  char* memory;
-  int64_t taken = 0;
-
-  char* take(int64_t bytes) {
-    char* piece = memory + taken;
-    taken += (bytes + 63) / 64 * 64;
-    return memory ? piece : nullptr;
-  }
-  Rows rows(const Layer& layer, int64_t count, bool is_bf16) {
-    const int64_t width = layer.inputs, quantised_width = (width + 3) / 4 * 4;
-    Rows rows{take(count * width * (is_bf16 ? 2 : 4)), nullptr, nullptr, width, quantised_width, is_bf16};
-    if (!layer.scales) return rows;
-    rows.bytes = (uint8_t*)take(count * quantised_width);
-    rows.scales = (float*)take(count * sizeof(float));
-    return rows;
-  }
-};
+Rows rows_of(Workspace& workspace, const Layer& layer, int64_t count, bool is_bf16) {
+  const int64_t width = layer.inputs, quantised_width = (width + 3) / 4 * 4;
+  Rows rows{workspace.take(count * width * (is_bf16 ? 2 : 4)), nullptr, nullptr, width, quantised_width, is_bf16};
+  if (!layer.scales) return rows;
+  rows.bytes = (uint8_t*)workspace.take(count * quantised_width);
+  rows.scales = (float*)workspace.take(count * sizeof(float));
+  return rows;
+}
 
 // ----------------------------------------------------------------------------------------------------------- a layer
 
@@ -130,11 +120,11 @@ struct Buffers {
 
   Buffers(const Decoder& decoder, const DecoderStep& step, Workspace& workspace) {
     const DecoderLayer& layer = *decoder.layers[0];
-    normed = workspace.rows(*layer.qkv, step.tokens, layer.is_bf16);
-    attended = workspace.rows(*layer.out, step.tokens, layer.is_bf16);
-    gated = workspace.rows(*layer.down, step.tokens, layer.is_bf16);
+    normed = rows_of(workspace, *layer.qkv, step.tokens, layer.is_bf16);
+    attended = rows_of(workspace, *layer.out, step.tokens, layer.is_bf16);
+    gated = rows_of(workspace, *layer.down, step.tokens, layer.is_bf16);
     qkv = workspace.take(step.tokens * layer.qkv->outputs * (layer.is_bf16 ? 2 : 4));
-    if (step.num_wanted) last = workspace.rows(*decoder.head, step.num_wanted, layer.is_bf16);
+    if (step.num_wanted) last = rows_of(workspace, *decoder.head, step.num_wanted, layer.is_bf16);
   }
 };
 
@@ -346,10 +336,7 @@ void run_decoder(const Decoder* decoder, DecoderStep* step) {
   static thread_local std::vector<char> memory;
   static thread_local std::vector<AttentionPlan> plans;
   static thread_local Team team;
-  Workspace sizes{nullptr};
-  Buffers(*decoder, *step, sizes);
-  if ((int64_t)memory.size() < sizes.taken + 64) memory.resize(sizes.taken + 64);
-  Workspace workspace{memory.data() + (64 - (uintptr_t)memory.data() % 64) % 64};
+  Workspace workspace = workspace_for(memory, [&](Workspace& sizes) { Buffers(*decoder, *step, sizes); });
   const Buffers buffers(*decoder, *step, workspace);
   const LayerCall any(*decoder->layers[0], step->rows[0], *step, buffers, step->x);
   plans.resize(step->num_views);

@@ -102,7 +102,7 @@ template <class Op>
 Operands operands_of(const Batch& batch, int64_t begin, int64_t rows, Chunk chunk) {
   const char* x = batch.x + begin * batch.x_bytes + chunk.begin * 4;
   Operands operands{x, nullptr, batch.x_bytes, chunk.steps(), chunk.begin == 0};
-  if constexpr (Op::kPasses == 2) {
+  if constexpr (Op::kIsPrepared) {
     alignas(64) static thread_local char prepared[(kPreparedWords + kBlockRows * kLanes) * 4];
     operands.x = prepared;
     operands.x_bytes = (chunk.steps() * Op::kPasses + kLanes) * 4;  // rows of 2^n bytes would share cache sets
@@ -116,7 +116,7 @@ Operands operands_of(const Batch& batch, int64_t begin, int64_t rows, Chunk chun
 template <class Op>
 int64_t chunks_of(int64_t all, int64_t rows, int64_t tiles) {
   int64_t longest = tiles == 1 ? all : tiles < 4 ? kShortChunk : kLongChunk;
-  if (Op::kPasses == 2) longest = std::min(longest, kPreparedWords / (rows * Op::kPasses));
+  if (Op::kIsPrepared) longest = std::min(longest, kPreparedWords / (rows * Op::kPasses));
   return std::max<int64_t>(1, (all + longest - 1) / longest);
 }
 
@@ -173,8 +173,13 @@ void run_item(const Layer& layer, const Batch& batch, Out* y, int64_t item, int6
 template <class Op, class Out>
 void multiply(const Layer& layer, const Batch& batch, Out* y, int threads) {
   if (work_of<Op>(layer, batch.rows) < kSerialWork) threads = 1;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t item = 0; item < items_of(layer, batch.rows); item++) run_item<Op>(layer, batch, y, item, threads);
+  const int64_t items = items_of(layer, batch.rows);
+  if (threads == 1) {  // without the runtime's work for a team of one
+    for (int64_t item = 0; item < items; item++) run_item<Op>(layer, batch, y, item, 1);
+    return;
+  }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+  for (int64_t item = 0; item < items; item++) run_item<Op>(layer, batch, y, item, threads);
 }
 
 // Rows as they are where a row is whole steps; else copied, with zeros behind each row.
