@@ -28,11 +28,11 @@ from urllib.parse import urlsplit
 PROC = Path("/proc")
 MODELS = ("Encode", "Prefill", "Decode")  # replicas that run a model
 PROGRAMS = (
+    "raylet/raylet",  # first: its command line has those of the agents that it starts
     "serve.scripts",
     "log_monitor",
     "runtime_env",
     "dashboard.py",
-    "raylet/raylet",
     "gcs_server",
     "haproxy",
 )

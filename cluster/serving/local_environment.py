@@ -27,9 +27,8 @@ FREE_PORTS = range(20_000, 32_768)
 # Slower timers in every process of Ray. Each wake-up takes a core from a thread that computes. No timer is on
 # a request's path, and doors notice a death by end-of-file; Serve's controller, which replaces the worker,
 # looks once a second (`pace`). The check for signals in every worker of Ray has no setting (`slow_timer`). All
-# processes of an idle cluster of three replicas, dashboard included, use 6.3 % of a core; 12.1 % without the
-# slower check, reports every 5 s, metrics of Ray itself and a log monitor that lists its folder ten times a
-# second (AMD EPYC, 2 cores, busy with other programs).
+# processes of an idle cluster of three replicas, dashboard included, use 6.5 % of a core, and 14 % at the
+# settings of before (bench/README.md).
 QUIET = {
     "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "5",
     "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "60000",
