@@ -55,6 +55,12 @@ QUIET = {
     "REPORTER_UPDATE_INTERVAL_MS": "30000",  # CPU and memory of all processes, for the dashboard
     "SCAN_EVENT_DIR_INTERVAL_SECONDS": "30",
 }
+# A replica's HTTP server and handles run on the event loop of its own code. By default each has a thread, and
+# every event of a stream passes through two loops and a queue without a limit.
+ONE_LOOP = {
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+}
 POOL_SLOTS = 16  # most replicas of one pool on this machine
 # In the configuration that Ray writes for HAProxy, statistics and metrics listen on every interface. Ray
 # starts this script instead of HAProxy (arguments: -db -f FILE …), and the script changes both to loopback.
@@ -95,14 +101,10 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_USAGE_STATS_ENABLED="0",
         # only small objects pass through it; default: 30 % of RAM
         RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",
-        **QUIET,
+        **(QUIET | ONE_LOOP),
         # By default Ray starts replicas at nice 15, so that its own daemons and every other program on the
         # machine go before the threads that compute.
         RAY_worker_niceness="0",
-        # A replica's HTTP server and handles run on the event loop of its own code. By default each has a
-        # thread, and every event of a stream passes through two loops and a queue without a limit.
-        RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD="0",
-        RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="0",
         RAY_SERVE_ENABLE_HA_PROXY="1",  # the Python proxy would relay every chunk of every stream
         RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # otherwise every stop takes 30 s
         # longest time for a client's headers, and without any read or write; default: an hour
