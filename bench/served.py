@@ -2,10 +2,11 @@
 
     python -m bench.served --tokens 400 --streams 5 --concurrency 1 [--url URL --url URL]
 
-A stream is one greedy chat answer, read from a plain socket, so the client costs little. The processes are all
-of the cluster that listens at the URL. CPU time is the kernel's, in nanoseconds; a wake-up is a voluntary context
-switch. With several URLs the clusters take turns, stream by stream, so that two versions can be compared on one
-machine. Figures are medians over the streams. `--streams 0 --seconds 10`: the same of idle clusters.
+A stream is one greedy chat answer, read from a plain socket, so the client costs little. The processes are
+all of the cluster that listens at the URL. CPU time is the kernel's, in nanoseconds; a wake-up is a voluntary
+context switch. With several URLs the clusters take turns, stream by stream, so that two versions can be
+compared on one machine. Figures are medians over the streams. `--streams 0 --seconds 10`: the same of idle
+clusters.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from cluster.config.settings import REPOSITORY
 FREE_PORTS = range(20_000, 32_768)
 # Slower timers in every process of Ray. Each wake-up takes a core from a thread that computes. No timer is on
 # a request's path, and doors notice a death by end-of-file; Serve's controller, which replaces the worker,
-# looks once a second (`pace`). The check for signals in every process of Ray (10 ms) cannot be slowed down. What
-# all processes of an idle cluster use: bench/README.md.
+# looks once a second (`pace`). The check for signals in every process of Ray (10 ms) cannot be slowed down.
+# What all processes of an idle cluster use: bench/README.md.
 QUIET = {
     "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "5",
     "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "60000",
