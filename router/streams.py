@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Protocol
 
 from cluster.errors import ClusterError
@@ -28,7 +29,9 @@ class TokenStream:
         self._owner = owner
         self._request_id = request_id
         self._choice_idx = choice_idx
-        self._events: asyncio.Queue[TokenEvent | ClusterError] = asyncio.Queue()
+        self._events: deque[TokenEvent | ClusterError] = deque()
+        self._arrival: asyncio.Future[None] | None = None  # the reader waits for it
+        self._is_submitted = False
         self.is_closed = False
 
     def __aiter__(self) -> TokenStream:
@@ -37,9 +40,14 @@ class TokenStream:
     async def __anext__(self) -> TokenEvent:
         if self.is_closed:
             raise StopAsyncIteration
-        self._owner.submit(self._request_id)
+        if not self._is_submitted:
+            self._is_submitted = True
+            self._owner.submit(self._request_id)
         try:
-            event = await self._events.get()
+            if not self._events:
+                self._arrival = asyncio.get_running_loop().create_future()
+                await self._arrival
+            event = self._events.popleft()
             if isinstance(event, ClusterError):
                 raise event
         except BaseException:  # also when the reader is cancelled
@@ -51,7 +59,10 @@ class TokenStream:
 
     def put(self, event: TokenEvent | ClusterError) -> None:
         """What the reader gets next."""
-        self._events.put_nowait(event)
+        self._events.append(event)
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None and not arrival.done():  # done: the reader was cancelled
+            arrival.set_result(None)
 
     async def aclose(self) -> None:
         """May be repeated, and may come before the first event."""

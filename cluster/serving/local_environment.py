@@ -23,30 +23,43 @@ from cluster.config.environment import child_environment
 from cluster.config.settings import REPOSITORY
 
 FREE_PORTS = range(20_000, 32_768)
-# Slower timers in every process of Ray, and no workers in advance. Each wake-up takes a core from a thread
-# that computes. No timer is on a request's path, and doors notice a death by end-of-file; Serve's controller,
-# which replaces the worker, looks four times a second. The log monitor and the check for signals in every
-# process of Ray (10 ms) cannot be slowed down: all processes of an idle cluster of three replicas use 9.2 %
-# of a core (AMD EPYC, 2 cores, busy with other programs), and 13.2 % with the control loop, monitors and
-# dashboard at their defaults.
+# Slower timers in every process of Ray. Each wake-up takes a core from a thread that computes. No timer is on
+# a request's path, and doors notice a death by end-of-file; Serve's controller, which replaces the worker,
+# looks once a second (`pace`). The check for signals in every process of Ray (10 ms) cannot be slowed down.
+# What all processes of an idle cluster use: bench/README.md.
 QUIET = {
     "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "5",
     "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "60000",
+    "LOG_NAME_UPDATE_INTERVAL_S": "5",
     "METRICS_RECORD_INTERVAL_S": "30",  # the dashboard, about itself
+    "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S": "2",
+    "RAY_DASHBOARD_AGENT_POLL_INTERVAL_S": "30",
     "RAY_DASHBOARD_AGGREGATOR_AGENT_CHECK_MAIN_THREAD_LIVENESS_INTERVAL_SECONDS": "5",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",  # default: 0.1; each loop also calls the GCS
+    # With more files than this, the log monitor lists its folder at LOG_NAME_UPDATE_INTERVAL_S only.
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.serving.pace:install",
     "RAY_SERVE_EVENT_LOOP_MONITORING_INTERVAL_S": "60",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
+    "RAY_core_worker_internal_heartbeat_ms": "5000",
+    "RAY_enable_metrics_collection": "0",  # of Ray about itself; the door's own are at /metrics
     "RAY_event_stats": "0",
     "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",  # read by the autoscaler only
     "RAY_grpc_client_check_connection_status_interval_milliseconds": "10000",
+    "RAY_io_context_event_loop_lag_collection_interval_ms": "60000",
+    "RAY_io_context_monitor_probe_interval_ms": "10000",
     "RAY_kill_idle_workers_interval_ms": "5000",
     "RAY_local_fs_monitor_interval_ms": "10000",
     "RAY_memory_monitor_refresh_ms": "1000",
-    # A worker that Ray starts in advance takes time from the start, and no job uses it.
-    "RAY_prestart_worker_first_driver": "0",
     "RAY_report_worker_backlog_interval_ms": "10000",
     "RAY_task_events_report_interval_ms": "10000",
+    "REPORTER_UPDATE_INTERVAL_MS": "30000",  # CPU and memory of all processes, for the dashboard
+    "SCAN_EVENT_DIR_INTERVAL_SECONDS": "30",
+}
+# A replica's HTTP server and handles run on the event loop of its own code. By default each has a thread, and
+# every event of a stream passes through two loops and a queue without a limit.
+ONE_LOOP = {
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 POOL_SLOTS = 16  # most replicas of one pool on this machine
 # In the configuration that Ray writes for HAProxy, statistics and metrics listen on every interface. Ray
@@ -88,7 +101,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_USAGE_STATS_ENABLED="0",
         # only small objects pass through it; default: 30 % of RAM
         RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",
-        **QUIET,
+        **(QUIET | ONE_LOOP),
         # By default Ray starts replicas at nice 15, so that its own daemons and every other program on the
         # machine go before the threads that compute.
         RAY_worker_niceness="0",

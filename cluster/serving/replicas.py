@@ -3,8 +3,8 @@
 Life cycle:
 
 1. `__init__` imports and builds the service. torch is loaded here, in the replica, and never in the process
-   that composes the application. It may block, because it does not run on the replica's user loop; all other
-   steps do.
+   that composes the application. It may block: nothing else runs in the replica before it ends. All other
+   steps must not block.
 2. `record_replica_metadata` opens the side channel and publishes the service's `Member`.
 3. `check_health` runs every period.
 4. Serve removes the replica from its list and drains its calls.

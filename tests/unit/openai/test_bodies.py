@@ -325,8 +325,8 @@ def test_a_large_body_is_parsed_beside_the_event_loop(num_chars, is_beside):
 def test_a_blocked_event_loop_shows_in_the_metrics(door):
     async def blocked(self, call_):
         await asyncio.sleep(0.1)
-        time.sleep(0.3)
-        await asyncio.sleep(0.1)
+        time.sleep(0.4)  # a tick sees at least what exceeds LAG_TICK_S
+        await asyncio.sleep(0.2)
         return await FakeDoor.chat(self, call_)
 
     door.chat = blocked.__get__(door)
