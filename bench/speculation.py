@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from cluster.engine.speculation import DraftModelProposer, NgramProposer, Proposer, Speculator, accept
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.loading import Half, load_half
 from cluster.model.sampling import sample
 from cluster.model.support import family_of
 from cluster.types.request import SamplingParams
-from decode_service.speculation import DraftModelProposer, NgramProposer, Proposer, Speculator, accept
 from deploy.demo_model.training import data
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"

@@ -1,13 +1,3 @@
-"""Decode pool: continuous batching over KV that prefill workers have pushed here.
-
-* `state`: the life of one request
-* `tables`: which blocks a request holds
-* `counts`: sequences and tokens, by state
-* `local_prefill`: prompts that are computed here
-* `speculation`: drafts of the next tokens
-* `runner`: device code
-* `kv_input`: incoming KV
-* `lifecycle`: how requests end
-* `engine`: owns the state
-* `service`: side channel, health, the Serve calls
+"""Decode pool, and the pool of workers that prefill and decode: workers that generate answers. They run
+`cluster.engine`; theirs alone are the Serve calls that stay open while requests generate.
 """

@@ -23,10 +23,10 @@ from typing import Any, cast
 import torch
 
 from bench.records import Record
+from cluster.engine.features import FeatureStore
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
-from prefill_service.features import FeatureStore
 
 BLOCK_SIZE = 16
 OFFSET = 100  # text tokens before the media

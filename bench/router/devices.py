@@ -21,18 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import decode_service.service
+import cluster.engine.worker
 import encoder_service.service
-import prefill_service.service
+from cluster.engine.runner import LanguageRunner
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.step_model import StepModel
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.media import Modality
 from cluster.types.members import Role
-from decode_service.runner import DecodeRunner
 from encoder_service.runner import EncoderRunner
-from prefill_service.runner import PrefillRunner
 
 _PROMPTS = Curve(0.010, 2.5e-4, 5e-8)
 # Round figures; slow enough for two cores to do all that is real in less than half of the time.
@@ -145,13 +143,8 @@ def run_on(device: Device) -> None:
     def encoder_runner(model: EncoderModel, *rest: Any) -> EncoderRunner:
         return EncoderRunner(_Encoder(model, device), *rest)  # type: ignore[arg-type]
 
-    def prefill_runner(model: LanguageModel, steps: StepModel, *rest: Any) -> PrefillRunner:
-        return PrefillRunner(model, _Steps(steps, device, model.num_layers, model.vocab_size), *rest)
-
-    def decode_runner(steps: StepModel, *rest: Any) -> DecodeRunner:
-        # without ranks it is the model itself that steps
-        return DecodeRunner(_Steps(steps, device, steps.num_layers, steps.vocab_size), *rest)  # type: ignore[attr-defined]
+    def language_runner(model: LanguageModel, steps: StepModel, *rest: Any) -> LanguageRunner:
+        return LanguageRunner(model, _Steps(steps, device, model.num_layers, model.vocab_size), *rest)
 
     encoder_service.service.EncoderRunner = encoder_runner
-    prefill_service.service.PrefillRunner = prefill_runner
-    decode_service.service.DecodeRunner = decode_runner
+    cluster.engine.worker.LanguageRunner = language_runner

@@ -28,17 +28,17 @@ import numpy as np
 
 from bench.in_process import started
 from cluster.config.settings import ClusterArgs
+from cluster.engine import engine as language_engine
+from cluster.engine import forward, kv_output
+from cluster.engine.kv_output import send_computed
+from cluster.engine.state import LanguageRequest
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from decode_service.service import DecodeService
 from kv_transfer.agents.agent import TransferState
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.lease.events import Completed
-from prefill_service import engine as prefill_engine
-from prefill_service import transfer as prefill_transfer
 from prefill_service.service import PrefillService
-from prefill_service.state import PrefillRequest
-from prefill_service.transfer import send_computed
 from router.door import Door
 from router.telemetry.timeline import RequestTimeline
 
@@ -110,8 +110,8 @@ def after_prefill() -> Iterator[None]:
             send_computed(request, block_size)
 
     with (
-        patch.object(prefill_engine, "StepPush", NoPush),
-        patch.object(prefill_engine, "send_computed", send_late),
+        patch.object(forward, "StepPush", NoPush),
+        patch.object(language_engine, "send_computed", send_late),
         all_travels(),
     ):
         yield
@@ -119,7 +119,7 @@ def after_prefill() -> Iterator[None]:
 
 @contextmanager
 def all_travels() -> Iterator[None]:
-    with patch.object(prefill_transfer, "plan_end", lambda *_: None):
+    with patch.object(kv_output, "plan_end", lambda *_: None):
         yield
 
 
@@ -147,9 +147,9 @@ async def cluster(args: ClusterArgs, link: EmulatedLink, times: RequestTimes):
 
 
 def _watch(prefill: PrefillService, decode: DecodeService, times: RequestTimes) -> None:
-    report, on_event = prefill._engine._tell_first_tokens, decode._process.transfer_engine._on_event
+    report, on_event = prefill._engine._on_prompt, decode._process.transfer_engine._on_event
 
-    def report_first_tokens(request: PrefillRequest, token_ids: tuple[int, ...]) -> None:
+    def report_first_tokens(request: LanguageRequest, token_ids: tuple[int, ...]) -> None:
         times.prefilled_at = time.perf_counter()
         report(request, token_ids)
 
@@ -158,7 +158,7 @@ def _watch(prefill: PrefillService, decode: DecodeService, times: RequestTimes) 
             times.complete_at = time.perf_counter()
         on_event(event)
 
-    prefill._engine._tell_first_tokens = report_first_tokens
+    prefill._engine._on_prompt = report_first_tokens
     decode._process.transfer_engine._on_event = on_lease
 
 

@@ -88,6 +88,11 @@ class DecodeArgs(_PoolArgs):
     speculation: SpeculationArgs = SpeculationArgs()
 
 
+class LanguageArgs(_PoolArgs):
+    """Workers that prefill and decode. They have the memory and the limits of both: those of `prefill` and
+    `decode`."""
+
+
 class TransferArgs(_Args):
     """How KV travels from prefill to decode."""
 
@@ -241,9 +246,13 @@ class ClusterArgs(_Args):
     hang_timeout_s: float = Field(60.0, gt=0)
     # address of this replica for other hosts; with side_channel: tcp the replica sets it
     host: str = "127.0.0.1"
+    # the deployments of the cluster, which workers they have: encode, prefill, decode, and language, whose
+    # workers prefill and decode. Replica counts stand in `deployments`
+    roles: tuple[Literal["encode", "prefill", "decode", "language"], ...] = ("encode", "prefill", "decode")
     encode: EncodeArgs = EncodeArgs()
     prefill: PrefillArgs = PrefillArgs()
     decode: DecodeArgs = DecodeArgs()
+    language: LanguageArgs = LanguageArgs()
     transfer: TransferArgs = TransferArgs()
     door: DoorArgs = DoorArgs()
     scheduling: SchedulingArgs = SchedulingArgs()
@@ -259,6 +268,25 @@ class ClusterArgs(_Args):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_roles(self) -> ClusterArgs:
+        if len(set(self.roles)) < len(self.roles):
+            raise ValueError("roles names a deployment twice")
+        for phase in ("prefill", "decode"):
+            if not {phase, "language"}.intersection(self.roles):
+                raise ValueError(f'roles: no worker would {phase}; add "{phase}" or "language"')
+        return self
+
+    @property
+    def pools(self) -> dict[str, EncodeArgs | PrefillArgs | DecodeArgs | LanguageArgs]:
+        """Where the workers of each role run."""
+        return {
+            "encode": self.encode,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "language": self.language,
+        }
+
     @property
     def net_devices(self) -> tuple[str, ...]:
         """The devices that a worker's NIXL agent may listen on."""
@@ -272,7 +300,7 @@ def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> C
     model_id = args.model_id or (model.name if _is_folder(given) else given)
     pools = {
         name: pool.model_copy(update={"threads": pool.threads or len(pool.cores) or num_cores})
-        for name, pool in (("encode", args.encode), ("prefill", args.prefill), ("decode", args.decode))
+        for name, pool in args.pools.items()
     }
     if args.decode.speculation.method == "draft":
         draft = _find(args.decode.speculation.draft_model, environment)

@@ -51,6 +51,10 @@ class WaitingQueue:
         self._drop_dead()
         return ticket
 
+    def is_before(self, ticket: Ticket, other: Ticket) -> bool:
+        """Whether the first of two tickets goes first, wherever they wait."""
+        return order_key(ticket, self._policy) < order_key(other, self._policy)
+
     def remove(self, request_id: str) -> None:
         """Removes a request. Unknown requests are ignored."""
         if self._living.pop(request_id, None) is not None:

@@ -18,32 +18,43 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config.settings import ClusterArgs
+from cluster.errors import UnavailableError
 from cluster.serving.exposure import bind_to_node_address
 from cluster.serving.membership import MEMBERSHIP
+from cluster.types.members import Member, Role
 
 
 @serve.ingress()
 class DoorReplica:
-    async def __init__(self, args: ClusterArgs, door: str, api: str, pools: list[DeploymentHandle]):
-        """`pools`: handles of all worker pools, decode last. `door` and `api` are import paths."""
+    async def __init__(self, args: ClusterArgs, door: str, api: str, pools: dict[str, DeploymentHandle]):
+        """`pools`: handles of all worker pools, by role. `door` and `api` are import paths."""
         from cluster.serving.replicas import freeze_what_is_loaded, load
 
         bind_to_node_address()
-        self._decode = pools[-1].options(_by_reference=False)
+        self._pools = {Role(name): handle.options(_by_reference=False) for name, handle in pools.items()}
+        self._role_of: dict[str, Role] = {}  # of each replica that generates answers
         door_class = load(door)
         self._door: Any = await asyncio.to_thread(door_class, args, self._call_decode)
         self._api = load(api)(self._door)
         freeze_what_is_loaded()
-        self._unsubscribe = MEMBERSHIP.subscribe(self._door.update_members)
-        for handle in (*pools[:-1], self._decode):
+        self._unsubscribe = MEMBERSHIP.subscribe(self._update_members)
+        for handle in self._pools.values():
             if not handle.is_initialized:
                 handle._init()  # starts the membership push now instead of with the first call
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
 
+    def _update_members(self, role: Role, members: list[Member]) -> None:
+        if role.decodes:
+            known = {replica_id: own for replica_id, own in self._role_of.items() if own is not role}
+            self._role_of = known | {member.replica_id: role for member in members}
+        self._door.update_members(role, members)
+
     async def _call_decode(self, replica_id: str, request_id: str) -> None:
-        await self._decode.options(session_id=replica_id).run.remote(request_id)
+        if (role := self._role_of.get(replica_id)) is None:
+            raise UnavailableError(f"replica {replica_id} is gone")
+        await self._pools[role].options(session_id=replica_id).run.remote(request_id)
 
     async def __del__(self) -> None:
         door = getattr(self, "_door", None)

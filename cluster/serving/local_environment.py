@@ -23,10 +23,10 @@ from cluster.config.environment import child_environment
 from cluster.config.settings import REPOSITORY
 
 FREE_PORTS = range(20_000, 32_768)
-# Slower timers in every process of Ray. Each wake-up takes a core from a thread that computes. No timer is on
-# a request's path, and doors notice a death by end-of-file; Serve's controller, which replaces the worker,
-# looks once a second (`pace`). The check for signals in every process of Ray (10 ms) cannot be slowed down.
-# What all processes of an idle cluster use: bench/README.md.
+# Slower timers in every process of Ray, and no workers in advance. Each wake-up takes a core from a thread
+# that computes. No timer is on a request's path, and doors notice a death by end-of-file; Serve's controller,
+# which replaces the worker, looks four times a second. The check for signals in every worker of Ray (10 ms)
+# has no setting. bench/README.md says what the processes of an idle cluster use.
 QUIET = {
     "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "5",
     "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "60000",
@@ -37,11 +37,10 @@ QUIET = {
     "RAY_DASHBOARD_AGGREGATOR_AGENT_CHECK_MAIN_THREAD_LIVENESS_INTERVAL_SECONDS": "5",
     # With more files than this, the log monitor lists its folder at LOG_NAME_UPDATE_INTERVAL_S only.
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
-    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.serving.pace:install",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",  # default: 0.1; each loop also calls the GCS
     "RAY_SERVE_EVENT_LOOP_MONITORING_INTERVAL_S": "60",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
     "RAY_core_worker_internal_heartbeat_ms": "5000",
-    "RAY_enable_metrics_collection": "0",  # of Ray about itself; the door's own are at /metrics
     "RAY_event_stats": "0",
     "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",  # read by the autoscaler only
     "RAY_grpc_client_check_connection_status_interval_milliseconds": "10000",
@@ -50,6 +49,8 @@ QUIET = {
     "RAY_kill_idle_workers_interval_ms": "5000",
     "RAY_local_fs_monitor_interval_ms": "10000",
     "RAY_memory_monitor_refresh_ms": "1000",
+    # A worker that Ray starts in advance takes time from the start, and no job uses it.
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_report_worker_backlog_interval_ms": "10000",
     "RAY_task_events_report_interval_ms": "10000",
     "REPORTER_UPDATE_INTERVAL_MS": "30000",  # CPU and memory of all processes, for the dashboard
@@ -88,8 +89,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         **checkout,
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}:/usr/local/bin",
         RAY_ADDRESS="local",  # never join another cluster that runs here
-        # Ray's setting for a cluster of one machine: its address is 127.0.0.1, and all its processes listen
-        # there
+        # Ray's setting for a cluster of one machine: all its processes listen on 127.0.0.1
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN="",  # a value from another cluster would win over the file
@@ -101,10 +101,11 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_USAGE_STATS_ENABLED="0",
         # only small objects pass through it; default: 30 % of RAM
         RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",
-        **(QUIET | ONE_LOOP),
+        **QUIET,
         # By default Ray starts replicas at nice 15, so that its own daemons and every other program on the
         # machine go before the threads that compute.
         RAY_worker_niceness="0",
+        **ONE_LOOP,
         RAY_SERVE_ENABLE_HA_PROXY="1",  # the Python proxy would relay every chunk of every stream
         RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # otherwise every stop takes 30 s
         # longest time for a client's headers, and without any read or write; default: an hour

@@ -12,7 +12,7 @@ import difflib
 import errno
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from cluster.native.variants import Variant, check_choice, runnable_variants
 from cluster.serving.local_environment import POOL_SLOTS
 
 BUILDER = "cluster.app:build"
-DEPLOYMENTS = ("Encode", "Prefill", "Decode", "Door")
 _SERVE_SECTIONS = (  # Serve would ignore an unknown name
     "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config",
     "tracing_config",
@@ -130,7 +129,13 @@ def _complete(
         draft = resolved.decode.speculation.draft_model
         check_checkpoint(Path(draft))
         application["args"]["decode"]["speculation"]["draft_model"] = draft
-    return _check_deployments(application, file, has_encoder=takes_media(config), model=config["model_type"])
+    needs_no_encoder = "encode" in resolved.roles and not takes_media(config)
+    return _check_deployments(
+        application,
+        file,
+        resolved.roles,
+        model_without_media=config["model_type"] if needs_no_encoder else None,
+    )
 
 
 def _settings(args: Mapping[str, Any], file: Path) -> ClusterArgs:
@@ -149,7 +154,7 @@ def _check_machine(args: ClusterArgs, environment: Environment, machine: Machine
     check_choice(args.cpu_kernels, machine.cpu_variants())
     if args.device == "cuda" and not machine.has_gpu():
         raise ConfigError("the configuration asks for CUDA, but this machine has no GPU", param="device")
-    for name, pool in (("encode", args.encode), ("prefill", args.prefill), ("decode", args.decode)):
+    for name, pool in args.pools.items():
         if strange := sorted(set(pool.cores).difference(machine.cores)):
             raise ConfigError(
                 f"{name}.cores: {strange} are not among this machine's {sorted(machine.cores)}", param="cores"
@@ -192,23 +197,24 @@ def _kv_row_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
 
 
 def _check_deployments(
-    application: dict[str, Any], file: Path, *, has_encoder: bool, model: str
+    application: dict[str, Any], file: Path, roles: Sequence[str], *, model_without_media: str | None
 ) -> list[str]:
-    """Removes deployments that the model does not need. Raises ConfigError for a name that Serve would refuse
-    later, and for more replicas than this machine takes."""
+    """Removes the deployment that a model without media does not need. Raises ConfigError for a name that
+    Serve would refuse later, and for more replicas than this machine takes."""
+    names = [*(role.capitalize() for role in roles), "Door"]
     kept = list(application.get("deployments") or [])
     for deployment in kept:
-        _check_name(deployment.get("name"), DEPLOYMENTS, f"{file}: deployment")
+        _check_name(deployment.get("name"), names, f"{file}: deployment")
         for number in _replica_counts(deployment):
             if number > POOL_SLOTS:
                 raise ConfigError(
                     f"{file}: {deployment['name']}: {number} replicas; "
                     f"this machine takes {POOL_SLOTS} of a pool"
                 )
-    if has_encoder:
+    if model_without_media is None:
         return []
     application["deployments"] = [each for each in kept if each["name"] != "Encode"]
-    return [f"model type '{model}' takes no media: there is no encode pool"]
+    return [f"model type '{model_without_media}' takes no media: there is no encode pool"]
 
 
 def _replica_counts(deployment: Mapping[str, Any]) -> Iterator[int]:

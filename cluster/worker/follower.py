@@ -17,7 +17,6 @@ import torch
 
 from cluster.clock import SystemClock
 from cluster.model.parallel import ForwardProgress, follow, join_group
-from cluster.types.members import Role
 from cluster.worker.language import load_language
 from cluster.worker.ranks import RankSpec
 from cluster.worker.setup import set_up
@@ -40,17 +39,17 @@ def main(calls_fd: int, transfers_fd: int) -> None:
     setup = set_up(args, f"{spec.replica_id}-{spec.rank}")
     group = join_group(spec.rank, args.tensor_parallel_size, spec.meeting, setup.device.type)
     language = load_language(args, setup, spec.role, spec.sizes, group)
-    is_writer = spec.role is Role.PREFILL
+    sends, receives = spec.role.prefills, spec.role.decodes
     transfer_engine = TransferEngine(
         make_agent(args.transport, setup.replica_id, setup.host, setup.net_devices),
         SystemClock(),
         rank_follower.on_event,
         margin_s=spec.lease_margin_s,
         model=language.model.fingerprint,
-        outgoing=language.kv if is_writer else None,
-        outgoing_wire=language.wire if is_writer else None,
-        incoming=None if is_writer else language.kv,
-        incoming_wire=None if is_writer else language.wire,
+        outgoing=language.kv if sends else None,
+        outgoing_wire=language.wire if sends else None,
+        incoming=language.kv if receives else None,
+        incoming_wire=language.wire if receives else None,
     )
     rank_follower.attach(transfer_engine)
     transfer_engine.start()

@@ -66,7 +66,7 @@ def load_language(
         num_ranks=1 if group is None else group.size,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )
-    is_recorded = role is Role.DECODE and setup.device.type == "cuda"
+    is_recorded = role.decodes and setup.device.type == "cuda"
     num_kv_blocks = sizes.num_kv_blocks + is_recorded  # the last block is for the padding of recorded steps
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS

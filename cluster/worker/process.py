@@ -30,7 +30,7 @@ from cluster.worker.setup import WorkerSetup
 from cluster.worker.shell import WorkerShell
 from kv_transfer.agents.factory import Transport, make_agent
 from kv_transfer.codecs.wire_memory import Wire
-from kv_transfer.lease.events import TransferEngineFailed, TransferEvent
+from kv_transfer.lease.events import LateWrite, LeaseEvent, TransferEngineFailed, TransferEvent
 from kv_transfer.lease.group import GroupTransferEngine
 from kv_transfer.lease.processes import process_id
 from kv_transfer.lease.transfer import BlockTransfer
@@ -50,6 +50,10 @@ class WorkerEngine(Protocol):
 
     def on_transfer(self, event: Any, at: float) -> None: ...
 
+    def on_features(self, event: Any, at: float) -> None:
+        """An event of `features`."""
+        ...
+
     def drop_door(self, door: DoorId) -> None: ...
 
 
@@ -64,11 +68,13 @@ class WorkerProcess:
         incoming: BlockMemory | None = None,
         outgoing_wire: Wire | None = None,
         incoming_wire: Wire | None = None,
+        features: BlockMemory | None = None,
         lease_margin_s: float = LEASE_MARGIN_S,
         ranks: Ranks | None = None,
     ):
         """Opens the transfer agent and registers the memories. `model` and the rest: see `TransferEngine`.
-        `ranks`: the other processes that share the model; this object ends them when it stops."""
+        `features`: memory that encoders write into. `ranks`: the other processes that share the model; this
+        object ends them when it stops."""
         self.clock = SystemClock()
         self.outbox = Outbox(self._deliver)
         self.transfer_engine = TransferEngine(
@@ -76,12 +82,24 @@ class WorkerProcess:
             self.clock,
             self._on_own_transfer,
             outgoing=outgoing,
-            incoming=incoming,
+            incoming=incoming or features,
             margin_s=lease_margin_s,
             model=model,
             outgoing_wire=outgoing_wire,
             incoming_wire=incoming_wire,
         )
+        # A transfer engine receives into one memory.
+        self.feature_transfer_engine = self.transfer_engine
+        self._shares_engine = incoming is None and features is not None
+        if incoming is not None and features is not None:
+            self.feature_transfer_engine = TransferEngine(
+                make_agent(transport, f"{setup.replica_id}-features", setup.host, setup.net_devices),
+                self.clock,
+                self._on_features,
+                incoming=features,
+                margin_s=lease_margin_s,
+                model=model,
+            )
         self._model = model
         self._setup = setup
         self._ranks = ranks
@@ -135,6 +153,11 @@ class WorkerProcess:
         return () if None in known else tuple(process for process in known if process is not None)
 
     @property
+    def _transfer_engines(self) -> list[TransferEngine]:
+        both = [self.transfer_engine, self.feature_transfer_engine]
+        return both[:1] if both[0] is both[1] else both
+
+    @property
     def kv_transfer_engine(self) -> BlockTransfer:
         """Transfers KV, of which all ranks hold a share."""
         return self._group or self.transfer_engine
@@ -145,6 +168,8 @@ class WorkerProcess:
         self.loop = StepLoop("engine", engine, self._pulse)
         self.shell = WorkerShell(self._setup, self.outbox, self.loop, engine, on_message)
         pulses = {"engine": self._pulse, "transfer": self.transfer_engine.pulse}
+        if self.feature_transfer_engine is not self.transfer_engine:
+            pulses["feature transfer"] = self.feature_transfer_engine.pulse
         self._watch = Watch(
             self.clock, pulses, self._setup.hang_timeout_s, self.shell.tell_stalled, self._on_hung
         )
@@ -154,7 +179,8 @@ class WorkerProcess:
     async def start(self) -> str:
         """Listens and runs. Returns the address to dial."""
         address = await self.shell.start()
-        self.transfer_engine.start()
+        for transfer_engine in self._transfer_engines:
+            transfer_engine.start()
         self.loop.start()
         self._watch.start()
         return address
@@ -169,7 +195,8 @@ class WorkerProcess:
         self._watch.stop()
         await self.shell.aclose()
         await asyncio.to_thread(self.loop.stop, STOP_TIMEOUT_S)
-        await asyncio.to_thread(self.transfer_engine.close, STOP_TIMEOUT_S)
+        for transfer_engine in self._transfer_engines:
+            await asyncio.to_thread(transfer_engine.close, STOP_TIMEOUT_S)
         if self._ranks is not None:
             await asyncio.to_thread(self._ranks.stop)
 
@@ -179,7 +206,9 @@ class WorkerProcess:
         self.loop.check_health()
 
     def _on_own_transfer(self, event: TransferEvent) -> None:
-        if self._group is None:
+        if self._shares_engine and isinstance(event, LeaseEvent | LateWrite):
+            self._on_features(event)
+        elif self._group is None:
             self._on_transfer(event)
         else:
             self._group.on_event(0, event)
@@ -194,6 +223,10 @@ class WorkerProcess:
         # TransferEngineFailed is in the log. Leases end nevertheless, at the end of their time at the latest.
         if not isinstance(event, TransferEngineFailed):
             self.loop.call(self._engine.on_transfer, event, self.clock.now())
+
+    def _on_features(self, event: TransferEvent) -> None:
+        if not isinstance(event, TransferEngineFailed):
+            self.loop.call(self._engine.on_features, event, self.clock.now())
 
     def _deliver(self, batch: list[tuple[DoorId, Any]]) -> None:
         self.shell.deliver_from_thread(batch)

@@ -251,6 +251,8 @@ def _default(name: str, value: object) -> str:
             return "none"
         case str():
             return value
+        case tuple() if all(isinstance(each, str) for each in value):
+            return "`, `".join(value)
         case _:
             return "required"
 

@@ -1,6 +1,5 @@
 """One encoder, one prefill and one decode engine without models, sockets or threads: every hand-over waits in
-a queue until a test lets it happen. What runs in place of the models writes recognisable content and checks
-what it reads, so that a block reused too early is found: that ends the engine (`bookkeeping`).
+a queue until a test lets it happen.
 """
 
 from __future__ import annotations
@@ -15,9 +14,12 @@ from unittest.mock import patch
 
 import torch
 
+from cluster.engine import kv_output
+from cluster.engine.engine import LanguageEngine
+from cluster.engine.features import FeatureStore
+from cluster.engine.limits import StepLimits
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
-from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.media import MediaItem, Modality
 from cluster.types.members import ProcessId
@@ -33,26 +35,20 @@ from cluster.types.messages import (
     StartEncode,
     StartPrefill,
 )  # fmt: skip
-from cluster.worker.blame import bookkeeping
 from cluster.worker.cpu_slots import no_cpu_slots
 from cluster.worker.outbox import Outbox
-from decode_service.engine import DecodeEngine
-from decode_service.speculation import accept
-from decode_service.state import PromptPart
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
 from encoder_service.engine import EncoderEngine
 from encoder_service.runner import Piece, Prepared
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.codecs.wire_memory import Wire
-from kv_transfer.lease.events import TransferEngineFailed
+from kv_transfer.lease.events import LateWrite, LeaseEvent, TransferEngineFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
-from prefill_service import transfer as prefill_transfer
-from prefill_service.engine import PrefillEngine
-from prefill_service.features import FeatureStore
 from tests.fakes.clock import ManualClock
-from tests.fakes.kv_rows import BLOCK_SIZE, CODED_KV_LAYOUT, KV_LAYOUT, check_tokens, write_token
-from tests.fakes.requests import first_token, item_value, kv_value, place
+from tests.fakes.kv_rows import BLOCK_SIZE, CODED_KV_LAYOUT, KV_LAYOUT
+from tests.fakes.language_runner import ScriptedRunner
+from tests.fakes.requests import item_value, place
 from tests.fakes.workers import DOOR, Inbox, ManualExecutor, Worker
 
 TIMEOUT_S, MARGIN_S = 10.0, 2.0
@@ -90,7 +86,8 @@ class Rig:
         self.executor = ManualExecutor()
         self.mid_step: Callable[[], Any] = lambda: None  # what happens while prefill computes
         self.mid_call: Callable[[], Any] = lambda: None  # … while the encoder does
-        self.mid_decode: Callable[[], Any] = lambda: None  # … while decode does
+        self.mid_decode: Callable[[], Any] = lambda: None  # … while decode generates
+        self.mid_local_prefill: Callable[[], Any] = lambda: None  # … while it computes a prompt
         self.bad_items: set[str] = set()  # names of items that cannot be decoded
         self.poison: set[str] = set()  # names of items that make every encoder call with them fail
         self.max_call_rows = 1 << 30  # an encoder call with more runs out of memory
@@ -163,48 +160,53 @@ class Rig:
         features = BlockMemory(FEATURE_LAYOUT, self._sizes["features"])
         self.pools["features"] = BlockPool(self._sizes["features"], BLOCK_SIZE)
 
-        def prefill(transfer_engine: TransferEngine, outbox: Outbox) -> PrefillEngine:
-            layout = self._kv.layout
-            model = SimpleNamespace(positions=place, chunk_cut_spans=False, kv_layout=layout, num_layers=1)
+        def prefill(transfer_engine: TransferEngine, outbox: Outbox) -> LanguageEngine:
             self.features = FeatureStore(features, self.pools["features"], transfer_engine)
-            runner = SimpleNamespace(
-                run=bookkeeping(self._run_prefill),
-                first_tokens=bookkeeping(_first_tokens),
-                warm_up=lambda *_: None,
-            )
-            return PrefillEngine(
-                model,
-                runner,
-                self.pools["prefill"],
-                self.features,
-                transfer_engine,
-                outbox,
-                self.clock,
-                POLICY,
-                StepBudget(1.0, self._step_tokens, self._step_tokens),
-                no_cpu_slots(self.clock),
-            )
+            runner = ScriptedRunner(self._kv, self.features, on_prompts=lambda: self.mid_step())
+            limits = StepLimits(self._step_tokens, max_sequences=0, target_s=1.0)
+            engine = self._language_engine("prefill", runner, limits, transfer_engine, outbox, self.features)
+            engine.planner.budget.min_tokens = self._step_tokens  # however long steps last
+            return engine
 
         self._add_worker("prefill", prefill, outgoing=self._kv, outgoing_wire=wire, incoming=features)
 
     def _start_decode(self) -> None:
         self._decode_kv, wire = self._kv_memory("decode")
-        self._add_worker("decode", self._decode_engine, incoming=self._decode_kv, incoming_wire=wire)
 
-    def _decode_engine(self, transfer_engine: TransferEngine, outbox: Outbox) -> DecodeEngine:
-        runner = SimpleNamespace(
-            run=bookkeeping(self._run_decode),
-            propose=self._propose,
-            forget=lambda choice: None,
-            copy_blocks=self._decode_kv.copy_blocks,
-            compute=bookkeeping(self.compute),
-            warm_up=lambda *_: None,
-            num_drafted=0,
-            num_accepted=0,
+        def decode(transfer_engine: TransferEngine, outbox: Outbox) -> LanguageEngine:
+            runner = self._decode_runner()
+            limits = StepLimits(BLOCK_SIZE, MAX_BATCH_SEQUENCES, target_s=1.0)
+            return self._language_engine("decode", runner, limits, transfer_engine, outbox)
+
+        self._add_worker("decode", decode, incoming=self._decode_kv, incoming_wire=wire)
+
+    def _decode_runner(self) -> ScriptedRunner:
+        return ScriptedRunner(
+            self._decode_kv,
+            on_prompts=lambda: self.mid_local_prefill(),
+            on_answers=lambda: self.mid_decode(),
+            draft=lambda choice: self.draft(choice),
         )
-        return DecodeEngine(
-            runner, self.pools["decode"], transfer_engine, outbox, self.clock, POLICY, MAX_BATCH_SEQUENCES,
-            self.ended.append, no_cpu_slots(self.clock), self._window, max_local_prefill_tokens=BLOCK_SIZE,
+
+    def _language_engine(
+        self,
+        name: str,
+        runner: Any,
+        limits: StepLimits,
+        transfer_engine: TransferEngine,
+        outbox: Outbox,
+        features: FeatureStore | None = None,
+    ) -> LanguageEngine:
+        model = SimpleNamespace(
+            positions=place,
+            chunk_cut_spans=False,
+            kv_layout=runner.kv.layout,
+            num_layers=1,
+            sliding_window=self._window if limits.max_sequences else None,
+        )
+        return LanguageEngine(
+            model, runner, self.pools[name], transfer_engine, outbox, self.clock, POLICY, limits,
+            no_cpu_slots(self.clock), features=features, on_ended=self.ended.append,
         )  # fmt: skip
 
     def _add_worker(self, name: str, build: Callable[[TransferEngine, Outbox], Any], **memories: Any) -> None:
@@ -217,7 +219,9 @@ class Rig:
 
         def on_event(event: Any) -> None:
             assert not isinstance(event, TransferEngineFailed), event.error
-            inbox.call(lambda: worker.engine.on_transfer(event, self.clock.now()))
+            is_features = name == "prefill" and isinstance(event, LeaseEvent | LateWrite)
+            hear = "on_features" if is_features else "on_transfer"
+            inbox.call(lambda: getattr(worker.engine, hear)(event, self.clock.now()))
 
         transfer_engine = TransferEngine(
             self.network.agent(agent_name),
@@ -246,7 +250,7 @@ class Rig:
             case StartEncode():
                 worker.tell(engine.start, worker.door, message, self.clock.now())
             case StartDecode():
-                worker.tell(engine.start, worker.door, message)
+                worker.tell(engine.start, worker.door, message, self.clock.now())
             case DecodeTarget():
                 engine.offer_target(message.request_id, message.grant.received(self.clock.now()))
                 worker.tell(engine.take_targets)
@@ -284,10 +288,10 @@ class Rig:
         def plan_end(request: Any, *_: Any) -> None:
             media_end = max((item.end for item in request.main.prompt.media), default=0)
             cut = max(num_blocks, -(-media_end // BLOCK_SIZE)) * BLOCK_SIZE
-            if cut < request.main.num_tokens:
+            if cut < request.main.num_prompt_tokens:
                 request.main.first_recomputed = cut
 
-        with patch.object(prefill_transfer, "plan_end", plan_end):
+        with patch.object(kv_output, "plan_end", plan_end):
             yield
 
     def audit(self) -> None:
@@ -326,66 +330,3 @@ class Rig:
         if self.poison.intersection(names):
             raise RuntimeError("the encoder stumbles")
         return outputs
-
-    def _run_prefill(
-        self, batch: Sequence[tuple[Any, Any, int]], on_layer: Callable[[int, Any], None]
-    ) -> list[torch.Tensor]:
-        for request, sequence, count in batch:
-            prompt = sequence.prompt
-            start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-            for item_idx, item in enumerate(prompt.media):
-                for _, row, count in item.pieces(start, end):
-                    rows = self.features.rows((request.request_id, item_idx), row, row + count)
-                    expected = [item_value(item.media_hash, i) for i in range(row, row + count)]
-                    assert torch.cat(rows).flatten().tolist() == expected
-            check_tokens(self._kv, sequence.block_table, prompt, start)
-            for position in range(start, end):
-                write_token(self._kv, sequence.block_table, position, kv_value(prompt, position))
-        self.mid_step()
-        on_layer(0, None)
-        return [torch.empty(0)] * len(batch)
-
-    def compute(self, parts: Sequence[PromptPart]) -> list[tuple[int, ...]]:
-        """Decode's, of prompts or their ends: a block in a step."""
-        assert 0 < sum(len(part.token_ids) for part in parts) <= BLOCK_SIZE
-        for part in parts:
-            for position, token_id in enumerate(part.token_ids, part.start):
-                write_token(self._decode_kv, part.block_table, position, token_id)
-        return [tuple(first_token(part.token_ids[-1]) for _ in part.draws) for part in parts]
-
-    def _propose(self, batch: Sequence[Any]) -> None:
-        for request in batch:
-            for choice in request.live_choices if request.request.guidance is None else ():
-                room = choice.stop.max_tokens - choice.num_generated - 1
-                choice.drafts = self.draft(choice)[:room]
-
-    def _run_decode(self, batch: Sequence[Any]) -> list[list[list[int]]]:
-        """Checks every branch's prompt and answer, writes what a model would, says the next number."""
-        answer: list[list[list[int]]] = []
-        self.mid_decode()
-        for request in batch:
-            answer.append([])
-            for choice in request.live_choices:
-                generated = choice.token_ids[choice.num_prompt_tokens :]
-                for branch, prompt in zip(choice.branches, request.request.prompts, strict=True):
-                    position = choice.context_len(branch)
-                    tagged = [1000 * choice.idx + token_id for token_id in generated[:-1]]
-                    check_tokens(
-                        self._decode_kv, branch.block_table, prompt, branch.num_prompt_tokens, tagged
-                    )
-                    for i, token_id in enumerate((generated[-1], *choice.drafts)):
-                        value = 1000 * choice.idx + token_id
-                        write_token(self._decode_kv, branch.block_table, position + i, value)
-                drawn = [token_id + 1 for token_id in (choice.token_ids[-1], *choice.drafts)]
-                answer[-1].append(accept(choice.drafts, drawn))
-                choice.drafts = []
-        return answer
-
-
-def _first_tokens(requests: Sequence[Any]) -> list[tuple[int, ...]]:
-    tokens: list[tuple[int, ...]] = []
-    for request in requests:
-        assert request.is_complete
-        token_id = first_token(request.main.prompt.token_ids[-1])
-        tokens.append((token_id,) * len(request.request.sampling))
-    return tokens

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import msgspec
+
 from cluster.errors import UnsupportedError
 from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
@@ -56,6 +58,12 @@ def make_request(
     guidance = Guidance(2.0, Prompt(tuple(range(300, 300 + negative)))) if negative else None
     sampling = (SamplingParams(),) * num_choices
     return GenerateRequest(request_id, prompt, sampling, StopParams(max_tokens, stop), guidance)
+
+
+def salted(request: GenerateRequest) -> GenerateRequest:
+    """The request, with a prompt that shares no block with others."""
+    prompt = msgspec.structs.replace(request.prompt, cache_salt=request.request_id)
+    return msgspec.structs.replace(request, prompt=prompt)
 
 
 def place(prompt: Prompt) -> SimpleNamespace:

@@ -12,12 +12,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from cluster.engine import engine as language_engine
+from cluster.engine import intake
+from cluster.engine.state import AnswerWork, PromptWork
 from cluster.errors import BookkeepingError
 from cluster.model.failures import DeviceLostError
 from cluster.types.messages import Cancel, StartEncode
 from cluster.worker.blame import UNEXPECTED
-from prefill_service import engine as prefill_engine
 from tests.fakes.engines import Rig
+from tests.fakes.language_runner import prompts_in
 from tests.fakes.relay import Relay, Story
 from tests.fakes.requests import make_item, make_request, make_video
 
@@ -64,15 +67,18 @@ Arm = Callable[[Rig, Faults], Any]
 @contextmanager
 def prefill_calls(rig: Rig, faults: Faults) -> Iterator[None]:
     engine = rig.prefill.engine
-    faults.on(engine._model, "positions")
+    faults.on(engine._intake._model, "positions")
     faults.on(engine._runner, "run", "first_tokens")
     faults.on(engine._blocks, "lookup", "try_allocate", "register")
     faults.on(engine._features, "ready_items")
     faults.on(rig.prefill.transfer_engine, "open")
-    hashes = faults.failing(prefill_engine.block_hashes, "block_hashes")
-    spans = faults.failing(prefill_engine.uncut_spans, "uncut_spans")
-    send = faults.failing(prefill_engine.send_computed, "send_computed")
-    with patch.multiple(prefill_engine, block_hashes=hashes, uncut_spans=spans, send_computed=send):
+    hashes = faults.failing(intake.BlockHashes, "BlockHashes")
+    spans = faults.failing(intake.uncut_spans, "uncut_spans")
+    send = faults.failing(language_engine.send_computed, "send_computed")
+    with (
+        patch.multiple(intake, BlockHashes=hashes, uncut_spans=spans),
+        patch.object(language_engine, "send_computed", send),
+    ):
         yield
 
 
@@ -86,15 +92,15 @@ def prefill_results(rig: Rig, faults: Faults) -> Iterator[None]:
 @contextmanager
 def decode_calls(rig: Rig, faults: Faults) -> Iterator[None]:
     engine = rig.decode.engine
-    faults.on(engine._runner, "run", "propose", "compute", "copy_blocks")
-    faults.on(engine._blocks, "allocate", "try_allocate", "share", "generations")
+    faults.on(engine._runner, "run", "propose", "first_tokens", "copy_blocks")
+    faults.on(engine._blocks, "lookup", "allocate", "try_allocate", "register", "share", "generations")
     faults.on(rig.decode.transfer_engine, "grant")
     yield
 
 
 @contextmanager
 def decode_results(rig: Rig, faults: Faults) -> Iterator[None]:
-    faults.on(rig.decode.engine._runner, "run", "propose", "compute", "copy_blocks", behind=True)
+    faults.on(rig.decode.engine._runner, "run", "propose", "first_tokens", "copy_blocks", behind=True)
     yield
 
 
@@ -215,14 +221,14 @@ def of(request_id: str) -> Callable[..., bool]:
     """Whether a step, of either engine, computes something for the request."""
 
     def is_in(batch: Any, *_: Any) -> bool:
-        parts = [part[0] if isinstance(part, tuple) else part for part in batch]
-        return any(part.request_id.split("/")[0] == request_id for part in parts)
+        requests = [part.request if isinstance(part, PromptWork | AnswerWork) else part for part in batch]
+        return any(request.request_id == request_id for request in requests)
 
     return is_in
 
 
 def holds(token_id: int) -> Callable[..., bool]:
-    return lambda parts: any(token_id in part.token_ids for part in parts)
+    return lambda works, *_: any(token_id in work.sequence.prompt.token_ids for work in prompts_in(works))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +256,7 @@ def test_of_a_step_only_the_request_fails_that_fails_alone(worker: str, name: st
 def test_of_prompts_that_decode_computes_together_only_the_one_fails_that_fails_alone() -> None:
     rig = Rig(decode_blocks=40)
     relay = Relay(rig, expects_faults=True)
-    poison(rig.decode.engine._runner, "compute", holds(101))  # the one that has two tokens before its last
+    poison(rig.decode.engine._runner, "run", holds(101))  # the one that has two tokens before its last
     stories = [
         relay.start(make_request(f"r{n}", n, max_tokens=MAX_TOKENS), prefills_locally=True) for n in (0, 1, 2)
     ]
@@ -289,7 +295,7 @@ def test_cancels_that_make_no_sense_cost_the_request_that_they_name() -> None:
     rig = Rig(decode_blocks=40)
     relay = Relay(rig, expects_faults=True)
     stories = start_all(relay)
-    while not rig.decode.engine.load().num_running:
+    while "text" not in rig.decode.engine._requests:
         relay.play(1)
     rig.receive("decode", Cancel("text", 7))
     play_until_over(relay)
@@ -304,7 +310,7 @@ STEPS = (
     ("prefill", "run"),
     ("prefill", "first_tokens"),
     ("decode", "run"),
-    ("decode", "compute"),
+    ("decode", "first_tokens"),
     ("encoder", "encode"),
 )
 
@@ -320,7 +326,7 @@ def play_with(worker: str, name: str, error: Callable[[], BaseException], probe_
     runner = rig.workers[worker].engine._runner
     setattr(runner, name, call)
     if probe_fails:
-        runner.warm_up = call
+        runner.warm_up_prompt = call
     start_all(relay)
     play_until_over(relay)
     return relay

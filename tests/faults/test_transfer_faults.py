@@ -56,6 +56,8 @@ async def ask_in_trouble(cluster: LocalCluster, pair: Expected, faults: FaultScr
     case, right = pair
     network.faults = faults
     started_at = time.monotonic()
+    for decode in cluster.decodes:  # KV that decode has would not travel
+        decode._process.loop.call(decode._engine._blocks.forget_all)
     try:
         got = await cluster.answer(case, MAX_TOKENS)
         assert got == (right.text, len(right.token_ids)), label

@@ -14,13 +14,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from bench.workload import Case
 from cluster.config.settings import ClusterArgs
+from cluster.engine.engine import LanguageEngine
+from cluster.engine.state import LanguagePhase
 from cluster.types.members import Role
-from decode_service.engine import DecodeEngine
-from decode_service.service import DecodeService
-from decode_service.state import DecodePhase, DecodeRequest
+from decode_service.service import DecodeService, LanguageService
 from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
 from router.door import Door
@@ -94,16 +95,18 @@ def overcommit(cluster: LocalCluster) -> None:
         step_together(decode._engine)
 
 
-def step_together(engine: DecodeEngine) -> None:
+def step_together(engine: LanguageEngine) -> None:
     run = engine._run
 
-    def run_all(batch: list[DecodeRequest]) -> None:
+    def run_all(running: Any, prompts: Any, is_long: bool) -> None:
         if any(
-            request.phase in (DecodePhase.GRANTED, DecodePhase.CATCHING_UP)
+            request.phase in (LanguagePhase.ARRIVING, LanguagePhase.COMPUTING)
             for request in engine._requests.values()
         ):
-            return time.sleep(0.001)  # the prompt's KV is on its way
-        run(batch)
+            running = ()  # the KV of a prompt is on its way
+            if not prompts:
+                return time.sleep(0.001)
+        run(running, prompts, is_long)
 
     engine._run = run_all
 
@@ -116,10 +119,10 @@ async def local_cluster(
     lease_margin_s: float = 5.0,
     num_doors: int = 1,
 ) -> AsyncIterator[LocalCluster]:
-    """`num_replicas`: encoders, prefill and decode workers. A cluster that has ended is a web of references
-    with all its memory: it goes before the next one comes, for by itself the collector visits so large a
-    process only now and then. What is left then (imported modules, models of fixtures) is not looked at
-    again, or each of some hundred clusters would pay for that."""
+    """`num_replicas`: encoders, prefill, decode and language workers. A cluster that has ended is a web of
+    references with all its memory: it goes before the next one comes, for by itself the collector visits so
+    large a process only now and then. What is left then (imported modules, models of fixtures) is not looked
+    at again, or each of some hundred clusters would pay for that."""
     gc.collect()
     gc.freeze()
     unique = secrets.token_hex(4)
@@ -130,7 +133,11 @@ async def local_cluster(
     decodes = [
         DecodeService(args, f"d{i}-{unique}", lease_margin_s=lease_margin_s) for i in range(num_replicas[2])
     ]
-    by_id = {f"d{i}-{unique}": service for i, service in enumerate(decodes)}
+    num_languages = num_replicas[3] if len(num_replicas) > 3 else 0
+    decodes += [
+        LanguageService(args, f"l{i}-{unique}", lease_margin_s=lease_margin_s) for i in range(num_languages)
+    ]
+    by_id = {service.replica_id: service for service in decodes}
 
     async def call_decode(replica_id: str, request_id: str) -> None:
         await by_id[replica_id].run(request_id)

@@ -61,7 +61,7 @@ def folder_args(folder: Path, decode: dict[str, Any] | None = None, **changes: A
 def cut_stretches(cluster: LocalCluster) -> None:
     """Prompts of more than `STRETCH` tokens take several."""
     for decode in cluster.decodes:
-        decode._engine._local_prefill._budget = StepBudget(10.0, BLOCK_SIZE, STRETCH)
+        decode._engine.planner.budget = StepBudget(10.0, BLOCK_SIZE, STRETCH)
 
 
 ALL, EVERY_OTHER = (lambda _: True), (lambda number: number % 2)  # which prompts decode computes
@@ -152,7 +152,7 @@ async def test_the_first_token_tells_how_long_the_prompt_took(folder, prompts):
         (stream,) = cluster.door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
         first, *others = [event async for event in stream]
         passed_s = asyncio.get_running_loop().time() - started_at
-        curve = cluster.decodes[0]._engine._local_prefill.fit.curve()
+        curve = cluster.decodes[0]._engine.planner.budget.fit.curve()
     assert first.timing is not None and all(event.timing is None for event in others)
     assert first.timing.media_s == 0 and first.timing.computing_s > 0
     assert first.timing.blocks_s + first.timing.queued_s + first.timing.computing_s < passed_s

@@ -13,6 +13,7 @@ import pytest
 
 from bench.workload import Case, Reference, make_cases
 from cluster.types.members import Role
+from router.door import Door
 from router.openai.app import build_api
 from tests.flow.local_cluster import HANG_S, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, ask, cluster_args
@@ -44,6 +45,9 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, ro
             async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
                 return await asyncio.gather(*(ask(client, case) for case in some))
 
+        async with asyncio.timeout(HANG_S):
+            while not all(knows_speed(door, leaving.replica_id) for door in cluster.doors):
+                await asyncio.sleep(0.001)
         may_work = threading.Event()
         step = leaving._engine.step
         # It finishes nothing before it must go; its thread is alive meanwhile.
@@ -72,6 +76,12 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, ro
         assert leaving._engine.load().is_idle and leaving_peers() == []
         answers = [answer for some in await asyncio.gather(*asking) for answer in some]
         assert [answer["choices"][0]["message"]["content"] for answer in answers] == list(expected)
+
+
+def knows_speed(door: Door, replica_id: str) -> bool:
+    """Whether the worker has told the door how fast it is. A step of its engine does that."""
+    pools = door._flow._placer.cluster._pools_of(replica_id)
+    return any(replica_id in measured for pool in pools for measured in pool._measured.values())
 
 
 async def test_a_worker_does_not_wait_longer_than_it_is_given_nor_without_doors():

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.engine.runner import LanguageRunner
+from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
+from cluster.engine.tables import uncut_spans
+from cluster.engine.timing import Stopwatch
 from cluster.errors import InternalError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
-from cluster.types.request import SamplingParams, StopParams
-from decode_service.runner import DecodeRunner
-from decode_service.state import DecodeChoice, PromptPart
-from prefill_service.runner import uncut_spans
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase, TinyRequest
 
@@ -182,11 +183,17 @@ def test_kv_copied_to_other_blocks_of_a_second_memory_equals_generate(family: Sp
 def test_a_text_that_decode_computes_in_stretches_equals_generate(family: Split, size: int) -> None:
     """Without a word about positions or spans from prefill."""
     kv, token_ids, table = memory(family.language), family.text.token_ids, [9, 4, 7, 2, 5]
-    choice = DecodeChoice("r/0", 0, SamplingParams(), StopParams(NUM_TOKENS), token_ids, len(token_ids))
-    runner, first = DecodeRunner(family.language, kv), ()
-    for start in range(0, 53, size):
-        draws = [choice] if start + size >= 53 else []
-        (first,) = runner.compute([PromptPart(token_ids[start : start + size], start, 0, table, draws)])
+    asked = GenerateRequest("r", Prompt(tuple(token_ids)), (SamplingParams(),), StopParams(NUM_TOKENS))
+    request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=False, sends=False)
+    runner = LanguageRunner(family.language, family.language, kv)
+    end = TokenSequence("r/0", asked.prompt, block_table=table)
+    request.sequences.append(end)
+    while end.num_missing_tokens:
+        work = PromptWork(request, end, min(size, end.num_missing_tokens))
+        (result,) = runner.run([work], lambda layer_idx, ready: None)
+        end.num_computed_tokens += work.num_tokens
+        end.last_logits = result.logits
+    (first,) = runner.first_tokens([request])
     sequence = Sequence(family.text, [], torch.empty(0), 0, table, (), len(token_ids), [*first])
     assert decode(family.language, kv, [sequence]) == [family.expected_text]
 

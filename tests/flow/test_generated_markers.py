@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers as hf
 
+from cluster.engine.engine import LanguageEngine
+from cluster.engine.state import LanguageRequest
+from cluster.engine.tables import uncut_spans
 from cluster.ids import new_request_id
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
-from decode_service.engine import DecodeEngine
-from decode_service.state import DecodeRequest
-from prefill_service.runner import uncut_spans
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
 from router.telemetry.timeline import RequestTimeline
@@ -149,18 +149,18 @@ async def answer(cluster: LocalCluster, content: list[Part], sampling: SamplingP
     return got
 
 
-def preempt_often(engine: DecodeEngine) -> None:
+def preempt_often(engine: LanguageEngine) -> None:
     """Each attempt of a request loses its blocks after some tokens."""
-    with_blocks = engine._with_blocks
+    with_blocks = engine._answers.with_blocks
 
-    def preempting(batch: list[DecodeRequest]) -> list[DecodeRequest]:
+    def preempting(batch: list[LanguageRequest]) -> list[LanguageRequest]:
         kept = with_blocks(batch)
         for request in kept:
             if request.choices[0].num_generated == PREEMPTED_AFTER:
-                engine._preempt(request)
+                engine._lifecycle.preempt(request)
         return [request for request in kept if request.request_id in engine._requests]
 
-    engine._with_blocks = preempting
+    engine._answers.with_blocks = preempting
 
 
 def generated(reference: Reference, content: list[Part]) -> list[int]:

@@ -11,11 +11,11 @@ import pytest
 
 from bench.workload import Answer, Case
 from cluster.config.settings import ClusterArgs, TransferArgs
+from cluster.engine import engine as language_engine
 from cluster.errors import ConfigError
 from cluster.ids import new_request_id
 from cluster.types.curves import Link
 from cluster.types.request import GenerateRequest, StopParams
-from decode_service.engine import DecodeEngine
 from decode_service.service import DecodeService
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.outgoing import Outgoing
@@ -144,6 +144,26 @@ async def test_answers_equal_generate_over_several_replicas(expected, transport,
         await check_all(cluster, part_of(expected, part), 32)
 
 
+# Numbers of encoders, prefill, decode and language workers; tokens in a step.
+TOPOLOGIES = [
+    pytest.param((1, 0, 0, 1), 4096, id="E/PD"),
+    pytest.param((1, 0, 0, 2), 48, id="E/PD twice"),
+    pytest.param((1, 1, 0, 1), 16, id="prefill and language"),
+    pytest.param((1, 1, 1, 1), 48, id="every role"),
+]
+
+
+@pytest.mark.parametrize(("num_replicas", "max_batch_tokens"), TOPOLOGIES)
+async def test_every_topology_gives_the_answers_of_generate(expected, num_replicas, max_batch_tokens):
+    """Twice: the second time, prompts and answers are cached wherever they were computed or received."""
+    part = part_of(expected, sum(num_replicas) % NUM_PARTS)
+    transport = "nixl" if num_replicas[1] else "in_process"
+    async with local_cluster(cluster_args(max_batch_tokens, transport), num_replicas) as cluster:
+        await check_all(cluster, part, 16)
+        await check_all(cluster, part, 16)
+        assert all(decode._engine.load().num_cached_blocks > 0 for decode in cluster.decodes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["nixl", "collective"])
 async def test_all_answers_equal_generate_over_several_replicas(all_expected, transport):
@@ -183,16 +203,16 @@ async def test_answers_over_coded_kv_are_nearly_always_the_same(
 async def test_prompts_whose_end_decode_computes_give_the_same_answers(expected, monkeypatch):
     """All that follows the last media item, however fast the link is."""
     recomputed: list[int] = []
-    take_over = DecodeEngine._on_kv_ready
+    take_over = language_engine.take_over
 
-    def watch(engine, request):
-        if request.ready.first_recomputed is not None:
-            recomputed.append(len(request.request.prompt.token_ids) - request.ready.first_recomputed)
-        take_over(engine, request)
+    def watch(request, ready):
+        if ready.first_recomputed is not None:
+            recomputed.append(len(request.request.prompt.token_ids) - ready.first_recomputed)
+        take_over(request, ready)
 
-    monkeypatch.setattr(DecodeEngine, "_on_kv_ready", watch)
+    monkeypatch.setattr(language_engine, "take_over", watch)
     monkeypatch.setattr(Outgoing, "block_s", 1e9)
-    monkeypatch.setattr("prefill_service.transfer.MIN_SENT_BYTES", 0)
+    monkeypatch.setattr("cluster.engine.kv_output.MIN_SENT_BYTES", 0)
     args = cluster_args(48, "nixl").model_copy(update={"transfer": TransferArgs(recompute="auto")})
     async with local_cluster(args, (1, 1, 2)) as cluster:
         await check_all(cluster, part_of(expected, 2), 16)

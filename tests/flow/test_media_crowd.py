@@ -66,7 +66,7 @@ async def test_of_a_flood_of_pictures_every_one_is_answered_or_refused_and_memor
     where,
 ):
     """The door lets in what keeps the encoder busy. A door that lets everything in leaves it to the encoder
-    to refuse."""
+    to refuse, which computes nothing here until it has refused something."""
     args = cluster_args(256)
     if where == "at the encoder":
         admission = args.door.admission.model_copy(update={"max_outstanding_s": 1000.0})
@@ -98,8 +98,18 @@ async def test_of_a_flood_of_pictures_every_one_is_answered_or_refused_and_memor
                 most = max(most, prepared.held_bytes)
                 await asyncio.sleep(0.001)
 
+        has_refused, step = threading.Event(), engine.step
+        if where == "at the encoder":
+            engine.step = lambda: step() if has_refused.is_set() else 0.001
+
+        async def answered(messages: list) -> httpx.Response:
+            response = await ask(client, messages, 4)
+            if response.status_code == 429:
+                has_refused.set()
+            return response
+
         watching = asyncio.ensure_future(watch())
-        responses = await asyncio.gather(*(ask(client, messages, 4) for messages in pictures()))
+        responses = await asyncio.gather(*(answered(messages) for messages in pictures()))
         watching.cancel()
         statuses = [response.status_code for response in responses]
         assert set(statuses) <= {200, 429} and len(statuses) == NUM_CLIENTS

@@ -52,7 +52,7 @@ async def test_long_answers_behind_a_window_equal_generate(
         got = await asyncio.gather(
             *(answers(cluster, prompt, NUM_TOKENS, num_choices=num_choices) for prompt in prompts)
         )
-        assert cluster.decodes[0]._engine._window == WINDOW
+        assert cluster.decodes[0]._engine._answers._window == WINDOW
         assert cluster.decodes[0]._engine.num_preempted == 0
     assert got == [[answer] * num_choices for answer in expected]
 

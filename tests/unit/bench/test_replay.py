@@ -243,10 +243,10 @@ def test_doors_begin_a_block_with_what_was_measured_before_unless_speeds_have_ch
 
 
 def test_what_workers_do_not_tell_is_what_the_services_have() -> None:
-    from decode_service import local_prefill
+    from cluster.engine import limits
     from encoder_service import service
 
-    assert (local_prefill.LOCAL_PREFILL_STEP_S, service.NUM_PREPARE_THREADS) == (
+    assert (limits.PROMPT_PAUSE_S, service.NUM_PREPARE_THREADS) == (
         LOCAL_PREFILL_STEP_S,
         NUM_PREPARE_THREADS,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from cluster.app import Hosts, actor_options_of, compose
 from cluster.config.settings import ClusterArgs
@@ -15,9 +16,9 @@ from tests.fakes.model_folders import DEMO_MODEL, text_folder, whole_omni_folder
 NOTHING = Hosts(frozenset(), frozenset())
 
 
-def pools_of(model: object) -> list[str]:
-    door: Any = compose(ClusterArgs(model=str(model)), NOTHING)._bound_deployment
-    return [handle._bound_deployment.name for handle in door.init_args[3]]
+def pools_of(model: object, **args: Any) -> list[str]:
+    door: Any = compose(ClusterArgs(model=str(model), **args), NOTHING)._bound_deployment
+    return [handle._bound_deployment.name for handle in door.init_args[3].values()]
 
 
 def test_a_text_model_has_no_encode_pool_and_any_omni_checkpoint_has_one(tmp_path, caplog):
@@ -27,6 +28,31 @@ def test_a_text_model_has_no_encode_pool_and_any_omni_checkpoint_has_one(tmp_pat
     ]
     assert pools_of(whole_omni_folder(tmp_path / "omni")) == ["Encode", "Prefill", "Decode"]
     assert pools_of(DEMO_MODEL) == ["Encode", "Prefill", "Decode"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "names"),
+    [
+        (("encode", "language"), ["Encode", "Language"]),
+        (("encode", "prefill", "decode", "language"), ["Encode", "Prefill", "Decode", "Language"]),
+        (("encode", "prefill", "language"), ["Encode", "Prefill", "Language"]),
+    ],
+)
+def test_the_roles_are_the_deployments(roles, names):
+    assert pools_of(DEMO_MODEL, roles=roles) == names
+
+
+@pytest.mark.parametrize(
+    ("roles", "why"),
+    [
+        (("encode", "prefill"), "no worker would decode"),
+        (("encode", "decode"), "no worker would prefill"),
+        (("language", "language"), "twice"),
+    ],
+)
+def test_roles_that_cannot_serve_are_refused(roles, why):
+    with pytest.raises(ValidationError, match=why):
+        ClusterArgs(roles=roles)
 
 
 def test_a_folder_that_cannot_be_loaded_is_refused_when_the_application_is_composed(tmp_path):

@@ -1,0 +1,109 @@
+"""The answers that an engine generates: which of them a step continues, with which blocks, and what a step's
+tokens mean for them. Used on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+from cluster.clock import Clock
+from cluster.engine.lifecycle import EngineState, Lifecycle
+from cluster.engine.state import LanguagePhase, LanguageRequest
+from cluster.engine.tables import free_blocks_behind_window, register_computed, share_prompts, try_grow
+from cluster.scheduling.running import choose_victim, select_batch
+from cluster.types.messages import TokenEvent
+from cluster.worker.blame import Blame
+from cluster.worker.outbox import Outbox
+
+_id_of = attrgetter("request_id")
+
+
+class Answers:
+    def __init__(
+        self,
+        held: EngineState,
+        lifecycle: Lifecycle,
+        blame: Blame,
+        probe: Callable[[], None],
+        outbox: Outbox,
+        clock: Clock,
+        window: int | None,
+    ):
+        """`probe`: see `Blame.together`. `window`: no layer of the model sees more tokens than that, the
+        newest included."""
+        self.running: deque[LanguageRequest] = deque()
+        self._held = held
+        self._lifecycle = lifecycle
+        self._blame = blame
+        self._probe = probe
+        self._outbox = outbox
+        self._clock = clock
+        self._window = window
+
+    def next(self, max_sequences: int) -> list[LanguageRequest]:
+        """Those that the next step continues."""
+        return select_batch(self.running, max_sequences)
+
+    def with_blocks(self, batch: Sequence[LanguageRequest]) -> list[LanguageRequest]:
+        """Those that have blocks for this step's tokens and drafts. Newer requests may be preempted for
+        them."""
+        self._blame.together(batch, self._propose, _id_of, self._probe)
+        for request in batch:
+            self._blame.run(request.request_id, self._make_room, request)
+        return [request for request in batch if request.request_id in self._held.requests]
+
+    def begin(self, request: LanguageRequest) -> None:
+        """The KV of the prompts is complete, and the door knows the first tokens. A choice that ends with its
+        first token needs no blocks."""
+        for choice, token_id in zip(request.choices, request.first_tokens, strict=True):
+            if not choice.is_done and choice.append(token_id) is not None:
+                self._lifecycle.end_choice(request, choice)
+        sources, targets = share_prompts(request, self._held.blocks)
+        if sources:
+            self._held.runner.copy_blocks(sources, targets)
+        for choice in request.live_choices:
+            for sequence in choice.sequences:
+                sequence.extend(choice.token_ids[-1:])
+            free_blocks_behind_window(choice, self._held.blocks, self._window)
+        self._held.admission.remove(request.request_id)
+        self._held.computing.discard(request.request_id)
+        request.began_at = self._clock.now()
+        if not request.live_choices:
+            return self._lifecycle.end(request)
+        request.move(LanguagePhase.RUNNING)
+        self.running.append(request)
+        self._held.counts.run(request)
+
+    def advance(self, request: LanguageRequest, tokens: Sequence[Sequence[int]]) -> None:
+        """A step has drawn these tokens, per live choice."""
+        step_s = request.take_first_step_s(self._clock.now())
+        for choice, drawn in zip(request.live_choices, tokens, strict=True):
+            finish_reason, first_new = None, len(choice.token_ids)
+            for token_id in drawn:
+                finish_reason = choice.append(token_id)
+                if finish_reason is not None:
+                    break
+            new = tuple(choice.token_ids[first_new:])
+            for sequence in choice.sequences:
+                sequence.extend(new)
+                sequence.num_computed_tokens += len(new)
+                register_computed(sequence, self._held.blocks)
+            self._held.counts.count_context(choice)
+            event = TokenEvent(request.request_id, new, finish_reason, choice_idx=choice.idx, step_s=step_s)
+            self._outbox.token(request.door, event)
+            if finish_reason is None:
+                free_blocks_behind_window(choice, self._held.blocks, self._window)
+            else:
+                self._lifecycle.end_choice(request, choice)
+        if not request.live_choices:
+            self._lifecycle.close(request, "complete")
+
+    def _propose(self, batch: Sequence[LanguageRequest]) -> Sequence[LanguageRequest]:
+        self._held.runner.propose(batch)
+        return batch
+
+    def _make_room(self, request: LanguageRequest) -> None:
+        while request.request_id in self._held.requests and not try_grow(request, self._held.blocks):
+            self._lifecycle.preempt(choose_victim(self.running))

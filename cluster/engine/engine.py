@@ -1,0 +1,356 @@
+"""The language engine: owns every request of a worker and the pool of its KV blocks.
+
+A step:
+1. requests get blocks, in the order of admission; cached prefixes are reused (`Intake`);
+2. one packed forward is computed (`StepForward`): the next token of every answer, with drafts behind it, and
+   the next tokens of prompts, as many as the step's time allows (`PromptPlanner`). After each layer the KV of
+   prompts is posted to the worker that wants it;
+3. tokens are drawn, and the doors are told.
+
+A prompt is computed here, or its KV arrives (`KvInput`). An answer is generated here (`Answers`), or the KV
+is sent to the worker that generates it (`KvOutput`). How much of each a worker does is its role
+(`StepLimits`).
+
+Blocks for an answer are allocated as it grows. If every layer of the model has a window, blocks behind the
+window are freed. If the pool has no free block, the newest running request is preempted: it loses its blocks,
+and its door has the rest of it computed again.
+
+Runs on the worker's engine thread. Transfer events and messages of doors arrive as calls. An exception that a
+request causes ends that request only (`Blame`). How requests end: `Lifecycle`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+import msgspec
+from torch import Tensor
+
+from cluster.clock import Clock
+from cluster.engine.answers import Answers
+from cluster.engine.counts import SequenceCounts
+from cluster.engine.events import first_events
+from cluster.engine.features import FeatureStore
+from cluster.engine.forward import StepForward
+from cluster.engine.intake import Intake
+from cluster.engine.kv_input import KvInput, take_over
+from cluster.engine.kv_output import KvOutput, send_computed
+from cluster.engine.lifecycle import EngineState, Lifecycle
+from cluster.engine.limits import PROMPT_PAUSE_S, StepLimits
+from cluster.engine.planner import PromptPlanner
+from cluster.engine.runner import LanguageRunner
+from cluster.engine.state import AnswerWork, LanguagePhase, LanguageRequest, PromptWork
+from cluster.engine.tables import register_computed
+from cluster.engine.timing import Part
+from cluster.errors import UnavailableError
+from cluster.kvcache.blocks import BlockPool
+from cluster.model.language import LanguageModel
+from cluster.scheduling.admission import PromptAdmission
+from cluster.scheduling.budget import StepBudget
+from cluster.scheduling.fit import StepFit
+from cluster.scheduling.keys import SchedulingPolicy
+from cluster.scheduling.queue import WaitingQueue
+from cluster.types.messages import (
+    BlocksChanged,
+    DecodeTotals,
+    KvReady,
+    LoadReport,
+    StartDecode,
+    StartPrefill,
+)
+from cluster.types.transfer import ReceivedGrant
+from cluster.worker.blame import Blame
+from cluster.worker.cpu_slots import CpuSlots
+from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.requests import RequestTable
+from cluster.worker.speed import SpeedReporter
+from kv_transfer.agents.agent import TransferError
+from kv_transfer.lease.events import Aborted, Completed, LateWrite, LeaseEvent, SendEvent
+from kv_transfer.lease.transfer import BlockTransfer
+
+_id_of = attrgetter("request_id")
+LARGE_CONTEXT = 8192  # tokens that a sequence of a large step sees
+
+
+class LanguageEngine:
+    def __init__(
+        self,
+        model: LanguageModel,
+        runner: LanguageRunner,
+        blocks: BlockPool,
+        transfer_engine: BlockTransfer,
+        outbox: Outbox,
+        clock: Clock,
+        policy: SchedulingPolicy,
+        limits: StepLimits,
+        cpu_slots: CpuSlots,
+        *,
+        features: FeatureStore | None = None,
+        allows_recompute: bool = False,
+        on_ended: Callable[[str], None] = lambda request_id: None,
+    ):
+        """`features`: where embeddings arrive; None: prompts with media are not computed here.
+        `allows_recompute`: see `KvInput`. `on_ended(request_id)` is called, on this thread, once for each
+        request whose answer was to be generated here, when it leaves the engine."""
+        self._runner = runner
+        self._blocks = blocks
+        self._features = features
+        self._transfer_engine = transfer_engine
+        self._outbox = outbox
+        self._clock = clock
+        self._cpu_slots = cpu_slots
+        self._limits = limits
+        self._requests: RequestTable[LanguageRequest] = RequestTable(clock)
+        self._computing: set[str] = set()  # ids of requests whose prompts are computed
+        self._counts = SequenceCounts()
+        max_tokens = max(limits.max_prompt_tokens, blocks.block_size)
+        budget = StepBudget(limits.target_s, blocks.block_size, max_tokens)
+        self.fit = StepFit(max(1, limits.max_sequences), LARGE_CONTEXT)  # of steps that only generate answers
+        self.planner = PromptPlanner(policy, budget, cpu_slots, model.num_layers)
+        self._kv_input = KvInput(transfer_engine, blocks, allows_recompute)
+        self._kv_output = KvOutput(transfer_engine, budget, model.kv_layout)
+        admission, arrivals = PromptAdmission(policy, blocks.num_blocks), WaitingQueue(policy)
+        held = EngineState(
+            self._requests, blocks, admission, arrivals, self._counts, self._computing, runner, features,
+            self._kv_input, self._kv_output,
+        )  # fmt: skip
+        self._lifecycle = Lifecycle(held, outbox, self._unschedule, on_ended)
+        self._blame = Blame(self._lifecycle.fail_named)
+        self._intake = Intake(model, held, limits, self.planner, self._lifecycle, self._blame, outbox, clock)
+        self._forward = StepForward(model, held, self.planner, self.fit, self._blame, cpu_slots)
+        self._answers = Answers(
+            held, self._lifecycle, self._blame, self._forward.probe, outbox, clock, model.sliding_window
+        )
+        self._speed = self._speed_reporter()
+        if limits.max_prompt_tokens:
+            blocks.watch()
+            outbox.greet_with(lambda: BlocksChanged(blocks.content(), ()))
+
+    def _speed_reporter(self) -> SpeedReporter:
+        transfer_engine, limits = self._transfer_engine, self._limits
+        return SpeedReporter(
+            self._outbox,
+            self._clock,
+            prefill=self.planner.budget.fit if limits.max_prompt_tokens else None,
+            decode=self.fit if limits.max_sequences else None,
+            max_step_units=limits.max_prompt_tokens,
+            links=lambda: transfer_engine.links,
+            codecs=transfer_engine.codecs,
+        )
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests that lost their blocks, since the start."""
+        return self._lifecycle.num_preempted
+
+    def step(self) -> float | None:
+        for request_id in self._requests.deadlines.expired():
+            self._blame.run(request_id, self._lifecycle.expire, request_id)
+        self._intake.admit()
+        answers = self._answers.next(self._limits.max_sequences)
+        prompts, is_long = self.planner.next_step(PROMPT_PAUSE_S if answers else math.inf)
+        # The load is told before a long step: a report behind it would not count what came meanwhile.
+        self._tell_doors(self.load() if prompts or not answers else None)
+        if not answers and not prompts:
+            return self._requests.deadlines.wait_s()
+        self._run(answers, prompts, is_long)
+        self._tell_doors(None if prompts else self.load())
+        return 0
+
+    def start(self, door: DoorId, message: StartPrefill | StartDecode, came_at: float) -> None:
+        """`came_at`: when the message arrived. The engine may have been busy since then."""
+        self._intake.start(door, message, came_at)
+
+    def offer_target(self, request_id: str, grant: ReceivedGrant) -> None:
+        """The grant of the worker that generates the answer has arrived. Any thread; `take_targets` must
+        follow. If a step is computing this prompt, its KV is sent from the next layer on."""
+        self._kv_output.offer(request_id, grant)
+
+    def take_targets(self) -> None:
+        for request, error in self._kv_output.take(self._requests):
+            self._blame.run(request.request_id, self._on_target, request, error)
+
+    def cancel(self, request_id: str, choice_idx: int | None = None) -> None:
+        """Frees a request, or one choice of it, in any state. Unknown requests and requests that have ended
+        are ignored."""
+        self._blame.run(request_id, self._lifecycle.cancel, request_id, choice_idx)
+
+    def drop_door(self, door: DoorId) -> None:
+        # Newest first: otherwise the shared embeddings of a cancelled request would be granted to the next
+        # one of the same door.
+        for request_id in reversed(self._requests.of_door(door)):
+            self.cancel(request_id)
+
+    def on_transfer(self, event: LeaseEvent | LateWrite | SendEvent, at: float) -> None:
+        """A transfer of KV has closed at the instant `at`. Called once for each of them."""
+        if isinstance(event, LateWrite):
+            self._lifecycle.fail_holders(event.block_ids)
+        elif (request := self._kv_output.by_lease.pop(event.lease_id, None)) is not None:
+            self._blame.run(request.request_id, self._lifecycle.on_sent, request, event)
+        elif (request := self._kv_input.pop_closed(event.lease_id)) is not None:
+            self._blame.run(request.request_id, self._on_arrived, request, event)
+
+    def on_features(self, event: LeaseEvent | LateWrite, at: float) -> None:
+        """A lease on the feature memory has closed at the instant `at`. Called once for each of them."""
+        if isinstance(event, LateWrite):
+            return self._lifecycle.fail_readers(event.block_ids)
+        has_come = isinstance(event, Completed)
+        if self._features is not None:
+            for request_id, item_idx in self._features.close_lease(event.lease_id, completed=has_come):
+                self._blame.run(request_id, self._on_item, request_id, item_idx, at)
+
+    def load(self) -> LoadReport:
+        generates = self._limits.max_sequences > 0
+        features, num_in_work = self._features, len(self._answers.running) + len(self._computing)
+        return LoadReport(
+            num_running=num_in_work,
+            num_waiting=len(self._requests) - num_in_work,
+            num_queued_units=self._counts.num_sequences if generates else self._lifecycle.num_missing_tokens,
+            num_used_blocks=self._blocks.num_blocks
+            - self._blocks.num_free
+            + (0 if features is None else features.num_used_blocks),
+            num_open_leases=self._kv_input.num_open_leases
+            + len(self._kv_output.by_lease)
+            + (0 if features is None else features.num_open_leases),
+            num_cached_blocks=self._blocks.num_cached,
+            totals=DecodeTotals(self.num_preempted, self._runner.num_drafted, self._runner.num_accepted),
+            sent=self._transfer_engine.sent,
+            received=self._transfer_engine.received,
+            held_bytes=0 if features is None else features.held_bytes,
+            num_context_tokens=self._counts.num_context_tokens,
+            num_prompts=self._lifecycle.num_prompts if generates else 0,
+            num_prompt_tokens=self._lifecycle.num_missing_tokens if generates else 0,
+        )
+
+    def _tell_doors(self, load: LoadReport | None) -> None:
+        changes = self._blocks.take_changes()
+        if changes is not None:
+            self._outbox.broadcast(changes)
+        self._speed.report()
+        self._outbox.flush(load)
+
+    def _run(self, running: Sequence[LanguageRequest], prompts: Sequence[PromptWork], is_long: bool) -> None:
+        # A step with answers, or with a short prompt, keeps its CPU slot: their tokens are worth the pause of
+        # other workers.
+        with self._cpu_slots.acquire(0.0 if is_long and not running else math.inf):
+            answers = [AnswerWork(request) for request in self._answers.with_blocks(running)]
+            requests = dict.fromkeys(work.request for work in prompts)
+            began_at = self._clock.now()
+            for request in requests:
+                request.stopwatch.turn_to(Part.COMPUTING, began_at)
+            done = self._forward.run(answers, prompts) if answers or prompts else []
+        self._forward.learn([work for work, _ in done], is_long)
+        for work, result in done:
+            if isinstance(work, AnswerWork):
+                self._blame.run(work.request.request_id, self._answers.advance, work.request, result.tokens)
+            elif work.request.request_id in self._computing:
+                self._blame.run(work.request.request_id, self._advance_prompt, work, result.logits)
+        self._end_prompts([request for request in requests if request.request_id in self._computing])
+
+    def _advance_prompt(self, work: PromptWork, logits: Tensor | None) -> None:
+        request, sequence = work.request, work.sequence
+        sequence.num_computed_tokens += work.num_tokens
+        self._lifecycle.count_missing(request)
+        register_computed(sequence, self._blocks)
+        if sequence.is_complete:
+            sequence.last_logits = logits
+            self.planner.remove(sequence)
+        else:
+            self.planner.has_computed(sequence)
+        self._release_merged(request)
+        if not request.is_complete:
+            self._send_computed(request)
+
+    def _release_merged(self, request: LanguageRequest) -> None:
+        """Releases items whose embeddings no further step reads."""
+        if self._features is None:
+            return
+        for item_idx, item in enumerate(request.main.prompt.media):
+            if item.end <= request.main.num_computed_tokens:
+                self._features.release((request.request_id, item_idx))
+
+    def _end_prompts(self, requests: Sequence[LanguageRequest]) -> None:
+        """`requests`: those with a prompt in the step, unless they have ended."""
+        ended_at = self._clock.now()
+        for request in requests:
+            if not request.is_complete:
+                self._intake.note_waiting(request, ended_at)
+        complete = [request for request in requests if request.is_complete]
+        undrawn = [request for request in complete if not request.first_tokens]
+        if undrawn:
+            draw = self._runner.first_tokens
+            for request, tokens in self._blame.together(undrawn, draw, _id_of, self._forward.probe):
+                self._blame.run(request.request_id, self._on_prompt, request, tokens)
+        for request in complete:
+            if request not in undrawn:  # the sender of the KV has drawn the tokens, and told them
+                self._blame.run(request.request_id, self._answers.begin, request)
+
+    def _on_prompt(self, request: LanguageRequest, token_ids: tuple[int, ...]) -> None:
+        """The prompts are computed, and the first tokens are drawn: they go out at once."""
+        events = first_events(request, token_ids, self._clock.now())
+        for event in events:
+            if request.sends or not request.choices[event.choice_idx].is_done:
+                self._outbox.token(request.door, event)
+        for sequence in request.sequences:
+            sequence.last_logits = None
+        if not request.sends:
+            request.first_tokens = token_ids
+            return self._answers.begin(request)
+        self._computing.discard(request.request_id)
+        request.move(LanguagePhase.SENDING)
+        if any(event.finish_reason is None for event in events):
+            request.first_tokens = token_ids
+            self._send_computed(request)
+        # Otherwise the door's Cancel ends the request. If the lease were aborted here, decode's failure could
+        # overtake these tokens.
+
+    def _on_arrived(self, request: LanguageRequest, event: LeaseEvent | SendEvent) -> None:
+        """The transfer of KV into the request's blocks has ended."""
+        if request.is_closing:
+            self._lifecycle.end(request)
+        elif isinstance(event, Completed):
+            take_over(request, msgspec.msgpack.decode(event.payload, type=KvReady))
+            for sequence in request.sequences:
+                register_computed(sequence, self._blocks)
+            if request.is_complete:
+                self._answers.begin(request)
+            else:
+                self._intake.compute(request)
+        else:
+            why = event.reason if isinstance(event, Aborted) else "its lease ran out"
+            message = f"the prompt's KV cache did not arrive: {why}"
+            self._lifecycle.fail(request, UnavailableError(message))
+
+    def _on_target(self, request: LanguageRequest, error: Exception | None) -> None:
+        if error is None:
+            return self._send_computed(request)
+        if isinstance(error, TransferError):
+            error = UnavailableError(f"cannot write to the decode worker: {error}")
+        raise error
+
+    def _on_item(self, request_id: str, item_idx: int, at: float) -> None:
+        """The item's embeddings have arrived. If the request is unknown, `start` has not run yet and will
+        find them ready."""
+        request = self._requests.get(request_id)
+        if request is not None and request.sequences:
+            request.main.items_ready.add(item_idx)
+            self.planner.has_more_ready(request.main)
+            if request.phase is LanguagePhase.COMPUTING and not request.is_complete:
+                self._intake.note_waiting(request, at)
+
+    def _send_computed(self, request: LanguageRequest) -> None:
+        try:
+            if request.sends:
+                send_computed(request, self._blocks.block_size)
+        except TransferError as error:
+            message = f"cannot write to the decode worker: {error}"
+            self._lifecycle.fail(request, UnavailableError(message))
+
+    def _unschedule(self, request: LanguageRequest) -> None:
+        self._computing.discard(request.request_id)
+        for sequence in request.sequences:
+            self.planner.remove(sequence)
+        if request.phase is LanguagePhase.RUNNING:
+            self._answers.running.remove(request)

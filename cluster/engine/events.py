@@ -1,0 +1,24 @@
+"""What a door is told when a prompt has been computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.engine.state import LanguageRequest, finish_reason
+from cluster.types.messages import TokenEvent
+
+
+def first_events(request: LanguageRequest, token_ids: Sequence[int], now: float) -> list[TokenEvent]:
+    """One event per choice, with its first token. The event of choice 0 also tells where the request's time
+    went."""
+    return [
+        TokenEvent(
+            request.request_id,
+            (token_id,),
+            finish_reason(token_id, 1, request.request.stop),
+            request.main.num_cached_tokens,
+            choice_idx,
+            request.stopwatch.timing(now) if choice_idx == 0 else None,
+        )
+        for choice_idx, token_id in enumerate(token_ids)
+    ]

@@ -1,0 +1,186 @@
+"""From a door's message to blocks: how requests enter the engine.
+
+A request gets blocks for all its prompts at once, in the order of admission. Then its prompts are computed
+here, or its blocks are leased to the worker that computes them. One block is left for every sequence of an
+answer that has blocks already: without it, a request could be preempted as soon as it is admitted. A request
+that waits for embeddings holds its blocks and delays no other request. Used on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from cluster.clock import Clock
+from cluster.engine.lifecycle import EngineState, Lifecycle
+from cluster.engine.limits import StepLimits
+from cluster.engine.planner import PromptPlanner
+from cluster.engine.state import LanguagePhase, LanguageRequest, TokenSequence
+from cluster.engine.tables import try_allocate_prompts, uncut_spans
+from cluster.engine.timing import Part, Stopwatch
+from cluster.errors import InternalError, RequestError
+from cluster.kvcache.hashing import BlockHashes
+from cluster.model.language import LanguageModel
+from cluster.scheduling.keys import Ticket
+from cluster.types.messages import DecodeGranted, PrefillAdmitted, StartDecode, StartPrefill
+from cluster.worker.blame import Blame
+from cluster.worker.outbox import DoorId, Outbox
+
+
+class Intake:
+    def __init__(
+        self,
+        model: LanguageModel,
+        held: EngineState,
+        limits: StepLimits,
+        planner: PromptPlanner,
+        lifecycle: Lifecycle,
+        blame: Blame,
+        outbox: Outbox,
+        clock: Clock,
+    ):
+        self._model = model
+        self._held = held
+        self._limits = limits
+        self._planner = planner
+        self._lifecycle = lifecycle
+        self._blame = blame
+        self._outbox = outbox
+        self._clock = clock
+
+    def start(self, door: DoorId, message: StartPrefill | StartDecode, came_at: float) -> None:
+        sends = isinstance(message, StartPrefill)
+        request = LanguageRequest(
+            message.request,
+            door,
+            message.timeout_s,
+            came_at - message.request.waited_s,
+            Stopwatch(came_at),
+            computes=sends or message.prefills,
+            sends=sends,
+            codec="raw" if sends else message.codec,
+        )
+        self._held.requests.add(request)
+        self._held.counts.num_sequences += request.num_sequences
+        self._blame.run(request.request_id, self._enqueue, request)
+
+    def admit(self) -> None:
+        """Blocks for the next requests."""
+        while any(
+            self._blame.run(ticket.request_id, self._try_admit, ticket) is not False
+            for ticket in self._heads()
+        ):
+            pass
+
+    def _heads(self) -> list[Ticket]:
+        """Requests that may be tried now, in this order."""
+        computed, arrivals = self._held.admission.heads(), self._held.arrivals
+        if not arrivals:
+            return computed
+        arrival = arrivals.peek()
+        if not computed or arrivals.is_before(arrival, computed[0]):
+            return [arrival]
+        # The workers that have computed an arrival's prompts hold memory for it. If prompts that are sent to
+        # them hold ours, it must not wait for these.
+        first = self._held.requests[computed[0].request_id]
+        return computed if self._may_send(first) else [*computed, arrival]
+
+    def _may_send(self, request: LanguageRequest) -> bool:
+        """Whether the request may hold blocks beside those of prompts that are sent to other workers. If this
+        worker generates answers, these have no more than half of its blocks, unless there is only one: two
+        workers that send each other prompts would otherwise wait for each other."""
+        held = self._held.counts.num_sending_blocks
+        if not request.sends or self._limits.max_sequences == 0 or held == 0:
+            return True
+        num_blocks = request.request.num_prompt_blocks(self._held.blocks.block_size)
+        return held + num_blocks <= self._held.blocks.num_blocks // 2
+
+    def compute(self, request: LanguageRequest) -> None:
+        """The prompts of the request are computed from now on, as far as they are not here."""
+        request.move(LanguagePhase.COMPUTING)
+        self._held.computing.add(request.request_id)
+        self._lifecycle.count_missing(request)
+        for sequence in request.sequences:
+            if not sequence.is_complete:
+                ticket = self._ticket(request, sequence.sequence_id, sequence.num_missing_tokens)
+                self._planner.add(request, sequence, ticket, uncut_spans(self._model, sequence.prompt))
+        self.note_waiting(request, self._clock.now())
+
+    def note_waiting(self, request: LanguageRequest, at: float) -> None:
+        """The request is in no step. From now on its time counts as waiting for the device or, if no token
+        can run, for embeddings."""
+        request.stopwatch.turn_to(Part.QUEUED if self._planner.can_run(request) else Part.MEDIA, at)
+
+    def _enqueue(self, request: LanguageRequest) -> None:
+        self._check_role(request)
+        block_size = self._held.blocks.block_size
+        for i, prompt in enumerate(request.request.prompts):
+            sequence = TokenSequence(f"{request.request_id}/{i}", prompt)
+            if request.computes:
+                sequence.positions = self._model.positions(prompt)
+                sequence.position_delta = sequence.positions.delta
+            if request.codec == "raw":
+                sequence.hashes = BlockHashes(prompt, block_size)
+            request.sequences.append(sequence)
+        request.stopwatch.turn_to(Part.BLOCKS, self._clock.now())
+        if request.needs_embeddings and self._held.features is not None:
+            num_items = len(request.request.prompt.media)
+            request.main.items_ready = self._held.features.ready_items(request.request_id, num_items)
+        self._lifecycle.count_missing(request)
+        self._check_size(request)
+        self._held.requests.deadlines.add(request.request_id, request.timeout_s)
+        ticket = self._ticket(request, request.request_id, request.num_prompt_tokens)
+        (self._held.admission if request.computes else self._held.arrivals).push(ticket)
+
+    def _check_role(self, request: LanguageRequest) -> None:
+        """Doors know what a worker can do."""
+        if request.computes and self._limits.max_prompt_tokens == 0:
+            raise InternalError("this worker computes no prompts")
+        if not request.sends and self._limits.max_sequences == 0:
+            raise InternalError("this worker generates no answers")
+        if request.needs_embeddings and self._held.features is None:
+            raise InternalError("this worker computes only prompts without media")
+
+    def _check_size(self, request: LanguageRequest) -> None:
+        asked, blocks = request.request, self._held.blocks
+        size, window = blocks.block_size, self._model.sliding_window
+        capacity = blocks.num_blocks * size
+        if request.sends and asked.num_prompt_blocks(size) > blocks.num_blocks:
+            raise RequestError(
+                f"the prompt has {request.num_prompt_tokens} tokens; a prefill worker holds {capacity}"
+            )
+        if not request.sends and (num_wanted := asked.max_blocks(size, window)) > blocks.num_blocks:
+            raise RequestError(
+                f"the request needs {num_wanted * size} tokens of KV cache; a decode worker holds {capacity}"
+            )
+
+    def _ticket(self, request: LanguageRequest, name: str, num_tokens: int) -> Ticket:
+        is_text = not request.needs_embeddings
+        return Ticket(name, request.arrived_at, num_tokens, is_text, request.priority)
+
+    def _try_admit(self, ticket: Ticket) -> bool:
+        held, request = self._held, self._held.requests[ticket.request_id]
+        num_blocks = request.request.num_prompt_blocks(held.blocks.block_size)
+        if not (self._may_send(request) and held.admission.has_share(ticket, num_blocks)):
+            return False
+        spans = tuple(uncut_spans(self._model, sequence.prompt) for sequence in request.sequences)
+        if not try_allocate_prompts(request, held.blocks, held.counts.num_admitted, spans):
+            return False
+        if request.computes:
+            held.admission.admit(ticket, num_blocks)
+        else:
+            held.arrivals.remove(ticket.request_id)
+        if request.sends:
+            request.num_sending_blocks = num_blocks
+            held.counts.num_sending_blocks += num_blocks
+        request.is_admitted = True
+        held.counts.num_admitted += request.num_sequences
+        if not request.computes:
+            self._grant(request)
+            return True
+        if request.sends:
+            self._outbox.send(request.door, PrefillAdmitted(request.request_id))
+        self.compute(request)
+        return True
+
+    def _grant(self, request: LanguageRequest) -> None:
+        grant = self._held.kv_input.grant(request, self._planner.token_s)
+        request.move(LanguagePhase.ARRIVING)
+        self._outbox.send(request.door, DecodeGranted(request.request_id, grant))

@@ -1,0 +1,75 @@
+"""The engine's port for KV that comes in: leases on the blocks of prompts, into which the workers that
+compute the prompts write.
+
+Owns the open leases. Used on the engine's thread only.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.engine.state import LanguageRequest
+from cluster.ids import new_lease_id
+from cluster.kvcache.blocks import BlockPool
+from cluster.types.messages import KvReady
+from cluster.types.transfer import Grant, ReceivedTotals
+from kv_transfer.lease.transfer import BlockTransfer
+
+
+class KvInput:
+    def __init__(self, transfer_engine: BlockTransfer, blocks: BlockPool, allows_recompute: bool):
+        """`allows_recompute`: the sender may leave the end of a prompt to this worker, and is told what a
+        token costs here."""
+        self._transfer_engine = transfer_engine
+        self._blocks = blocks
+        self._allows_recompute = allows_recompute
+        self._by_lease: dict[str, LanguageRequest] = {}
+
+    @property
+    def num_open_leases(self) -> int:
+        return len(self._by_lease)
+
+    @property
+    def received(self) -> ReceivedTotals:
+        return self._transfer_engine.received
+
+    def grant(self, request: LanguageRequest, token_s: float | None) -> Grant:
+        """Lets the sender write to the blocks of the request's prompts that are not cached here. token_s: in
+        which this worker computes a token of a prompt."""
+        lease_id = new_lease_id()
+        firsts = [sequence.num_cached_tokens // self._blocks.block_size for sequence in request.sequences]
+        tables = [sequence.block_table for sequence in request.sequences]
+        granted = [
+            block_id for first, table in zip(firsts, tables, strict=True) for block_id in table[first:]
+        ]
+        generations = self._blocks.generations(granted)
+        is_coded = request.codec != "raw"
+        lengths = [sequence.num_prompt_tokens for sequence in request.sequences] if is_coded else ()
+        grant = self._transfer_engine.grant(
+            lease_id, granted, generations, request.timeout_s, lengths, firsts if any(firsts) else ()
+        )
+        request.lease_id = lease_id
+        self._by_lease[lease_id] = request
+        return msgspec.structs.replace(grant, token_s=token_s) if self._allows_recompute else grant
+
+    def pop_closed(self, lease_id: str) -> LanguageRequest | None:
+        """The request whose lease has closed. None: the lease was granted for no request."""
+        return self._by_lease.pop(lease_id, None)
+
+    def try_cancel(self, request: LanguageRequest) -> bool:
+        """Asks the writer of the request's blocks to stop; its lease closes later. False: the request has no
+        open lease."""
+        if request.lease_id not in self._by_lease:
+            return False
+        self._transfer_engine.cancel(request.lease_id)
+        return True
+
+
+def take_over(request: LanguageRequest, ready: KvReady) -> None:
+    """All KV that travels is here."""
+    request.first_tokens = ready.first_tokens
+    for sequence, delta in zip(request.sequences, ready.position_deltas, strict=True):
+        sequence.position_delta = delta
+        sequence.num_computed_tokens = sequence.num_prompt_tokens
+    if ready.first_recomputed is not None:
+        request.main.num_computed_tokens = max(ready.first_recomputed, request.main.num_cached_tokens)

@@ -1,0 +1,304 @@
+"""The life of one request in a language engine.
+
+    WAITING    waits for KV blocks for its prompts                           → ARRIVING, COMPUTING, or over
+    ARRIVING   its blocks are leased to the worker that computes its prompts → COMPUTING, RUNNING, or over
+    COMPUTING  tokens of its prompts are computed, as far as embeddings
+               are here                                                      → RUNNING, SENDING, or over
+    RUNNING    in each step, every choice gets a token, or none does         → over, also by preemption
+    SENDING    its first tokens are out; its KV is on the way to another
+               worker. If those tokens ended every choice, the door's Cancel
+               is awaited                                                    → over
+    CLOSING    its door was told the end, but a transfer still uses its blocks → gone
+
+Over: the request leaves the engine, by way of CLOSING if a transfer is open.
+
+What a worker does for a request: it computes the prompts or receives their KV, and it generates the answer or
+sends the KV to the worker that does. To receive KV only to send it on makes no sense.
+
+A request has one sequence per prompt: its own and, with classifier-free guidance, that of the negative
+prompt. When the answer begins, each choice (`n`) gets sequences of its own. They share the full blocks of a
+prompt. The last, partly filled block is copied for each choice before a choice writes to it.
+
+Requests that have ended leave the engine; their blocks are free from that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import Tensor
+
+from cluster.engine.timing import Stopwatch
+from cluster.kvcache.hashing import BlockHashes
+from cluster.model.language import PromptPositions
+from cluster.types.messages import FinishReason
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from cluster.worker.outbox import DoorId
+from kv_transfer.lease.prompt_places import PromptPlaces
+from kv_transfer.lease.transfer import OutgoingLease
+
+
+class LanguagePhase(Enum):
+    WAITING = "waiting"
+    ARRIVING = "arriving"
+    COMPUTING = "computing"
+    RUNNING = "running"
+    SENDING = "sending"
+    CLOSING = "closing"
+
+
+TRANSITIONS: dict[LanguagePhase, frozenset[LanguagePhase]] = {
+    LanguagePhase.WAITING: frozenset({LanguagePhase.ARRIVING, LanguagePhase.COMPUTING}),
+    LanguagePhase.ARRIVING: frozenset(
+        {LanguagePhase.COMPUTING, LanguagePhase.RUNNING, LanguagePhase.CLOSING}
+    ),
+    LanguagePhase.COMPUTING: frozenset({LanguagePhase.RUNNING, LanguagePhase.SENDING, LanguagePhase.CLOSING}),
+    LanguagePhase.RUNNING: frozenset(),
+    LanguagePhase.SENDING: frozenset({LanguagePhase.CLOSING}),
+    LanguagePhase.CLOSING: frozenset(),
+}
+
+
+@dataclass(eq=False)
+class TokenSequence:
+    """The KV of a prompt and of the answer behind it: of its first `num_computed_tokens` tokens.
+
+    If no layer of the model looks back further than a window, blocks behind the window are freed: their
+    places in the table, [0, num_dropped), hold block 0, which is not read there."""
+
+    sequence_id: str  # unique in the worker
+    prompt: Prompt
+    positions: PromptPositions | None = None  # None: a token's position is its index + position_delta
+    position_delta: int = 0  # of the tokens behind the prompt
+    hashes: BlockHashes | None = (
+        None  # of its tokens; None: its KV is not exact, and no other request uses it
+    )
+    block_table: list[int] = field(default_factory=list)
+    num_dropped: int = 0
+    num_cached_tokens: int = 0  # the part of the prompt that came from the prefix cache
+    num_registered: int = 0  # prefix of the block table that other requests can find
+    num_computed_tokens: int = 0
+    num_missing_at_start: int = (
+        0  # tokens of the prompt that were not here when the engine began to compute it
+    )
+    num_blocks_sent: int = 0  # prefix of the block table that has been posted to the other worker
+    first_recomputed: int | None = None  # KV from this token on does not travel: the other worker computes it
+    items_ready: set[int] = field(default_factory=set)  # media items whose embeddings are here
+    last_logits: Tensor | None = None  # [1, vocab_size], once the prompt is computed, until a token is drawn
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt.token_ids)
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens of the prompt that are still to be computed."""
+        return max(0, self.num_prompt_tokens - self.num_computed_tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the KV of the prompt is here."""
+        return self.num_computed_tokens >= self.num_prompt_tokens
+
+    @property
+    def num_ready_tokens(self) -> int:
+        """Tokens of the prompt that can be computed now: up to the first range of an item whose embeddings
+        are missing."""
+        missing = (item for i, item in enumerate(self.prompt.media) if i not in self.items_ready)
+        starts = (item.first_range_after(self.num_computed_tokens) for item in missing)
+        first = min((start for start in starts if start is not None), default=self.num_prompt_tokens)
+        return max(first, self.num_computed_tokens)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Blocks that the sequence holds."""
+        return self.block_table[self.num_dropped :]
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """These tokens have been generated. Their KV is not here yet."""
+        if self.hashes is not None:
+            self.hashes.extend(token_ids)
+
+    def drop_behind_window(self, num_blocks: int) -> list[int]:
+        """The first `num_blocks` of the table are behind the window now. Returns those that were held: the
+        caller frees them."""
+        left = self.block_table[self.num_dropped : num_blocks]
+        self.block_table[self.num_dropped : num_blocks] = [0] * len(left)
+        self.num_dropped += len(left)
+        return left
+
+
+@dataclass(eq=False)
+class AnswerChoice:
+    """One answer that is generated here."""
+
+    request_id: str  # of the choice itself: unique among all choices of the worker
+    idx: int
+    sampling: SamplingParams
+    stop: StopParams
+    token_ids: list[int]  # prompt and generated tokens; the KV of the last one is not computed yet
+    num_prompt_tokens: int
+    # Under the prompt, then under the negative prompt.
+    sequences: list[TokenSequence] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)  # guesses of the next tokens, to be verified in this step
+    is_done: bool = False
+    num_counted_tokens: int = 0  # tokens of this choice in `SequenceCounts.num_context_tokens`
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose KV is here, of all sequences."""
+        return sum(sequence.num_computed_tokens for sequence in self.sequences)
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Takes a newly drawn token. Returns why the choice ends with it; None: it goes on."""
+        self.token_ids.append(token_id)
+        return finish_reason(token_id, self.num_generated, self.stop)
+
+
+def finish_reason(token_id: int, num_generated: int, stop: StopParams) -> FinishReason | None:
+    """Why a choice ends with this token, its `num_generated`-th; None: it goes on."""
+    if token_id in stop.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_generated >= stop.max_tokens else None
+
+
+@dataclass(eq=False)
+class LanguageRequest:
+    """Written by the engine only."""
+
+    request: GenerateRequest
+    door: DoorId
+    timeout_s: float  # from the arrival of its message until its answer begins
+    arrived_at: float  # when the client asked, by this worker's clock
+    stopwatch: Stopwatch  # runs since the request's message arrived
+    computes: bool  # the prompts are computed here; otherwise their KV is received
+    sends: bool  # the KV is sent to another worker; otherwise the answer is generated here
+    codec: str = "raw"  # in which KV is received, where possible
+    phase: LanguagePhase = LanguagePhase.WAITING
+    # One per prompt, until the choices take them over.
+    sequences: list[TokenSequence] = field(default_factory=list)
+    choices: list[AnswerChoice] = field(default_factory=list)  # empty if the KV is sent
+    # Blocks for copies of the partly filled prompt blocks, one per further choice, until the answer begins.
+    copy_blocks: list[int] = field(default_factory=list)
+    is_admitted: bool = False  # the request has had blocks
+    num_sending_blocks: int = 0  # its part of `SequenceCounts.num_sending_blocks`
+    first_tokens: tuple[int, ...] = ()  # per choice, once they are drawn, here or by the sender of the KV
+    lease_id: str = ""  # of the blocks that the KV is received in
+    outgoing: OutgoingLease | None = None  # once the other worker's grant is known …
+    places: PromptPlaces | None = None  # … and which blocks it wants
+    began_at: float | None = None  # when the answer began, until its first step is over
+    num_counted_tokens: int = 0  # tokens of this request in `Lifecycle.num_missing_tokens`
+
+    def __post_init__(self) -> None:
+        if self.sends:
+            return
+        request, prompt = self.request, self.request.prompt.token_ids
+        self.choices = [
+            AnswerChoice(
+                f"{request.request_id}/{idx}", idx, sampling, request.stop, list(prompt), len(prompt)
+            )
+            for idx, sampling in enumerate(request.sampling)
+        ]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def is_closing(self) -> bool:
+        return self.phase is LanguagePhase.CLOSING
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def needs_embeddings(self) -> bool:
+        return self.computes and bool(self.request.prompt.media)
+
+    @property
+    def main(self) -> TokenSequence:
+        """The sequence under the request's own prompt, which carries the media. Until the answer begins."""
+        return self.sequences[0]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the KV of all prompts is here."""
+        return all(sequence.is_complete for sequence in self.sequences)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.request.prompts)
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens of the prompts that are still to be computed here."""
+        if not self.computes and self.phase is not LanguagePhase.COMPUTING:
+            return 0
+        return sum(sequence.num_missing_tokens for sequence in self.sequences)
+
+    @property
+    def live_choices(self) -> list[AnswerChoice]:
+        return [choice for choice in self.choices if not choice.is_done]
+
+    @property
+    def num_sequences(self) -> int:
+        """Rows of a step while the request runs."""
+        return len(self.live_choices) * len(self.request.prompts)
+
+    @property
+    def held_blocks(self) -> set[int]:
+        """Blocks of all prompts and choices."""
+        sequences = [*self.sequences, *(s for choice in self.choices for s in choice.sequences)]
+        return {*self.copy_blocks, *(block_id for sequence in sequences for block_id in sequence.blocks)}
+
+    def take_first_step_s(self, now: float) -> float:
+        """Seconds since the answer began, at the first call; 0 afterwards."""
+        if self.began_at is None:
+            return 0.0
+        step_s, self.began_at = now - self.began_at, None
+        return step_s
+
+    def num_copies(self, block_size: int) -> int:
+        """Blocks for copies of each partly filled prompt block, for every further choice."""
+        num_partial = sum(len(prompt.token_ids) % block_size > 0 for prompt in self.request.prompts)
+        return num_partial * max(0, len(self.choices) - 1)
+
+    def move(self, phase: LanguagePhase) -> None:
+        if phase not in TRANSITIONS[self.phase]:
+            raise AssertionError(f"{self.request_id}: {self.phase} cannot become {phase}")
+        self.phase = phase
+
+
+@dataclass(frozen=True)
+class PromptWork:
+    """The next tokens of a prompt, computed in a step."""
+
+    request: LanguageRequest
+    sequence: TokenSequence
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class AnswerWork:
+    """The next token of every live choice, computed in a step with the drafts behind it."""
+
+    request: LanguageRequest
+
+
+Work = PromptWork | AnswerWork
+
+
+@dataclass(frozen=True)
+class WorkResult:
+    """What a step gives for one piece of work."""
+
+    tokens: Sequence[Sequence[int]] = ()  # of an answer: the new tokens of each live choice, at least one
+    logits: Tensor | None = None  # [1, vocab_size]: of a prompt whose last token was computed

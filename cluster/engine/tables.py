@@ -1,0 +1,141 @@
+"""Which blocks a request holds: those of its prompts, of which a cached prefix is shared; then its choices
+take them over, grow, and free the blocks behind a window.
+
+Functions of the engine's thread over the records of a request and the pool. The runner copies the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.engine.state import AnswerChoice, LanguageRequest, TokenSequence
+from cluster.kvcache.blocks import BlockPool
+from cluster.model.language import LanguageModel
+from cluster.scheduling.chunks import Span, usable_prefix
+from cluster.types.request import Prompt
+from cluster.worker.blame import bookkeeping
+
+
+def try_allocate_prompts(
+    request: LanguageRequest, blocks: BlockPool, num_spare: int, spans: tuple[tuple[Span, ...], ...]
+) -> bool:
+    """Allocates blocks for all prompts of the request, and for copies of their last blocks. The blocks of a
+    cached prefix are shared. False, and no change, if fewer than `num_spare`
+    blocks would be left. spans: per prompt, what is computed in one piece."""
+    size = blocks.block_size
+    for sequence, uncut in zip(request.sequences, spans, strict=True):
+        _share_cached(sequence, blocks, uncut, is_computed=request.computes)
+    missing = [
+        -(-sequence.num_prompt_tokens // size) - len(sequence.block_table) for sequence in request.sequences
+    ]
+    num_copies = request.num_copies(size)
+    if sum(missing) + num_copies + num_spare > blocks.num_free:
+        for sequence in request.sequences:
+            blocks.free(sequence.block_table)
+            sequence.block_table = []
+            sequence.num_cached_tokens = sequence.num_computed_tokens = sequence.num_registered = 0
+        return False
+    for sequence, count in zip(request.sequences, missing, strict=True):
+        sequence.block_table += blocks.allocate(count)
+    request.copy_blocks = blocks.allocate(num_copies)
+    return True
+
+
+def _share_cached(
+    sequence: TokenSequence, blocks: BlockPool, uncut: tuple[Span, ...], *, is_computed: bool
+) -> None:
+    """`is_computed`: the rest of the prompt is computed here; else all that is cached can be used."""
+    if sequence.hashes is None:
+        return
+    cached, size = blocks.lookup(sequence.hashes.hashes), blocks.block_size
+    usable = len(cached) * size
+    if is_computed:
+        usable = usable_prefix(usable, sequence.num_prompt_tokens, size, uncut)
+    sequence.block_table = cached[: usable // size]
+    blocks.free(cached[usable // size :])
+    sequence.num_cached_tokens = sequence.num_computed_tokens = usable
+    sequence.num_registered = usable // size
+
+
+def register_computed(sequence: TokenSequence, blocks: BlockPool) -> None:
+    """Makes blocks findable that have become full."""
+    if sequence.hashes is None:
+        return
+    num_full = min(len(sequence.hashes.hashes), sequence.num_computed_tokens // blocks.block_size)
+    for i in range(max(sequence.num_registered, sequence.num_dropped), num_full):
+        blocks.register(sequence.block_table[i], sequence.hashes.hashes[i])
+    sequence.num_registered = max(sequence.num_registered, num_full)
+
+
+def uncut_spans(model: LanguageModel, prompt: Prompt) -> tuple[Span, ...]:
+    """Placeholder ranges in which the model attends in both directions, sorted. Empty for most families."""
+    if not model.chunk_cut_spans:
+        return ()
+    ranges = sorted(one for item in prompt.media for one in item.ranges)
+    return tuple((offset, offset + length) for offset, length in ranges)
+
+
+def share_prompts(request: LanguageRequest, blocks: BlockPool) -> tuple[list[int], list[int]]:
+    """The first live choice takes over the sequences of the prompts. The other choices share the full blocks
+    and get a copy of the last one: from here on every choice writes to its own blocks only. Returns the
+    blocks to be copied, and their targets."""
+    sources: list[int] = []
+    targets: list[int] = []
+    choices = request.live_choices
+    for sequence in request.sequences if choices else ():
+        num_full = sequence.num_prompt_tokens // blocks.block_size
+        for choice in choices[1:]:
+            table = sequence.block_table[:num_full]
+            blocks.share(table)
+            if num_full < len(sequence.block_table):
+                sources.append(sequence.block_table[num_full])
+                targets.append(request.copy_blocks.pop())
+                table.append(targets[-1])
+            name = f"{sequence.sequence_id}/{choice.idx}"
+            hashes = None if sequence.hashes is None else sequence.hashes.fork()
+            choice.sequences.append(replace(sequence, sequence_id=name, block_table=table, hashes=hashes))
+        choices[0].sequences.append(sequence)
+    if choices:
+        request.sequences = []
+    spare, request.copy_blocks = request.copy_blocks, []
+    blocks.free(spare)  # blocks for choices that have ended already
+    return sources, targets
+
+
+def try_grow(request: LanguageRequest, blocks: BlockPool) -> bool:
+    """Allocates blocks for the next token of every choice, and for its drafts if there is room. False: there
+    is no room for the next tokens."""
+    if _try_cover(request, blocks):
+        return True
+    for choice in request.live_choices:
+        choice.drafts = []
+    return _try_cover(request, blocks)
+
+
+def _try_cover(request: LanguageRequest, blocks: BlockPool) -> bool:
+    tables = [
+        (sequence.block_table, (sequence.num_computed_tokens + len(choice.drafts)) // blocks.block_size + 1)
+        for choice in request.live_choices
+        for sequence in choice.sequences
+    ]
+    missing = sum(max(0, wanted - len(table)) for table, wanted in tables)
+    if missing == 0:
+        return True
+    fresh = blocks.try_allocate(missing)
+    if fresh is None:
+        return False
+    for table, wanted in tables:
+        while len(table) < wanted:
+            table.append(fresh.pop())
+    return True
+
+
+@bookkeeping
+def free_blocks_behind_window(choice: AnswerChoice, blocks: BlockPool, window: int | None) -> None:
+    """Frees the blocks that no later step of the choice can see. A block that other choices share loses one
+    reference."""
+    if window is None:
+        return
+    for sequence in choice.sequences:
+        first_visible = max(0, sequence.num_computed_tokens + 1 - window)
+        blocks.free(sequence.drop_behind_window(first_visible // blocks.block_size))

@@ -1,0 +1,185 @@
+"""A worker process with a language engine: loads the language half of the model, builds the engine with the
+ports of the worker's role, and passes the doors' messages to it.
+
+Room for embeddings is requested on the event loop, as soon as the request arrives: an encoder must not wait
+for a model step to learn where to send.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from cluster.config.checkpoint import placeholder_ids, read_config
+from cluster.config.settings import ClusterArgs
+from cluster.engine.engine import LanguageEngine
+from cluster.engine.features import FeatureStore
+from cluster.engine.limits import StepLimits, limits_of, sizes_of
+from cluster.engine.runner import LanguageRunner
+from cluster.engine.speculation import DraftModelProposer, NgramProposer, Speculator
+from cluster.engine.warm_up import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, warm_up_answers, warm_up_prompts
+from cluster.errors import RequestError, to_info
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory, feature_layout
+from cluster.model.cpu.weight_cache import WeightCache
+from cluster.model.language import LanguageModel
+from cluster.scheduling.keys import SchedulingPolicy
+from cluster.types.members import Role
+from cluster.types.messages import (
+    AnyMessage,
+    Cancel,
+    DecodeTarget,
+    EncoderLost,
+    Failed,
+    GrantPassed,
+    ReturnGrant,
+    StartDecode,
+    StartPrefill,
+)
+from cluster.worker.outbox import DoorId
+from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
+from cluster.worker.ranks import load_with_ranks
+from cluster.worker.service import PhaseService
+from cluster.worker.setup import WorkerSetup, check_device_transport, set_up
+from kv_transfer.lease.transfer import BlockTransfer
+
+
+class LanguageWorker(PhaseService):
+    def __init__(
+        self, args: ClusterArgs, replica_id: str, role: Role, lease_margin_s: float = LEASE_MARGIN_S
+    ):
+        """Blocks until the model is loaded. Raises ConfigError."""
+        setup = set_up(args, replica_id)
+        check_device_transport(args, setup)
+        limits = limits_of(role, args)
+        sizes = sizes_of(role, args, limits)
+        language, ranks = load_with_ranks(args, setup, role, sizes, lease_margin_s)
+        model = language.model
+        feature_memory = _feature_memory(args, setup, model, sizes.feature_bytes) if role.prefills else None
+        process = WorkerProcess(
+            setup,
+            args.transport,
+            model.fingerprint,
+            outgoing=language.kv if role.prefills else None,
+            outgoing_wire=language.wire if role.prefills else None,
+            incoming=language.kv if role.decodes else None,
+            incoming_wire=language.wire if role.decodes else None,
+            features=feature_memory,
+            lease_margin_s=lease_margin_s,
+            ranks=ranks,
+        )
+        self._features = None
+        if feature_memory is not None:
+            feature_blocks = BlockPool(feature_memory.num_blocks, args.block_size)
+            self._features = FeatureStore(feature_memory, feature_blocks, process.feature_transfer_engine)
+        speculator = _speculator(args, model) if role.decodes else None
+        runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator)
+        blocks = BlockPool(sizes.num_kv_blocks, args.block_size)
+        self._engine = LanguageEngine(
+            model,
+            runner,
+            blocks,
+            process.kv_transfer_engine,
+            process.outbox,
+            process.clock,
+            SchedulingPolicy(**args.scheduling.model_dump()),
+            limits,
+            process.cpu_slots,
+            features=self._features,
+            allows_recompute=args.transfer.recompute == "auto",
+            on_ended=self._on_ended,
+        )
+        self._process, self._model = process, model
+        self._warm_up(runner, blocks, limits, role)
+        self._granting_engines: list[BlockTransfer] = [
+            *([process.kv_transfer_engine] if role.decodes else []),
+            *([process.feature_transfer_engine] if role.prefills else []),
+        ]
+        process.attach(self._engine, self._on_message)
+        member = process.member(
+            role,
+            model.kv_layout,
+            sizes.num_kv_blocks,
+            block_bytes=model.kv_layout.block_bytes,
+            num_layers=model.num_layers,
+        )
+        super().__init__(process, member)
+
+    def _warm_up(self, runner: LanguageRunner, blocks: BlockPool, limits: StepLimits, role: Role) -> None:
+        max_model_len, cpu_slots = self._model.max_model_len, self._process.cpu_slots
+        if role.decodes:
+            fit = self._engine.fit
+            warm_up_answers(runner, blocks, fit, cpu_slots, limits.max_sequences, max_model_len)
+        max_tokens = min(MAX_PROMPT_TOKENS if role.prefills else MIN_PROMPT_TOKENS, max_model_len)
+        warm_up_prompts(runner, blocks, self._engine.planner.budget, cpu_slots, max_tokens)
+
+    def _on_message(self, door: DoorId, message: AnyMessage) -> None:
+        call = self._process.loop.call
+        match message:
+            case StartPrefill() | StartDecode():
+                self._start(door, message)
+            case DecodeTarget():
+                received = message.grant.received(self._process.clock.now())
+                self._engine.offer_target(message.request_id, received)
+                call(self._engine.take_targets)
+            case Cancel():
+                call(self._engine.cancel, message.request_id, message.choice_idx)
+            case EncoderLost() if self._features is not None:
+                self._features.renew((message.request_id, message.item_idx), message.lease_id)
+            # These two may send messages to other ranks, so they do not run on the event loop.
+            case GrantPassed():
+                for engine in self._granting_engines:
+                    call(engine.note_writer, message.lease_id, message.processes)
+            case ReturnGrant():
+                for engine in self._granting_engines:
+                    call(engine.revoke, message.lease_id, "no writer was given the grant")
+
+    def _start(self, door: DoorId, message: StartPrefill | StartDecode) -> None:
+        came_at = self._process.clock.now()
+        computes = isinstance(message, StartPrefill) or message.prefills
+        if computes and self._features is not None and not self._reserve(self._features, door, message):
+            return
+        self._process.loop.call(self._engine.start, door, message, came_at)
+
+    def _reserve(self, features: FeatureStore, door: DoorId, message: StartPrefill | StartDecode) -> bool:
+        """Asks for room for the request's embeddings. False: an item can never fit; the door is told."""
+        request = message.request
+        for item_idx, item in enumerate(request.prompt.media):
+            num_rows = item.geometry.num_tokens
+            if num_rows > features.max_rows:
+                error = RequestError(
+                    f"media item {item_idx} has {num_rows} embedding rows; a prefill worker holds "
+                    f"{features.max_rows}"
+                )
+                self._process.shell.send(door, Failed(request.request_id, to_info(error)))
+                return False
+        send = functools.partial(self._process.shell.call_from_thread, self._process.shell.send, door)
+        for item_idx, item in enumerate(request.prompt.media):
+            key = (request.request_id, item_idx)
+            features.reserve(key, item.media_hash, item.geometry.num_tokens, message.timeout_s, send)
+        return True
+
+    def _on_ended(self, request_id: str) -> None:
+        """A request whose answer was to be generated here has left the engine. Engine thread."""
+
+
+def _feature_memory(
+    args: ClusterArgs, setup: WorkerSetup, model: LanguageModel, num_bytes: int
+) -> BlockMemory:
+    layout = feature_layout(model.feature_width, args.block_size, setup.dtype)
+    return BlockMemory(layout, max(1, num_bytes // layout.block_bytes), setup.device)
+
+
+def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
+    """Raises ConfigError if the draft model does not fit the target model."""
+    speculation = args.decode.speculation
+    if speculation.method == "off":
+        return None
+    placeholders = placeholder_ids(read_config(args.model)).values()
+    if speculation.method == "ngram":
+        return Speculator(NgramProposer(placeholders), speculation.max_draft_tokens)
+    draft = LanguageModel.load(
+        speculation.draft_model, dtype=target.dtype, device=target.device, block_size=args.block_size,
+        weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
+    )  # fmt: skip
+    proposer = DraftModelProposer(draft, target, speculation.draft_kv_blocks, placeholders)
+    return Speculator(proposer, speculation.max_draft_tokens)

@@ -1,0 +1,113 @@
+"""What runs in place of a language model: it writes recognisable KV, checks all that it reads, so that a
+block reused too early is found, and says the next number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cluster.engine.features import FeatureStore
+from cluster.engine.speculation import accept
+from cluster.engine.state import AnswerChoice, AnswerWork, LanguageRequest, PromptWork, Work, WorkResult
+from cluster.kvcache.memory import BlockMemory
+from cluster.worker.blame import bookkeeping
+from tests.fakes.kv_rows import check_tokens, write_token
+from tests.fakes.requests import first_token, item_value, kv_value
+
+
+def prompts_in(works: Sequence[Work]) -> list[PromptWork]:
+    return [work for work in works if isinstance(work, PromptWork)]
+
+
+def answers_in(works: Sequence[Work]) -> list[AnswerWork]:
+    return [work for work in works if isinstance(work, AnswerWork)]
+
+
+class ScriptedRunner:
+    """`on_prompts`, `on_answers`: what happens while a step with prompts, or answers, is computed. `draft`:
+    the guesses at what follows a choice."""
+
+    def __init__(
+        self,
+        kv: BlockMemory,
+        features: FeatureStore | None = None,
+        on_prompts: Callable[[], Any] = lambda: None,
+        on_answers: Callable[[], Any] = lambda: None,
+        draft: Callable[[AnswerChoice], list[int]] = lambda choice: [],
+    ):
+        self.kv = kv
+        self.num_drafted = self.num_accepted = 0
+        self._features = features
+        self._on_prompts, self._on_answers = on_prompts, on_answers
+        self._draft = draft
+        self.copy_blocks = kv.copy_blocks
+        self.run = bookkeeping(self._run)  # what is wrong with memory ends the engine
+        self.first_tokens = bookkeeping(self._first_tokens)
+
+    def propose(self, requests: Sequence[LanguageRequest]) -> None:
+        for request in requests:
+            for choice in request.live_choices if request.request.guidance is None else ():
+                room = choice.stop.max_tokens - choice.num_generated - 1
+                choice.drafts = self._draft(choice)[:room]
+
+    def forget(self, choice: AnswerChoice) -> None:
+        pass
+
+    def warm_up_prompt(self, num_tokens: int, block_table: Sequence[int]) -> None:
+        pass
+
+    def _run(self, works: Sequence[Work], on_layer: Callable[[int, Any], None]) -> list[WorkResult]:
+        prompts, answers = prompts_in(works), answers_in(works)
+        assert list(works) == [*answers, *prompts]
+        for work in prompts:
+            self.compute_prompt(work)
+        if prompts:
+            self._on_prompts()
+        if answers:
+            self._on_answers()
+        results = [WorkResult(tokens=self.answer(work.request)) for work in answers]
+        if prompts:
+            on_layer(0, None)
+        return results + [WorkResult(logits=torch.empty(0))] * len(prompts)
+
+    def compute_prompt(self, work: PromptWork) -> None:
+        sequence, prompt = work.sequence, work.sequence.prompt
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + work.num_tokens
+        for item_idx, item in enumerate(prompt.media):
+            for _, row, count in item.pieces(start, end):
+                assert self._features is not None
+                rows = self._features.rows((work.request.request_id, item_idx), row, row + count)
+                expected = [item_value(item.media_hash, i) for i in range(row, row + count)]
+                assert torch.cat(rows).flatten().tolist() == expected
+        check_tokens(self.kv, sequence.block_table, prompt, start)
+        for position in range(start, end):
+            write_token(self.kv, sequence.block_table, position, kv_value(prompt, position))
+
+    def answer(self, request: LanguageRequest) -> list[list[int]]:
+        """Checks every sequence's prompt and answer, writes what a model would, says the next number."""
+        answer: list[list[int]] = []
+        for choice in request.live_choices:
+            generated = choice.token_ids[choice.num_prompt_tokens :]
+            for sequence in choice.sequences:
+                num_prompt_tokens, computed = sequence.num_prompt_tokens, generated[:-1]
+                assert sequence.num_computed_tokens == num_prompt_tokens + len(computed)
+                check_tokens(self.kv, sequence.block_table, sequence.prompt, num_prompt_tokens, computed)
+                for i, token_id in enumerate((generated[-1], *choice.drafts)):
+                    position = sequence.num_computed_tokens + i
+                    write_token(self.kv, sequence.block_table, position, token_id)
+            drawn = [token_id + 1 for token_id in (choice.token_ids[-1], *choice.drafts)]
+            answer.append(accept(choice.drafts, drawn))
+            choice.drafts = []
+        return answer
+
+    @staticmethod
+    def _first_tokens(requests: Sequence[LanguageRequest]) -> list[tuple[int, ...]]:
+        tokens: list[tuple[int, ...]] = []
+        for request in requests:
+            assert request.is_complete
+            token_id = first_token(request.main.prompt.token_ids[-1])
+            tokens.append((token_id,) * len(request.request.sampling))
+        return tokens

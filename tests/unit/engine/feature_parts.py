@@ -1,0 +1,68 @@
+"""A feature store alone: a transfer engine that records leases, doors that are lists."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from cluster.engine.features import FeatureStore
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory, feature_layout
+from cluster.types.messages import FeatureGranted, FeatureShared
+from cluster.types.transfer import Grant
+
+NUM_BLOCKS = 4
+GRANTED, SHARED = FeatureGranted.__name__, FeatureShared.__name__
+
+
+class FakeMover:
+    """Records leases."""
+
+    def __init__(self):
+        self.granted: list[str] = []
+        self.cancelled: list[str] = []
+
+    def grant(self, lease_id, block_ids, generations, ttl_s):
+        self.granted.append(lease_id)
+        return Grant(lease_id, b"", 0, NUM_BLOCKS, "", tuple(block_ids), tuple(generations), ttl_s)
+
+    def cancel(self, lease_id):
+        self.cancelled.append(lease_id)
+
+
+class Parts:
+    def __init__(self):
+        self.memory = BlockMemory(feature_layout(1, 4, torch.int64), NUM_BLOCKS)
+        self.pool = BlockPool(NUM_BLOCKS, 4)
+        self.transfer_engine = FakeMover()
+        self.store = FeatureStore(self.memory, self.pool, self.transfer_engine)
+        self.told: dict[tuple[str, int], list[str]] = defaultdict(list)  # kinds of message, per item
+        self.grants: dict[tuple[str, int], Grant] = {}
+        self.blocks_of: dict[str, list[int]] = {}  # per lease
+
+    def reserve(self, request_id, num_rows, item_idx=0, media_hash=""):
+        """An item of its own, unless it is named."""
+        key = (request_id, item_idx)
+
+        def tell(message):
+            assert (message.request_id, message.item_idx) == key
+            self.told[key].append(type(message).__name__)
+            if isinstance(message, FeatureGranted):
+                self.grants[key] = message.grant
+                self.blocks_of[message.grant.lease_id] = list(message.grant.block_ids)
+
+        self.store.reserve(key, media_hash or f"{key}", num_rows, 10.0, tell)
+
+    def close(self, request_id, completed=True):
+        return self.store.close_lease(self.grants[request_id, 0].lease_id, completed=completed)
+
+    def let_go(self):
+        """Every request leaves, every lease ends; nothing may be left."""
+        for key in list(self.store._items):
+            self.store.release(key, has_ended=True)
+        for lease_id in list(self.store._by_lease):
+            assert self.store.close_lease(lease_id, completed=False) == []
+        assert self.store.num_open_leases == 0 and self.store.num_used_blocks == 0
+        assert not self.store._by_name and not self.store._queued
+        self.pool.check_integrity()

@@ -1,0 +1,126 @@
+"""Prompts that the decode engine computes itself, stepped by hand."""
+
+import math
+
+import pytest
+
+from cluster.engine.limits import PROMPT_PAUSE_S
+from cluster.types.messages import Cancel, Tokens
+from tests.fakes.engines import TIMEOUT_S
+from tests.fakes.language_runner import prompts_in
+from tests.fakes.requests import make_item, make_request
+
+
+class LimitRecorder:
+    """A step budget that remembers how long steps were allowed to last."""
+
+    def __init__(self, budget):
+        self._budget = budget
+        self.seen = []
+
+    def max_tokens(self, context, limit_s):
+        self.seen.append(limit_s)
+        return self._budget.max_tokens(context, limit_s)
+
+    def __getattr__(self, name):
+        return getattr(self._budget, name)
+
+
+def record_parts(rig):
+    """Per step with prompts: (first token, number of tokens) of each."""
+    runner, parts = rig.decode.engine._runner, []
+    run = runner.run
+
+    def recorded(works, on_layer):
+        if prompts := prompts_in(works):
+            parts.append([(work.sequence.num_computed_tokens, work.num_tokens) for work in prompts])
+        return run(works, on_layer)
+
+    runner.run = recorded
+    return parts
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 6, 7, 8, 15])  # but for one
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_a_prompt_computed_here_needs_no_prefill_worker(rig, relay, num_tokens, num_choices):
+    story = relay.start(
+        make_request("r", num_tokens, max_tokens=6, num_choices=num_choices), prefills_locally=True
+    )
+    relay.play()
+    assert [line.tokens for line in story.lines] == [[50, 51, 52, 53, 54, 55]] * num_choices
+    assert rig.ended == ["r"] and not rig.prefill.engine._requests
+
+
+def test_a_prompt_is_computed_a_block_at_a_time_and_the_others_go_on(rig, relay):
+    running = relay.start(make_request("old", 3, max_tokens=20), prefills_locally=True)
+    relay.play(2)
+    parts = record_parts(rig)
+    story = relay.start(make_request("new", 18, max_tokens=2), prefills_locally=True)
+    num_before = len(running.tokens)
+    while not story.tokens:
+        relay.play(1)
+    assert parts == [[(0, 4)], [(4, 4)], [(8, 4)], [(12, 4)], [(16, 3)]]
+    assert len(running.tokens) - num_before == len(parts)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_prompt_that_delays_no_other_is_computed_in_longer_steps(rig, relay, is_alone):
+    if not is_alone:
+        relay.start(make_request("old", 3, max_tokens=20), prefills_locally=True)
+        relay.play(2)
+    planner = rig.decode.engine.planner
+    limits = planner.budget = LimitRecorder(planner.budget)
+    relay.start(make_request("new", 18, max_tokens=2), prefills_locally=True)
+    relay.play()
+    assert limits.seen and limits.seen[0] == (math.inf if is_alone else PROMPT_PAUSE_S)
+
+
+def test_short_prompts_share_a_local_prefill_step_and_go_before_long_ones(rig, relay):
+    parts = record_parts(rig)
+    for request_id, num_tokens in (("long", 15), ("a", 2), ("b", 0), ("c", 1)):
+        relay.start(make_request(request_id, num_tokens, max_tokens=1), prefills_locally=True)
+    relay.play(1)
+    assert [len(batch) for batch in parts] == [3] and sorted(rig.ended) == ["b", "c"]
+    relay.play()
+    assert all(story.tokens == [50] for story in relay.stories.values())
+
+
+def test_a_first_token_does_not_wait_for_the_step_that_follows(rig, relay):
+    relay.start(make_request("r", 3, max_tokens=5), prefills_locally=True)
+    relay.send_one("decode")
+    rig.decode.step()
+    told = [said for said in rig.decode.said if isinstance(said, Tokens)]
+    assert [event.token_ids for said in told for event in said.events] == [(50,)]
+
+
+@pytest.mark.parametrize("num_rounds", range(9))
+def test_a_prompt_computed_here_may_be_cancelled_at_any_moment(rig, relay, num_rounds):
+    relay.start(make_request("r", 17, max_tokens=3, num_choices=2), prefills_locally=True)
+    relay.play(num_rounds)
+    rig.receive("decode", Cancel("r", 1))
+    relay.play(1)
+    relay.land("r")
+    relay.play(2)
+    assert rig.ended == ["r"] and rig.pools["decode"].num_referenced == 0
+
+
+def test_a_prompt_that_waits_too_long_to_be_computed_fails_by_name(rig, relay):
+    story = relay.start(make_request("r", 17), prefills_locally=True)
+    relay.play(2)
+    rig.clock.at += TIMEOUT_S
+    relay.play(1)
+    assert story.error == "the request waited too long for embeddings or its turn to compute the prompt"
+
+
+def test_media_are_not_begun_by_a_worker_that_has_no_room_for_embeddings(rig, relay):
+    story = relay.start(make_request("r", 6, [make_item("a", 3)]), prefills_locally=True)
+    relay.play(2)
+    assert story.error == "this worker computes only prompts without media" and rig.ended == ["r"]
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_negative_prompt_may_be_computed_here_too(rig, relay, num_choices):
+    request = make_request("r", 6, negative=5, num_choices=num_choices)
+    story = relay.start(request, prefills_locally=True)
+    relay.play()
+    assert [line.tokens for line in story.lines] == [[50, 51, 52, 53]] * num_choices

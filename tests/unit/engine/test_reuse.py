@@ -1,0 +1,130 @@
+"""KV that a worker keeps under its hashes: prompts and answers are found again, and only what is missing
+travels."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from cluster.types.messages import BlocksChanged
+from cluster.types.request import Prompt
+from tests.fakes.engines import Rig
+from tests.fakes.kv_rows import BLOCK_SIZE, KV_LAYOUT
+from tests.fakes.relay import Relay
+from tests.fakes.requests import make_item, make_request
+
+
+def turn_after(request, answer, num_tokens, name):
+    """The next turn of a conversation: prompt and answer so far, and new text."""
+    token_ids = (*request.prompt.token_ids, *answer, *range(200, 200 + num_tokens))
+    prompt = msgspec.structs.replace(request.prompt, token_ids=token_ids)
+    return msgspec.structs.replace(request, request_id=name, prompt=prompt)
+
+
+def num_blocks_sent(rig: Rig) -> float:
+    return rig.prefill.transfer_engine.sent.raw_bytes / KV_LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize(("num_tokens", "lacked"), [(7, 0), (8, 1), (10, 1), (2, 1)])
+def test_only_blocks_that_decode_lacks_travel(rig: Rig, relay: Relay, num_tokens: int, lacked: int) -> None:
+    """Of prompts of 8, 9, 11 and 3 tokens; a prompt of whole blocks needs no byte at all."""
+    relay.start(make_request("first", num_tokens, max_tokens=2))
+    relay.play()
+    before, spared = num_blocks_sent(rig), rig.decode.engine.load().received.spared_bytes
+    relay.start(make_request("again", num_tokens, max_tokens=9))
+    relay.play()
+    assert relay.stories["again"].tokens == list(range(50, 59))
+    assert num_blocks_sent(rig) - before == lacked
+    num_full = (num_tokens + 1) // BLOCK_SIZE
+    assert rig.decode.engine.load().received.spared_bytes - spared == num_full * KV_LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize("has_media", [False, True])
+def test_the_next_turn_finds_prompt_and_answer_where_the_answer_was_generated(has_media: bool) -> None:
+    rig = Rig(decode_blocks=40)
+    relay = Relay(rig)
+    items = [make_item("a", 5)] if has_media else []
+    first = make_request("first", 9, items, max_tokens=12)
+    story = relay.start(first, items)
+    relay.play()
+    before = num_blocks_sent(rig)
+    second = turn_after(first, story.tokens, 3, "second")
+    relay.start(second, items)
+    relay.play()
+    assert relay.stories["second"].is_over and relay.stories["second"].error is None
+    num_kept = (len(first.prompt.token_ids) + len(story.tokens) - 1) // BLOCK_SIZE  # the last token has no KV
+    assert num_blocks_sent(rig) - before == -(-len(second.prompt.token_ids) // BLOCK_SIZE) - num_kept
+    relay.finish()
+
+
+def test_a_turn_that_decode_computes_itself_begins_behind_the_last_answer(rig: Rig, relay: Relay) -> None:
+    first = make_request("first", 5, max_tokens=11)
+    story = relay.start(first, prefills_locally=True)
+    relay.play()
+    computed = []
+    rig.mid_local_prefill = lambda: computed.append(rig.decode.engine._requests["second"].num_missing_tokens)
+    second = turn_after(first, story.tokens, 2, "second")
+    relay.start(second, prefills_locally=True)
+    relay.play()
+    assert computed == [len(second.prompt.token_ids) - 16]
+    assert relay.stories["second"].is_over
+
+
+def test_choices_and_negative_prompts_are_kept_each_under_its_own_name() -> None:
+    rig = Rig(decode_blocks=60)
+    relay = Relay(rig)
+    first = make_request("first", 6, max_tokens=12, num_choices=3, negative=5)
+    relay.start(first)
+    relay.play()
+    before = num_blocks_sent(rig)
+    relay.start(msgspec.structs.replace(first, request_id="again"))
+    relay.play()
+    assert [line.tokens for line in relay.stories["again"].lines] == [list(range(50, 62))] * 3
+    assert num_blocks_sent(rig) - before == 2  # the partly filled last blocks of both prompts
+    relay.finish()
+
+
+def test_coded_kv_is_not_exact_and_is_kept_for_nothing() -> None:
+    rig = Rig(decode_blocks=40, codec="int8")
+    relay = Relay(rig)
+    for name in ("first", "again"):
+        relay.start(make_request(name, 40, max_tokens=5))
+        relay.play()
+        assert relay.stories[name].tokens == [50, 51, 52, 53, 54]
+    assert rig.decode.engine.load().num_cached_blocks == 0
+    relay.finish()
+
+
+def test_doors_hear_which_blocks_decode_has(rig: Rig, relay: Relay) -> None:
+    known: set[bytes] = set()
+    said = rig.decode.outbox._deliver
+
+    def hear(batch):
+        for _, message in batch:
+            if isinstance(message, BlocksChanged):
+                known.update(message.added)
+                known.difference_update(message.evicted)
+        said(batch)
+
+    rig.decode.outbox._deliver = hear
+    for number in range(6):
+        prompt = Prompt(tuple(range(100 * number, 100 * number + 13)))
+        request = msgspec.structs.replace(make_request(f"r{number}", 5, max_tokens=6), prompt=prompt)
+        relay.start(request, prefills_locally=bool(number % 2))
+        relay.play()
+    assert known == set(rig.pools["decode"].content()) and known
+
+
+def test_a_cached_block_that_is_evicted_while_its_request_waits_is_computed_again(
+    rig: Rig, relay: Relay
+) -> None:
+    first = make_request("first", 11, max_tokens=2)
+    relay.start(first)
+    relay.play()
+    large = msgspec.structs.replace(
+        make_request("large", 30, max_tokens=2), prompt=Prompt(tuple(range(700, 736)))
+    )
+    relay.start(large)
+    relay.start(msgspec.structs.replace(first, request_id="again"))
+    relay.play(100)
+    assert relay.stories["again"].tokens == relay.stories["first"].tokens == [50, 51]
