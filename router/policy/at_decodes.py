@@ -6,9 +6,9 @@ latest of
 
     first token + the last step's last layer
     first token + all new KV - prefill's own time            (prefill makes KV faster than the link takes it)
-    decode's wait for blocks + all KV of the prompt          (cached blocks travel, too)
+    decode's wait for blocks + all KV of the prompt that travels
 
-So it ends at max(first token + after_s, before_s) for each decode worker, which is never earlier if the first
+Blocks that decode has in its prefix cache do not travel; those that only prefill has do. So it ends at max(first token + after_s, before_s) for each decode worker, which is never earlier if the first
 token comes later. With a codec, KV is coded layer by layer as it is sent, and decoded when all of it has
 arrived.
 """
@@ -105,7 +105,8 @@ class DecodeEstimate:
 
     def _to_others(self, prefill: int, own: int, prefills: PrefillEstimate) -> list[KvTransferEstimate]:
         links = self._cluster.kv_links.speeds
-        last, new, total = self._bytes(prefills.num_uncached[prefill], prefills.max_tokens[prefill])
+        cached = self._cluster.shared.at_decodes(prefills.num_cached)
+        last, new, total = self._bytes(prefills.num_uncached[prefill], prefills.max_tokens[prefill], cached)
         latency_s, s_per_byte = links.latency_s[:, prefill], links.s_per_byte[:, prefill]
         kv_transfers = []
         for name, ratio in self._cluster.codecs.items():
@@ -122,7 +123,8 @@ class DecodeEstimate:
     def least_cost_s(self, ttft_s: Floats, prefills: PrefillEstimate) -> Floats:
         """[prefills]: until the end of decode's first step, and the delay of others there, at best."""
         links = self._cluster.kv_links.speeds
-        last, new, total = self._bytes(prefills.num_uncached, prefills.max_tokens)
+        most_cached = float(self._cluster.shared.at_decodes(prefills.num_cached).max())
+        last, new, total = self._bytes(prefills.num_uncached, prefills.max_tokens, most_cached)
         least_s = np.full(len(ttft_s), np.inf)
         for name, ratio in self._cluster.codecs.items():
             encode_s, decode_s = self._codec_s(name)
@@ -139,9 +141,14 @@ class DecodeEstimate:
         kind, cluster = f"codec {name}", self._cluster
         return cluster.prefills.curve(kind, 0.0).per_unit_s, cluster.decodes.curve(kind, 0.0).per_unit_s
 
-    def _bytes(self, num_uncached: Floats, max_tokens: Floats) -> tuple[Floats, Floats, float]:
-        """Bytes of the last layer of the last step, of new KV, and of all KV."""
+    def _bytes(
+        self, num_uncached: Floats, max_tokens: Floats, num_cached: Floats | float
+    ) -> tuple[Floats, Floats, Floats]:
+        """Bytes of the last layer of the last step, of new KV, and of all KV that travels. `num_cached`: tokens
+        whose KV decode has."""
         per_token = self._cluster.kv_bytes_per_token
         num_tokens = self._request.num_prompt_tokens + self._request.num_negative_tokens
-        last = np.minimum(num_uncached, max_tokens) * per_token / self._cluster.num_layers
-        return last, num_uncached * per_token, num_tokens * per_token
+        total = np.asarray(np.maximum(0.0, num_tokens - num_cached))
+        new = np.minimum(num_uncached, total)
+        last = np.minimum(new, max_tokens) * per_token / self._cluster.num_layers
+        return last, new * per_token, total * per_token

@@ -18,6 +18,8 @@ from router.policy.registry import BASELINES, POLICIES
 from router.policy.shared import SHARED_STEP_S
 from tests.fakes.placement import (
     DECODE,
+    KV_BYTES,
+    LINK,
     PREFILL,
     add,
     cluster_of,
@@ -172,6 +174,22 @@ def test_a_prompt_goes_where_its_blocks_are_cached_whatever_the_role(role):
     assert decision.prediction.prefill_s == pytest.approx(PREFILL.seconds(16))
     cluster.blocks_changed("x1", [], hashes("text", 60))
     assert decide(text(960), cluster).prediction.prefill_s == pytest.approx(PREFILL.seconds(960))
+
+
+@pytest.mark.parametrize("num_cached", [0, 20, 60])
+def test_blocks_that_decode_has_do_not_travel(num_cached):
+    """The prompt has a picture, so a prefill worker computes it; of equal decode workers the one with blocks is
+    sooner ready, by the time that these would take on the link."""
+    cluster = cluster_of(1, 1, 3)
+    request = media(40, num_before=475)
+    cluster.blocks_changed("p0", hashes("media", 60), [])
+    cluster.blocks_changed("d1", hashes("media", num_cached), [])
+    decision = decide(request, cluster)
+    assert num_cached == 0 or decision.placement.decode == "d1"
+    num_tokens = request.num_prompt_tokens - 16 * num_cached
+    assert decision.prediction.transfer_s == pytest.approx(
+        max(0.0, LINK.seconds(KV_BYTES * num_tokens) - decision.prediction.ttft_s), abs=2e-3
+    )
 
 
 def test_nothing_is_expected_in_the_cache_of_a_worker_that_has_none():
