@@ -8,9 +8,9 @@ latest of
     first token + all new KV - prefill's own time            (prefill makes KV faster than the link takes it)
     decode's wait for blocks + all KV of the prompt that travels
 
-Blocks that decode has in its prefix cache do not travel; those that only prefill has do. So it ends at max(first token + after_s, before_s) for each decode worker, which is never earlier if the first
-token comes later. With a codec, KV is coded layer by layer as it is sent, and decoded when all of it has
-arrived.
+Blocks that decode has in its prefix cache do not travel; those that only prefill has do. So it ends at
+max(first token + after_s, before_s) for each decode worker, which is never earlier if the first token comes
+later. With a codec, KV is coded layer by layer as it is sent, and decoded when all of it has arrived.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class DecodeEstimate:
     def _bytes(
         self, num_uncached: Floats, max_tokens: Floats, num_cached: Floats | float
     ) -> tuple[Floats, Floats, Floats]:
-        """Bytes of the last layer of the last step, of new KV, and of all KV that travels. `num_cached`: tokens
-        whose KV decode has."""
+        """Bytes of the last layer of the last step, of new KV, and of all KV that travels. `num_cached`:
+        tokens whose KV decode has."""
         per_token = self._cluster.kv_bytes_per_token
         num_tokens = self._request.num_prompt_tokens + self._request.num_negative_tokens
         total = np.asarray(np.maximum(0.0, num_tokens - num_cached))

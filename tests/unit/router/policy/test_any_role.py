@@ -178,8 +178,8 @@ def test_a_prompt_goes_where_its_blocks_are_cached_whatever_the_role(role):
 
 @pytest.mark.parametrize("num_cached", [0, 20, 60])
 def test_blocks_that_decode_has_do_not_travel(num_cached):
-    """The prompt has a picture, so a prefill worker computes it; of equal decode workers the one with blocks is
-    sooner ready, by the time that these would take on the link."""
+    """The prompt has a picture, so a prefill worker computes it; of equal decode workers the one with blocks
+    is ready sooner, by the time that these would take on the link."""
     cluster = cluster_of(1, 1, 3)
     request = media(40, num_before=475)
     cluster.blocks_changed("p0", hashes("media", 60), [])
