@@ -38,7 +38,7 @@ from cluster.engine.intake import Intake
 from cluster.engine.kv_input import KvInput, take_over
 from cluster.engine.kv_output import KvOutput, send_computed
 from cluster.engine.lifecycle import EngineState, Lifecycle
-from cluster.engine.limits import PROMPT_PAUSE_S, StepLimits
+from cluster.engine.limits import StepLimits
 from cluster.engine.planner import PromptPlanner
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.state import AnswerWork, LanguagePhase, LanguageRequest, PromptWork
@@ -48,7 +48,7 @@ from cluster.errors import UnavailableError
 from cluster.kvcache.blocks import BlockPool
 from cluster.model.language import LanguageModel
 from cluster.scheduling.admission import PromptAdmission
-from cluster.scheduling.budget import StepBudget
+from cluster.scheduling.budget import PROMPT_PAUSE_S, StepBudget
 from cluster.scheduling.fit import StepFit
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.scheduling.queue import WaitingQueue

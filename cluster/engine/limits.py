@@ -8,10 +8,6 @@ from cluster.config.settings import ClusterArgs
 from cluster.types.members import Role
 from cluster.worker.language import LanguageSizes
 
-# A step that generates answers lasts at most this much longer because of the prompts in it: what a running
-# stream waits for them between two tokens.
-PROMPT_PAUSE_S = 0.05
-
 
 @dataclass(frozen=True)
 class StepLimits:

@@ -1,5 +1,5 @@
-"""Where the time of a request at a prefill worker goes: at each instant into exactly one part of
-`PrefillTiming`. The stopwatch is set when a part begins; a request that waits costs nothing.
+"""Where the time of a request goes at the worker that computes its prompt: at each instant into exactly one
+part of `PrefillTiming`. The stopwatch is set when a part begins; a request that waits costs nothing.
 """
 
 from __future__ import annotations

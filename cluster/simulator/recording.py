@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.simulator.hardware import Model
 from cluster.simulator.worker import WorkerSpec
@@ -19,7 +20,6 @@ from cluster.types.media import Modality
 from cluster.types.members import Role
 
 # Of live workers, which do not tell them.
-LOCAL_PREFILL_STEP_S = 0.05  # of prompts, between two decode steps
 NUM_PREPARE_THREADS = 2
 
 Fields = dict[str, Any]
@@ -139,7 +139,7 @@ def _worker(fields: Fields, model: Model, step_target_s: float) -> WorkerSpec:
     limits: Fields = {
         Role.ENCODE: {"max_items": fields["max_batch"], "num_prepare_threads": NUM_PREPARE_THREADS},
         Role.PREFILL: {"step_target_s": step_target_s},
-        Role.DECODE: {"step_target_s": LOCAL_PREFILL_STEP_S, "max_batch": fields["max_batch"]},
+        Role.DECODE: {"step_target_s": PROMPT_PAUSE_S, "max_batch": fields["max_batch"]},
     }[role]
     return WorkerSpec(
         fields["replica_id"],

@@ -4,7 +4,7 @@ the other.
 A step of such a worker has tokens of prompts and a token of every running answer in it:
 
 * With prompts, it takes longer by one token of every answer that runs there. It has so few tokens of prompts
-  that the answers wait no longer than `SHARED_STEP_S` for them.
+  that the answers wait no longer than `PROMPT_PAUSE_S` for them.
 * With answers, it takes longer by the queued tokens of prompts, as far as they fit.
 """
 
@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.scheduling.budget import PROMPT_PAUSE_S
 from router.policy.pool import Floats, WorkerPool
 
 if TYPE_CHECKING:
     from router.policy.cluster import ClusterView
-
-SHARED_STEP_S = 0.05  # of the tokens of prompts in a step with running answers
 
 
 class SharedWorkers:
@@ -83,7 +82,7 @@ class PromptSteps:
         self.has_answers = shared.at_prefills(num_running) > 0
         self.answers_s = shared.at_prefills(answers_s)
         self.decode_step_s = shared.at_prefills((num_running > 0) * (decode.fixed_s + answers_s))
-        room_s = np.maximum(0.0, SHARED_STEP_S - self.fixed_s)
+        room_s = np.maximum(0.0, PROMPT_PAUSE_S - self.fixed_s)
         fitting = np.maximum(block_size, room_s / np.maximum(1e-12, self.queued_token_s))
         self.max_tokens = np.where(
             self.has_answers, np.minimum(np.floor(fitting), pool.step_units), pool.step_units

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.simulator.__main__ import main
 from cluster.simulator.overheads import Overheads, measure
-from cluster.simulator.recording import LOCAL_PREFILL_STEP_S, NUM_PREPARE_THREADS, Recording, read
+from cluster.simulator.recording import NUM_PREPARE_THREADS, Recording, read
 from cluster.simulator.replay import NUM_RUNS, Replayed, as_placed, known_from, replay, replayed_curves, table
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.media import Modality
@@ -243,10 +243,6 @@ def test_doors_begin_a_block_with_what_was_measured_before_unless_speeds_have_ch
 
 
 def test_what_workers_do_not_tell_is_what_the_services_have() -> None:
-    from cluster.engine import limits
     from encoder_service import service
 
-    assert (limits.PROMPT_PAUSE_S, service.NUM_PREPARE_THREADS) == (
-        LOCAL_PREFILL_STEP_S,
-        NUM_PREPARE_THREADS,
-    )
+    assert service.NUM_PREPARE_THREADS == NUM_PREPARE_THREADS

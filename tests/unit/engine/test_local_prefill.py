@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cluster.engine.limits import PROMPT_PAUSE_S
+from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.types.messages import Cancel, Tokens
 from tests.fakes.engines import TIMEOUT_S
 from tests.fakes.language_runner import prompts_in

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.config.settings import ClusterArgs
-from cluster.engine.limits import PROMPT_PAUSE_S, limits_of, sizes_of
+from cluster.engine.limits import limits_of, sizes_of
+from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.types.members import Role
 from cluster.types.messages import DecodeGranted, PrefillAdmitted, StartDecode, StartPrefill
 from tests.fakes.engines import DOOR, TIMEOUT_S, Rig
