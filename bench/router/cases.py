@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from bench.router.policies import ORACLE, WHOLE, WHOLE_IN_TURN
+from bench.router.policies import ORACLE, TOGETHER, WHOLE, WHOLE_IN_TURN
 from cluster.simulator.hardware import A100, H200, H200_PAIR, VL_7B, VL_32B, Accelerator, Model
 from cluster.simulator.layouts import Layout, throttled, workers
 from cluster.simulator.results import Slo
@@ -67,11 +68,22 @@ class PolicyCase:
     num_requests: int = 2000
 
 
-# vLLM's post on encoder disaggregation promises these 99th percentiles; the other one is what interactive use
-# asks for.
-LOOSE, TIGHT = Slo(20.0, 0.1), Slo(2.0, 0.025)
-SLOS = {"20 s, 100 ms": LOOSE, "2 s, 25 ms": TIGHT}
-SPLIT_WORKLOADS = ("text-400", "1-image", "4-image", "4-image-2000")
+# The loose limits are those of vLLM's post on encoder disaggregation, the tight ones what interactive use asks
+# for. Between them, at the balanced ones, neither family below is ahead on text.
+SLOS = {
+    "2 s, 25 ms": Slo(2.0, 0.025, share=0.9),
+    "2 s, 40 ms": Slo(2.0, 0.04, share=0.9),
+    "20 s, 100 ms": Slo(20.0, 0.1, share=0.9),
+}
+SPLIT_WORKLOADS = ("text", "1-image", "4-image", "video-mix", "multi-turn")
+
+
+class Family(StrEnum):
+    """What the workers of a split may do of a request."""
+
+    WHOLE = "each request on one"  # language worker; the encoder is on its device, or another one
+    PHASES = "a phase each"
+    ANY = "any"
 
 
 @dataclass(frozen=True)
@@ -79,20 +91,22 @@ class Split:
     """How four devices are used."""
 
     name: str
+    family: Family
     layout: Layout
     policy: str = "joint"
 
 
-DATA_PARALLEL = Split("4 EPD, each request on one", Layout(num_whole=4), WHOLE)
 SPLITS = {
     each.name: each
     for each in (
-        DATA_PARALLEL,
-        Split("4 EPD", Layout(num_whole=4)),
-        Split("1 E, 3 PD", Layout(num_encode=1, num_colocated=3)),
-        Split("1 EPD, 3 PD", Layout(num_whole=1, num_colocated=3)),
-        Split("1 E, 2 P, 1 D", Layout(1, 2, 1, may_prefill_locally=True)),
-        Split("2 P, 2 D", Layout(0, 2, 2, may_prefill_locally=True)),
+        Split("4 EPD, least loaded", Family.WHOLE, Layout(num_whole=4), WHOLE),
+        Split("4 EPD, joint on one", Family.WHOLE, Layout(num_whole=4), TOGETHER),
+        Split("1 E, 3 PD, least loaded", Family.WHOLE, Layout(1, num_language=3), WHOLE),
+        Split("1 E, 1 P, 2 D", Family.PHASES, Layout(1, 1, 2)),
+        Split("1 E, 2 P, 1 D", Family.PHASES, Layout(1, 2, 1)),
+        Split("2 P, 2 D", Family.PHASES, Layout(0, 2, 2)),
+        Split("4 EPD, joint", Family.ANY, Layout(num_whole=4)),
+        Split("1 E, 3 PD, joint", Family.ANY, Layout(1, num_language=3)),
     )
 }
 
@@ -107,7 +121,7 @@ class SplitCase:
     seed: int
     accelerator: Accelerator = A100
     model: Model = VL_7B
-    num_requests: int = 600
+    num_requests: int = 200
 
 
 @dataclass(frozen=True)
@@ -153,7 +167,7 @@ def all_cases(num_seeds: int = NUM_SEEDS) -> list[Case]:
         SplitCase(workload, split.name, slo, seed)
         for workload in SPLIT_WORKLOADS
         for split in SPLITS.values()
-        if split.layout.num_encode or split.layout.num_whole or "image" not in workload
+        if split.layout.num_whole or (split.layout.num_encode > 0) is (workload != "text")
         for slo in SLOS
         for seed in seeds
     ]

@@ -9,7 +9,6 @@ from multiprocessing import get_context
 
 from bench.records import Record
 from bench.router.cases import (
-    DATA_PARALLEL,
     GROUP_SPLITS,
     SCENARIOS,
     SLOS,
@@ -24,12 +23,14 @@ from bench.router.cases import (
 from bench.router.policies import maker
 from bench.router.simulated_overload import overload
 from cluster.simulator.demand import capacity, demand
-from cluster.simulator.layouts import workers
+from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.results import Slo, Summary, fields
 from cluster.simulator.search import highest_rate, run_once
 from cluster.simulator.workload import WORKLOADS
 
 NO_LIMIT = Slo(float("inf"))
+SPLIT_PRECISION = 0.06
+GUESSES = {"2 s, 25 ms": 0.7, "2 s, 40 ms": 0.9, "20 s, 100 ms": 1.1}  # of what arithmetic says
 
 
 def run(cases: Sequence[Case], num_processes: int) -> Iterator[Record]:
@@ -75,8 +76,8 @@ def _split(case: SplitCase) -> Record:
             specs, maker(split.policy), case.model, workload, rate, case.num_requests, case.seed, slo
         )
 
-    guess = 0.8 * capacity(workers(DATA_PARALLEL.layout, case.model, case.accelerator), demand(workload))
-    rate, summary = highest_rate(simulate, slo, guess)
+    busy = capacity(workers(Layout(num_whole=4), case.model, case.accelerator), demand(workload))
+    rate, summary = highest_rate(simulate, slo, GUESSES[case.slo] * busy, SPLIT_PRECISION)
     return {"rate": round(rate, 3)} | (fields(summary) if summary else {})
 
 

@@ -28,13 +28,14 @@ def run_once(
     return summarise(simulation.run(workload.requests(rate, num_requests, seed)), slo)
 
 
-def highest_rate(run: Callable[[float], Summary], slo: Slo, guess: float) -> tuple[float, Summary | None]:
-    """Where the 99th percentiles just keep the limits, to `PRECISION`, and what came out there. (0, None):
-    nowhere.
+def highest_rate(
+    run: Callable[[float], Summary], slo: Slo, guess: float, precision: float = PRECISION
+) -> tuple[float, Summary | None]:
+    """Where the limits are just kept, and what came out there. (0, None): nowhere.
 
     `run` simulates a rate. The guess is bracketed by factors first, then halved in logarithms.
     """
-    low, high, best, factor = 0.0, 0.0, None, 1.3
+    low, high, best, factor = 0.0, 0.0, None, 1.25
     rate = guess
     while not (low and high):
         summary = run(rate)
@@ -46,7 +47,7 @@ def highest_rate(run: Callable[[float], Summary], slo: Slo, guess: float) -> tup
             rate /= factor
         if rate < MIN_RATE or rate < guess / 64:
             return 0.0, None
-    while high / low > 1 + PRECISION:
+    while high / low > 1 + precision:
         rate = (low * high) ** 0.5
         summary = run(rate)
         if keeps(summary, slo):

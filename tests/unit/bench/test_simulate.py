@@ -57,16 +57,14 @@ def simulate(
 def assert_nothing_is_left(simulation: Simulation) -> None:
     for encoder in simulation.encoders.values():
         assert encoder.is_dead or (not encoder.jobs and encoder.num_queued_rows == 0)
-    for prefill in simulation.prefills.values():
-        assert prefill.is_dead or (
-            prefill.blocks.num_used,
-            prefill.num_queued_tokens,
-            len(prefill.attempts),
-            len(prefill.chunks),
-        ) == (0, 0, 0, 0)
-    for decode in simulation.decodes.values():
-        if not decode.is_dead:
-            assert decode.num_used_blocks == 0 and decode.num_running == 0 and not decode.attempts
+    for worker in simulation.languages.values():
+        assert worker.is_dead or (
+            worker.blocks.num_used,
+            worker.num_queued_tokens,
+            len(worker.held),
+            len(worker.answers),
+            worker.max_step_tokens > 0 and worker.planner.next_step(),
+        ) == (0, 0, 0, 0, ([], False))
     for door in simulation.doors:
         assert door.is_idle
 
@@ -295,7 +293,7 @@ def test_data_parallelism_keeps_a_request_on_one_device(policy: MakePolicy) -> N
         started(view, placement, *rest),
     )[1]
     simulation.run(WORKLOADS["4-image"].requests(10, 30, 0))
-    used = [{each[2:] for each in (*p.encoders, p.prefill, p.decode)} for p in placements]
+    used = [{each.partition(":")[2] for each in (*p.encoders, p.prefill, p.decode)} for p in placements]
     assert all(len(devices) == 1 for devices in used)
     assert len(set.union(*used)) == 3
     assert_nothing_is_left(simulation)
