@@ -86,7 +86,7 @@ def split_table(records: Iterable[Record]) -> list[str]:
     """Highest rates; the ratio is that of the best any-role split to the best of the other two families."""
     cells = _cells(records, "slo", "workload", "split")
     names = [name for name in SPLITS if any(key[2] == name for key in cells)]
-    lines = _head("limits", "workload", *names, "any role ÷ best of the others")
+    lines = _head("limits", "workload", *names, "device time allows", "any role ÷ best of the others")
     for slo, workload in dict.fromkeys(key[:2] for key in cells):
         found = {name: cells[slo, workload, name] for name in names if (slo, workload, name) in cells}
         shown = [_values(found[name], "rate", "{:.1f}") if name in found else "–" for name in names]
@@ -98,7 +98,8 @@ def split_table(records: Iterable[Record]) -> list[str]:
         ratio = (
             f"{_ratios(found[ours[0]], found[others[0]], 'rate')} ({others[0]})" if ours and others else "–"
         )
-        lines.append(f"| {slo} | {workload} | {' | '.join(shown)} | {ratio} |")
+        most = _mean(found[ranked[0]], "most")
+        lines.append(f"| {slo} | {workload} | {' | '.join(shown)} | {most:.1f} | {ratio} |")
     return lines
 
 

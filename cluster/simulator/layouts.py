@@ -58,10 +58,6 @@ def workers(layout: Layout, model: Model, accelerator: Accelerator, first: int =
     return found
 
 
-def mixed(*parts: list[WorkerSpec]) -> list[WorkerSpec]:
-    return [spec for part in parts for spec in part]
-
-
 def throttled(specs: list[WorkerSpec], replica_id: str, since: float, factor: float) -> list[WorkerSpec]:
     return [replace(s, throttled=(since, factor)) if s.replica_id == replica_id else s for s in specs]
 

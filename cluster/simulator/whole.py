@@ -1,5 +1,4 @@
-"""Aggregation, to compare with: one device prefills and decodes all of a request, and encodes it if it has an
-encoder."""
+"""Data parallelism, to compare with: one device encodes, prefills and decodes all of a request."""
 
 from __future__ import annotations
 
@@ -37,11 +36,8 @@ class OneDevice:
             raise UnavailableError("no device is left")
         by_load = {decode.spec.device: self._load(decode.spec.device) for decode in decodes}
         device = min(by_load, key=lambda name: (by_load[name], name))
-        language, encoder = f"pd:{device}", f"e:{device}"
-        encoders = self._simulation.encoders
-        if request.media and encoder not in encoders:
-            encoder = min(encoders, key=lambda name: encoders[name].num_queued_rows)
-        placement = Placement((encoder,) * len(request.media), language, language)
+        language = f"pd:{device}"
+        placement = Placement((f"e:{device}",) * len(request.media), language, language)
         return Decision(placement, unpredicted(len(request.media)))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:

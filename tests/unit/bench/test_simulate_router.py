@@ -85,7 +85,7 @@ def test_a_scenario_is_busy_and_not_overloaded(scenario: str) -> None:
     [
         PolicyCase("4 images", "joint", 0, 40),
         PolicyCase("two kinds of GPU", ORACLE, 0, 40),
-        SplitCase("text", "4 EPD, joint on one", "20 s, 100 ms", 0, num_requests=40),
+        SplitCase("text", "4 EPD, joint", "20 s, 100 ms", 0, arrivals_s=1.0, min_requests=40),
         GroupCase("joint", "1 E, 3 P, 4 D, joint", 20.0, 0, 40),
         OverloadCase(1.0, True, 0, 0.5),
     ],
@@ -120,8 +120,13 @@ def test_any_role_is_compared_with_the_best_of_the_others() -> None:
             "split": split,
             "seed": seed,
             "rate": rate,
+            "most": 7.0,
         }
-        for split, rate in (("4 EPD, least loaded", 3.0), ("1 E, 2 P, 1 D", 4.0), ("4 EPD, joint", 6.0))
+        for split, rate in (
+            ("4 EPD, each request on one", 3.0),
+            ("1 E, 2 P, 1 D", 4.0),
+            ("4 EPD, joint", 6.0),
+        )
         for seed in (0, 1)
     ]
     line = report.split_table(records)[-1]
