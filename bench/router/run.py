@@ -30,7 +30,8 @@ from cluster.simulator.workload import WORKLOADS
 
 NO_LIMIT = Slo(float("inf"))
 SPLIT_PRECISION = 0.06
-GUESSES = {"2 s, 25 ms": 0.6, "2 s, 30 ms": 0.7, "20 s, 100 ms": 1.0}  # of what arithmetic says
+ARRIVALS = 4  # a run lasts so many times as long as a first token may take
+GUESSES = {"2 s, 25 ms": 0.6, "2 s, 30 ms": 0.7, "5 s, 100 ms": 1.0}  # of what arithmetic says
 
 
 def run(cases: Sequence[Case], num_processes: int) -> Iterator[Record]:
@@ -72,7 +73,7 @@ def _split(case: SplitCase) -> Record:
     specs = workers(split.layout, case.model, case.accelerator)
 
     def simulate(rate: float) -> Summary:
-        num_requests = max(case.min_requests, int(rate * case.arrivals_s))
+        num_requests = max(case.min_requests, int(ARRIVALS * slo.ttft_s * rate))
         return run_once(specs, maker(split.policy), case.model, workload, rate, num_requests, case.seed, slo)
 
     busy = capacity(workers(Layout(num_whole=4), case.model, case.accelerator), demand(workload))
