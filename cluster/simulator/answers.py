@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.scheduling.running import choose_victim
 from cluster.simulator.attempt import Held
-from cluster.simulator.caches import BlockCache
 from cluster.simulator.events import EventLoop
 
 if TYPE_CHECKING:
@@ -29,16 +28,9 @@ EPSILON = 1e-6  # of a step
 class SimAnswers:
     """Owned by its worker, which is told what has ended or has lost its memory."""
 
-    def __init__(
-        self,
-        worker: SimLanguage,
-        loop: EventLoop,
-        blocks: BlockCache,
-        block_size: int,
-        noise: Callable[[], float],
-    ):
-        self._worker, self._loop, self._blocks, self._noise = worker, loop, blocks, noise
-        self._block_size = block_size
+    def __init__(self, worker: SimLanguage, loop: EventLoop, noise: Callable[[], float]):
+        self._worker, self._loop, self._noise = worker, loop, noise
+        self._blocks, self._block_size = worker.blocks, worker.block_size
         self.running: dict[str, Held] = {}
         self.context_tokens = 0.0
         self._ends: list[tuple[float, int, Held]] = []

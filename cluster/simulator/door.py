@@ -154,7 +154,7 @@ class SimDoor:
             status = "finished"
             if event.finish_reason is None:
                 return False
-        self._simulation.landed(client.outcome(status, now))
+        self._simulation.on_outcome(client.outcome(status, now))
         return True
 
     def _forget(self, request_id: str) -> None:

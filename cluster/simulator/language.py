@@ -65,13 +65,13 @@ class SimLanguage:
     ):
         self.spec, self.is_waiting, self.is_dead, self.slowdown = spec, False, False, 1.0
         self._loop, self.device, self._network = loop, device, network
-        self._noise, self._block_size = noise, model.block_size
+        self._noise, self.block_size = noise, model.block_size
         device.language = self
         self.blocks = BlockCache(spec.num_blocks)
         self._admission = PromptAdmission(policy, spec.num_blocks)
         self._arrivals = WaitingQueue(policy)
         self.planner = PromptPlanner(policy, self.budget(), no_cpu_slots(SystemClock()), model.num_layers)
-        self.answers = SimAnswers(self, loop, self.blocks, model.block_size, noise)
+        self.answers = SimAnswers(self, loop, noise)
         self.held: dict[str, Held] = {}  # by request id
         self.coming: dict[str, SimAttempt] = {}  # on the way to here, to be computed; for `Oracle`
         self._asked: list[Held] = []  # of these, those that wait for the end of a step …
@@ -88,7 +88,7 @@ class SimLanguage:
 
     def budget(self) -> StepBudget:
         """As at the start of a real one: it learns how long steps last, up to the largest one."""
-        curves, size = self.spec.curves, self._block_size
+        curves, size = self.spec.curves, self.block_size
         budget = StepBudget(self.spec.step_target_s, size, max(curves.max_step_units, size))
         while curves.prefill is not None and size < 2 * budget.max_step_tokens:
             tokens = min(size, budget.max_step_tokens)
@@ -149,7 +149,7 @@ class SimLanguage:
         held = self.held.get(attempt.request_id)
         if held is not None and not self.is_dead:
             held.sequence.num_computed_tokens = attempt.num_tokens
-            held.name_blocks(self.blocks, self._block_size)
+            held.name_blocks(self.blocks, self.block_size)
             self._answer(held)
 
     def _go_on(self) -> None:
@@ -196,11 +196,11 @@ class SimLanguage:
         return self._num_sending_blocks + self._num_blocks(held) <= self.blocks.num_blocks // 2
 
     def _num_blocks(self, held: Held) -> int:
-        return -(-held.attempt.num_tokens // self._block_size)
+        return -(-held.attempt.num_tokens // self.block_size)
 
     def _try_admit(self, ticket: Ticket) -> bool:
         held = self.held[ticket.request_id]
-        request, num_blocks, size = held.request, self._num_blocks(held), self._block_size
+        request, num_blocks, size = held.request, self._num_blocks(held), self.block_size
         if not (self._may_send(ticket.request_id) and self._admission.has_share(ticket, num_blocks)):
             return False
         num_cached = self.blocks.match(held.attempt.request.block_hashes) * size
@@ -280,7 +280,7 @@ class SimLanguage:
         request, sequence = held.request, held.sequence
         sequence.num_computed_tokens += num_tokens
         self.num_queued_tokens -= num_tokens
-        held.name_blocks(self.blocks, self._block_size)
+        held.name_blocks(self.blocks, self.block_size)
         self._features.release(held, sequence.num_computed_tokens)
         self._kv_sender.computed(held, took_s)
         if not sequence.is_complete:

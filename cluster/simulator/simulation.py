@@ -55,7 +55,7 @@ class Simulation:
         self.model = model
         self.specs = {spec.replica_id: spec for spec in specs}
         self.outcomes: list[Outcome] = []
-        self._on_outcome = on_outcome or self.outcomes.append
+        self.on_outcome = on_outcome or self.outcomes.append
         self.scheduling = scheduling
         self._rng, self._noise = Random(f"noise {seed}"), noise
         self._devices: dict[str, Device] = {}
@@ -99,9 +99,6 @@ class Simulation:
         if isinstance(worker, SimLanguage):
             worker.planner.budget = worker.budget()
         self._each_door(SimDoor.receive, replica_id, Measured(told))
-
-    def landed(self, outcome: Outcome) -> None:
-        self._on_outcome(outcome)
 
     def _next_arrival(self) -> None:
         for door, request in self._arrivals:

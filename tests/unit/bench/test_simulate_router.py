@@ -85,7 +85,7 @@ def test_a_scenario_is_busy_and_not_overloaded(scenario: str) -> None:
     [
         PolicyCase("4 images", "joint", 0, 40),
         PolicyCase("two kinds of GPU", ORACLE, 0, 40),
-        SplitCase("text", "4 EPD, joint", "2 s, 25 ms", 0, min_requests=40),
+        SplitCase("text", "4 EPD, joint", "1 s, 25 ms", 0, min_requests=40),
         GroupCase("joint", "1 E, 3 P, 4 D, joint", 20.0, 0, 40),
         OverloadCase(1.0, True, 0, 0.5),
     ],
@@ -116,7 +116,7 @@ def test_any_role_is_compared_with_the_best_of_the_others() -> None:
         {
             "type": "splits",
             "workload": "4-image",
-            "slo": "2 s, 25 ms",
+            "slo": "1 s, 25 ms",
             "split": split,
             "seed": seed,
             "rate": rate,
