@@ -79,7 +79,8 @@ class PromptAdmission:
 
 def heads(computed: PromptAdmission, arrivals: WaitingQueue, may_send: Callable[[str], bool]) -> list[Ticket]:
     """Requests that may be tried now, in this order: of those whose prompts are computed here, and of those
-    whose KV arrives. `may_send(request_id)`: whether blocks may be held for a prompt that is sent elsewhere."""
+    whose KV arrives. `may_send(request_id)`: whether blocks may be held for a prompt that is sent
+    elsewhere."""
     first = computed.heads()
     if not arrivals:
         return first

@@ -104,7 +104,7 @@ class OnlyOne:
 # --- a run
 
 
-@pytest.mark.parametrize("workload", ["text", "4-image", "video-mix", "multi-turn", "grouped"])
+@pytest.mark.parametrize("workload", ["4-image", "video-mix", "multi-turn"])
 def test_a_run_follows_from_its_seed(workload: str) -> None:
     specs = workers(Layout(1, 2, 2), VL_7B, H200)
     first, again, other = (
@@ -117,7 +117,7 @@ def test_a_run_follows_from_its_seed(workload: str) -> None:
 @pytest.mark.parametrize("policy", ["joint", "round_robin", "least_loaded", "linear", "per_stage"])
 def test_every_request_ends_once_and_all_memory_comes_back(policy: str) -> None:
     simulation, outcomes = simulate(
-        workers(Layout(2, 2, 2, may_prefill_locally=True), VL_7B, H200),
+        workers(Layout(1, 1, 1, 1, 1, may_prefill_locally=True), VL_7B, H200),
         WORKLOADS["multi-turn"],
         40,
         150,
@@ -252,7 +252,7 @@ def test_memory_that_runs_out_sends_the_newest_back_and_all_finish() -> None:
 def test_random_traffic_leaves_nothing_behind() -> None:
     rng = Random(5)
     for seed in range(4):
-        counts = [rng.randint(1, 3) for _ in range(3)]
+        counts = [rng.randint(1, 2) for _ in range(5)]
         specs = workers(Layout(*counts, may_prefill_locally=bool(seed % 2)), VL_7B, H200)
         victim = rng.choice([s for s in specs if sum(o.role is s.role for o in specs) > 1] or specs)
         specs = [replace(s, dies_at=0.7) if s is victim else s for s in specs]
