@@ -73,7 +73,7 @@ class PolicyCase:
 SLOS = {
     "1 s, 30 ms": Slo(1.0, 0.03, share=0.9),
     "1 s, 25 ms": Slo(1.0, 0.025, share=0.9),
-    "5 s, 100 ms": Slo(5.0, 0.1, share=0.9),
+    "2 s, 100 ms": Slo(2.0, 0.1, share=0.9),
 }
 SPLIT_WORKLOADS = ("text", "1-image", "4-image", "video-mix", "multi-turn")
 

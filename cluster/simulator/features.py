@@ -40,7 +40,7 @@ class Features:
                 self._tell(held, FeatureShared(held.attempt.request_id, idx))
 
     def arrived(self, media_hash: str) -> Iterator[Held]:
-        """Its consumers have it now, those to whom this is new are returned."""
+        """Its consumers have it now. Returns those that did not have it before."""
         copy = self._copies.get(media_hash, _Copy())
         copy.is_here = True
         for held, idx in copy.consumers:

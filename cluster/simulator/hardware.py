@@ -138,8 +138,8 @@ def num_kv_blocks(model: Model, accelerator: Accelerator) -> int:
 def curves(
     model: Model, accelerator: Accelerator, phases: str, local: tuple[str, ...] = (), step_tokens: int = 0
 ) -> ServiceCurves:
-    """Of a worker with the phases "e", "p", "d" or "pd" ("dp": decode, and plain prompts). `local`: workers on
-    the same device."""
+    """Of a worker with the phases "e", "p", "d" or "pd" ("dp": decode, and plain prompts). `local`:
+    workers on the same device."""
     encode = encode_curve(model, accelerator)
     is_encoder = "e" in phases
     return ServiceCurves(
