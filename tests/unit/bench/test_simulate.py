@@ -162,7 +162,7 @@ def test_a_queue_with_constant_service_waits_as_theory_says() -> None:
     service_s, load = 0.1, 0.6
     workload = Workload("constant", fixed_text(64, 1))
     _, outcomes = simulate(
-        single(Curve(service_s, 0.0)), workload, load / service_s, 8_000, lambda _: OnlyOne(), noise=0.0
+        single(Curve(service_s, 0.0)), workload, load / service_s, 5_000, lambda _: OnlyOne(), noise=0.0
     )
     waits = [outcome.ttft_s - service_s - 2 * NETWORK_S for outcome in outcomes]
     expected_s = load * service_s / (2 * (1 - load))
@@ -267,7 +267,7 @@ def test_random_traffic_leaves_nothing_behind() -> None:
 def test_the_joint_policy_is_no_worse_than_least_loaded_where_one_worker_is_slow() -> None:
     specs = throttled(workers(Layout(0, 3, 2), VL_7B, H200), "p:h200-0", since=0.0, factor=3.0)
     mean = {
-        name: summarise(simulate(specs, WORKLOADS["text"], 35, 500, by_name(name))[1], SLO).ttft_mean_s
+        name: summarise(simulate(specs, WORKLOADS["text"], 35, 300, by_name(name))[1], SLO).ttft_mean_s
         for name in ("joint", "least_loaded")
     }
     assert mean["joint"] <= 1.02 * mean["least_loaded"]
@@ -276,7 +276,7 @@ def test_the_joint_policy_is_no_worse_than_least_loaded_where_one_worker_is_slow
 def test_the_oracle_is_no_worse_than_taking_turns() -> None:
     specs = workers(Layout(0, 3, 2), VL_7B, H200)
     oracle, turns = (
-        summarise(simulate(specs, WORKLOADS["text"], 50, 400, policy)[1], SLO)
+        summarise(simulate(specs, WORKLOADS["text"], 50, 250, policy)[1], SLO)
         for policy in (Oracle, by_name("round_robin"))
     )
     assert oracle.ttft_mean_s < turns.ttft_mean_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -126,3 +128,9 @@ def test_images_follow_each_other_in_the_prompt() -> None:
         ("image-6", 110, 120),
         ("image-7", 120, 130),
     ]
+
+
+def test_the_simulator_is_ready_without_torch() -> None:
+    """It keeps the engine's records, and starts in a fraction of a second."""
+    code = "import sys, cluster.simulator.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
