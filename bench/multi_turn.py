@@ -6,10 +6,11 @@ Every turn repeats the dialogue so far, with a new question and, in turns 1 and 
 turns, dialogue by dialogue, and get the same dialogues. Bytes are counted from outside: the transfer counters
 of the workers, as /metrics has them before and after each turn. The bound of a turn's KV is
 
-    (1 - hit) * KV of the prompt + one block,        hit = tokens of the turn before / tokens of the prompt
+    (1 - hit) * KV of the prompt + one block,    hit = tokens in full blocks of the turn before / prompt tokens
 
 because the KV of all tokens of the turn before, its answer but for the last token included, has been at a
-worker. The size of a block follows from turn 1, whose prompt no cache has: the dialogues share no prefix.
+worker. An answer whose text is tokenised in another way in the next turn, which is then longer than others,
+is no hit. The KV of a token follows from turn 1, whose prompt no cache has: the dialogues share no prefix.
 Exit status 1 if a request fails, or if the first cluster exceeds a bound.
 """
 
@@ -21,7 +22,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -43,13 +44,15 @@ class TurnResult:
 
     ttft_s: float
     num_prompt_tokens: int
+    num_new_tokens: int  # of them, tokens behind prompt and answer of the turn before
     num_seen_tokens: int  # of them, tokens of the turn before whose KV has been computed
     num_cached_tokens: int  # of them, tokens whose KV the worker that computed the prompt had
     kv_bytes: float  # that travelled
     media_bytes: float  # embeddings that travelled
 
     def bound(self, token_bytes: float, block_size: int) -> float:
-        return (self.num_prompt_tokens - self.num_seen_tokens + block_size) * token_bytes
+        num_hit_tokens = self.num_seen_tokens // block_size * block_size
+        return (self.num_prompt_tokens - num_hit_tokens + block_size) * token_bytes
 
 
 async def read_bytes(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
@@ -77,7 +80,7 @@ async def run_dialogue(
     session: aiohttp.ClientSession, endpoint: Endpoint, args: argparse.Namespace, idx: int
 ) -> list[TurnResult]:
     """One result per turn. Raises RuntimeError if a request fails."""
-    prompts, results, num_seen_tokens = Prompts(args.seed), [], 0
+    prompts, results, num_seen_tokens, num_turn_tokens = Prompts(args.seed), [], 0, 0
     messages: list[Message] = [{"role": "system", "content": prompts.text(OPENING_TOKENS, idx)}]
     before = await read_bytes(session, endpoint.url)
     for turn in range(1, 1 + (args.turns if idx >= 0 else 2)):
@@ -94,14 +97,32 @@ async def run_dialogue(
             TurnResult(
                 answer.ttft_s,
                 answer.num_prompt_tokens,
+                answer.num_prompt_tokens - num_turn_tokens,
                 num_seen_tokens,
                 answer.num_cached_tokens,
                 sum(grown.values()),
                 media_bytes,
             )
         )
-        num_seen_tokens = answer.num_prompt_tokens + answer.num_tokens - 1
+        num_turn_tokens = answer.num_prompt_tokens + answer.num_tokens
+        num_seen_tokens = num_turn_tokens - 1
     return results
+
+
+def without_changed_answers(dialogues: Sequence[Sequence[TurnResult]]) -> list[list[TurnResult]]:
+    """The same results, with the hits of turns before which an answer was tokenised in another way."""
+    least = [min(one.num_new_tokens for one in turn) for turn in zip(*dialogues, strict=True)]
+    text = min((n for turn, n in enumerate(least, 1) if turn > 1 and turn not in IMAGE_TURNS), default=0)
+    plain = [n if turn in IMAGE_TURNS else text for turn, n in enumerate(least, 1)]
+    return [
+        [
+            one
+            if one.num_new_tokens == plain[i]
+            else replace(one, num_seen_tokens=dialogue[i - 1].num_prompt_tokens if i else 0)
+            for i, one in enumerate(dialogue)
+        ]
+        for dialogue in dialogues
+    ]
 
 
 def show(name: str, dialogues: Sequence[Sequence[TurnResult]], block_size: int) -> bool:
@@ -165,7 +186,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     args.url = args.url or ["http://127.0.0.1:8000"]
-    found = asyncio.run(measure(args))
+    found = {name: without_changed_answers(runs) for name, runs in asyncio.run(measure(args)).items()}
     first, *others = [(show(name, dialogues, args.block_size), name) for name, dialogues in found.items()]
     for _, name in others:
         ratio = later_ttft_s(found[first[1]]) / later_ttft_s(found[name])

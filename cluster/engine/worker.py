@@ -7,6 +7,7 @@ for a model step to learn where to send.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 from cluster.config.checkpoint import placeholder_ids, read_config
@@ -35,6 +36,7 @@ from cluster.types.messages import (
     StartDecode,
     StartPrefill,
 )
+from cluster.worker.kv_tier import open_tier
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
@@ -74,6 +76,7 @@ class LanguageWorker(PhaseService):
         speculator = _speculator(args, model) if role.decodes else None
         runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator)
         blocks = BlockPool(sizes.num_kv_blocks, args.block_size)
+        self._tier = open_tier(args, language, blocks, process.clock)
         self._engine = LanguageEngine(
             model,
             runner,
@@ -85,6 +88,7 @@ class LanguageWorker(PhaseService):
             limits,
             process.cpu_slots,
             features=self._features,
+            tier=self._tier,
             allows_recompute=args.transfer.recompute == "auto",
             on_ended=self._on_ended,
         )
@@ -95,6 +99,8 @@ class LanguageWorker(PhaseService):
             *([process.feature_transfer_engine] if role.prefills else []),
         ]
         process.attach(self._engine, self._on_message)
+        if self._tier is not None:
+            self._tier.start(process.loop.call)
         member = process.member(
             role,
             model.kv_layout,
@@ -103,6 +109,11 @@ class LanguageWorker(PhaseService):
             num_layers=model.num_layers,
         )
         super().__init__(process, member)
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._tier is not None:
+            await asyncio.to_thread(self._tier.close)
 
     def _warm_up(self, runner: LanguageRunner, blocks: BlockPool, limits: StepLimits, role: Role) -> None:
         max_model_len, cpu_slots = self._model.max_model_len, self._process.cpu_slots

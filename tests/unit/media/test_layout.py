@@ -3,7 +3,6 @@ ones; for every family."""
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 import torch
