@@ -6,7 +6,8 @@ Every turn repeats the dialogue so far, with a new question and, in turns 1 and 
 turns, dialogue by dialogue, and get the same dialogues. Bytes are counted from outside: the transfer counters
 of the workers, as /metrics has them before and after each turn. The bound of a turn's KV is
 
-    (1 - hit) * KV of the prompt + one block,    hit = tokens in full blocks of the turn before / prompt tokens
+    (1 - hit) * KV of the prompt + one block
+    hit = tokens in full blocks of the turn before / tokens of the prompt
 
 because the KV of all tokens of the turn before, its answer but for the last token included, has been at a
 worker. An answer whose text is tokenised in another way in the next turn, which is then longer than others,
@@ -53,6 +54,9 @@ class TurnResult:
     def bound(self, token_bytes: float, block_size: int) -> float:
         num_hit_tokens = self.num_seen_tokens // block_size * block_size
         return (self.num_prompt_tokens - num_hit_tokens + block_size) * token_bytes
+
+
+Found = dict[str, list[list[TurnResult]]]  # by cluster: dialogues, by turn
 
 
 async def read_bytes(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
@@ -109,20 +113,20 @@ async def run_dialogue(
     return results
 
 
-def without_changed_answers(dialogues: Sequence[Sequence[TurnResult]]) -> list[list[TurnResult]]:
+def without_changed_answers(found: Found) -> Found:
     """The same results, with the hits of turns before which an answer was tokenised in another way."""
-    least = [min(one.num_new_tokens for one in turn) for turn in zip(*dialogues, strict=True)]
-    text = min((n for turn, n in enumerate(least, 1) if turn > 1 and turn not in IMAGE_TURNS), default=0)
-    plain = [n if turn in IMAGE_TURNS else text for turn, n in enumerate(least, 1)]
-    return [
-        [
-            one
-            if one.num_new_tokens == plain[i]
-            else replace(one, num_seen_tokens=dialogue[i - 1].num_prompt_tokens if i else 0)
-            for i, one in enumerate(dialogue)
-        ]
-        for dialogue in dialogues
-    ]
+    turns = list(zip(*(dialogue for dialogues in found.values() for dialogue in dialogues), strict=True))
+    plain = [min(one.num_new_tokens for one in turn) for turn in turns]
+
+    def corrected(dialogue: Sequence[TurnResult], i: int) -> TurnResult:
+        if i == 0 or dialogue[i].num_new_tokens == plain[i]:
+            return dialogue[i]
+        return replace(dialogue[i], num_seen_tokens=dialogue[i - 1].num_prompt_tokens)
+
+    return {
+        name: [[corrected(dialogue, i) for i in range(len(dialogue))] for dialogue in dialogues]
+        for name, dialogues in found.items()
+    }
 
 
 def show(name: str, dialogues: Sequence[Sequence[TurnResult]], block_size: int) -> bool:
@@ -130,26 +134,24 @@ def show(name: str, dialogues: Sequence[Sequence[TurnResult]], block_size: int) 
     firsts = [dialogue[0] for dialogue in dialogues]
     # a turn sends whole blocks
     token_bytes = max(one.kv_bytes / (-(-one.num_prompt_tokens // block_size) * block_size) for one in firsts)
-    print(
-        f"\n{name}: {len(dialogues)} dialogues, {token_bytes:,.0f} bytes of KV travel for each token of turn 1"
-    )
-    print(f"{'turn':>4} {'prompt':>7} {'seen':>6} {'cached':>7} {'TTFT p50 ms':>12} {'KV KiB':>9} {'bound KiB':>10} {'media KiB':>10}")  # fmt: skip
+    print(f"\n{name}: {len(dialogues)} dialogues, {token_bytes:,.0f} bytes of KV for each token of turn 1")
+    titles = ("turn", "prompt", "seen", "cached", "TTFT p50 ms", "KV KiB", "bound KiB", "media KiB")
+    print(" ".join(f"{title:>11}" for title in titles))
     for turn, results in enumerate(zip(*dialogues, strict=True), 1):
-        median = {
-            field: statistics.median(getattr(one, field) for one in results)
-            for field in TurnResult.__dataclass_fields__
-        }
-        bound = statistics.median(one.bound(token_bytes, block_size) for one in results)
-        print(
-            f"{turn:4} {median['num_prompt_tokens']:7.0f} {median['num_seen_tokens']:6.0f} "
-            f"{median['num_cached_tokens']:7.0f} {1e3 * median['ttft_s']:12.1f} {median['kv_bytes'] / 1024:9.0f} "
-            f"{bound / 1024:10.0f} {median['media_bytes'] / 1024:10.0f}"
+        columns = (
+            [one.num_prompt_tokens for one in results],
+            [one.num_seen_tokens for one in results],
+            [one.num_cached_tokens for one in results],
+            [1e3 * one.ttft_s for one in results],
+            [one.kv_bytes / 1024 for one in results],
+            [one.bound(token_bytes, block_size) / 1024 for one in results],
+            [one.media_bytes / 1024 for one in results],
         )
+        print(" ".join(f"{value:11.0f}" for value in (turn, *map(statistics.median, columns))))
     later = [one for dialogue in dialogues for one in dialogue[1:]]
     is_kept = all(one.kv_bytes <= one.bound(token_bytes, block_size) for one in later)
-    print(
-        f"turns >= 2: TTFT p50 {1e3 * later_ttft_s(dialogues):.1f} ms; bound {'met' if is_kept else 'NOT met'}"
-    )
+    ttft_ms = 1e3 * later_ttft_s(dialogues)
+    print(f"turns >= 2: TTFT p50 {ttft_ms:.1f} ms; bound {'met' if is_kept else 'NOT met'}")
     return is_kept
 
 
@@ -158,9 +160,9 @@ def later_ttft_s(dialogues: Sequence[Sequence[TurnResult]]) -> float:
     return statistics.median(one.ttft_s for dialogue in dialogues for one in dialogue[1:])
 
 
-async def measure(args: argparse.Namespace) -> dict[str, list[list[TurnResult]]]:
+async def measure(args: argparse.Namespace) -> Found:
     clusters = dict(one.split("=", 1) if "=" in one else (one, one) for one in args.url)
-    found: dict[str, list[list[TurnResult]]] = {name: [] for name in clusters}
+    found: Found = {name: [] for name in clusters}
     async with open_session() as session:
         for idx in range(-1, args.dialogues):  # two turns to warm up
             for name, url in clusters.items():
@@ -186,7 +188,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     args.url = args.url or ["http://127.0.0.1:8000"]
-    found = {name: without_changed_answers(runs) for name, runs in asyncio.run(measure(args)).items()}
+    found = without_changed_answers(asyncio.run(measure(args)))
     first, *others = [(show(name, dialogues, args.block_size), name) for name, dialogues in found.items()]
     for _, name in others:
         ratio = later_ttft_s(found[first[1]]) / later_ttft_s(found[name])

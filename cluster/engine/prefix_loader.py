@@ -1,11 +1,11 @@
-"""The engine's port to the second tier of its KV cache: the tier is told what the pool may lose, and prefixes of
-prompts come back from it.
+"""The engine's port to the second tier of its KV cache: the tier is told what the pool may lose, and
+prefixes of prompts come back from it.
 
-A prompt whose cached prefix continues in the tier waits for its blocks until the rest of the prefix is loaded,
-if loading is expected to be faster than computing. The blocks are the loader's meanwhile. Then they are cached
-blocks like all others: the request finds them when it is admitted, as far as they were loaded, and computes
-the rest. Requests that want what is being loaded wait for the same load. A request that ends meanwhile leaves
-the load alone. Prompts whose KV arrives from other workers load nothing.
+If a prompt's cached prefix continues in the tier, and loading should be faster than computing, the prompt
+waits for its blocks until the rest of the prefix is loaded. The blocks are the loader's meanwhile. Then they
+are cached blocks like all others: the request finds them when it is admitted, as far as they were loaded, and
+computes the rest. Requests that want what is being loaded wait for the same load. A request that ends
+meanwhile leaves the load alone. Prompts whose KV arrives from other workers load nothing.
 
 Owns the loads under way. Used on the engine's thread.
 """
@@ -25,7 +25,7 @@ from cluster.types.transfer import TierTotals
 
 
 @dataclass(eq=False)
-class _Load:
+class _PrefixLoad:
     names: list[bytes]
     block_ids: list[int]
     cached: list[int]  # blocks before them, which must stay
@@ -41,7 +41,7 @@ class PrefixLoader:
         self._budget = budget
         blocks.note_cached()
         self._offered = [-1] * blocks.num_blocks  # generation of each block when it was named to the tier
-        self._loads: dict[bytes, _Load] = {}  # by each name that is loaded
+        self._loads: dict[bytes, _PrefixLoad] = {}  # by each name that is loaded
 
     @property
     def totals(self) -> TierTotals:
@@ -67,8 +67,8 @@ class PrefixLoader:
             self._tier.keep(kept)
 
     def try_load(self, request: LanguageRequest, num_spare: int, admit: Callable[[str], None]) -> bool:
-        """Whether a part of the request's prompts is loaded now. Then `admit(request_id)` is called when it is
-        here, or as much of it as could be loaded. `num_spare` blocks stay free for others."""
+        """Whether a part of the request's prompts is loaded now. Then `admit(request_id)` is called when it
+        is here, or as much of it as could be loaded. `num_spare` blocks stay free for others."""
         size = self._blocks.block_size
         names, cached = [], []
         compute_s = 0.0
@@ -101,13 +101,13 @@ class PrefixLoader:
         context = num_before + num_tokens / 2
         return self._budget.predicted_s(num_tokens, context) - self._budget.predicted_s(0, context)
 
-    def _start(self, names: list[bytes], cached: list[int], admit: Callable[[str], None]) -> _Load:
-        load = _Load(names, self._blocks.allocate(len(names)), cached)
+    def _start(self, names: list[bytes], cached: list[int], admit: Callable[[str], None]) -> _PrefixLoad:
+        load = _PrefixLoad(names, self._blocks.allocate(len(names)), cached)
         self._loads.update(dict.fromkeys(names, load))
         self._tier.load(names, load.block_ids, lambda num_loaded: self._end(load, num_loaded, admit))
         return load
 
-    def _end(self, load: _Load, num_loaded: int, admit: Callable[[str], None]) -> None:
+    def _end(self, load: _PrefixLoad, num_loaded: int, admit: Callable[[str], None]) -> None:
         for name, block_id in zip(load.names[:num_loaded], load.block_ids, strict=False):
             if not load.is_suspect:
                 self._blocks.register(block_id, name)

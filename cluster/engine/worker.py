@@ -24,7 +24,7 @@ from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.language import LanguageModel
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.types.members import Role
+from cluster.types.members import Member, Role
 from cluster.types.messages import (
     AnyMessage,
     Cancel,
@@ -99,16 +99,16 @@ class LanguageWorker(PhaseService):
             *([process.feature_transfer_engine] if role.prefills else []),
         ]
         process.attach(self._engine, self._on_message)
-        if self._tier is not None:
-            self._tier.start(process.loop.call)
         member = process.member(
-            role,
-            model.kv_layout,
-            sizes.num_kv_blocks,
-            block_bytes=model.kv_layout.block_bytes,
+            role, model.kv_layout, sizes.num_kv_blocks, block_bytes=model.kv_layout.block_bytes,
             num_layers=model.num_layers,
-        )
+        )  # fmt: skip
         super().__init__(process, member)
+
+    async def start(self) -> Member:
+        if self._tier is not None:
+            self._tier.start(self._process.loop.call)
+        return await super().start()
 
     async def stop(self) -> None:
         await super().stop()

@@ -5,10 +5,10 @@
     load    copies kept blocks back into blocks that the caller holds
     forget  drops everything
 
-A new block enters the first level. What a full level loses, the block unused for the longest time, enters the
-next one; the last level's is lost. A block is found by its hash, and its checksum is compared when it is read:
-a record that is damaged or cannot be read is a miss. An error of the disk costs the blocks that it concerns
-and is counted; it never reaches a request.
+A new block enters the first level. A full level gives up the block unused for the longest time, to the next
+level; what the last one gives up is lost. A block is found by its hash, and its checksum is compared when it
+is read: a record that is damaged or cannot be read is a miss. An error of the disk costs the blocks that it
+concerns and is counted; it never reaches a request.
 
 Thread: one, the only one of `executor`, does all copies and owns the levels. `keep`, `load` and `forget` only
 give it work, in this order. The index of what is kept may be read by any thread. That thread reads the pool's
@@ -68,7 +68,8 @@ class KvTier:
         executor: Executor,
         clock: Clock,
     ):
-        """`levels`: at least one, the fastest first. `executor`: has one thread. `generation_of(block_id)`: any thread."""
+        """`levels`: at least one, the fastest first. `executor`: has one thread.
+        `generation_of(block_id)`: any thread."""
         self._memory = memory
         self._generation_of = generation_of
         self._levels = [_Level(slots) for slots in levels]

@@ -2,7 +2,7 @@
 
 A slot holds a record, which says itself whether it is whole and which block it is:
 
-    hash of the block (32 bytes) | checksum of hash and KV (16 bytes) | KV, as `BlockMemory.read_blocks` has it
+    hash of the block (32 bytes) | checksum of hash and KV (16) | KV, as `BlockMemory.read_blocks` has it
 
 So a file needs no index, no order of writes and no repair: a record that was torn, changed or never written
 is no record. Used by one thread; a file also by one worker, which holds a lock on it.
