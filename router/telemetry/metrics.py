@@ -186,6 +186,7 @@ class _Gauges(Collector):
             for peer in peers:
                 family.add_metric([peer.member.role.value, peer.member.replica_id], getattr(peer.load, field))
             yield family
+        yield from self._assigned(peers)
         for field, (name, text) in self._TOTALS.items():
             counter = CounterMetricFamily(name, text, labels=("replica",))
             for peer in peers:
@@ -258,6 +259,26 @@ class _Gauges(Collector):
             ),
         ):
             yield CounterMetricFamily(name, text, value=value)
+
+    def _assigned(self, peers: list[Peer]) -> Iterable[Metric]:
+        assigned = GaugeMetricFamily(
+            "epdg_worker_assigned",
+            "1: new requests use the worker for this phase of its role; 0: only if no other worker is left",
+            labels=("pool", "replica", "phase"),
+        )
+        epochs = GaugeMetricFamily(
+            "epdg_worker_assignment_epoch",
+            "How many times the worker has been assigned phases",
+            labels=("pool", "replica"),
+        )
+        for peer in peers:
+            role, replica_id = peer.member.role, peer.member.replica_id
+            epochs.add_metric([role.value, replica_id], peer.assigned.epoch)
+            for phase in sorted(role.phases):
+                is_assigned = phase in peer.assigned.phases
+                assigned.add_metric([role.value, replica_id, phase.value], is_assigned)
+        yield assigned
+        yield epochs
 
     def _predictions(self) -> Iterable[Metric]:
         known = self._flow.calibration
