@@ -8,6 +8,7 @@ for a model step to learn where to send.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 
 from cluster.config.checkpoint import placeholder_ids, read_config
@@ -38,7 +39,7 @@ from cluster.types.messages import (
 )
 from cluster.worker.kv_tier import open_tier
 from cluster.worker.outbox import DoorId
-from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
+from cluster.worker.process import LEASE_MARGIN_S, STOP_TIMEOUT_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
 from cluster.worker.service import PhaseService
 from cluster.worker.setup import WorkerSetup, check_device_transport, set_up
@@ -113,7 +114,8 @@ class LanguageWorker(PhaseService):
     async def stop(self) -> None:
         await super().stop()
         if self._tier is not None:
-            await asyncio.to_thread(self._tier.close)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(self._tier.close()), STOP_TIMEOUT_S)
 
     def _warm_up(self, runner: LanguageRunner, blocks: BlockPool, limits: StepLimits, role: Role) -> None:
         max_model_len, cpu_slots = self._model.max_model_len, self._process.cpu_slots

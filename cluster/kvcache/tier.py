@@ -87,11 +87,12 @@ class KvTier:
         self._call = call
         self._submit(self._find)
 
-    def close(self) -> None:
-        """Blocks until the copy that is running has ended."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
-        for level in self._levels:
-            level.slots.close()
+    def close(self) -> Future[None]:
+        """Done when everything that was asked has been carried out and the files are closed. Nothing may be
+        asked any more."""
+        closed = self._executor.submit(self._close)
+        self._executor.shutdown(wait=False)
+        return closed
 
     def __contains__(self, name: object) -> bool:
         with self._lock:
@@ -135,10 +136,14 @@ class KvTier:
         """Drops everything that was named until now. Returns at once."""
         self._submit(self._forget)
 
-    # --- on the executor's thread
-
     def _submit(self, function: Callable[..., None], *args: Any) -> None:
         self._executor.submit(function, *args).add_done_callback(_log_failure)
+
+    # --- on the executor's thread
+
+    def _close(self) -> None:
+        for level in self._levels:
+            level.slots.close()
 
     def _find(self) -> None:
         for level in self._levels:

@@ -101,6 +101,7 @@ def test_a_later_start_finds_the_file_and_two_workers_never_share_one(tmp_path: 
     second = Kept(file_slots(tmp_path))
     assert not list(second.tier)
     first.tier.close()
+    first.run()
     again = Kept(file_slots(tmp_path))
     assert set(again.tier) == set(again.tier.take_changes()) == {NAMES[0], NAMES[1]}
     again.memory.buffer.copy_(first.memory.buffer)
@@ -150,6 +151,7 @@ def test_suspect_blocks_are_forgotten_for_good(tmp_path: Path) -> None:
     kept.run()
     assert kept.load(0, 1, 2) == []
     kept.tier.close()
+    kept.run()
     assert not list(Kept(file_slots(tmp_path)).tier)
 
 
