@@ -188,7 +188,10 @@ def main() -> int:
     )
     args = parser.parse_args()
     args.url = args.url or ["http://127.0.0.1:8000"]
-    found = without_changed_answers(asyncio.run(measure(args)))
+    try:
+        found = without_changed_answers(asyncio.run(measure(args)))
+    except (aiohttp.ClientError, RuntimeError, TimeoutError) as error:
+        raise SystemExit(f"not measured: {error}") from error
     first, *others = [(show(name, dialogues, args.block_size), name) for name, dialogues in found.items()]
     for _, name in others:
         ratio = later_ttft_s(found[first[1]]) / later_ttft_s(found[name])
