@@ -114,6 +114,20 @@ class Intake:
         self._lifecycle.count_missing(request)
         self._check_size(request)
         self._held.requests.deadlines.add(request.request_id, request.timeout_s)
+        loader, num_spare = self._held.loader, self._held.counts.num_admitted
+        if (
+            loader is None
+            or not request.computes
+            or not loader.try_load(request, num_spare, self._queue_loaded)
+        ):
+            self._queue(request)
+
+    def _queue_loaded(self, request_id: str) -> None:
+        """Requests that have ended meanwhile are ignored."""
+        if (request := self._held.requests.live(request_id)) is not None:
+            self._blame.run(request_id, self._queue, request)
+
+    def _queue(self, request: LanguageRequest) -> None:
         ticket = self._ticket(request, request.request_id, request.num_prompt_tokens)
         (self._held.admission if request.computes else self._held.arrivals).push(ticket)
 
