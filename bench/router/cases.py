@@ -68,8 +68,8 @@ class PolicyCase:
     num_requests: int = 2000
 
 
-# Of TTFT and TPOT, kept by 90 % of the requests. At the balanced ones, the first, data parallelism and a phase
-# each are equal on four images; the tight ones favour a phase each, the loose ones data parallelism.
+# Of TTFT and TPOT, kept by 90 % of the requests. At the first, the balanced ones, data parallelism and a phase
+# each serve images about equally; at the tight ones, the second, a phase each serves more.
 SLOS = {
     "1 s, 30 ms": Slo(1.0, 0.03, share=0.9),
     "1 s, 25 ms": Slo(1.0, 0.025, share=0.9),
