@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cluster.types.members import Role
+from cluster.types.messages import LoadReport
 from router.flow.request_flow import RequestFlow
 from router.members import Peer
 from router.telemetry.timeline import RequestTimeline
@@ -168,44 +169,41 @@ class _Gauges(Collector):
         )
         yield from self._predictions()
         peers = list(self._peers())
+        parts = [(role, peer.member.replica_id, load) for peer in peers for role, load in peer.loads.items()]
         yield from self._troubles()
         for field, (name, text) in self._FIELDS.items():
             family = GaugeMetricFamily(name, text, labels=("pool", "replica"))
-            for peer in peers:
-                family.add_metric([peer.member.role.value, peer.member.replica_id], getattr(peer.load, field))
+            for role, replica_id, load in parts:
+                family.add_metric([role.value, replica_id], getattr(load, field))
             yield family
         for field, (name, text) in self._TOTALS.items():
             counter = CounterMetricFamily(name, text, labels=("replica",))
-            for peer in peers:
-                if peer.member.role.decodes:
-                    counter.add_metric([peer.member.replica_id], getattr(peer.load.totals, field))
+            for role, replica_id, load in parts:
+                if role.decodes:
+                    counter.add_metric([replica_id], getattr(load.totals, field))
             yield counter
-        yield from self._encoders(peers)
-        senders = [peer for peer in peers if peer.member.role.encodes or peer.member.role.prefills]
+        yield from self._encoders([(name, load) for role, name, load in parts if role is Role.ENCODE])
         for field, (name, text) in self._SENT.items():
             counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
-            for peer in senders:
-                counter.add_metric(
-                    [peer.member.role.value, peer.member.replica_id], getattr(peer.load.sent, field)
-                )
+            for role, replica_id, load in parts:
+                if role.encodes or role.prefills:
+                    counter.add_metric([role.value, replica_id], getattr(load.sent, field))
             yield counter
-        receivers = [peer for peer in peers if peer.member.role.prefills or peer.member.role.decodes]
         for field, (name, text) in self._RECEIVED.items():
             counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
-            for peer in receivers:
-                counter.add_metric(
-                    [peer.member.role.value, peer.member.replica_id], getattr(peer.load.received, field)
-                )
+            for role, replica_id, load in parts:
+                if role.prefills or role.decodes:
+                    counter.add_metric([role.value, replica_id], getattr(load.received, field))
             yield counter
         error = GaugeMetricFamily(
             "epdg_transfer_codec_error",
             "Mean change by the codec / mean size, of the group of KV that was last looked at",
             labels=("replica", "tensor"),
         )
-        for peer in senders:
-            if peer.member.role.prefills:
+        for role, replica_id, load in parts:
+            if role.prefills:
                 for tensor, field in self._ERRORS.items():
-                    error.add_metric([peer.member.replica_id, tensor], getattr(peer.load.sent, field))
+                    error.add_metric([replica_id, tensor], getattr(load.sent, field))
         yield error
 
     def _troubles(self) -> Iterable[Metric]:
@@ -255,17 +253,16 @@ class _Gauges(Collector):
             factor.add_metric([role.value, hardware], value)
         yield factor
 
-    def _encoders(self, peers: list[Peer]) -> Iterable[Metric]:
+    def _encoders(self, encoders: list[tuple[str, LoadReport]]) -> Iterable[Metric]:
         items = CounterMetricFamily(
             "epdg_encoder_items",
             "Media items that were encoded, that the encoder had already, or that could not be encoded",
             labels=("replica", "result"),
         )
         rows = CounterMetricFamily("epdg_encoder_rows", "Embedding rows made", labels=("replica",))
-        for peer in peers:
-            if peer.member.role.encodes:
-                for field, result in self._ITEMS.items():
-                    items.add_metric([peer.member.replica_id, result], getattr(peer.load.encoded, field))
-                rows.add_metric([peer.member.replica_id], peer.load.encoded.num_rows)
+        for replica_id, load in encoders:
+            for field, result in self._ITEMS.items():
+                items.add_metric([replica_id, result], getattr(load.encoded, field))
+            rows.add_metric([replica_id], load.encoded.num_rows)
         yield items
         yield rows

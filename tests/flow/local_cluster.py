@@ -71,14 +71,14 @@ class LocalCluster:
             assert door.num_running == 0, "a request is still on its way"
             assert all(worker.num_requests == 0 for worker in door.workers)
             for peer in door.peers:
-                assert peer.load.is_idle, f"{peer.member.replica_id} still holds something: {peer.load}"
+                assert peer.is_idle, f"{peer.member.replica_id} still holds something: {peer.loads}"
             assert door.is_idle, (
                 "work counts as sent that is not there, a request waits for admission, or media is held"
             )
 
     def _is_idle(self) -> bool:
         return all(
-            door.num_running == 0 and door.is_idle and all(peer.load.is_idle for peer in door.peers)
+            door.num_running == 0 and door.is_idle and all(peer.is_idle for peer in door.peers)
             for door in self.doors
         )
 
