@@ -17,7 +17,7 @@ from typing import Protocol
 from cluster.errors import ClusterError, UnavailableError
 from cluster.rpc import Connection, connect
 from cluster.types.members import Member, Phase, Role
-from cluster.types.messages import AnyMessage, LoadReport, Tokens
+from cluster.types.messages import AnyMessage, LoadReport, PhasesAssigned, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class Peer:
         self.member = member
         self.connection = connection
         self.is_listed = is_listed
+        self.assigned = PhasesAssigned(tuple(sorted(member.role.phases)), 0)
         self.loads: dict[Role, LoadReport] = {}  # the last one of each part: the encoder's, the other phases'
         for phase in member.role.phases:
             self.loads[_part(member, phase is Phase.ENCODE)] = LoadReport()
@@ -148,6 +149,8 @@ class MemberTable:
             peer = join(connection)  # the greeting may be here before `connect` returns
             if isinstance(message, Tokens) and message.load is not None:
                 peer.reported(message.load)
+            elif isinstance(message, PhasesAssigned):
+                peer.assigned = message
             self._listener.on_message(peer, message)
 
         def on_close(_: Connection) -> None:

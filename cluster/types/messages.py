@@ -40,6 +40,7 @@ At any time:
     P, D → all doors  BlocksChanged: the same for the blocks of its prefix cache, if it has one
     any → all doors  Measured: how fast the worker is
     any → all doors  Stalled: the threads of the worker that have work and do not move
+    any → all doors  PhasesAssigned: the phases that the worker shall do from now on
     door → any  Ping, if a worker that has a request of this door has been silent for a while; the worker
                 answers with Pong at once
 
@@ -60,7 +61,7 @@ import msgspec
 from cluster.errors import ErrorInfo
 from cluster.types.curves import ServiceCurves
 from cluster.types.media import MediaItem
-from cluster.types.members import ProcessId
+from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, ReceivedTotals, SentTotals
 
@@ -248,6 +249,14 @@ class Stalled(ChannelMessage, frozen=True):
     threads: tuple[str, ...]
 
 
+class PhasesAssigned(ChannelMessage, frozen=True):
+    """Worker → every door: the part of its role that new requests shall use, as long as other workers do the
+    rest. What it has begun it ends. `epoch`: how many times the worker has been assigned phases."""
+
+    phases: tuple[Phase, ...]
+    epoch: int
+
+
 class Ping(ChannelMessage, frozen=True):
     """Asks whether the worker's event loop runs."""
 
@@ -356,7 +365,8 @@ class Cancel(ChannelMessage, frozen=True):
 AnyMessage = (
     Hello | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared
     | DecodeTarget | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded
-    | CacheChanged | BlocksChanged | Measured | Stalled | Ping | Pong | Tokens | Failed | Preempted | Cancel
+    | CacheChanged | BlocksChanged | Measured | Stalled | PhasesAssigned | Ping | Pong | Tokens | Failed
+    | Preempted | Cancel
 )  # fmt: skip
 
 

@@ -176,6 +176,7 @@ class _Gauges(Collector):
             for role, replica_id, load in parts:
                 family.add_metric([role.value, replica_id], getattr(load, field))
             yield family
+        yield from self._assigned(peers)
         for field, (name, text) in self._TOTALS.items():
             counter = CounterMetricFamily(name, text, labels=("replica",))
             for role, replica_id, load in parts:
@@ -230,6 +231,26 @@ class _Gauges(Collector):
             ),
         ):
             yield CounterMetricFamily(name, text, value=value)
+
+    def _assigned(self, peers: list[Peer]) -> Iterable[Metric]:
+        assigned = GaugeMetricFamily(
+            "epdg_worker_assigned",
+            "1: new requests use the worker for this phase of its role; 0: only if no other worker is left",
+            labels=("pool", "replica", "phase"),
+        )
+        epochs = GaugeMetricFamily(
+            "epdg_worker_assignment_epoch",
+            "How many times the worker has been assigned phases",
+            labels=("pool", "replica"),
+        )
+        for peer in peers:
+            role, replica_id = peer.member.role, peer.member.replica_id
+            epochs.add_metric([role.value, replica_id], peer.assigned.epoch)
+            for phase in sorted(role.phases):
+                is_assigned = phase in peer.assigned.phases
+                assigned.add_metric([role.value, replica_id, phase.value], is_assigned)
+        yield assigned
+        yield epochs
 
     def _predictions(self) -> Iterable[Metric]:
         known = self._flow.calibration
