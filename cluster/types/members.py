@@ -84,6 +84,6 @@ class Member(msgspec.Struct, frozen=True):
     hardware: str = ""  # undisturbed workers of one role with equal hardware are equally fast
     block_bytes: int = 0  # of a block of KV
     num_layers: int = 1  # of the model; not encode
-    row_bytes: int = 0  # of an embedding row; of a worker that encodes
     # of all its ranks: the processes that write into other workers' memory
     processes: tuple[ProcessId, ...] = ()
+    row_bytes: int = 0  # of an embedding row; of a worker that encodes
