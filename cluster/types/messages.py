@@ -59,7 +59,7 @@ from cluster.types.curves import ServiceCurves
 from cluster.types.media import MediaItem
 from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
-from cluster.types.transfer import Grant, ReceivedTotals, SentTotals
+from cluster.types.transfer import Grant, ReceivedTotals, SentTotals, TierTotals
 
 PROTOCOL_VERSION = 12
 
@@ -310,6 +310,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     # Of a worker that decodes: prompts that it has still to compute itself, and their tokens that are left
     num_prompts: int = 0
     num_prompt_tokens: int = 0
+    tier: TierTotals = TierTotals()
 
     @property
     def is_idle(self) -> bool:
@@ -320,6 +321,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
             sent=self.sent,
             encoded=self.encoded,
             received=self.received,
+            tier=self.tier,
         )
 
 
