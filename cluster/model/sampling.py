@@ -44,7 +44,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     row i's sequence (prompt + generated). Synchronises the device."""
     sampled = [row for row, p in enumerate(params) if p.temperature > 0]
     has_greedy = len(sampled) < len(params)
-    tokens = _most_likely(logits) if has_greedy else logits.new_empty(len(params), dtype=torch.int64)
+    tokens = _greedy_tokens(logits) if has_greedy else logits.new_empty(len(params), dtype=torch.int64)
     keys = {row: _row_key(params[row].seed, positions[row]) for row in sampled}
     native = _native() if logits.device.type == "cpu" else None
     if native is not None and (plain := [row for row in sampled if not _has_filter(params[row])]):
@@ -60,7 +60,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     return tokens.tolist()
 
 
-def _most_likely(logits: Tensor) -> Tensor:
+def _greedy_tokens(logits: Tensor) -> Tensor:
     """[B] int64. On the CPU numpy searches, as it has vector instructions for that: one row of 151,936 takes
     0.01 ms, where torch takes 0.13 ms, and no other thread is woken."""
     if logits.device.type != "cpu":
