@@ -17,7 +17,7 @@ from typing import Protocol
 from cluster.errors import ClusterError, UnavailableError
 from cluster.rpc import Connection, connect
 from cluster.types.members import Member, Phase, Role
-from cluster.types.messages import AnyMessage, LoadReport, Tokens
+from cluster.types.messages import AnyMessage, LoadReport, PhasesAssigned, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Peer:
         self.connection = connection
         self.is_listed = is_listed
         self.load = LoadReport()  # the last
+        self.assigned = PhasesAssigned(tuple(sorted(member.role.phases)), 0)
 
 
 class MemberTable:
@@ -133,6 +134,8 @@ class MemberTable:
             peer = join(connection)  # the greeting may be here before `connect` returns
             if isinstance(message, Tokens):
                 peer.load = message.load or peer.load
+            elif isinstance(message, PhasesAssigned):
+                peer.assigned = message
             self._listener.on_message(peer, message)
 
         def on_close(_: Connection) -> None:

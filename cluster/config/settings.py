@@ -116,6 +116,15 @@ class TransferArgs(_Args):
         return ("raw", "int8") if self.codec == "auto" else (self.codec,)
 
 
+class KvCacheArgs(_Args):
+    """A second tier for the KV of each prefill, decode and language worker; docs/workers.md. Blocks that the
+    worker's own memory loses go to host memory, and from there to disk."""
+
+    host_bytes: int = Field(0, ge=0)  # 0: none
+    disk_bytes: int = Field(0, ge=0)  # 0: none
+    disk_folder: str = "~/.cache/epdg/kv"  # of this user alone
+
+
 class FetchArgs(_Args):
     """From which URLs the door reads media; cluster/media/fetch/policy.py says how hosts are written."""
 
@@ -254,6 +263,7 @@ class ClusterArgs(_Args):
     decode: DecodeArgs = DecodeArgs()
     language: LanguageArgs = LanguageArgs()
     transfer: TransferArgs = TransferArgs()
+    kv_cache: KvCacheArgs = KvCacheArgs()
     door: DoorArgs = DoorArgs()
     scheduling: SchedulingArgs = SchedulingArgs()
     weight_cache: WeightCacheArgs = WeightCacheArgs()
@@ -275,6 +285,12 @@ class ClusterArgs(_Args):
         for phase in ("prefill", "decode"):
             if not {phase, "language"}.intersection(self.roles):
                 raise ValueError(f'roles: no worker would {phase}; add "{phase}" or "language"')
+        return self
+
+    @model_validator(mode="after")
+    def _check_tier(self) -> ClusterArgs:
+        if self.tensor_parallel_size > 1 and (self.kv_cache.host_bytes or self.kv_cache.disk_bytes):
+            raise ValueError("kv_cache.host_bytes and disk_bytes need tensor_parallel_size 1")
         return self
 
     @property

@@ -7,6 +7,8 @@ for a model step to learn where to send.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 
 from cluster.config.checkpoint import placeholder_ids, read_config
@@ -23,7 +25,7 @@ from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.language import LanguageModel
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.types.members import Role
+from cluster.types.members import Member, Role
 from cluster.types.messages import (
     AnyMessage,
     Cancel,
@@ -35,8 +37,9 @@ from cluster.types.messages import (
     StartDecode,
     StartPrefill,
 )
+from cluster.worker.kv_tier import open_tier
 from cluster.worker.outbox import DoorId
-from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
+from cluster.worker.process import LEASE_MARGIN_S, STOP_TIMEOUT_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
 from cluster.worker.service import PhaseService
 from cluster.worker.setup import WorkerSetup, check_device_transport, set_up
@@ -74,6 +77,7 @@ class LanguageWorker(PhaseService):
         speculator = _speculator(args, model) if role.decodes else None
         runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator)
         blocks = BlockPool(sizes.num_kv_blocks, args.block_size)
+        self._tier = open_tier(args, language, blocks, process.clock)
         self._engine = LanguageEngine(
             model,
             runner,
@@ -85,6 +89,7 @@ class LanguageWorker(PhaseService):
             limits,
             process.cpu_slots,
             features=self._features,
+            tier=self._tier,
             allows_recompute=args.transfer.recompute == "auto",
             on_ended=self._on_ended,
         )
@@ -96,13 +101,21 @@ class LanguageWorker(PhaseService):
         ]
         process.attach(self._engine, self._on_message)
         member = process.member(
-            role,
-            model.kv_layout,
-            sizes.num_kv_blocks,
-            block_bytes=model.kv_layout.block_bytes,
+            role, model.kv_layout, sizes.num_kv_blocks, block_bytes=model.kv_layout.block_bytes,
             num_layers=model.num_layers,
-        )
+        )  # fmt: skip
         super().__init__(process, member)
+
+    async def start(self) -> Member:
+        if self._tier is not None:
+            self._tier.start(self._process.loop.call)
+        return await super().start()
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._tier is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(self._tier.close()), STOP_TIMEOUT_S)
 
     def _warm_up(self, runner: LanguageRunner, blocks: BlockPool, limits: StepLimits, role: Role) -> None:
         max_model_len, cpu_slots = self._model.max_model_len, self._process.cpu_slots

@@ -7,8 +7,9 @@ Life cycle:
    steps must not block.
 2. `record_replica_metadata` opens the side channel and publishes the service's `Member`.
 3. `check_health` runs every period.
-4. Serve removes the replica from its list and drains its calls.
-5. `__del__` waits until the doors, which see the list, have no requests left here, and stops the service. The
+4. `reconfigure` assigns phases to it, at the start and again at any time.
+5. Serve removes the replica from its list and drains its calls.
+6. `__del__` waits until the doors, which see the list, have no requests left here, and stops the service. The
    wait is necessary because only decode's requests are Serve calls: encode and prefill workers look idle to
    Serve while they work.
 """
@@ -39,6 +40,8 @@ class WorkerService(Protocol):
     def __init__(self, args: ClusterArgs, replica_id: str): ...
 
     async def start(self) -> Member: ...
+
+    def assign(self, phases: Sequence[str] | None) -> None: ...
 
     async def drain(self, timeout_s: float) -> None: ...
 
@@ -82,6 +85,15 @@ class Replica:
         member = await self._service.start()
         freeze_what_is_loaded()
         return encode_member(member)
+
+    def reconfigure(self, user_config: dict[str, Any] | None, rank: Any = None) -> None:
+        """Serve calls this at the start and whenever `user_config` in the configuration changes; the process
+        goes on. `phases_by_rank`: of the replica with rank i the phases that it shall do; the last entry
+        holds for all others. Raises ConfigError."""
+        by_rank = (user_config or {}).get("phases_by_rank")
+        if unknown := sorted(set(user_config or ()) - {"phases_by_rank"}):
+            raise ConfigError(f"unknown fields of user_config: {', '.join(unknown)}", param=unknown[0])
+        self._service.assign(by_rank[min(rank.rank, len(by_rank) - 1)] if by_rank else None)
 
     async def check_health(self) -> None:
         self._service.check_health()

@@ -36,6 +36,7 @@ At any time:
     P, D → all doors  BlocksChanged: the same for the blocks of its prefix cache, if it has one
     any → all doors  Measured: how fast the worker is
     any → all doors  Stalled: the threads of the worker that have work and do not move
+    any → all doors  PhasesAssigned: the phases that the worker shall do from now on
     door → any  Ping, if a worker that has a request of this door has been silent for a while; the worker
                 answers with Pong at once
 
@@ -56,11 +57,11 @@ import msgspec
 from cluster.errors import ErrorInfo
 from cluster.types.curves import ServiceCurves
 from cluster.types.media import MediaItem
-from cluster.types.members import ProcessId
+from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
-from cluster.types.transfer import Grant, ReceivedTotals, SentTotals
+from cluster.types.transfer import Grant, ReceivedTotals, SentTotals, TierTotals
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 class FinishReason(StrEnum):
@@ -240,6 +241,14 @@ class Stalled(ChannelMessage, frozen=True):
     threads: tuple[str, ...]
 
 
+class PhasesAssigned(ChannelMessage, frozen=True):
+    """Worker → every door: the part of its role that new requests shall use, as long as other workers do the
+    rest. What it has begun it ends. `epoch`: how many times the worker has been assigned phases."""
+
+    phases: tuple[Phase, ...]
+    epoch: int
+
+
 class Ping(ChannelMessage, frozen=True):
     """Asks whether the worker's event loop runs."""
 
@@ -301,6 +310,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     # Of a worker that decodes: prompts that it has still to compute itself, and their tokens that are left
     num_prompts: int = 0
     num_prompt_tokens: int = 0
+    tier: TierTotals = TierTotals()
 
     @property
     def is_idle(self) -> bool:
@@ -311,6 +321,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
             sent=self.sent,
             encoded=self.encoded,
             received=self.received,
+            tier=self.tier,
         )
 
 
@@ -345,7 +356,8 @@ class Cancel(ChannelMessage, frozen=True):
 AnyMessage = (
     Hello | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared
     | DecodeTarget | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded
-    | CacheChanged | BlocksChanged | Measured | Stalled | Ping | Pong | Tokens | Failed | Preempted | Cancel
+    | CacheChanged | BlocksChanged | Measured | Stalled | PhasesAssigned | Ping | Pong | Tokens | Failed
+    | Preempted | Cancel
 )  # fmt: skip
 
 

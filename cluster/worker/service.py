@@ -6,8 +6,11 @@ but the first run on the replica's event loop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from cluster.errors import ConfigError
 from cluster.types.members import Member
 from cluster.worker.process import WorkerProcess
 
@@ -18,6 +21,7 @@ class PhaseService:
         self.replica_id = member.replica_id
         self._process = process
         self._member = member
+        self._assigned = member.role.phases
 
     async def start(self) -> Member:
         """Listens and runs; called once."""
@@ -29,6 +33,22 @@ class PhaseService:
 
     async def stop(self) -> None:
         await self._process.stop()
+
+    def assign(self, phases: Sequence[str] | None) -> None:
+        """From now on new requests use this worker only for these phases of its role, as long as other
+        workers do the rest; None: for all of them. What it has begun it ends. Event loop only. Raises
+        ConfigError."""
+        role = self._member.role
+        known = {phase.value: phase for phase in role.phases}
+        if phases is not None and (not phases or not known.keys() >= set(phases)):
+            raise ConfigError(
+                f"a {role} worker can be assigned {', '.join(sorted(known))}, not {phases}",
+                param="phases_by_rank",
+            )
+        wanted = role.phases if phases is None else frozenset(known[name] for name in phases)
+        if wanted != self._assigned:
+            self._assigned = wanted
+            self._process.shell.assign(wanted)
 
     def check_health(self) -> None:
         """`WorkerProcess.check_health`."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from cluster.errors import to_info
 from cluster.rpc import Connection, Server
-from cluster.types.messages import AnyMessage, Failed, Ping, Pong, Stalled
+from cluster.types.members import Phase
+from cluster.types.messages import AnyMessage, Failed, PhasesAssigned, Ping, Pong, Stalled
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.setup import WorkerSetup
@@ -54,6 +55,7 @@ class WorkerShell:
         self._connections: dict[DoorId, Connection] = {}
         self._num_doors_seen = 0
         self._stalled = Stalled(())
+        self._assigned = PhasesAssigned((), 0)  # epoch 0: all phases of the role
         self._is_alone = asyncio.Event()  # no door is connected
         self._is_alone.set()
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -93,8 +95,17 @@ class WorkerShell:
         """Event loop only."""
         logger.info("threads that do not move: %s", ", ".join(threads) or "none any more")
         self._stalled = Stalled(threads)
+        self._broadcast(self._stalled)
+
+    def assign(self, phases: Collection[Phase]) -> None:
+        """From now on new requests use this worker for these phases. Event loop only."""
+        self._assigned = PhasesAssigned(tuple(sorted(phases)), self._assigned.epoch + 1)
+        logger.info("assigned phases: %s (epoch %d)", ", ".join(phases), self._assigned.epoch)
+        self._broadcast(self._assigned)
+
+    def _broadcast(self, message: AnyMessage) -> None:
         for connection in list(self._doors):
-            connection.send(self._stalled)
+            connection.send(message)
 
     def _deliver(self, batch: list[tuple[DoorId, AnyMessage]]) -> None:
         for door, message in batch:
@@ -117,6 +128,8 @@ class WorkerShell:
         self._loop.call(self._outbox.add_door, door)
         if self._stalled.threads:
             connection.send(self._stalled)
+        if self._assigned.epoch:
+            connection.send(self._assigned)
 
     def _on_message(self, connection: Connection, message: AnyMessage) -> None:
         """An error ends the request that the message is about, not the connection with its other requests."""

@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 
 from cluster.types.media import MediaItem
 from cluster.types.members import Member
-from cluster.types.messages import AnyMessage, BlocksChanged, CacheChanged, Measured, PrefillTiming
+from cluster.types.messages import (
+    AnyMessage,
+    BlocksChanged,
+    CacheChanged,
+    Measured,
+    PhasesAssigned,
+    PrefillTiming,
+)
 from cluster.types.request import GenerateRequest
 from router.admission.queue import AdmissionTicket, Capacity, Reported
 from router.flow.state import Attempt, ClientRequest
@@ -50,6 +57,8 @@ class Placer:
             self.cluster.blocks_changed(replica_id, message.added, message.evicted)
         elif isinstance(message, Measured):
             self.cluster.measured(replica_id, message.curves)
+        elif isinstance(message, PhasesAssigned):
+            self.cluster.assign(replica_id, message.phases)
 
     def decide(self, view: RequestView, now: float) -> Decision:
         """Where the request goes. Charges nothing. Raises ClusterError if no worker can serve it."""
@@ -76,7 +85,7 @@ class Placer:
     def capacity(self) -> Capacity:
         cluster = self.cluster
         encoders, prefills, decodes = (
-            pool.prefer_awake(is_able)
+            pool.preferred(is_able)
             for pool, is_able in (
                 (cluster.encoders, cluster.encoders.is_listed),
                 (cluster.prefills, cluster.prefills.is_listed & cluster.prefills.takes_any),

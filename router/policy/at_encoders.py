@@ -43,7 +43,7 @@ class EncodeEstimate:
                 self.is_able[:, pool.slots[replica_id]] = False
         if items and not self.is_able.any(1).all():
             raise UnavailableError("no encode worker is ready", retry_after_s=1.0)
-        self.is_able = pool.prefer_awake(self.is_able)
+        self.is_able = pool.preferred(self.is_able)
         self.num_bytes = np.array([float(item.num_bytes) for item in items]).reshape(-1, 1)
         self._links = cluster.feature_links.speeds
         factors = cluster.factors(pool)

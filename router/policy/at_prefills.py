@@ -227,4 +227,4 @@ def able_to_hold(
             f"the request needs {num_blocks * block_size} tokens of KV cache; "
             f"a {pool.phase} worker holds {largest}"
         )
-    return pool.prefer_awake(is_large)
+    return pool.preferred(is_large)

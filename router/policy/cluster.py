@@ -4,7 +4,7 @@ hold, and what this door has sent them. All policies read this one object.
 It is driven from outside and has no clock:
 
     add, remove, set_listed, set_silent                       workers join, drain, hang and leave
-    measured, reported, media_changed, blocks_changed         messages of workers
+    assign, measured, reported, media_changed, blocks_changed messages of workers
     started, item_moved, item_done, prefilled, ended          this door's own requests, in this order
     observed                                                  the actual durations; before `ended`
 
@@ -13,7 +13,7 @@ Messages about a worker or a request that is not there are ignored, because they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -106,6 +106,14 @@ class ClusterView:
             pool.is_silent[pool.slots[replica_id]] = is_silent
 
     # --- messages of workers
+
+    def assign(self, replica_id: str, phases: Collection[Phase]) -> None:
+        """The worker is chosen for other phases of its role only if no other worker is left for them."""
+        for pool in self._pools_of(replica_id):
+            role, _ = pool.hardware_of(replica_id)
+            # A worker whose role is to decode stands among those that prefill for its own prompts of text
+            is_assigned = pool.phase in phases or pool.phase not in role.phases
+            pool.is_assigned[pool.slots[replica_id]] = is_assigned
 
     def measured(self, replica_id: str, curves: ServiceCurves) -> None:
         kinds: dict[str, Curve] = {f"encode {m}": curve for m, curve in curves.encode.items()}

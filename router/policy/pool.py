@@ -70,6 +70,7 @@ class WorkerPool:
         self.is_listed = np.zeros(0, bool)
         # No progress for a while: chosen only if all others are silent, too
         self.is_silent = np.zeros(0, bool)
+        self.is_assigned = np.zeros(0, bool)  # to this phase: chosen before the others
         self.incarnations = np.zeros(0, np.int64)  # 0 where there is no worker
         self.classes = np.zeros(0, np.intp)  # index of the class
         self.takes_any = np.zeros(0, bool)  # prompts, for itself and others; else plain ones for itself alone
@@ -118,7 +119,7 @@ class WorkerPool:
         if hardware not in self.hardware:
             self.hardware.append(hardware)
         self.slots[worker.replica_id] = slot
-        self.is_listed[slot] = True
+        self.is_listed[slot] = self.is_assigned[slot] = True
         self._num_added += 1
         self.incarnations[slot] = self._num_added
         self.began_at[slot] = self.previous_at[slot] = -np.inf
@@ -154,10 +155,13 @@ class WorkerPool:
             self._able[modality] = able
         return able & self.is_listed
 
-    def prefer_awake(self, is_able: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """[…, slots]: of the able workers those that are not silent; all of them if all are silent."""
-        is_awake = is_able & ~self.is_silent
-        return np.where(is_awake.any(-1, keepdims=True), is_awake, is_able)
+    def preferred(self, is_able: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[…, slots]: of the able workers those that are not silent, and of these those that the phase is
+        assigned to. All of them if none is."""
+        for is_preferred in (~self.is_silent, self.is_assigned):
+            both = is_able & is_preferred
+            is_able = np.where(both.any(-1, keepdims=True), both, is_able)
+        return is_able
 
     def hardware_of(self, replica_id: str) -> tuple[Role, str]:
         """With its role: what predictions are corrected by."""

@@ -154,6 +154,18 @@ class _Gauges(Collector):
         ),
     }
 
+    _TIER: ClassVar = {
+        "num_stored": ("epdg_tier_stored_blocks", "Blocks of KV copied to the second tier"),
+        "num_loaded": ("epdg_tier_loaded_blocks", "Blocks of KV copied back from the second tier"),
+        "num_evicted": ("epdg_tier_evicted_blocks", "Blocks of KV that the second tier had no room for"),
+        "num_missed": (
+            "epdg_tier_missed_blocks",
+            "Blocks of KV whose memory was used again before it was copied to the second tier",
+        ),
+        "num_corrupt": ("epdg_tier_corrupt_blocks", "Blocks of KV that could not be read back as written"),
+        "num_failed": ("epdg_tier_failed_blocks", "Blocks of KV that could not be written"),
+    }
+
     _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}
 
     def __init__(self, peers: Callable[[], Iterable[Peer]], flow: RequestFlow):
@@ -174,6 +186,7 @@ class _Gauges(Collector):
             for peer in peers:
                 family.add_metric([peer.member.role.value, peer.member.replica_id], getattr(peer.load, field))
             yield family
+        yield from self._assigned(peers)
         for field, (name, text) in self._TOTALS.items():
             counter = CounterMetricFamily(name, text, labels=("replica",))
             for peer in peers:
@@ -197,6 +210,7 @@ class _Gauges(Collector):
                     [peer.member.role.value, peer.member.replica_id], getattr(peer.load.received, field)
                 )
             yield counter
+        yield from self._tiers(receivers)
         error = GaugeMetricFamily(
             "epdg_transfer_codec_error",
             "Mean change by the codec / mean size, of the group of KV that was last looked at",
@@ -207,6 +221,19 @@ class _Gauges(Collector):
                 for tensor, field in self._ERRORS.items():
                     error.add_metric([peer.member.replica_id, tensor], getattr(peer.load.sent, field))
         yield error
+
+    def _tiers(self, peers: list[Peer]) -> Iterable[Metric]:
+        labels = ("pool", "replica")
+        held = GaugeMetricFamily("epdg_tier_bytes", "KV in the second tier of the cache", labels=labels)
+        for peer in peers:
+            held.add_metric([peer.member.role.value, peer.member.replica_id], peer.load.tier.held_bytes)
+        yield held
+        for field, (name, text) in self._TIER.items():
+            counter = CounterMetricFamily(name, text, labels=labels)
+            for peer in peers:
+                value = getattr(peer.load.tier, field)
+                counter.add_metric([peer.member.role.value, peer.member.replica_id], value)
+            yield counter
 
     def _troubles(self) -> Iterable[Metric]:
         flow = self._flow
@@ -232,6 +259,26 @@ class _Gauges(Collector):
             ),
         ):
             yield CounterMetricFamily(name, text, value=value)
+
+    def _assigned(self, peers: list[Peer]) -> Iterable[Metric]:
+        assigned = GaugeMetricFamily(
+            "epdg_worker_assigned",
+            "1: new requests use the worker for this phase of its role; 0: only if no other worker is left",
+            labels=("pool", "replica", "phase"),
+        )
+        epochs = GaugeMetricFamily(
+            "epdg_worker_assignment_epoch",
+            "How many times the worker has been assigned phases",
+            labels=("pool", "replica"),
+        )
+        for peer in peers:
+            role, replica_id = peer.member.role, peer.member.replica_id
+            epochs.add_metric([role.value, replica_id], peer.assigned.epoch)
+            for phase in sorted(role.phases):
+                is_assigned = phase in peer.assigned.phases
+                assigned.add_metric([role.value, replica_id, phase.value], is_assigned)
+        yield assigned
+        yield epochs
 
     def _predictions(self) -> Iterable[Metric]:
         known = self._flow.calibration

@@ -4,6 +4,7 @@ cluster's greedy output equals `generate` of the undivided model in fp32."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import httpx
@@ -25,10 +26,10 @@ from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.cases import NUM_PARTS, Answered, Pair, part_of
-from tests.flow.local_cluster import PATIENT_DOOR, LocalCluster, local_cluster
+from tests.flow.local_cluster import HANG_S, PATIENT_DOOR, LocalCluster, local_cluster
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
-NUM_CASES, NUM_ALL_CASES = 90, 204  # in every run; in the slow tests
+NUM_CASES, NUM_ALL_CASES = 60, 204  # in every run; in the slow tests
 MAX_TOKENS = 24
 
 
@@ -162,6 +163,58 @@ async def test_every_topology_gives_the_answers_of_generate(expected, num_replic
         await check_all(cluster, part, 16)
         await check_all(cluster, part, 16)
         assert all(decode._engine.load().num_cached_blocks > 0 for decode in cluster.decodes)
+
+
+NUM_ASSIGNMENTS = 100
+
+
+async def test_phases_assigned_again_and_again_under_load_change_no_answer(expected):
+    """No request fails, either: what a worker has begun it ends."""
+    prefill, decode, both = ["prefill"], ["decode"], None
+    choices = itertools.cycle([(prefill, decode), (decode, both), (both, prefill)])
+    async with local_cluster(cluster_args(48), (1, 0, 0, 2)) as cluster:
+        num_assigned, has_load = 0, True
+
+        async def assign() -> None:
+            nonlocal num_assigned
+            while has_load or num_assigned < NUM_ASSIGNMENTS:
+                for worker, phases in zip(cluster.decodes, next(choices), strict=True):
+                    worker.assign(phases)
+                num_assigned += 1
+                await asyncio.sleep(0.01)
+
+        assigning = asyncio.ensure_future(assign())
+        while num_assigned < NUM_ASSIGNMENTS:
+            await check_all(cluster, part_of(expected, 0), 16)
+        has_load = False
+        await assigning
+        for worker in cluster.decodes:
+            (peer,) = (p for p in cluster.door.peers if p.member.replica_id == worker.replica_id)
+            assert peer.assigned.epoch >= NUM_ASSIGNMENTS
+            assert sent_bytes(worker) > 0  # it has computed a prompt for the other one
+
+
+async def test_new_requests_use_workers_for_their_assigned_phases(expected):
+    async with local_cluster(cluster_args(48), (1, 0, 0, 2)) as cluster:
+        for prefill, decode in (cluster.decodes, cluster.decodes[::-1]):
+            prefill.assign(["prefill"])
+            decode.assign(["decode"])
+            for worker in cluster.decodes:  # what they have cached would not travel
+                worker._process.loop.call(worker._engine._blocks.forget_all)
+            phases = {prefill.replica_id: ("prefill",), decode.replica_id: ("decode",)}
+            peers = [peer for peer in cluster.door.peers if peer.member.replica_id in phases]
+            async with asyncio.timeout(HANG_S):
+                while any(peer.assigned.phases != phases[peer.member.replica_id] for peer in peers):
+                    await asyncio.sleep(0.01)
+            before = sent_bytes(prefill), sent_bytes(decode)
+            await check_all(cluster, expected[:8], 4)
+            assert sent_bytes(prefill) > before[0] and sent_bytes(decode) == before[1]
+        with pytest.raises(ConfigError, match="a language worker can be assigned decode, prefill, not"):
+            cluster.decodes[0].assign(["encode"])
+
+
+def sent_bytes(worker: DecodeService) -> int:
+    return worker._process.transfer_engine.sent.raw_bytes
 
 
 @pytest.mark.slow

@@ -1,10 +1,14 @@
-"""What a replica's shutdown hook asks of its service."""
+"""What a replica asks of its service when Serve reconfigures it, and when it shuts it down."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import cast
+
+import pytest
 
 from cluster.app import DRAIN_TIMEOUT_S
+from cluster.errors import ConfigError
 from cluster.serving.replicas import DRAIN_S, DecodeReplica, Replica
 from cluster.worker.process import STOP_TIMEOUT_S
 
@@ -30,3 +34,22 @@ async def test_a_replica_of_every_pool_drains_before_it_stops():
 
 def test_a_drained_replica_has_time_left_to_stop():
     assert DRAIN_S + STOP_TIMEOUT_S < DRAIN_TIMEOUT_S
+
+
+def test_a_replica_gets_the_phases_of_its_rank():
+    config = {"phases_by_rank": [["prefill"], ["decode"]]}
+    for user_config, rank, phases in (
+        (config, 0, ["prefill"]),
+        (config, 1, ["decode"]),
+        (config, 7, ["decode"]),
+        ({}, 0, None),
+        (None, 3, None),
+    ):
+        assigned: list[object] = []
+        service = SimpleNamespace(assign=assigned.append)
+        Replica.reconfigure(
+            cast(Replica, SimpleNamespace(_service=service)), user_config, SimpleNamespace(rank=rank)
+        )
+        assert assigned == [phases]
+    with pytest.raises(ConfigError, match="unknown fields of user_config: phases"):
+        Replica.reconfigure(cast(Replica, SimpleNamespace()), {"phases": ["prefill"]}, None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cluster.errors import UnavailableError
 from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.types.curves import Link
-from cluster.types.members import Role
+from cluster.types.members import Phase, Role
 from router.policy import ClusterView, JointPolicy, Placement, RequestView, make_policy
 from router.policy.estimate import Estimate
 from router.policy.registry import BASELINES, POLICIES
@@ -241,3 +241,25 @@ def test_what_is_learnt_of_one_role_does_not_correct_another():
     assert decision.prediction.ttft_s > 0
     assert estimate.prediction(at_p0).ttft_s == pytest.approx(PREFILL.seconds(160))
     assert estimate.prediction(AT_L0).ttft_s > 1.5 * PREFILL.seconds(160)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_a_phase_goes_to_workers_that_it_is_assigned_to(policy):
+    cluster = cluster_of(1, 0, 0, 2)
+    cluster.assign("l0", [Phase.PREFILL])
+    cluster.assign("l1", [Phase.DECODE])
+    for request in REQUESTS:
+        placement = decide(request, cluster, policy).placement
+        assert (placement.prefill, placement.decode) == ("l0", "l1")
+
+
+def test_a_phase_that_no_worker_is_assigned_to_goes_to_any():
+    cluster = cluster_of(1, 0, 1, 2)
+    for replica_id in ("l0", "l1"):
+        cluster.assign(replica_id, [Phase.DECODE])
+    assert decide(media(400), cluster).placement.prefill in ("l0", "l1")
+    assert decide(text(160), cluster).placement.is_local, "a decode worker computes texts of its own"
+    cluster.set_silent("d0", True)
+    assert decide(media(400), cluster).placement.decode in ("l0", "l1")
+    cluster.assign("l0", [Phase.PREFILL, Phase.DECODE])
+    assert decide(media(400), cluster).placement.prefill == "l0"

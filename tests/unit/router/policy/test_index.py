@@ -87,5 +87,5 @@ def test_forgetting_costs_no_more_however_many_have_gone():
     add_s(200_000)
     first_s = min(add_s(1000) for _ in range(3))
     add_s(100_000)
-    assert min(add_s(1000) for _ in range(3)) < 5 * first_s
+    assert min(add_s(1000) for _ in range(3)) < 10 * first_s  # a plain dict: some 25 times
     assert len(index) == 200_000
