@@ -1,5 +1,5 @@
 """The composition root: from a configuration to a Serve application: a deployment for each of the `roles`
-(Encode, Prefill, Decode, Language), and Door.
+(Encode, Prefill, Decode, Language, EncodePrefill, Whole), and Door.
 
 `serve run deploy/cluster.yaml` calls `build` with that file's `args`. The file's `deployments:` section
 overrides what is set here per deployment (replica counts, resources). This module builds no model: model code
@@ -9,9 +9,9 @@ there.
 
 The hosts' offers at composition time keep the pools apart:
 
-* If a host of the cluster has a custom resource `encode_pool`, `prefill_pool`, `decode_pool` or
-  `language_pool` (`make serve` gives the first three to its own host), each replica of that pool takes one
-  unit and runs only on such hosts.
+* If a host of the cluster has a custom resource with a role's name and `_pool`, as `encode_pool` (`make serve`
+  gives those of the first three roles to its own host), each replica of that pool takes one unit and runs only
+  on such hosts.
 * If a host has the label `pool=` with a role's name, replicas of that pool run only on hosts with the label.
 * With `device: cuda` a replica takes one GPU for each of its ranks.
 * A machine that offers none of these still runs everything.
@@ -46,6 +46,8 @@ SERVICES = {
     Role.PREFILL: "prefill_service.service:PrefillService",
     Role.DECODE: "decode_service.service:DecodeService",
     Role.LANGUAGE: "decode_service.service:LanguageService",
+    Role.ENCODE_PREFILL: "whole_service.service:EncodePrefillService",
+    Role.WHOLE: "whole_service.service:WholeService",
 }
 DOOR = "router.door:Door"
 API = "router.openai.app:build_api"
@@ -87,9 +89,8 @@ def compose(
     only its own."""
     resolved = resolve(args, read_environment(), num_cores=len(os.sched_getaffinity(0)))
     config, _ = check_checkpoint(Path(resolved.model))
-    wanted = [Role(name) for name in resolved.roles]
-    roles = [role for role in wanted if role is not Role.ENCODE or takes_media(config)]
-    if roles != wanted:
+    roles = [role for role in resolved.roles if role is not Role.ENCODE or takes_media(config)]
+    if len(roles) < len(resolved.roles):
         logger.warning("model type '%s' takes no media: there is no encode pool", config["model_type"])
     pools = {role.value: _pool(role, resolved, services[role], hosts) for role in roles}
     options = _options("Door")
@@ -101,8 +102,8 @@ def _pool(role: Role, args: ClusterArgs, service: str, hosts: Hosts) -> Any:
     adapter = DecodeReplica if role.decodes else Replica
     router = RequestRouterConfig(request_router_class=HookRouter, request_router_kwargs={"role": role.value})
     actor_options = actor_options_of(role, args, hosts)
-    options = _options(role.value.capitalize(), request_router_config=router, ray_actor_options=actor_options)
-    return serve.deployment(name=role.value.capitalize(), **options)(adapter).bind(
+    options = _options(role.deployment, request_router_config=router, ray_actor_options=actor_options)
+    return serve.deployment(name=role.deployment, **options)(adapter).bind(
         args, service, pool.threads, pool.cores
     )
 

@@ -2,15 +2,21 @@
 
 A delivery is added. It gets its target and its rows, in either order, and is sent. Its rows stay pinned in
 the cache until the transfer has ended, even if the delivery has ended before.
+
+If the worker computes prompts, too, rows of its own prompts are not sent: they are copied into the room that
+its language engine has reserved (`OwnPrompts`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import msgspec
+from torch import Tensor
 
 from cluster.clock import Clock
 from cluster.errors import ClusterError, UnavailableError, to_info
@@ -29,6 +35,19 @@ from kv_transfer.lease.transfer_engine import TransferEngine
 logger = logging.getLogger(__name__)
 
 
+class OwnPrompts(Protocol):
+    """The language engine of the same process."""
+
+    def deposit(self, request_id: str, item_idx: int, blocks: Callable[[], Tensor]) -> bool:
+        """Takes the rows of an item. `blocks()`: [num_blocks, block_size, feature_width]. False: there is no
+        room for them, or no longer; `EncoderEngine.set_target` follows when there is."""
+        ...
+
+    def give_up(self, request_id: str, item_idx: int) -> None:
+        """The rows will not come. Ignored for items that no prompt of this process waits for."""
+        ...
+
+
 @dataclass
 class _SharedFile:
     item: MediaItem  # one copy of the file for all deliveries
@@ -36,7 +55,15 @@ class _SharedFile:
 
 
 class Deliveries:
-    def __init__(self, cache: EmbeddingCache, transfer_engine: TransferEngine, outbox: Outbox, clock: Clock):
+    def __init__(
+        self,
+        cache: EmbeddingCache,
+        transfer_engine: TransferEngine,
+        outbox: Outbox,
+        clock: Clock,
+        own_prompts: OwnPrompts | None = None,
+    ):
+        self._own_prompts = own_prompts
         self._cache = cache
         self._transfer_engine = transfer_engine
         self._outbox = outbox
@@ -97,13 +124,21 @@ class Deliveries:
         self._deadlines.add(delivery.key, timeout_s)
 
     def send(self, delivery: Delivery) -> None:
-        """The rows are in the cache and the target is known."""
-        assert delivery.target is not None
+        """The rows are in the cache: they go to where they are wanted, if that is known."""
+        if delivery.target is not None:
+            self._write(delivery, delivery.target)
+        elif self._own_prompts is not None:
+            sent_at, rows = self._clock.now(), partial(self._cache.blocks, delivery.media_hash)
+            if self._own_prompts.deposit(delivery.request_id, delivery.item_idx, rows):
+                delivery.sent_at = sent_at
+                self._complete(delivery, self._clock.now())
+
+    def _write(self, delivery: Delivery, target: ReceivedGrant) -> None:
         delivery.sent_at = self._clock.now()
         try:
-            delivery.outgoing = self._transfer_engine.open(delivery.target)
+            delivery.outgoing = self._transfer_engine.open(target)
             block_ids = self._cache.pin(delivery.media_hash)
-            lease_id = delivery.target.grant.lease_id
+            lease_id = target.grant.lease_id
             self._by_lease[lease_id] = delivery
             self._sending_bytes.hold(lease_id, self._cache.num_bytes(delivery.media_hash))
             delivery.outgoing.write(block_ids, range(len(block_ids)))
@@ -119,13 +154,14 @@ class Deliveries:
         if self._deliveries.get(delivery.key) is not delivery:
             return
         if isinstance(event, Finished):
-            encoded = Encoded(
-                delivery.request_id, delivery.item_idx, delivery.from_cache, delivery.timing(at)
-            )
-            self._outbox.send(delivery.door, encoded)
-            self._forget(delivery)
+            self._complete(delivery, at)
         else:
             self.fail(delivery, UnavailableError(f"embeddings could not be sent to prefill: {event}"))
+
+    def _complete(self, delivery: Delivery, at: float) -> None:
+        encoded = Encoded(delivery.request_id, delivery.item_idx, delivery.from_cache, delivery.timing(at))
+        self._outbox.send(delivery.door, encoded)
+        self._forget(delivery)
 
     def fail(self, delivery: Delivery, error: ClusterError) -> None:
         self._outbox.send(delivery.door, Failed(delivery.request_id, to_info(error), delivery.item_idx))
@@ -140,6 +176,8 @@ class Deliveries:
             delivery.outgoing.abort(reason)
         elif delivery.target is not None:
             self.return_grant(delivery.target, reason)
+        elif self._own_prompts is not None:
+            self._own_prompts.give_up(delivery.request_id, delivery.item_idx)
 
     def return_grant(self, target: ReceivedGrant, reason: str) -> None:
         """Returns a grant that will not be used."""

@@ -40,7 +40,7 @@ from cluster.worker.speed import SpeedReporter
 from encoder_service.budget import CallBudget
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import CallPart, CallPlanner, EncoderLimits
-from encoder_service.deliveries import Deliveries
+from encoder_service.deliveries import Deliveries, OwnPrompts
 from encoder_service.failures import named
 from encoder_service.fits import EncoderFits
 from encoder_service.holdings import Holdings
@@ -68,7 +68,9 @@ class EncoderEngine:
         limits: EncoderLimits,
         policy: SchedulingPolicy,
         cpu_slots: CpuSlots,
+        own_prompts: OwnPrompts | None = None,
     ):
+        """`own_prompts`: of a worker that computes prompts, too."""
         self._runner = runner
         self._cache = cache
         self._transfer_engine = transfer_engine
@@ -81,7 +83,7 @@ class EncoderEngine:
         self._items: dict[str, EncodeItem] = {}  # by media hash
         # By media hash: embedding rows, before pooling, that are still to be computed.
         self._queued_rows = Holdings()
-        self._deliveries = Deliveries(cache, transfer_engine, outbox, clock)
+        self._deliveries = Deliveries(cache, transfer_engine, outbox, clock, own_prompts)
         self._totals = EncodeTotals()
         self._budget = CallBudget(limits.max_call_bytes, clock)
         self._planner = CallPlanner(limits, self._budget, policy, cache)
@@ -128,11 +130,12 @@ class EncoderEngine:
         if earlier is not None:
             self._detach(earlier)  # only now: an item that the new delivery wants has stayed in work
 
-    def set_target(self, request_id: str, item_idx: int, target: ReceivedGrant) -> None:
-        """Prefill has made room. If the delivery has ended, the grant is returned at once."""
+    def set_target(self, request_id: str, item_idx: int, target: ReceivedGrant | None) -> None:
+        """Prefill has made room; None: in this process. If the delivery has ended, the grant is returned at
+        once. If it is still to come, it finds the room."""
         delivery = self._deliveries.get(delivery_key(request_id, item_idx))
         if delivery is None:
-            return self._deliveries.return_grant(target, "the request has ended")
+            return target and self._deliveries.return_grant(target, "the request has ended")
         delivery.target = target
         self._blame_delivery.run(delivery.key, self._serve, delivery)
 
@@ -165,6 +168,7 @@ class EncoderEngine:
             held_bytes=self._deliveries.file_bytes + self._preparation.held_bytes,
             sending_bytes=self._deliveries.sending_bytes,
             encoded=self._totals,
+            is_of_encoder=True,
         )
 
     def _start(self, door: DoorId, message: StartEncode, came_at: float) -> None:
@@ -202,9 +206,7 @@ class EncoderEngine:
         """Brings one delivery as far as possible: sends its rows, or makes sure that its item is being
         encoded."""
         if delivery.media_hash in self._cache:
-            if delivery.target is not None:
-                self._deliveries.send(delivery)
-            return
+            return self._deliveries.send(delivery)
         delivery.from_cache = False  # the rows may have been evicted since `_start`
         item = self._items.get(delivery.media_hash) or self._start_encoding(delivery)
         item.keep |= delivery.keep
@@ -328,8 +330,7 @@ class EncoderEngine:
             self._remove(item, MediaPhase.CACHED)
             self._count(num_encoded=1, num_rows=item.num_rows)
             for delivery in item.deliveries:
-                if delivery.target is not None:
-                    self._blame_delivery.run(delivery.key, self._deliveries.send, delivery)
+                self._blame_delivery.run(delivery.key, self._deliveries.send, delivery)
 
     def _tell_doors(self, load: LoadReport | None = None) -> None:
         changes = self._cache.take_changes(self._items)

@@ -1,4 +1,5 @@
-"""One encoder worker process: builds the engine, and passes the doors' messages to it."""
+"""The encoder of a worker process (`Encoder`): builds the engine, and passes the doors' messages to it. And the
+service of workers that do nothing else."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ from cluster.worker.memory_plan import MemoryPlan, available_bytes, encoder_step
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import WorkerProcess
 from cluster.worker.service import PhaseService
-from cluster.worker.setup import check_device_transport, set_up
+from cluster.worker.setup import WorkerSetup, check_device_transport, set_up
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
+from encoder_service.deliveries import OwnPrompts
 from encoder_service.engine import EncoderEngine
 from encoder_service.runner import EncoderRunner
 from encoder_service.warm_up import warm_up
@@ -34,76 +36,117 @@ MAX_PIECE_ROWS = 1024
 NUM_PREPARE_THREADS = 2  # threads that decode and preprocess beside the encoder
 
 
-class EncoderService(PhaseService):
-    def __init__(self, args: ClusterArgs, replica_id: str):
+class Encoder:
+    """Order: loaded, with its memory → `attach`, to the worker's process → `on_message` → `close`."""
+
+    def __init__(self, args: ClusterArgs, setup: WorkerSetup, processor: MediaProcessor):
         """Loads the encoder half of the model. Blocks until it is loaded. Raises ConfigError."""
-        setup = set_up(args, replica_id)
-        check_device_transport(args, setup)
-        processor = MediaProcessor.load(args.model)
-        if processor is None:
-            raise ConfigError(f"{args.model} is a text model; it needs no encoder pool")
-        model = EncoderModel.load(
+        self._args, self._processor = args, processor
+        self.model = EncoderModel.load(
             args.model,
             dtype=setup.dtype,
             device=setup.device,
             weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
         )
-        layout = feature_layout(model.feature_width, args.block_size, setup.dtype)
+        layout = feature_layout(self.model.feature_width, args.block_size, setup.dtype)
         num_blocks = max(1, args.encode.cache_bytes // layout.block_bytes)
-        row_bytes = encoder_step_bytes(1, model.config, setup.dtype.itemsize)
+        self.row_bytes = layout.block_bytes // args.block_size
+        self.modalities = tuple(modality.value for modality in self.model.modalities)
+        step_row_bytes = encoder_step_bytes(1, self.model.config, setup.dtype.itemsize)
         plan = MemoryPlan(
-            weights=model.weight_bytes,
-            step=MAX_PIECE_ROWS * row_bytes,
+            weights=self.model.weight_bytes,
+            step=MAX_PIECE_ROWS * step_row_bytes,
             features=num_blocks * layout.block_bytes,
             inputs=args.encode.max_prepared_bytes,
         )
-        available = available_bytes(setup.device, model.evictable_bytes)
+        available = available_bytes(setup.device, self.model.evictable_bytes)
         plan.check(available)
-        logger.info("%s: memory\n%s", replica_id, plan.describe(available))
-        memory = BlockMemory(layout, num_blocks, setup.device)
-        self._executor = ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
-        process = WorkerProcess(setup, args.transport, model.fingerprint, outgoing=memory)
-        runner = EncoderRunner(model, processor)
-        self._engine = EncoderEngine(
-            runner,
-            EmbeddingCache(memory, BlockPool(num_blocks, args.block_size)),
-            process.transfer_engine,
-            process.outbox,
-            process.clock,
-            self._executor,
-            EncoderLimits(
-                max_batch_items=args.encode.max_batch_items,
-                max_batch_rows=MAX_BATCH_ROWS,
-                max_piece_rows=MAX_PIECE_ROWS,
-                max_call_bytes=min(MAX_BATCH_ROWS * row_bytes, available - plan.wanted + plan.step),
-                row_bytes=row_bytes,
-                max_prepared_bytes=args.encode.max_prepared_bytes,
-                max_queued_rows=args.encode.max_queued_rows,
-                num_prepare_threads=NUM_PREPARE_THREADS,
-            ),
-            SchedulingPolicy(**args.scheduling.model_dump()),
-            process.cpu_slots,
+        logger.info("%s: memory of the encoder\n%s", setup.replica_id, plan.describe(available))
+        self.memory = BlockMemory(layout, num_blocks, setup.device)
+        self._limits = EncoderLimits(
+            max_batch_items=args.encode.max_batch_items,
+            max_batch_rows=MAX_BATCH_ROWS,
+            max_piece_rows=MAX_PIECE_ROWS,
+            max_call_bytes=min(MAX_BATCH_ROWS * step_row_bytes, available - plan.wanted + plan.step),
+            row_bytes=step_row_bytes,
+            max_prepared_bytes=args.encode.max_prepared_bytes,
+            max_queued_rows=args.encode.max_queued_rows,
+            num_prepare_threads=NUM_PREPARE_THREADS,
         )
-        warm_up(runner, model.modalities, self._engine.fits, process.cpu_slots, process.clock)
-        process.attach(self._engine, self._on_message)
-        self._engine.attach(process.loop)
-        model.on_block(process.cpu_slots.yield_between_layers)
-        modalities = tuple(modality.value for modality in model.modalities)
-        super().__init__(process, process.member(Role.ENCODE, layout, num_blocks, modalities=modalities))
+
+    @classmethod
+    def load(cls, args: ClusterArgs, setup: WorkerSetup) -> Encoder | None:
+        """None: the model takes no media. Otherwise as the constructor."""
+        processor = MediaProcessor.load(args.model)
+        return None if processor is None else cls(args, setup, processor)
+
+    def attach(self, process: WorkerProcess, own_prompts: OwnPrompts | None = None) -> None:
+        """Builds the engine and measures the encoder's speed. `own_prompts`: of a worker that computes prompts,
+        too."""
+        seat = process.encoder_seat
+        self.executor = ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
+        runner = EncoderRunner(self.model, self._processor)
+        self.engine = EncoderEngine(
+            runner,
+            EmbeddingCache(self.memory, BlockPool(self.memory.num_blocks, self._args.block_size)),
+            process.feature_transfer_engine,
+            seat.outbox,
+            process.clock,
+            self.executor,
+            self._limits,
+            SchedulingPolicy(**self._args.scheduling.model_dump()),
+            seat.cpu_slots,
+            own_prompts,
+        )
+        warm_up(runner, self.model.modalities, self.engine.fits, seat.cpu_slots, process.clock)
+        self.model.on_block(seat.cpu_slots.yield_between_layers)
+        seat.attach(self.engine)
+        self.engine.attach(seat.loop)
+        self._seat, self._clock = seat, process.clock
+
+    def on_message(self, door: DoorId, message: AnyMessage) -> None:
+        """Event loop."""
+        call = self._seat.loop.call
+        match message:
+            case StartEncode():
+                call(self.engine.start, door, message, self._clock.now())
+            case EncodeTarget():
+                received = message.grant.received(self._clock.now())
+                call(self.engine.set_target, message.request_id, message.item_idx, received)
+            case Cancel():
+                call(self.engine.cancel, message.request_id, message.item_idx)
+
+    def on_room(self, request_id: str, item_idx: int) -> None:
+        """The worker's own prompts have room for the item's embeddings. Any thread."""
+        self._seat.loop.call(self.engine.set_target, request_id, item_idx, None)
+
+    def close(self) -> None:
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+class EncoderService(PhaseService):
+    def __init__(self, args: ClusterArgs, replica_id: str):
+        """Loads the encoder half of the model. Blocks until it is loaded. Raises ConfigError."""
+        setup = set_up(args, replica_id)
+        check_device_transport(args, setup)
+        encoder = Encoder.load(args, setup)
+        if encoder is None:
+            raise ConfigError(f"{args.model} is a text model; it needs no encoder pool")
+        process = WorkerProcess(setup, args.transport, encoder.model.fingerprint, embeddings=encoder.memory)
+        encoder.attach(process)
+        process.attach(encoder.on_message)
+        self._encoder, self._engine = encoder, encoder.engine
+        super().__init__(
+            process,
+            process.member(
+                Role.ENCODE,
+                encoder.memory.layout,
+                encoder.memory.num_blocks,
+                modalities=encoder.modalities,
+                row_bytes=encoder.row_bytes,
+            ),
+        )
 
     async def stop(self) -> None:
         await super().stop()
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _on_message(self, door: DoorId, message: AnyMessage) -> None:
-        match message:
-            case StartEncode():
-                came_at = self._process.clock.now()
-                self._process.loop.call(self._engine.start, door, message, came_at)
-            case EncodeTarget():
-                received = message.grant.received(self._process.clock.now())
-                self._process.loop.call(
-                    self._engine.set_target, message.request_id, message.item_idx, received
-                )
-            case Cancel():
-                self._process.loop.call(self._engine.cancel, message.request_id, message.item_idx)
+        self._encoder.close()

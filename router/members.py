@@ -43,8 +43,23 @@ class Peer:
         self.member = member
         self.connection = connection
         self.is_listed = is_listed
-        self.load = LoadReport()  # the last
         self.assigned = PhasesAssigned(tuple(sorted(member.role.phases)), 0)
+        self.loads: dict[Role, LoadReport] = {}  # the last one of each part: the encoder's, the other phases'
+        for phase in member.role.phases:
+            self.loads[_part(member, phase is Phase.ENCODE)] = LoadReport()
+
+    @property
+    def is_idle(self) -> bool:
+        """No request holds anything there."""
+        return all(load.is_idle for load in self.loads.values())
+
+    def reported(self, load: LoadReport) -> None:
+        self.loads[_part(self.member, load.is_of_encoder)] = load
+
+
+def _part(member: Member, is_encoder: bool) -> Role:
+    """What a part of the worker is called: as the worker, but the encoder of one that does more is one."""
+    return Role.ENCODE if is_encoder else member.role
 
 
 class MemberTable:
@@ -132,8 +147,8 @@ class MemberTable:
 
         def on_message(connection: Connection, message: AnyMessage) -> None:
             peer = join(connection)  # the greeting may be here before `connect` returns
-            if isinstance(message, Tokens):
-                peer.load = message.load or peer.load
+            if isinstance(message, Tokens) and message.load is not None:
+                peer.reported(message.load)
             elif isinstance(message, PhasesAssigned):
                 peer.assigned = message
             self._listener.on_message(peer, message)

@@ -172,7 +172,7 @@ class Cluster:
         ]
         peers = [(name, peer) for name, door in self.doors.items() for peer in door.peers]
         return running + [
-            f"{name}: {peer.member.replica_id} {peer.load}" for name, peer in peers if not peer.load.is_idle
+            f"{name}: {peer.member.replica_id} {peer.loads}" for name, peer in peers if not peer.is_idle
         ]
 
     async def wait_idle(self) -> list[str]:

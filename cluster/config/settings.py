@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from cluster.config import hub
 from cluster.config.environment import Environment
 from cluster.errors import ConfigError
+from cluster.types.members import Phase, Role
 
 # for an installed wheel: site-packages. `deploy` lies beside the packages in both cases
 REPOSITORY = Path(__file__).parents[2]
@@ -88,8 +89,8 @@ class DecodeArgs(_PoolArgs):
     speculation: SpeculationArgs = SpeculationArgs()
 
 
-class LanguageArgs(_PoolArgs):
-    """Workers that prefill and decode. They have the memory and the limits of both: those of `prefill` and
+class CombinedArgs(_PoolArgs):
+    """Workers of several phases. They have the memory and the limits of each: those of `encode`, `prefill` and
     `decode`."""
 
 
@@ -255,13 +256,15 @@ class ClusterArgs(_Args):
     hang_timeout_s: float = Field(60.0, gt=0)
     # address of this replica for other hosts; with side_channel: tcp the replica sets it
     host: str = "127.0.0.1"
-    # the deployments of the cluster, which workers they have: encode, prefill, decode, and language, whose
-    # workers prefill and decode. Replica counts stand in `deployments`
-    roles: tuple[Literal["encode", "prefill", "decode", "language"], ...] = ("encode", "prefill", "decode")
+    # the deployments of the cluster, which workers they have: encode, prefill, decode; language (prefill and
+    # decode); encode_prefill; whole (all three). Replica counts stand in `deployments`
+    roles: tuple[Role, ...] = (Role.ENCODE, Role.PREFILL, Role.DECODE)
     encode: EncodeArgs = EncodeArgs()
     prefill: PrefillArgs = PrefillArgs()
     decode: DecodeArgs = DecodeArgs()
-    language: LanguageArgs = LanguageArgs()
+    language: CombinedArgs = CombinedArgs()
+    encode_prefill: CombinedArgs = CombinedArgs()
+    whole: CombinedArgs = CombinedArgs()
     transfer: TransferArgs = TransferArgs()
     kv_cache: KvCacheArgs = KvCacheArgs()
     door: DoorArgs = DoorArgs()
@@ -282,9 +285,10 @@ class ClusterArgs(_Args):
     def _check_roles(self) -> ClusterArgs:
         if len(set(self.roles)) < len(self.roles):
             raise ValueError("roles names a deployment twice")
-        for phase in ("prefill", "decode"):
-            if not {phase, "language"}.intersection(self.roles):
-                raise ValueError(f'roles: no worker would {phase}; add "{phase}" or "language"')
+        for phase in (Phase.PREFILL, Phase.DECODE):
+            able = [role for role in Role if phase in role.phases]
+            if not set(able).intersection(self.roles):
+                raise ValueError(f"roles: no worker would {phase}; add one of {', '.join(able)}")
         return self
 
     @model_validator(mode="after")
@@ -294,14 +298,9 @@ class ClusterArgs(_Args):
         return self
 
     @property
-    def pools(self) -> dict[str, EncodeArgs | PrefillArgs | DecodeArgs | LanguageArgs]:
+    def pools(self) -> dict[str, EncodeArgs | PrefillArgs | DecodeArgs | CombinedArgs]:
         """Where the workers of each role run."""
-        return {
-            "encode": self.encode,
-            "prefill": self.prefill,
-            "decode": self.decode,
-            "language": self.language,
-        }
+        return {role.value: getattr(self, role.value) for role in Role}
 
     @property
     def net_devices(self) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from cluster.clock import Clock
 from cluster.engine.answers import Answers
 from cluster.engine.counts import SequenceCounts
 from cluster.engine.events import first_events
-from cluster.engine.features import FeatureStore
+from cluster.engine.features import FeatureStore, ItemKey
 from cluster.engine.forward import StepForward
 from cluster.engine.intake import Intake
 from cluster.engine.kv_input import KvInput, take_over
@@ -204,8 +204,12 @@ class LanguageEngine:
             return self._lifecycle.fail_readers(event.block_ids)
         has_come = isinstance(event, Completed)
         if self._features is not None:
-            for request_id, item_idx in self._features.close_lease(event.lease_id, completed=has_come):
-                self._blame.run(request_id, self._on_item, request_id, item_idx, at)
+            self.on_items(self._features.close_lease(event.lease_id, completed=has_come), at)
+
+    def on_items(self, items: Sequence[ItemKey], at: float) -> None:
+        """The embeddings of these items are here since the instant `at`."""
+        for request_id, item_idx in items:
+            self._blame.run(request_id, self._on_item, request_id, item_idx, at)
 
     def load(self) -> LoadReport:
         generates = self._limits.max_sequences > 0

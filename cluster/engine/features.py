@@ -13,6 +13,10 @@ An owner may release the copy early:
   room if there is some; otherwise they take this room over when the lease ends. The owner itself does the
   same when its encoder is lost (`renew`).
 
+If an encoder of this process is to bring an item, its room is not leased. The encoder is told that there is
+room (`on_room`) and copies the rows into it (`deposit`), or gives up (`give_up`, and `renew` without a lease);
+then the room is granted like any other.
+
 `harmed_by` names the requests whose room an encoder may have written to after the room had been given to
 others (`kv_transfer.lease.receiver`).
 
@@ -21,8 +25,9 @@ Prefill gives KV blocks in the same order. So the oldest request always gets wha
 waits for a younger one. For the same reason a new request does not join a copy behind which other items wait
 already: they would wait for the new request. It gets a copy of its own, at the end of the queue.
 
-Called from two threads: the event loop reserves, so that an encoder never waits for a model step; the engine
-reads and releases. Therefore everything happens under one lock, and nothing inside waits.
+Called from several threads: the event loop reserves, so that an encoder never waits for a model step; the
+engine reads and releases; an encoder of this process deposits. Therefore everything happens under one lock, and
+nothing inside waits longer than for the copy of an item's rows.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -50,6 +55,9 @@ class _Consumer:
     key: ItemKey
     ttl_s: float
     tell: Tell  # tells the door that asked
+    on_room: Callable[[], None] | None = (
+        None  # an encoder of this process brings the item: it is told of room
+    )
 
 
 @dataclass(eq=False)
@@ -78,6 +86,8 @@ class FeatureStore:
         # Copies that have consumers, oldest first.
         self._by_name: dict[tuple[str, int], list[_FeatureCopy]] = {}
         self._by_lease: dict[str, _FeatureCopy] = {}
+        # Copies with room that an encoder of this process fills, by the owner's item.
+        self._filled_here: dict[ItemKey, _FeatureCopy] = {}
         # By request in work: blocks whose rows its KV was computed from.
         self._merged: dict[str, set[int]] = {}
 
@@ -98,11 +108,20 @@ class FeatureStore:
     def num_open_leases(self) -> int:
         return len(self._by_lease)
 
-    def reserve(self, key: ItemKey, media_hash: str, num_rows: int, ttl_s: float, tell: Tell) -> None:
+    def reserve(
+        self,
+        key: ItemKey,
+        media_hash: str,
+        num_rows: int,
+        ttl_s: float,
+        tell: Tell,
+        on_room: Callable[[], None] | None = None,
+    ) -> None:
         """Asks for embeddings. Any thread. `tell` is called
         * with `FeatureShared`, at once, if the embeddings come without the caller's help;
         * with `FeatureGranted`, if the caller's encoder has to send them: when there is room, which may be at
-          once, or later, if the embeddings were shared but did not come."""
+          once, or later, if the embeddings were shared but did not come.
+        `on_room`: the encoder is in this process; called when there is room, instead of a grant."""
         with self._lock:
             name = (media_hash, num_rows)
             copies = self._by_name.setdefault(name, [])
@@ -111,7 +130,7 @@ class FeatureStore:
                 copies.append(_FeatureCopy(name))
                 self._queued.append(copies[-1])
             copy = copies[-1]
-            copy.consumers[key] = _Consumer(key, ttl_s, tell)
+            copy.consumers[key] = _Consumer(key, ttl_s, tell, None if is_shared else on_room)
             self._items[key] = copy
             if is_shared:
                 tell(FeatureShared(*key))
@@ -138,11 +157,52 @@ class FeatureStore:
 
     def renew(self, key: ItemKey, lease_id: str) -> None:
         """The encoder that was given this grant of the item is lost: it has ended, or has no connection to
-        its door, which it notices as well, and then stops. Any thread."""
+        its door, which it notices as well, and then stops. No lease: the item was to be encoded in this
+        process, and now is elsewhere. Any thread."""
         with self._lock:
             copy = self._items.get(key)
-            if copy is not None and lease_id and copy.lease_id == lease_id and copy.owner == key:
+            if copy is None:
+                return
+            if not lease_id:
+                copy.consumers[key] = replace(copy.consumers[key], on_room=None)
+                self._grant_elsewhere(key)
+            elif copy.lease_id == lease_id and copy.owner == key:
                 self._move_on(copy)
+
+    def fill_here(self, lease_id: str) -> None:
+        """The grant was passed to an encoder of this process: the rows need no transfer. Unknown leases are
+        ignored. Any thread."""
+        with self._lock:
+            copy = self._by_lease.get(lease_id)
+            if copy is None:
+                return
+            if copy.consumers and copy.owner is not None:  # else the end of the lease frees the room
+                del self._by_lease[lease_id]
+                copy.lease_id = ""
+                self._filled_here[copy.owner] = copy
+            self._transfer_engine.revoke(lease_id, "the embeddings are made in this process")
+
+    def deposit(self, key: ItemKey, blocks: Callable[[], torch.Tensor]) -> list[ItemKey] | None:
+        """An encoder of this process has the item's rows. `blocks()`: [num_blocks, block_size, feature_width].
+        Returns all consumers whose embeddings have come. None: there is no room yet, or the item is not
+        wanted from this process. Any thread."""
+        with self._lock:
+            copy = self._filled_here.get(key)
+            if copy is None:
+                return None
+            memory = self._memory.segments[0]
+            memory.index_copy_(0, torch.tensor(copy.block_ids, device=memory.device), blocks())
+            self._memory.synchronize()
+            del self._filled_here[key]
+            copy.move(MediaPhase.STAGED)
+            return list(copy.consumers)
+
+    def give_up(self, key: ItemKey) -> None:
+        """An encoder of this process will not bring the item for this request. If the request still wants it,
+        its door says what comes next: `renew` or `release`. Any thread."""
+        with self._lock:
+            if key not in self._items:
+                self._grant_elsewhere(key)
 
     def harmed_by(self, block_ids: Iterable[int]) -> set[str]:
         """Requests that have, or have had, their embeddings in these blocks. Any thread."""
@@ -195,10 +255,14 @@ class FeatureStore:
             if copy.consumers:
                 if has_ended and copy.lease_id and copy.owner == key:
                     self._move_on(copy)
+                elif has_ended:
+                    self._grant_elsewhere(key)
                 return
-            if copy.phase is MediaPhase.STAGING:
+            if copy.lease_id:
                 self._transfer_engine.cancel(copy.lease_id)  # the room is freed when the lease has ended
             else:
+                if copy.owner is not None:
+                    self._filled_here.pop(copy.owner, None)
                 if copy.phase is MediaPhase.QUEUED:
                     self._queued.remove(copy)
                 self._blocks.free(copy.block_ids)
@@ -224,6 +288,12 @@ class FeatureStore:
             self._transfer_engine.cancel(copy.lease_id)
             self._grant(copy, block_ids)
 
+    def _grant_elsewhere(self, key: ItemKey) -> None:
+        """If the room that belongs to this item was to be filled in this process, another encoder gets it."""
+        copy = self._filled_here.pop(key, None)
+        if copy is not None:
+            self._grant(copy, copy.block_ids)
+
     def _grant_queued(self) -> None:
         while self._queued:
             _, num_rows = self._queued[0].name
@@ -236,7 +306,11 @@ class FeatureStore:
         """Lets the encoder of the first consumer write."""
         copy.move(MediaPhase.STAGING)
         owner = next(iter(copy.consumers.values()))
-        copy.owner, copy.block_ids, copy.lease_id = owner.key, list(block_ids), new_lease_id()
+        copy.owner, copy.block_ids = owner.key, list(block_ids)
+        if owner.on_room is not None:
+            self._filled_here[owner.key] = copy
+            return owner.on_room()
+        copy.lease_id = new_lease_id()
         self._by_lease[copy.lease_id] = copy
         generations = self._blocks.generations(block_ids)
         owner.tell(

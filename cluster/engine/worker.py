@@ -1,6 +1,9 @@
 """A worker process with a language engine: loads the language half of the model, builds the engine with the
 ports of the worker's role, and passes the doors' messages to it.
 
+A worker whose role is to encode, too, has an encoder beside the engine (`EncoderPort`), with a thread of its own.
+The two know each other only by `OwnEmbeddings`.
+
 Room for embeddings is requested on the event loop, as soon as the request arrives: an encoder must not wait
 for a model step to learn where to send.
 """
@@ -10,6 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
 
 from cluster.config.checkpoint import placeholder_ids, read_config
 from cluster.config.settings import ClusterArgs
@@ -31,10 +38,12 @@ from cluster.types.messages import (
     Cancel,
     DecodeTarget,
     EncoderLost,
+    EncodeTarget,
     Failed,
     GrantPassed,
     ReturnGrant,
     StartDecode,
+    StartEncode,
     StartPrefill,
 )
 from cluster.worker.kv_tier import open_tier
@@ -46,11 +55,57 @@ from cluster.worker.setup import WorkerSetup, check_device_transport, set_up
 from kv_transfer.lease.transfer import BlockTransfer
 
 
+class OwnEmbeddings:
+    """What a worker's encoder makes for prompts of the same worker: copied into the room that they have reserved.
+    Any thread."""
+
+    def __init__(self, features: FeatureStore, engine: LanguageEngine, process: WorkerProcess):
+        self._features, self._engine, self._process = features, engine, process
+
+    def deposit(self, request_id: str, item_idx: int, blocks: Callable[[], Tensor]) -> bool:
+        """`FeatureStore.deposit`. False: there is no room."""
+        items = self._features.deposit((request_id, item_idx), blocks)
+        if items is not None:
+            self._process.loop.call(self._engine.on_items, items, self._process.clock.now())
+        return items is not None
+
+    def give_up(self, request_id: str, item_idx: int) -> None:
+        """`FeatureStore.give_up`."""
+        self._features.give_up((request_id, item_idx))
+
+
+class EncoderPort(Protocol):
+    """The encoder of a worker that encodes, too."""
+
+    memory: BlockMemory  # embeddings are sent from here
+    modalities: tuple[str, ...]
+    row_bytes: int
+
+    def attach(self, process: WorkerProcess, own_prompts: OwnEmbeddings) -> None: ...
+
+    def on_message(self, door: DoorId, message: AnyMessage) -> None: ...
+
+    def on_room(self, request_id: str, item_idx: int) -> None:
+        """A prompt of this worker has room for the embeddings of an item. Any thread; never waits."""
+        ...
+
+    def close(self) -> None: ...
+
+
+LoadEncoder = Callable[[ClusterArgs, WorkerSetup], EncoderPort | None]  # None: the model takes no media
+
+
 class LanguageWorker(PhaseService):
     def __init__(
-        self, args: ClusterArgs, replica_id: str, role: Role, lease_margin_s: float = LEASE_MARGIN_S
+        self,
+        args: ClusterArgs,
+        replica_id: str,
+        role: Role,
+        lease_margin_s: float = LEASE_MARGIN_S,
+        load_encoder: LoadEncoder | None = None,
     ):
-        """Blocks until the model is loaded. Raises ConfigError."""
+        """Blocks until the model is loaded. `load_encoder`: of a role that encodes and prefills. Raises
+        ConfigError."""
         setup = set_up(args, replica_id)
         check_device_transport(args, setup)
         limits = limits_of(role, args)
@@ -58,6 +113,7 @@ class LanguageWorker(PhaseService):
         language, ranks = load_with_ranks(args, setup, role, sizes, lease_margin_s)
         model = language.model
         feature_memory = _feature_memory(args, setup, model, sizes.feature_bytes) if role.prefills else None
+        self._encoder = encoder = None if load_encoder is None else load_encoder(args, setup)
         process = WorkerProcess(
             setup,
             args.transport,
@@ -67,6 +123,7 @@ class LanguageWorker(PhaseService):
             incoming=language.kv if role.decodes else None,
             incoming_wire=language.wire if role.decodes else None,
             features=feature_memory,
+            embeddings=None if encoder is None else encoder.memory,
             lease_margin_s=lease_margin_s,
             ranks=ranks,
         )
@@ -83,11 +140,11 @@ class LanguageWorker(PhaseService):
             runner,
             blocks,
             process.kv_transfer_engine,
-            process.outbox,
+            process.seat.outbox,
             process.clock,
             SchedulingPolicy(**args.scheduling.model_dump()),
             limits,
-            process.cpu_slots,
+            process.seat.cpu_slots,
             features=self._features,
             tier=self._tier,
             allows_recompute=args.transfer.recompute == "auto",
@@ -99,12 +156,25 @@ class LanguageWorker(PhaseService):
             *([process.kv_transfer_engine] if role.decodes else []),
             *([process.feature_transfer_engine] if role.prefills else []),
         ]
-        process.attach(self._engine, self._on_message)
-        member = process.member(
-            role, model.kv_layout, sizes.num_kv_blocks, block_bytes=model.kv_layout.block_bytes,
-            num_layers=model.num_layers,
-        )  # fmt: skip
-        super().__init__(process, member)
+        process.seat.attach(self._engine)
+        if encoder is not None and self._features is not None:
+            encoder.attach(process, OwnEmbeddings(self._features, self._engine, process))
+        # Of grants for embeddings: those of this worker are not to be written to by its own encoder.
+        self._own_metadata = process.feature_transfer_engine.agent.metadata()
+        process.attach(self._on_message)
+        super().__init__(process, self._own_member(role, sizes.num_kv_blocks))
+
+    def _own_member(self, role: Role, num_blocks: int) -> Member:
+        layout, encoder = self._model.kv_layout, self._encoder
+        return self._process.member(
+            role,
+            layout,
+            num_blocks,
+            modalities=() if encoder is None else encoder.modalities,
+            block_bytes=layout.block_bytes,
+            num_layers=self._model.num_layers,
+            row_bytes=0 if encoder is None else encoder.row_bytes,
+        )
 
     async def start(self) -> Member:
         if self._tier is not None:
@@ -113,12 +183,14 @@ class LanguageWorker(PhaseService):
 
     async def stop(self) -> None:
         await super().stop()
+        if self._encoder is not None:
+            self._encoder.close()
         if self._tier is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.wrap_future(self._tier.close()), STOP_TIMEOUT_S)
 
     def _warm_up(self, runner: LanguageRunner, blocks: BlockPool, limits: StepLimits, role: Role) -> None:
-        max_model_len, cpu_slots = self._model.max_model_len, self._process.cpu_slots
+        max_model_len, cpu_slots = self._model.max_model_len, self._process.seat.cpu_slots
         if role.decodes:
             fit = self._engine.fit
             warm_up_answers(runner, blocks, fit, cpu_slots, limits.max_sequences, max_model_len)
@@ -126,6 +198,8 @@ class LanguageWorker(PhaseService):
         warm_up_prompts(runner, blocks, self._engine.planner.budget, cpu_slots, max_tokens)
 
     def _on_message(self, door: DoorId, message: AnyMessage) -> None:
+        if self._encoder is not None and isinstance(message, StartEncode | EncodeTarget | Cancel):
+            self._tell_encoder(self._encoder, door, message)
         call = self._process.loop.call
         match message:
             case StartPrefill() | StartDecode():
@@ -134,7 +208,7 @@ class LanguageWorker(PhaseService):
                 received = message.grant.received(self._process.clock.now())
                 self._engine.offer_target(message.request_id, received)
                 call(self._engine.take_targets)
-            case Cancel():
+            case Cancel() if message.item_idx is None:
                 call(self._engine.cancel, message.request_id, message.choice_idx)
             case EncoderLost() if self._features is not None:
                 self._features.renew((message.request_id, message.item_idx), message.lease_id)
@@ -145,6 +219,17 @@ class LanguageWorker(PhaseService):
             case ReturnGrant():
                 for engine in self._granting_engines:
                     call(engine.revoke, message.lease_id, "no writer was given the grant")
+
+    def _tell_encoder(
+        self, encoder: EncoderPort, door: DoorId, message: StartEncode | EncodeTarget | Cancel
+    ) -> None:
+        """Its part of a message."""
+        if isinstance(message, EncodeTarget) and message.grant.agent_metadata == self._own_metadata:
+            if self._features is not None:
+                self._features.fill_here(message.grant.lease_id)
+            encoder.on_room(message.request_id, message.item_idx)
+        elif not (isinstance(message, Cancel) and message.choice_idx is not None):
+            encoder.on_message(door, message)
 
     def _start(self, door: DoorId, message: StartPrefill | StartDecode) -> None:
         came_at = self._process.clock.now()
@@ -167,8 +252,10 @@ class LanguageWorker(PhaseService):
                 return False
         send = functools.partial(self._process.shell.call_from_thread, self._process.shell.send, door)
         for item_idx, item in enumerate(request.prompt.media):
-            key = (request.request_id, item_idx)
-            features.reserve(key, item.media_hash, item.geometry.num_tokens, message.timeout_s, send)
+            key, on_room = (request.request_id, item_idx), None
+            if self._encoder is not None and item_idx in message.encodes:
+                on_room = functools.partial(self._encoder.on_room, *key)
+            features.reserve(key, item.media_hash, item.geometry.num_tokens, message.timeout_s, send, on_room)
         return True
 
     def _on_ended(self, request_id: str) -> None:

@@ -26,6 +26,7 @@ from cluster.config.machine import available_memory, has_gpu
 from cluster.errors import ConfigError
 from cluster.native.variants import Variant, check_choice, runnable_variants
 from cluster.serving.local_environment import POOL_SLOTS
+from cluster.types.members import Role
 
 BUILDER = "cluster.app:build"
 _SERVE_SECTIONS = (  # Serve would ignore an unknown name
@@ -129,7 +130,7 @@ def _complete(
         draft = resolved.decode.speculation.draft_model
         check_checkpoint(Path(draft))
         application["args"]["decode"]["speculation"]["draft_model"] = draft
-    needs_no_encoder = "encode" in resolved.roles and not takes_media(config)
+    needs_no_encoder = Role.ENCODE in resolved.roles and not takes_media(config)
     return _check_deployments(
         application,
         file,
@@ -197,11 +198,11 @@ def _kv_row_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
 
 
 def _check_deployments(
-    application: dict[str, Any], file: Path, roles: Sequence[str], *, model_without_media: str | None
+    application: dict[str, Any], file: Path, roles: Sequence[Role], *, model_without_media: str | None
 ) -> list[str]:
     """Removes the deployment that a model without media does not need. Raises ConfigError for a name that
     Serve would refuse later, and for more replicas than this machine takes."""
-    names = [*(role.capitalize() for role in roles), "Door"]
+    names = [*(role.deployment for role in roles), "Door"]
     kept = list(application.get("deployments") or [])
     for deployment in kept:
         _check_name(deployment.get("name"), names, f"{file}: deployment")

@@ -61,7 +61,6 @@ class WorkerSpec:
 
 def member(spec: WorkerSpec, model: Model) -> Member:
     """The worker as doors see it."""
-    token_bytes = spec.bytes_per_row if spec.role is Role.ENCODE else model.kv_bytes_per_token
     return Member(
         spec.replica_id,
         spec.role,
@@ -71,8 +70,9 @@ def member(spec: WorkerSpec, model: Model) -> Member:
         num_blocks=spec.num_blocks,
         modalities=tuple(spec.curves.encode),
         hardware=spec.hardware,
-        block_bytes=token_bytes * model.block_size,
+        block_bytes=model.kv_bytes_per_token * model.block_size,
         num_layers=model.num_layers,
+        row_bytes=spec.bytes_per_row,
     )
 
 

@@ -22,6 +22,13 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     LANGUAGE = "language"  # prefill and decode
+    ENCODE_PREFILL = "encode_prefill"
+    WHOLE = "whole"  # all three
+
+    @property
+    def deployment(self) -> str:
+        """The name of its Serve deployment."""
+        return self.value.title().replace("_", "")
 
     @property
     def phases(self) -> frozenset[Phase]:
@@ -50,6 +57,8 @@ _PHASES = {
     Role.PREFILL: frozenset((Phase.PREFILL,)),
     Role.DECODE: frozenset((Phase.DECODE,)),
     Role.LANGUAGE: frozenset((Phase.PREFILL, Phase.DECODE)),
+    Role.ENCODE_PREFILL: frozenset((Phase.ENCODE, Phase.PREFILL)),
+    Role.WHOLE: frozenset(Phase),
 }
 
 
@@ -69,11 +78,12 @@ class Member(msgspec.Struct, frozen=True):
     role: Role
     address: str  # side channel: "unix:/path" or "tcp:host:port"
     model: str  # fingerprint of the model's configuration and dtype, without its weights
-    layout: str  # fingerprint of the KV layout (prefill, decode, language) or feature layout (encode)
-    num_blocks: int  # capacity of the replica's block memory
-    modalities: tuple[str, ...] = ()  # encode only
+    layout: str  # fingerprint of the KV layout; of a worker that only encodes: of the feature layout
+    num_blocks: int  # capacity of that memory
+    modalities: tuple[str, ...] = ()  # of a worker that encodes
     hardware: str = ""  # undisturbed workers of one role with equal hardware are equally fast
-    block_bytes: int = 0  # bytes of one block: the KV of its tokens, or the embeddings of its rows
+    block_bytes: int = 0  # of a block of KV
     num_layers: int = 1  # of the model; not encode
     # of all its ranks: the processes that write into other workers' memory
     processes: tuple[ProcessId, ...] = ()
+    row_bytes: int = 0  # of an embedding row; of a worker that encodes

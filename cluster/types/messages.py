@@ -20,10 +20,14 @@ If one worker computes the prompt and generates the answer, it is D and P in one
 the place of StartPrefill, PrefillAdmitted, DecodeGranted and DecodeTarget. Everything about media is as
 above, and its first Tokens are those of P.
 
+If the worker that computes the prompt encodes an item itself, it is E and P in one for that item: the start of
+the prompt says so (`encodes`), and neither FeatureGranted nor EncodeTarget nor a lease is needed.
+
 When something fails:
 
     E → door  Failed for an item: the door asks another encoder
-    door → P  EncoderLost, if the lost encoder had P's grant: the door asks another encoder
+    door → P  EncoderLost, if the lost encoder had P's grant, or if P itself was to encode the item: the door
+              asks another encoder
     P → door  FeatureGranted once more, whenever a lease ends without embeddings
     D → door  Preempted: ends the request at that worker; the door starts the rest of it as a new request
     any → door  Failed; ends the request at that worker
@@ -90,6 +94,7 @@ class StartDecode(ChannelMessage, frozen=True):
     # role does not prefill is sent text without a negative prompt only
     prefills: bool = False
     codec: str = "raw"  # the codec in which KV shall travel where possible; raw: exactly as computed
+    encodes: tuple[int, ...] = ()  # as in `StartPrefill`; if it prefills
 
 
 class DecodeGranted(ChannelMessage, frozen=True):
@@ -102,6 +107,8 @@ class DecodeGranted(ChannelMessage, frozen=True):
 class StartPrefill(ChannelMessage, frozen=True):
     request: GenerateRequest
     timeout_s: float  # until the first token
+    # media items that this worker encodes itself (StartEncode): it grants no lease for their embeddings
+    encodes: tuple[int, ...] = ()
 
 
 class PrefillAdmitted(ChannelMessage, frozen=True):
@@ -164,7 +171,7 @@ class EncoderLost(ChannelMessage, frozen=True):
 
     request_id: str
     item_idx: int
-    lease_id: str
+    lease_id: str  # empty: the worker itself was to encode the item, and now another one does
 
 
 class GrantPassed(ChannelMessage, frozen=True):
@@ -232,6 +239,7 @@ class Measured(ChannelMessage, frozen=True):
     """Worker → every door: how fast it is. Sent when a door connects, and again after a noticeable change."""
 
     curves: ServiceCurves
+    is_of_encoder: bool = False  # as in `LoadReport`
 
 
 class Stalled(ChannelMessage, frozen=True):
@@ -311,6 +319,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     num_prompts: int = 0
     num_prompt_tokens: int = 0
     tier: TierTotals = TierTotals()
+    # A worker that encodes and does other phases, too, reports of its encoder and of the rest one by one
+    is_of_encoder: bool = False
 
     @property
     def is_idle(self) -> bool:
@@ -322,6 +332,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
             encoded=self.encoded,
             received=self.received,
             tier=self.tier,
+            is_of_encoder=self.is_of_encoder,
         )
 
 

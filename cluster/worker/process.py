@@ -1,8 +1,8 @@
-"""What every worker process consists of, whatever its phase: outbox, transfer engine, CPU slots, engine
-thread, sockets.
+"""What every worker process consists of, whatever its phases: transfer engines, sockets, and a seat for each of
+its engines.
 
-Order: made → the service builds its engine with `transfer_engine`, `outbox` and `cpu_slots` → `attach` →
-`start`, on the event loop → `stop`.
+Order: made → the service builds its engines, which take their seats → `attach` → `start`, on the event loop →
+`stop`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,12 +20,11 @@ from cluster.errors import UnavailableError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.types.members import Member, ProcessId, Role
 from cluster.types.messages import AnyMessage
-from cluster.worker.cpu_slots import no_cpu_slots, shared_cpu_slots
 from cluster.worker.hardware import hardware_of
-from cluster.worker.loop import StepLoop
-from cluster.worker.outbox import DoorId, Outbox
-from cluster.worker.pulse import Pulse, Watch
+from cluster.worker.outbox import DoorId
+from cluster.worker.pulse import Watch
 from cluster.worker.ranks import Ranks
+from cluster.worker.seat import EngineSeat
 from cluster.worker.setup import WorkerSetup
 from cluster.worker.shell import WorkerShell
 from kv_transfer.agents.factory import Transport, make_agent
@@ -43,20 +42,6 @@ STOP_TIMEOUT_S = 5.0
 LEASE_MARGIN_S = 120.0
 
 
-class WorkerEngine(Protocol):
-    """All methods are called on the engine's thread."""
-
-    def step(self) -> float | None: ...
-
-    def on_transfer(self, event: Any, at: float) -> None: ...
-
-    def on_features(self, event: Any, at: float) -> None:
-        """An event of `features`."""
-        ...
-
-    def drop_door(self, door: DoorId) -> None: ...
-
-
 class WorkerProcess:
     def __init__(
         self,
@@ -69,33 +54,36 @@ class WorkerProcess:
         outgoing_wire: Wire | None = None,
         incoming_wire: Wire | None = None,
         features: BlockMemory | None = None,
+        embeddings: BlockMemory | None = None,
         lease_margin_s: float = LEASE_MARGIN_S,
         ranks: Ranks | None = None,
     ):
         """Opens the transfer agent and registers the memories. `model` and the rest: see `TransferEngine`.
-        `features`: memory that encoders write into. `ranks`: the other processes that share the model; this
+        `features`: memory that encoders write into; its events go to the engine's `on_features`.
+        `embeddings`: memory that an encoder sends from. `ranks`: the other processes that share the model; this
         object ends them when it stops."""
         self.clock = SystemClock()
-        self.outbox = Outbox(self._deliver)
+        # A transfer engine sends from one memory and receives into one. KV goes before embeddings.
+        has_two = features is not None and (incoming is not None or embeddings is not None)
         self.transfer_engine = TransferEngine(
             make_agent(transport, setup.replica_id, setup.host, setup.net_devices),
             self.clock,
             self._on_own_transfer,
-            outgoing=outgoing,
-            incoming=incoming or features,
+            outgoing=outgoing if has_two else outgoing or embeddings,
+            incoming=incoming if has_two else incoming or features,
             margin_s=lease_margin_s,
             model=model,
             outgoing_wire=outgoing_wire,
             incoming_wire=incoming_wire,
         )
-        # A transfer engine receives into one memory.
         self.feature_transfer_engine = self.transfer_engine
-        self._shares_engine = incoming is None and features is not None
-        if incoming is not None and features is not None:
+        self._shares_engine = not has_two and features is not None
+        if has_two:
             self.feature_transfer_engine = TransferEngine(
                 make_agent(transport, f"{setup.replica_id}-features", setup.host, setup.net_devices),
                 self.clock,
                 self._on_features,
+                outgoing=embeddings,
                 incoming=features,
                 margin_s=lease_margin_s,
                 model=model,
@@ -110,13 +98,10 @@ class WorkerProcess:
                 self.transfer_engine, ranks.links, self._on_transfer, lambda: progress.now
             )
         num_threads = torch.get_num_threads() * (1 if ranks is None else ranks.size)
-        self._pulse = Pulse(self.clock)  # of the engine's thread
-        folder, on_progress = setup.cpu_slots_folder, self._pulse.beat_on
-        self.cpu_slots = (
-            no_cpu_slots(self.clock, on_progress)
-            if folder is None
-            else shared_cpu_slots(self.clock, folder, num_threads, on_progress)
-        )
+        self.seat = self.encoder_seat = EngineSeat("engine", setup, self.clock, num_threads, self._deliver)
+        if has_two and embeddings is not None:
+            self.encoder_seat = EngineSeat("encoder", setup, self.clock, num_threads, self._deliver)
+        self._seats = list(dict.fromkeys([self.seat, self.encoder_seat]))
 
     def member(
         self,
@@ -127,6 +112,7 @@ class WorkerProcess:
         modalities: tuple[str, ...] = (),
         block_bytes: int = 0,
         num_layers: int = 1,
+        row_bytes: int = 0,
     ) -> Member:
         """How this worker is published, without its address, which is known after `start`."""
         setup = self._setup
@@ -142,6 +128,7 @@ class WorkerProcess:
             block_bytes,
             num_layers,
             self.processes,
+            row_bytes,
         )
 
     @property
@@ -162,12 +149,13 @@ class WorkerProcess:
         """Transfers KV, of which all ranks hold a share."""
         return self._group or self.transfer_engine
 
-    def attach(self, engine: WorkerEngine, on_message: Callable[[DoorId, AnyMessage], None]) -> None:
-        """Called once. `on_message` runs on the event loop and must not block."""
-        self._engine = engine
-        self.loop = StepLoop("engine", engine, self._pulse)
-        self.shell = WorkerShell(self._setup, self.outbox, self.loop, engine, on_message)
-        pulses = {"engine": self._pulse, "transfer": self.transfer_engine.pulse}
+    def attach(self, on_message: Callable[[DoorId, AnyMessage], None]) -> None:
+        """Called once, when every engine has taken its seat. `on_message` runs on the event loop and must not
+        block."""
+        self.loop = self.seat.loop
+        self.shell = WorkerShell(self._setup, self._seats, on_message)
+        pulses = {seat.name: seat.pulse for seat in self._seats}
+        pulses["transfer"] = self.transfer_engine.pulse
         if self.feature_transfer_engine is not self.transfer_engine:
             pulses["feature transfer"] = self.feature_transfer_engine.pulse
         self._watch = Watch(
@@ -181,7 +169,8 @@ class WorkerProcess:
         address = await self.shell.start()
         for transfer_engine in self._transfer_engines:
             transfer_engine.start()
-        self.loop.start()
+        for seat in self._seats:
+            seat.loop.start()
         self._watch.start()
         return address
 
@@ -194,16 +183,18 @@ class WorkerProcess:
     async def stop(self) -> None:
         self._watch.stop()
         await self.shell.aclose()
-        await asyncio.to_thread(self.loop.stop, STOP_TIMEOUT_S)
+        for seat in self._seats:
+            await asyncio.to_thread(seat.loop.stop, STOP_TIMEOUT_S)
         for transfer_engine in self._transfer_engines:
             await asyncio.to_thread(transfer_engine.close, STOP_TIMEOUT_S)
         if self._ranks is not None:
             await asyncio.to_thread(self._ranks.stop)
 
     def check_health(self) -> None:
-        """Raises the error that ended the engine, if there is one, or UnavailableError if one of its threads
+        """Raises the error that ended an engine, if there is one, or UnavailableError if one of the threads
         hangs."""
-        self.loop.check_health()
+        for seat in self._seats:
+            seat.loop.check_health()
 
     def _on_own_transfer(self, event: TransferEvent) -> None:
         if self._shares_engine and isinstance(event, LeaseEvent | LateWrite):
@@ -222,11 +213,14 @@ class WorkerProcess:
     def _on_transfer(self, event: TransferEvent) -> None:
         # TransferEngineFailed is in the log. Leases end nevertheless, at the end of their time at the latest.
         if not isinstance(event, TransferEngineFailed):
-            self.loop.call(self._engine.on_transfer, event, self.clock.now())
+            self.loop.call(self.seat.engine.on_transfer, event, self.clock.now())
 
     def _on_features(self, event: TransferEvent) -> None:
-        if not isinstance(event, TransferEngineFailed):
-            self.loop.call(self._engine.on_features, event, self.clock.now())
+        if isinstance(event, LeaseEvent | LateWrite):
+            engine: Any = self.seat.engine  # a language engine
+            self.loop.call(engine.on_features, event, self.clock.now())
+        elif not isinstance(event, TransferEngineFailed):  # embeddings that were sent
+            self.encoder_seat.loop.call(self.encoder_seat.engine.on_transfer, event, self.clock.now())
 
     def _deliver(self, batch: list[tuple[DoorId, Any]]) -> None:
         self.shell.deliver_from_thread(batch)

@@ -10,32 +10,25 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from cluster.errors import to_info
 from cluster.rpc import Connection, Server
 from cluster.types.members import Phase
 from cluster.types.messages import AnyMessage, Failed, PhasesAssigned, Ping, Pong, Stalled
-from cluster.worker.loop import StepLoop
-from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.outbox import DoorId
+from cluster.worker.seat import EngineSeat
 from cluster.worker.setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
-
-
-class DropsDoors(Protocol):
-    def drop_door(self, door: DoorId) -> None:
-        """Cancels everything that the door requested. Engine's thread."""
 
 
 class WorkerShell:
     def __init__(
         self,
         setup: WorkerSetup,
-        outbox: Outbox,
-        loop: StepLoop,
-        engine: DropsDoors,
+        seats: Sequence[EngineSeat],
         on_message: Callable[[DoorId, AnyMessage], None],
     ):
         """`on_message` runs on the event loop and must not block."""
@@ -47,9 +40,7 @@ class WorkerShell:
             self._on_close,
             secret=setup.secret,
         )
-        self._outbox = outbox
-        self._loop = loop
-        self._engine = engine
+        self._seats = seats
         self._handle = on_message
         self._doors: dict[Connection, DoorId] = {}
         self._connections: dict[DoorId, Connection] = {}
@@ -64,7 +55,8 @@ class WorkerShell:
     async def start(self) -> str:
         """Listens. Returns the address to dial."""
         self._event_loop = asyncio.get_running_loop()
-        self._loop.on_failure(functools.partial(self.call_from_thread, self._hang_up))
+        for seat in self._seats:
+            seat.loop.on_failure(functools.partial(self.call_from_thread, self._hang_up))
         await self._server.start()
         return self._server.address
 
@@ -112,12 +104,12 @@ class WorkerShell:
             self.send(door, message)
 
     def _hang_up(self) -> None:
-        """The engine has failed. Its doors learn it now, from the end of the connection, and not from the
+        """An engine has failed. Its doors learn it now, from the end of the connection, and not from the
         deadlines of their requests."""
         for connection in list(self._doors):
             connection.abort()
         # No door may dial a worker whose engine has failed.
-        self._hanging_up = asyncio.ensure_future(self._server.aclose())
+        self._hanging_up = self._hanging_up or asyncio.ensure_future(self._server.aclose())
 
     def _on_connect(self, connection: Connection) -> None:
         self._num_doors_seen += 1
@@ -125,7 +117,8 @@ class WorkerShell:
         self._doors[connection] = door
         self._connections[door] = connection
         self._is_alone.clear()
-        self._loop.call(self._outbox.add_door, door)
+        for seat in self._seats:
+            seat.loop.call(seat.outbox.add_door, door)
         if self._stalled.threads:
             connection.send(self._stalled)
         if self._assigned.epoch:
@@ -149,5 +142,6 @@ class WorkerShell:
         del self._connections[door]
         if not self._connections:
             self._is_alone.set()
-        self._loop.call(self._engine.drop_door, door)
-        self._loop.call(self._outbox.remove_door, door)
+        for seat in self._seats:
+            seat.loop.call(seat.engine.drop_door, door)
+            seat.loop.call(seat.outbox.remove_door, door)

@@ -64,13 +64,16 @@ class SpeedReporter:
         now = self._clock.now()
         if now - self._reported_at >= PAUSE_S and self._has_news():
             self._reported, self._reported_at = self.curves(), now
-            self._outbox.broadcast(Measured(self._reported))
+            self._outbox.broadcast(self._measured(self._reported))
 
     def _greeting(self) -> Measured:
         """What the other doors know: all doors get the same reports."""
         if self._reported is None:
             self._reported = self.curves()
-        return Measured(self._reported)
+        return self._measured(self._reported)
+
+    def _measured(self, curves: ServiceCurves) -> Measured:
+        return Measured(curves, is_of_encoder=bool(self._encode))
 
     def _has_news(self) -> bool:
         reported = self._reported or ServiceCurves()

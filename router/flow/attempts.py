@@ -210,11 +210,13 @@ class Attempts:
         if attempt.is_local:
             self._start_decode(attempt)
         else:
-            self.send(attempt.prompt_worker, StartPrefill(attempt.request, self._timeout_s), attempt)
+            start = StartPrefill(attempt.request, self._timeout_s, attempt.own_items)
+            self.send(attempt.prompt_worker, start, attempt)
         self._media.start(attempt, now)
 
     def _start_decode(self, attempt: Attempt) -> None:
-        start = StartDecode(attempt.request, self._timeout_s, attempt.is_local, attempt.codec)
+        encodes = attempt.own_items if attempt.is_local else ()
+        start = StartDecode(attempt.request, self._timeout_s, attempt.is_local, attempt.codec, encodes)
         self.send(attempt.decode, start, attempt)
         self._outputs.append(CallDecode(attempt.decode.replica_id, attempt.request_id))
 
@@ -297,9 +299,10 @@ class Attempts:
         logged(self._media.on_landed, attempt, now)
         logged(self._placer.landed, attempt)
         ended = [attempt.prompt_worker, attempt.decode] if attempt.is_over_at_decode else []
+        encoding = [attempt.media[item_idx].encoder for item_idx in attempt.unencoded]
         for worker in attempt.workers:
             worker.num_requests -= 1
-            if worker not in ended and not worker.is_lost:
+            if (worker not in ended or worker in encoding) and not worker.is_lost:
                 self._outputs.append(Send(worker.replica_id, Cancel(attempt.request_id)))
             self.check_drained(worker)
 

@@ -76,14 +76,9 @@ class MediaFlow:
         self._held: list[tuple[Attempt, int]] = []
 
     def start(self, attempt: Attempt, now: float) -> None:
-        """Of equal items only the first is sent: the prompt worker shares its embeddings, or grants the
-        others room after all."""
-        sent: set[str] = set()
-        for item_idx, item in enumerate(attempt.items):
-            if item.media_hash in sent:
-                attempt.media[item_idx].is_shared = True
-            else:
-                sent.add(item.media_hash)
+        """Each item goes to its encoder, unless another one of the request brings the same embeddings."""
+        for item_idx, state in enumerate(attempt.media):
+            if not state.is_shared:
                 self._start(attempt, item_idx, now)
 
     def on_granted(self, attempt: Attempt, granted: FeatureGranted, now: float) -> None:
@@ -261,6 +256,8 @@ class MediaFlow:
             encoder = self._owner.next_encoder(attempt, item_idx, state.encoder, now)
         except UnavailableError:
             return self._owner.fail(attempt, error)
+        if state.encoder is attempt.prompt_worker:  # it has granted no lease, or not used the one it granted
+            self._owner.send(state.encoder, EncoderLost(attempt.request_id, item_idx, ""), attempt)
         attempt.move_item(item_idx, encoder)
         if not state.is_shared:
             self._start_again(attempt, item_idx, now)

@@ -30,12 +30,12 @@ class Placer:
         self.block_size = block_size
         self._policy = policy
         self._answer_tokens = ANSWER_TOKENS  # of a choice, on average
-        self._row_bytes = 0.0  # of embeddings, as they travel; the same at all encoders
+        self._row_bytes = 0  # of embeddings, as they travel; the same at all encoders
 
     def add(self, member: Member) -> None:
         """It has joined, and will tell the rest itself."""
         if member.role.encodes:
-            self._row_bytes = member.block_bytes / self.block_size
+            self._row_bytes = member.row_bytes
         if member.role.prefills:
             self.cluster.kv_bytes_per_token = member.block_bytes / self.block_size
             self.cluster.num_layers = member.num_layers
@@ -56,7 +56,7 @@ class Placer:
         elif isinstance(message, BlocksChanged):
             self.cluster.blocks_changed(replica_id, message.added, message.evicted)
         elif isinstance(message, Measured):
-            self.cluster.measured(replica_id, message.curves)
+            self.cluster.measured(replica_id, message.curves, is_of_encoder=message.is_of_encoder)
         elif isinstance(message, PhasesAssigned):
             self.cluster.assign(replica_id, message.phases)
 
@@ -166,14 +166,14 @@ class Placer:
 
 
 def _item_view(
-    request: GenerateRequest, items: Sequence[MediaItem], item_idx: int, row_bytes: float
+    request: GenerateRequest, items: Sequence[MediaItem], item_idx: int, row_bytes: int
 ) -> ItemView:
     item, placed = items[item_idx], request.prompt.media[item_idx]
     return ItemView(
         item.media_hash,
         item.modality,
         item.num_call_rows,
-        int(item.geometry.num_tokens * row_bytes),
+        item.geometry.num_tokens * row_bytes,
         placed.offset,
         placed.end,
     )

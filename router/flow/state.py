@@ -147,7 +147,13 @@ class Attempt:
         self.request = request
         self.items = client.items
         self.choice_idxs = choice_idxs
-        self.media = [MediaItemState(encoder) for encoder in encoders]
+        # Of equal items only the first is sent: the prompt worker shares its embeddings, or grants the others
+        # room after all.
+        hashes = [item.media_hash for item in client.items]
+        self.media = [
+            MediaItemState(encoder, is_shared=hashes[idx] in hashes[:idx])
+            for idx, encoder in enumerate(encoders)
+        ]
         self.prompt_worker = prompt_worker
         self.decode = decode
         self.codec = codec
@@ -173,6 +179,15 @@ class Attempt:
     def is_local(self) -> bool:
         """One worker computes the prompt and generates the answer."""
         return self.prompt_worker is self.decode
+
+    @property
+    def own_items(self) -> tuple[int, ...]:
+        """Items that the prompt worker is to encode itself."""
+        return tuple(
+            item_idx
+            for item_idx, state in enumerate(self.media)
+            if state.encoder is self.prompt_worker and not state.is_shared
+        )
 
     @property
     def has_first_token(self) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from router.policy.at_prefills import PrefillEstimate, able_to_hold
 from router.policy.cluster import ClusterView
 from router.policy.pool import Floats, rendezvous
-from router.policy.shared import PromptSteps
+from router.policy.shared import PromptSteps, encoding_beside
 from router.policy.views import RequestView
 
 
@@ -74,6 +74,11 @@ class DecodeEstimate:
         prompts_s = cluster.shared.at_decodes(steps.queued_s)
         is_busy = (self.num_sequences > 0) | (prompts_s > 0)
         self.first_s = (self.step_s + prompts_s) * np.where(is_busy, 1.5, 1.0)
+        encoding = encoding_beside(cluster)
+        if encoding is not None:
+            self.first_s = self.first_s + np.minimum(
+                self.first_s, cluster.shared.at_decodes(encoding.queue_s)
+            )
         self.cost_s = np.where(
             self.is_able, per_sequence_s * request.num_sequences * self.num_sequences, np.inf
         )

@@ -14,6 +14,7 @@ from cluster.errors import UnavailableError
 from router.policy.cluster import ClusterView
 from router.policy.index import slots_of
 from router.policy.pool import UNMEASURED_S, Floats, WorkerPool, rendezvous, running_step
+from router.policy.shared import beside_encoding
 from router.policy.views import ItemPrediction, ItemView
 
 AFFINITY_SHARE = 0.5  # of an item's time; measured curves of equal encoders differ by less
@@ -23,11 +24,11 @@ REENCODE_SHARE = 2.0  # of an item's time; encoding an item twice takes time fro
 class EncodeEstimate:
     """[items, encoders] arrays, in seconds; an encoder that cannot take an item has infinite times.
 
-    device_s    until the device has computed its queue
+    device_s    until the device has computed its queue, with what it does for other phases meanwhile
     prepare_s   on a CPU thread, beside the device
     encode_s    encoder calls; zero at an encoder that has the item or has taken it on
     finish_s    until the embeddings are ready, with no other item of the request ahead
-    cost_s      delay of others: the item's device time, for every item that waits there
+    cost_s      delay of others: the item's device time, for every item, prompt and answer there
     """
 
     def __init__(
@@ -54,6 +55,10 @@ class EncodeEstimate:
         self.prepare_s = (prepare_fixed_s + prepare_per_row_s * rows) * factors
         self.encode_s = np.ceil(rows / pool.step_units) * fixed_s + rows * per_row_s
         self.device_s, waiting = _queue(pool, fixed_s, per_row_s, now)
+        beside = beside_encoding(cluster)
+        if beside is not None:
+            self.device_s = self.device_s + np.minimum(beside.queue_s, self.device_s + self.encode_s)
+            waiting = waiting + beside.num_waiting
         self.cost_s = self.encode_s * waiting
         self.finish_s = np.maximum(self.device_s, self.prepare_s) + self.encode_s
         self.finish_s[~self.is_able] = np.inf

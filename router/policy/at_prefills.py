@@ -24,15 +24,8 @@ from router.policy.calibration import Kind
 from router.policy.cluster import ClusterView
 from router.policy.pending import block_key
 from router.policy.pool import Floats, WorkerPool, running_step
-from router.policy.shared import PromptSteps
+from router.policy.shared import ANSWER_WEIGHT, PromptSteps, encoding_beside
 from router.policy.views import RequestView
-
-# What the delay of a running answer counts at a language worker, as a ratio to that of a request that waits:
-# a queue delays all requests that come while it lasts, an answer is delayed once. Simulated in three mixtures
-# of roles near their capacity, two seeds, with 1, 0.5, 0.25 and 0.1: the mean time of whole answers with 0.25
-# is at most 3 % above that of the best of these, with 1 up to 57 %. A worker that does not prefill computes
-# prompts between its steps, and all its answers wait meanwhile: there it is 1.
-ANSWER_WEIGHT = 0.25
 
 
 class _Queue(NamedTuple):
@@ -88,8 +81,15 @@ class PrefillEstimate:
         self._busy_s = np.where(steps.has_answers, np.inf, busy_s)
         half_step_s = 0.5 * self._steps_s(1.0, np.minimum(others, self.max_tokens))
         self._half_step_s = np.where(others > 0, half_step_s, self._decode_wait_s)
-        answers = np.where(pool.takes_any, ANSWER_WEIGHT, 1.0) * steps.num_sequences
-        self.cost_s = self.work_s * (pool.num_waiting(others) + answers + ~pool.keeps_blocks)
+        waiting = (
+            pool.num_waiting(others) + np.where(pool.takes_any, ANSWER_WEIGHT, 1.0) * steps.num_sequences
+        )
+        encoding = encoding_beside(cluster)
+        if encoding is not None:
+            delay_s = np.minimum(encoding.queue_s, self.text_s)
+            self.queue_s, self.text_s = self.queue_s + delay_s, self.text_s + delay_s
+            waiting = waiting + encoding.num_waiting
+        self.cost_s = self.work_s * (waiting + ~pool.keeps_blocks)
         self._correct(request, cluster)
 
     def awaiting_s(self, arrivals: Floats, tails_s: Floats, prefill: int) -> Floats:

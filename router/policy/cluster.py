@@ -57,8 +57,8 @@ class ClusterView:
         # Of prompts: all workers that can compute some. Those that decode can, so they are in both of these
         self.prefills = WorkerPool(Phase.PREFILL)
         self.decodes = WorkerPool(Phase.DECODE)
-        self.shared = SharedWorkers(self.prefills, self.decodes)
-        self.feature_links = Links(self.encoders, self.prefills)
+        self.shared = SharedWorkers(self.encoders, self.prefills, self.decodes)
+        self.feature_links = Links(self.encoders, self.prefills, is_free_inside=True)
         self.kv_links = Links(self.prefills, self.decodes)
         self._encoder_media = EncoderMedia(self.encoders)
         self.media = self._encoder_media.index
@@ -115,7 +115,7 @@ class ClusterView:
             is_assigned = pool.phase in phases or pool.phase not in role.phases
             pool.is_assigned[pool.slots[replica_id]] = is_assigned
 
-    def measured(self, replica_id: str, curves: ServiceCurves) -> None:
+    def measured(self, replica_id: str, curves: ServiceCurves, *, is_of_encoder: bool = False) -> None:
         kinds: dict[str, Curve] = {f"encode {m}": curve for m, curve in curves.encode.items()}
         kinds |= {f"prepare {m}": curve for m, curve in curves.prepare.items()}
         kinds |= {"prefill": curves.prefill} if curves.prefill is not None else {}
@@ -124,7 +124,7 @@ class ClusterView:
             kinds[f"codec {name}"] = Curve(0.0, speed.s_per_byte)
             if name in self.codecs:
                 self.codecs[name] = speed.ratio
-        for pool in self._pools_of(replica_id):
+        for pool in self._reporting(replica_id, is_of_encoder):
             pool.measured(replica_id, kinds, curves.max_step_units)
             links = {self.encoders: self.feature_links, self.prefills: self.kv_links}.get(pool)
             if links is not None:
@@ -133,7 +133,7 @@ class ClusterView:
     def reported(self, replica_id: str, load: LoadReport, now: float) -> None:
         self._now = max(self._now, now)
         round_trip_s = ROUND_TRIP_SHARE * self._calibration.round_trip_s
-        for pool in self._pools_of(replica_id):
+        for pool in self._reporting(replica_id, load.is_of_encoder):
             is_shared = pool is self.prefills and replica_id in self.decodes.slots
             pool.reported(replica_id, _of_prompts(load) if is_shared else load, now, round_trip_s)
 
@@ -320,9 +320,17 @@ class ClusterView:
     def _pools_of(self, replica_id: str) -> list[WorkerPool]:
         return [pool for pool in (self.encoders, self.prefills, self.decodes) if replica_id in pool.slots]
 
-    def _hardware_of(self, replica_id: str) -> tuple[Role, str] | None:
+    def _reporting(self, replica_id: str, is_of_encoder: bool) -> list[WorkerPool]:
+        """Those that a report of the worker is about. If it encodes and does other phases, too, each of its
+        two parts reports for itself."""
         pools = self._pools_of(replica_id)
-        return pools[0].hardware_of(replica_id) if pools else None
+        if len(pools) == 1:
+            return pools
+        return [pool for pool in pools if (pool is self.encoders) == is_of_encoder]
+
+    def _hardware_of(self, phase: Phase, replica_id: str) -> tuple[Role, str] | None:
+        pool = self.encoders if phase is Phase.ENCODE else self.prefills
+        return pool.hardware_of(replica_id) if replica_id in pool.slots else None
 
     def _check(self, placement: Placement) -> None:
         """Raises KeyError for a worker that is not there."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cluster.types.members import Role
+from cluster.types.members import Phase, Role
 from cluster.types.messages import EncodeTiming, PrefillTiming
 from router.policy.calibration import Calibration
 from router.policy.in_flight import InFlightRequest
 
 ALONE_RATIO = 0.1
 
-HardwareOf = Callable[[str], tuple[Role, str] | None]  # a worker's role and hardware; None: it is gone
+# A worker's role in a phase, and its hardware; None: it is gone
+HardwareOf = Callable[[Phase, str], tuple[Role, str] | None]
 
 
 def learn(
@@ -37,7 +38,7 @@ def learn(
     for item, timing, factor, expected in zip(
         in_flight.items, media, in_flight.encode_factors, predicted.items, strict=False
     ):
-        worker = hardware_of(item.encoder)
+        worker = hardware_of(Phase.ENCODE, item.encoder)
         if timing is None or worker is None:
             continue
         actual_s = timing.preparing_s + timing.encoding_s
@@ -55,7 +56,7 @@ def _learn_prefill(
 ) -> None:
     waited_s = timing.blocks_s + timing.media_s + timing.queued_s
     calibration.observe_overhead(ttft_s - waited_s - timing.computing_s)
-    worker = hardware_of(in_flight.placement.prefill)
+    worker = hardware_of(Phase.PREFILL, in_flight.placement.prefill)
     if worker is None or in_flight.request.media or waited_s > ALONE_RATIO * timing.computing_s:
         return
     uncorrected_s = in_flight.prediction.prefill_s / (in_flight.residual * in_flight.prefill_factor)

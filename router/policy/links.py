@@ -24,9 +24,11 @@ class Speeds(NamedTuple):
 class Links:
     """A link that was never used counts as its writer's link to any reader, else as the mean."""
 
-    def __init__(self, writers: WorkerPool, readers: WorkerPool):
+    def __init__(self, writers: WorkerPool, readers: WorkerPool, *, is_free_inside: bool = False):
+        """`is_free_inside`: what stays in a worker takes no time."""
         self._writers = writers
         self._readers = readers
+        self._is_free_inside = is_free_inside
         self._of_writer: dict[str, dict[str, Link]] = {}
         self._speeds: Speeds | None = None
 
@@ -50,6 +52,9 @@ class Links:
             latency_s, s_per_byte = np.full(shape, default.latency_s), np.full(shape, 1 / default.bytes_per_s)
             for writer, links in self._of_writer.items():
                 self._write(latency_s, s_per_byte, self._writers.slots[writer], links)
+            for worker in self._readers.slots.keys() & self._writers.slots if self._is_free_inside else ():
+                own = self._readers.slots[worker], self._writers.slots[worker]
+                latency_s[own] = s_per_byte[own] = 0.0
             self._speeds = Speeds(latency_s, s_per_byte, _least(latency_s), _least(s_per_byte))
         return self._speeds
 

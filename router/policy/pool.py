@@ -115,7 +115,7 @@ class WorkerPool:
                 setattr(self, name, np.append(column, np.zeros(1, column.dtype)))
         for column in self._columns().values():
             column[slot] = 0
-        hardware = worker.role, worker.hardware
+        hardware = Role.ENCODE if self.phase is Phase.ENCODE else worker.role, worker.hardware
         if hardware not in self.hardware:
             self.hardware.append(hardware)
         self.slots[worker.replica_id] = slot

@@ -20,7 +20,7 @@ class Worker:
     role: Role
     num_blocks: int
     hardware: str = ""
-    modalities: tuple[str, ...] = ()  # encode only; empty: all
+    modalities: tuple[str, ...] = ()  # that it encodes, if it does; empty: all
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ Worker gauges are read from the members' last load reports when Prometheus scrap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cluster.types.members import Role
+from cluster.types.messages import LoadReport
 from router.flow.request_flow import RequestFlow
 from router.members import Peer
 from router.telemetry.timeline import RequestTimeline
@@ -180,59 +181,56 @@ class _Gauges(Collector):
         )
         yield from self._predictions()
         peers = list(self._peers())
+        parts = [(role, peer.member.replica_id, load) for peer in peers for role, load in peer.loads.items()]
         yield from self._troubles()
         for field, (name, text) in self._FIELDS.items():
             family = GaugeMetricFamily(name, text, labels=("pool", "replica"))
-            for peer in peers:
-                family.add_metric([peer.member.role.value, peer.member.replica_id], getattr(peer.load, field))
+            for role, replica_id, load in parts:
+                family.add_metric([role.value, replica_id], getattr(load, field))
             yield family
         yield from self._assigned(peers)
         for field, (name, text) in self._TOTALS.items():
             counter = CounterMetricFamily(name, text, labels=("replica",))
-            for peer in peers:
-                if peer.member.role.decodes:
-                    counter.add_metric([peer.member.replica_id], getattr(peer.load.totals, field))
+            for role, replica_id, load in parts:
+                if role.decodes:
+                    counter.add_metric([replica_id], getattr(load.totals, field))
             yield counter
-        yield from self._encoders(peers)
-        senders = [peer for peer in peers if peer.member.role.encodes or peer.member.role.prefills]
+        yield from self._encoders([(name, load) for role, name, load in parts if role is Role.ENCODE])
         for field, (name, text) in self._SENT.items():
             counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
-            for peer in senders:
-                counter.add_metric(
-                    [peer.member.role.value, peer.member.replica_id], getattr(peer.load.sent, field)
-                )
+            for role, replica_id, load in parts:
+                if role.encodes or role.prefills:
+                    counter.add_metric([role.value, replica_id], getattr(load.sent, field))
             yield counter
-        receivers = [peer for peer in peers if peer.member.role.prefills or peer.member.role.decodes]
         for field, (name, text) in self._RECEIVED.items():
             counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
-            for peer in receivers:
-                counter.add_metric(
-                    [peer.member.role.value, peer.member.replica_id], getattr(peer.load.received, field)
-                )
+            for role, replica_id, load in parts:
+                if role.prefills or role.decodes:
+                    counter.add_metric([role.value, replica_id], getattr(load.received, field))
             yield counter
-        yield from self._tiers(receivers)
+        yield from self._tiers(parts)
         error = GaugeMetricFamily(
             "epdg_transfer_codec_error",
             "Mean change by the codec / mean size, of the group of KV that was last looked at",
             labels=("replica", "tensor"),
         )
-        for peer in senders:
-            if peer.member.role.prefills:
+        for role, replica_id, load in parts:
+            if role.prefills:
                 for tensor, field in self._ERRORS.items():
-                    error.add_metric([peer.member.replica_id, tensor], getattr(peer.load.sent, field))
+                    error.add_metric([replica_id, tensor], getattr(load.sent, field))
         yield error
 
-    def _tiers(self, peers: list[Peer]) -> Iterable[Metric]:
+    def _tiers(self, parts: Sequence[tuple[Role, str, LoadReport]]) -> Iterable[Metric]:
+        language = [part for part in parts if part[0] is not Role.ENCODE]
         labels = ("pool", "replica")
         held = GaugeMetricFamily("epdg_tier_bytes", "KV in the second tier of the cache", labels=labels)
-        for peer in peers:
-            held.add_metric([peer.member.role.value, peer.member.replica_id], peer.load.tier.held_bytes)
+        for role, replica_id, load in language:
+            held.add_metric([role.value, replica_id], load.tier.held_bytes)
         yield held
         for field, (name, text) in self._TIER.items():
             counter = CounterMetricFamily(name, text, labels=labels)
-            for peer in peers:
-                value = getattr(peer.load.tier, field)
-                counter.add_metric([peer.member.role.value, peer.member.replica_id], value)
+            for role, replica_id, load in language:
+                counter.add_metric([role.value, replica_id], getattr(load.tier, field))
             yield counter
 
     def _troubles(self) -> Iterable[Metric]:
@@ -302,17 +300,16 @@ class _Gauges(Collector):
             factor.add_metric([role.value, hardware], value)
         yield factor
 
-    def _encoders(self, peers: list[Peer]) -> Iterable[Metric]:
+    def _encoders(self, encoders: list[tuple[str, LoadReport]]) -> Iterable[Metric]:
         items = CounterMetricFamily(
             "epdg_encoder_items",
             "Media items that were encoded, that the encoder had already, or that could not be encoded",
             labels=("replica", "result"),
         )
         rows = CounterMetricFamily("epdg_encoder_rows", "Embedding rows made", labels=("replica",))
-        for peer in peers:
-            if peer.member.role.encodes:
-                for field, result in self._ITEMS.items():
-                    items.add_metric([peer.member.replica_id, result], getattr(peer.load.encoded, field))
-                rows.add_metric([peer.member.replica_id], peer.load.encoded.num_rows)
+        for replica_id, load in encoders:
+            for field, result in self._ITEMS.items():
+                items.add_metric([replica_id, result], getattr(load.encoded, field))
+            rows.add_metric([replica_id], load.encoded.num_rows)
         yield items
         yield rows

@@ -11,7 +11,7 @@ import asyncio
 import gc
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from bench.workload import Case
 from cluster.config.settings import ClusterArgs
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.state import LanguagePhase
+from cluster.engine.worker import LanguageWorker
 from cluster.types.members import Role
 from decode_service.service import DecodeService, LanguageService
 from encoder_service.service import EncoderService
@@ -27,6 +28,7 @@ from prefill_service.service import PrefillService
 from router.door import Door
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
+from whole_service.service import EncodePrefillService, WholeService
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
 PATIENCE_S = 3600.0
@@ -41,7 +43,7 @@ PATIENT_DOOR = {  # on a busy machine, too, a request is neither refused for a l
 class LocalCluster:
     doors: list[Door]
     encoders: list[EncoderService]
-    prefills: list[PrefillService]
+    prefills: list[LanguageWorker]
     decodes: list[DecodeService]
 
     @property
@@ -71,14 +73,14 @@ class LocalCluster:
             assert door.num_running == 0, "a request is still on its way"
             assert all(worker.num_requests == 0 for worker in door.workers)
             for peer in door.peers:
-                assert peer.load.is_idle, f"{peer.member.replica_id} still holds something: {peer.load}"
+                assert peer.is_idle, f"{peer.member.replica_id} still holds something: {peer.loads}"
             assert door.is_idle, (
                 "work counts as sent that is not there, a request waits for admission, or media is held"
             )
 
     def _is_idle(self) -> bool:
         return all(
-            door.num_running == 0 and door.is_idle and all(peer.load.is_idle for peer in door.peers)
+            door.num_running == 0 and door.is_idle and all(peer.is_idle for peer in door.peers)
             for door in self.doors
         )
 
@@ -119,24 +121,22 @@ async def local_cluster(
     lease_margin_s: float = 5.0,
     num_doors: int = 1,
 ) -> AsyncIterator[LocalCluster]:
-    """`num_replicas`: encoders, prefill, decode and language workers. A cluster that has ended is a web of
+    """`num_replicas`: of each role, in the order of `Role`; no more of those that are left out. A cluster that has ended is a web of
     references with all its memory: it goes before the next one comes, for by itself the collector visits so
     large a process only now and then. What is left then (imported modules, models of fixtures) is not looked
     at again, or each of some hundred clusters would pay for that."""
     gc.collect()
     gc.freeze()
     unique = secrets.token_hex(4)
-    encoders = [EncoderService(args, f"e{i}-{unique}") for i in range(num_replicas[0])]
-    prefills = [
-        PrefillService(args, f"p{i}-{unique}", lease_margin_s=lease_margin_s) for i in range(num_replicas[1])
-    ]
-    decodes = [
-        DecodeService(args, f"d{i}-{unique}", lease_margin_s=lease_margin_s) for i in range(num_replicas[2])
-    ]
-    num_languages = num_replicas[3] if len(num_replicas) > 3 else 0
-    decodes += [
-        LanguageService(args, f"l{i}-{unique}", lease_margin_s=lease_margin_s) for i in range(num_languages)
-    ]
+
+    def made(service: Callable[..., Any], role: Role, name: str) -> list[Any]:
+        number = dict(zip(Role, num_replicas, strict=False)).get(role, 0)
+        return [service(args, f"{name}{i}-{unique}", lease_margin_s=lease_margin_s) for i in range(number)]
+
+    encoders = made(lambda *args, **_: EncoderService(*args), Role.ENCODE, "e")
+    prefills = made(PrefillService, Role.PREFILL, "p") + made(EncodePrefillService, Role.ENCODE_PREFILL, "ep")
+    decodes = made(DecodeService, Role.DECODE, "d") + made(LanguageService, Role.LANGUAGE, "l")
+    decodes += made(WholeService, Role.WHOLE, "w")
     by_id = {service.replica_id: service for service in decodes}
 
     async def call_decode(replica_id: str, request_id: str) -> None:

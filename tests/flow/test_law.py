@@ -145,12 +145,15 @@ async def test_answers_equal_generate_over_several_replicas(expected, transport,
         await check_all(cluster, part_of(expected, part), 32)
 
 
-# Numbers of encoders, prefill, decode and language workers; tokens in a step.
+# Numbers of workers by role; tokens in a step.
 TOPOLOGIES = [
     pytest.param((1, 0, 0, 1), 4096, id="E/PD"),
     pytest.param((1, 0, 0, 2), 48, id="E/PD twice"),
     pytest.param((1, 1, 0, 1), 16, id="prefill and language"),
     pytest.param((1, 1, 1, 1), 48, id="every role"),
+    pytest.param((0, 0, 0, 0, 0, 1), 48, id="EPD"),
+    pytest.param((0, 0, 1, 0, 1), 16, id="EP/D"),
+    pytest.param((1, 0, 1, 0, 1, 1), 48, id="E, EP, EPD and D"),
 ]
 
 
@@ -158,7 +161,7 @@ TOPOLOGIES = [
 async def test_every_topology_gives_the_answers_of_generate(expected, num_replicas, max_batch_tokens):
     """Twice: the second time, prompts and answers are cached wherever they were computed or received."""
     part = part_of(expected, sum(num_replicas) % NUM_PARTS)
-    transport = "nixl" if num_replicas[1] else "in_process"
+    transport = "nixl" if num_replicas[1] or num_replicas[2] else "in_process"
     async with local_cluster(cluster_args(max_batch_tokens, transport), num_replicas) as cluster:
         await check_all(cluster, part, 16)
         await check_all(cluster, part, 16)

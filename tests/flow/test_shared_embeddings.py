@@ -55,7 +55,7 @@ def held(cluster: LocalCluster) -> Iterator[threading.Event]:
     is_free = threading.Event()
     for encoder in cluster.encoders:
         for _ in range(NUM_PREPARE_THREADS):
-            encoder._executor.submit(is_free.wait)
+            encoder._encoder.executor.submit(is_free.wait)
     try:
         yield is_free
     finally:

@@ -77,7 +77,7 @@ async def test_a_listed_worker_becomes_a_candidate_and_its_load_is_known(table, 
     table.update(Role.DECODE, [await workers.start("d")])
     await until(lambda: table.has(Phase.DECODE))
     workers.connections[0].send(Tokens((), LoadReport(num_queued_units=7)))
-    await until(lambda: only(table).load.num_queued_units == 7)
+    await until(lambda: only(table).loads[Role.DECODE].num_queued_units == 7)
     assert not table.has(Phase.PREFILL)
 
 

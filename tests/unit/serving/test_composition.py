@@ -36,6 +36,8 @@ def test_a_text_model_has_no_encode_pool_and_any_omni_checkpoint_has_one(tmp_pat
         (("encode", "language"), ["Encode", "Language"]),
         (("encode", "prefill", "decode", "language"), ["Encode", "Prefill", "Decode", "Language"]),
         (("encode", "prefill", "language"), ["Encode", "Prefill", "Language"]),
+        (("whole",), ["Whole"]),
+        (("encode_prefill", "decode", "whole"), ["EncodePrefill", "Decode", "Whole"]),
     ],
 )
 def test_the_roles_are_the_deployments(roles, names):
@@ -47,6 +49,7 @@ def test_the_roles_are_the_deployments(roles, names):
     [
         (("encode", "prefill"), "no worker would decode"),
         (("encode", "decode"), "no worker would prefill"),
+        (("encode_prefill",), "no worker would decode; add one of decode, language, whole"),
         (("language", "language"), "twice"),
     ],
 )

@@ -207,7 +207,9 @@ async def shell(tmp_path):
         raise ValueError("a bug")
 
     loop = StepLoop("engine", Hanging())
-    shell = WorkerShell(setup, Outbox(lambda batch: None), loop, SimpleNamespace(drop_door=print), handle)  # type: ignore[arg-type]
+    outbox, engine = Outbox(lambda batch: None), SimpleNamespace(drop_door=print)
+    seat: Any = SimpleNamespace(loop=loop, outbox=outbox, engine=engine)
+    shell = WorkerShell(setup, [seat], handle)  # type: ignore[arg-type]
     await shell.start()
     yield shell
     await shell.aclose()
