@@ -43,8 +43,9 @@ class TimedAnswer:
     started_at: float = 0.0
     chunks_at: list[float] = field(default_factory=list)  # arrival of each chunk with text
     ended_at: float = 0.0
-    num_prompt_tokens: int = 0  # this count and the next are the server's
+    num_prompt_tokens: int = 0  # this count and the next two are the server's
     num_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, as the server says; 0 if it does not
     text: str = ""
     failure: str = ""
 
@@ -145,6 +146,7 @@ def take_event(event: dict[str, Any], record: TimedAnswer, now: float) -> None:
     if usage := event.get("usage"):
         record.num_tokens = usage["completion_tokens"]
         record.num_prompt_tokens = usage["prompt_tokens"]
+        record.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     for choice in event.get("choices") or ():
         if text := (choice.get("delta") or {}).get("content"):
             record.chunks_at.append(now)

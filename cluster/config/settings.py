@@ -117,6 +117,15 @@ class TransferArgs(_Args):
         return ("raw", "int8") if self.codec == "auto" else (self.codec,)
 
 
+class KvCacheArgs(_Args):
+    """A second tier for the KV of each prefill, decode and language worker; docs/workers.md. Blocks that the
+    worker's own memory loses go to host memory, and from there to disk."""
+
+    host_bytes: int = Field(0, ge=0)  # 0: none
+    disk_bytes: int = Field(0, ge=0)  # 0: none
+    disk_folder: str = "~/.cache/epdg/kv"  # of this user alone
+
+
 class FetchArgs(_Args):
     """From which URLs the door reads media; cluster/media/fetch/policy.py says how hosts are written."""
 
@@ -257,6 +266,7 @@ class ClusterArgs(_Args):
     encode_prefill: CombinedArgs = CombinedArgs()
     whole: CombinedArgs = CombinedArgs()
     transfer: TransferArgs = TransferArgs()
+    kv_cache: KvCacheArgs = KvCacheArgs()
     door: DoorArgs = DoorArgs()
     scheduling: SchedulingArgs = SchedulingArgs()
     weight_cache: WeightCacheArgs = WeightCacheArgs()
@@ -279,6 +289,12 @@ class ClusterArgs(_Args):
             able = [role for role in Role if phase in role.phases]
             if not set(able).intersection(self.roles):
                 raise ValueError(f"roles: no worker would {phase}; add one of {', '.join(able)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tier(self) -> ClusterArgs:
+        if self.tensor_parallel_size > 1 and (self.kv_cache.host_bytes or self.kv_cache.disk_bytes):
+            raise ValueError("kv_cache.host_bytes and disk_bytes need tensor_parallel_size 1")
         return self
 
     @property

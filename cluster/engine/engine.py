@@ -40,12 +40,14 @@ from cluster.engine.kv_output import KvOutput, send_computed
 from cluster.engine.lifecycle import EngineState, Lifecycle
 from cluster.engine.limits import StepLimits
 from cluster.engine.planner import PromptPlanner
+from cluster.engine.prefix_loader import PrefixLoader
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.state import AnswerWork, LanguagePhase, LanguageRequest, PromptWork
 from cluster.engine.tables import register_computed
 from cluster.engine.timing import Part
 from cluster.errors import UnavailableError
 from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.tier import KvTier
 from cluster.model.language import LanguageModel
 from cluster.scheduling.admission import PromptAdmission
 from cluster.scheduling.budget import PROMPT_PAUSE_S, StepBudget
@@ -60,7 +62,7 @@ from cluster.types.messages import (
     StartDecode,
     StartPrefill,
 )
-from cluster.types.transfer import ReceivedGrant
+from cluster.types.transfer import ReceivedGrant, TierTotals
 from cluster.worker.blame import Blame
 from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.outbox import DoorId, Outbox
@@ -88,12 +90,14 @@ class LanguageEngine:
         cpu_slots: CpuSlots,
         *,
         features: FeatureStore | None = None,
+        tier: KvTier | None = None,
         allows_recompute: bool = False,
         on_ended: Callable[[str], None] = lambda request_id: None,
     ):
         """`features`: where embeddings arrive; None: prompts with media are not computed here.
-        `allows_recompute`: see `KvInput`. `on_ended(request_id)` is called, on this thread, once for each
-        request whose answer was to be generated here, when it leaves the engine."""
+        `tier`: the second one of the KV cache. `allows_recompute`: see `KvInput`. `on_ended(request_id)` is
+        called, on this thread, once for each request whose answer was to be generated here, when it leaves
+        the engine."""
         self._runner = runner
         self._blocks = blocks
         self._features = features
@@ -111,10 +115,11 @@ class LanguageEngine:
         self.planner = PromptPlanner(policy, budget, cpu_slots, model.num_layers)
         self._kv_input = KvInput(transfer_engine, blocks, allows_recompute)
         self._kv_output = KvOutput(transfer_engine, budget, model.kv_layout)
+        self._loader = None if tier is None else PrefixLoader(tier, blocks, budget)
         admission, arrivals = PromptAdmission(policy, blocks.num_blocks), WaitingQueue(policy)
         held = EngineState(
             self._requests, blocks, admission, arrivals, self._counts, self._computing, runner, features,
-            self._kv_input, self._kv_output,
+            self._kv_input, self._kv_output, self._loader,
         )  # fmt: skip
         self._lifecycle = Lifecycle(held, outbox, self._unschedule, on_ended)
         self._blame = Blame(self._lifecycle.fail_named)
@@ -126,7 +131,8 @@ class LanguageEngine:
         self._speed = self._speed_reporter()
         if limits.max_prompt_tokens:
             blocks.watch()
-            outbox.greet_with(lambda: BlocksChanged(blocks.content(), ()))
+            cache = self._loader or blocks
+            outbox.greet_with(lambda: BlocksChanged(cache.content(), ()))
 
     def _speed_reporter(self) -> SpeedReporter:
         transfer_engine, limits = self._transfer_engine, self._limits
@@ -226,10 +232,13 @@ class LanguageEngine:
             num_context_tokens=self._counts.num_context_tokens,
             num_prompts=self._lifecycle.num_prompts if generates else 0,
             num_prompt_tokens=self._lifecycle.num_missing_tokens if generates else 0,
+            tier=TierTotals() if self._loader is None else self._loader.totals,
         )
 
     def _tell_doors(self, load: LoadReport | None) -> None:
-        changes = self._blocks.take_changes()
+        if self._loader is not None:
+            self._loader.keep()
+        changes = (self._loader or self._blocks).take_changes()
         if changes is not None:
             self._outbox.broadcast(changes)
         self._speed.report()

@@ -18,6 +18,7 @@ from cluster.engine.timing import Part, Stopwatch
 from cluster.errors import InternalError, RequestError
 from cluster.kvcache.hashing import BlockHashes
 from cluster.model.language import LanguageModel
+from cluster.scheduling.admission import heads
 from cluster.scheduling.keys import Ticket
 from cluster.types.messages import DecodeGranted, PrefillAdmitted, StartDecode, StartPrefill
 from cluster.worker.blame import Blame
@@ -65,28 +66,15 @@ class Intake:
         """Blocks for the next requests."""
         while any(
             self._blame.run(ticket.request_id, self._try_admit, ticket) is not False
-            for ticket in self._heads()
+            for ticket in heads(self._held.admission, self._held.arrivals, self._may_send)
         ):
             pass
 
-    def _heads(self) -> list[Ticket]:
-        """Requests that may be tried now, in this order."""
-        computed, arrivals = self._held.admission.heads(), self._held.arrivals
-        if not arrivals:
-            return computed
-        arrival = arrivals.peek()
-        if not computed or arrivals.is_before(arrival, computed[0]):
-            return [arrival]
-        # The workers that have computed an arrival's prompts hold memory for it. If prompts that are sent to
-        # them hold ours, it must not wait for these.
-        first = self._held.requests[computed[0].request_id]
-        return computed if self._may_send(first) else [*computed, arrival]
-
-    def _may_send(self, request: LanguageRequest) -> bool:
+    def _may_send(self, request_id: str) -> bool:
         """Whether the request may hold blocks beside those of prompts that are sent to other workers. If this
         worker generates answers, these have no more than half of its blocks, unless there is only one: two
         workers that send each other prompts would otherwise wait for each other."""
-        held = self._held.counts.num_sending_blocks
+        request, held = self._held.requests[request_id], self._held.counts.num_sending_blocks
         if not request.sends or self._limits.max_sequences == 0 or held == 0:
             return True
         num_blocks = request.request.num_prompt_blocks(self._held.blocks.block_size)
@@ -126,6 +114,20 @@ class Intake:
         self._lifecycle.count_missing(request)
         self._check_size(request)
         self._held.requests.deadlines.add(request.request_id, request.timeout_s)
+        loader, num_spare = self._held.loader, self._held.counts.num_admitted
+        if (
+            loader is None
+            or not request.computes
+            or not loader.try_load(request, num_spare, self._queue_loaded)
+        ):
+            self._queue(request)
+
+    def _queue_loaded(self, request_id: str) -> None:
+        """Requests that have ended meanwhile are ignored."""
+        if (request := self._held.requests.live(request_id)) is not None:
+            self._blame.run(request_id, self._queue, request)
+
+    def _queue(self, request: LanguageRequest) -> None:
         ticket = self._ticket(request, request.request_id, request.num_prompt_tokens)
         (self._held.admission if request.computes else self._held.arrivals).push(ticket)
 
@@ -158,7 +160,7 @@ class Intake:
     def _try_admit(self, ticket: Ticket) -> bool:
         held, request = self._held, self._held.requests[ticket.request_id]
         num_blocks = request.request.num_prompt_blocks(held.blocks.block_size)
-        if not (self._may_send(request) and held.admission.has_share(ticket, num_blocks)):
+        if not (self._may_send(request.request_id) and held.admission.has_share(ticket, num_blocks)):
             return False
         spans = tuple(uncut_spans(self._model, sequence.prompt) for sequence in request.sequences)
         if not try_allocate_prompts(request, held.blocks, held.counts.num_admitted, spans):

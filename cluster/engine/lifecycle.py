@@ -15,6 +15,7 @@ from cluster.engine.counts import SequenceCounts
 from cluster.engine.features import FeatureStore
 from cluster.engine.kv_input import KvInput
 from cluster.engine.kv_output import KvOutput
+from cluster.engine.prefix_loader import PrefixLoader
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.state import AnswerChoice, LanguagePhase, LanguageRequest
 from cluster.errors import ClusterError, UnavailableError, to_info
@@ -49,6 +50,7 @@ class EngineState:
     features: FeatureStore | None  # None: no prompt with media is computed here
     kv_input: KvInput
     kv_output: KvOutput
+    loader: PrefixLoader | None  # None: the KV cache has no second tier
 
 
 class Lifecycle:
@@ -135,6 +137,8 @@ class Lifecycle:
 
     def _fail_holders(self, kv_blocks: set[int], names: set[str], why: str) -> None:
         self._held.blocks.forget_all()
+        if self._held.loader is not None:
+            self._held.loader.forget()
         for request in list(self._held.requests.values()):
             is_harmed = request.request_id in names or not kv_blocks.isdisjoint(request.held_blocks)
             if is_harmed and not request.is_closing:

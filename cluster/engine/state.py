@@ -27,17 +27,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from cluster.engine.timing import Stopwatch
-from cluster.kvcache.hashing import BlockHashes
-from cluster.model.language import PromptPositions
 from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from cluster.worker.outbox import DoorId
-from kv_transfer.lease.prompt_places import PromptPlaces
-from kv_transfer.lease.transfer import OutgoingLease
+
+if TYPE_CHECKING:  # the simulator keeps these records without torch
+    from torch import Tensor
+
+    from cluster.kvcache.hashing import BlockHashes
+    from cluster.model.language import PromptPositions
+    from cluster.worker.outbox import DoorId
+    from kv_transfer.lease.prompt_places import PromptPlaces
+    from kv_transfer.lease.transfer import OutgoingLease
 
 
 class LanguagePhase(Enum):

@@ -10,6 +10,8 @@ for a model step to learn where to send.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Protocol
@@ -44,8 +46,9 @@ from cluster.types.messages import (
     StartEncode,
     StartPrefill,
 )
+from cluster.worker.kv_tier import open_tier
 from cluster.worker.outbox import DoorId
-from cluster.worker.process import LEASE_MARGIN_S, WorkerProcess
+from cluster.worker.process import LEASE_MARGIN_S, STOP_TIMEOUT_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
 from cluster.worker.service import PhaseService
 from cluster.worker.setup import WorkerSetup, check_device_transport, set_up
@@ -128,6 +131,7 @@ class LanguageWorker(PhaseService):
         speculator = _speculator(args, model) if role.decodes else None
         runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator)
         blocks = BlockPool(sizes.num_kv_blocks, args.block_size)
+        self._tier = open_tier(args, language, blocks, process.clock)
         self._engine = LanguageEngine(
             model,
             runner,
@@ -139,6 +143,7 @@ class LanguageWorker(PhaseService):
             limits,
             process.seat.cpu_slots,
             features=self._features,
+            tier=self._tier,
             allows_recompute=args.transfer.recompute == "auto",
             on_ended=self._on_ended,
         )
@@ -171,8 +176,16 @@ class LanguageWorker(PhaseService):
             row_bytes=0 if encoder is None else encoder.row_bytes,
         )
 
+    async def start(self) -> Member:
+        if self._tier is not None:
+            self._tier.start(self._process.loop.call)
+        return await super().start()
+
     async def stop(self) -> None:
         await super().stop()
+        if self._tier is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(self._tier.close()), STOP_TIMEOUT_S)
         if self._encoder is not None:
             self._encoder.close()
 

@@ -19,7 +19,7 @@ O(blocks named in it), whatever the size of the pool.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from cluster.errors import BookkeepingError, OverloadedError
 from cluster.types.messages import BlocksChanged
@@ -39,6 +39,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # unreferenced blocks with a hash, oldest first
         # Hashes that were added or removed since `take_changes`, in order. None: the pool is not watched.
         self._changed: dict[bytes, None] | None = None
+        self._newly_cached: list[int] | None = None  # since `take_cached`; None: they are not noted
 
     @property
     def num_free(self) -> int:
@@ -117,6 +118,8 @@ class BlockPool:
                 self._free.append(block_id)
             else:
                 self._cached[block_id] = None
+                if self._newly_cached is not None:
+                    self._newly_cached.append(block_id)
 
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Makes a full, computed block findable. The first block that was registered for a hash stays the one
@@ -150,16 +153,31 @@ class BlockPool:
         """All hashes that `lookup` finds."""
         return tuple(self._block_of)
 
-    def take_changes(self) -> BlocksChanged | None:
+    def take_changes(
+        self, others: Iterable[bytes] = (), elsewhere: Container[bytes] = ()
+    ) -> BlocksChanged | None:
         """Hashes that `lookup` finds since the last call, and hashes that it does not find any more. None: no
-        change. Only for a pool that is watched."""
-        if not self._changed:
+        change. Only for a pool that is watched. `others`: hashes that have changed in a second tier;
+        `elsewhere`: what it has, which counts as found."""
+        changed = {**(self._changed or {}), **dict.fromkeys(others)}
+        if not changed:
             return None
-        changed, self._changed = self._changed, {}
+        self._changed = {}
+        found = {name for name in changed if name in self._block_of or name in elsewhere}
         return BlocksChanged(
-            tuple(name for name in changed if name in self._block_of),
-            tuple(name for name in changed if name not in self._block_of),
+            tuple(name for name in changed if name in found),
+            tuple(name for name in changed if name not in found),
         )
+
+    def note_cached(self) -> None:
+        """From now on `take_cached` reports blocks that lose their last reference."""
+        self._newly_cached = []
+
+    def take_cached(self) -> list[tuple[int, bytes]]:
+        """Blocks that have become cached since the last call, with their hashes. A block's content is this as
+        long as its generation stays."""
+        block_ids, self._newly_cached = self._newly_cached or (), []
+        return [(block_id, name) for block_id in block_ids if (name := self._hash_of[block_id]) is not None]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is in exactly one state and all tables agree.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,17 @@ class BlockMemory:
             view = self.buffer[start:end].view(spec.dtype).view(num_blocks, spec.rows, *spec.row_shape)
             self.segments.append(view)
             start = end
+        self._runs = self._equal_segments()
+
+    def _equal_segments(self) -> list[torch.Tensor]:
+        """The same bytes, one view [segments, num_blocks, bytes] for each run of segments of one size."""
+        runs, start = [], 0
+        for size, group in itertools.groupby(spec.block_bytes for spec in self.layout.segments):
+            count = len(list(group))
+            end = start + count * self.num_blocks * size
+            runs.append(self.buffer[start:end].view(count, self.num_blocks, size))
+            start = end
+        return runs
 
     @property
     def base_address(self) -> int:
@@ -106,6 +118,22 @@ class BlockMemory:
         target_ids = torch.tensor(targets, device=self.buffer.device)
         for segment in self.segments:
             segment.index_copy_(0, target_ids, segment.index_select(0, source_ids))
+
+    def read_blocks(self, block_ids: Sequence[int]) -> np.ndarray:
+        """A copy of these blocks on the CPU, [len(block_ids), layout.block_bytes] uint8. On CUDA it waits for
+        this thread's stream."""
+        ids = torch.tensor(block_ids, dtype=torch.long, device=self.buffer.device)
+        parts = [run[:, ids].transpose(0, 1).flatten(1) for run in self._runs]
+        return torch.cat(parts, 1).cpu().numpy()
+
+    def write_blocks(self, block_ids: Sequence[int], rows: np.ndarray) -> None:
+        """Block block_ids[i] gets the bytes rows[i] of `read_blocks`. On CUDA the copy is enqueued."""
+        ids = torch.tensor(block_ids, dtype=torch.long, device=self.buffer.device)
+        given, start = torch.from_numpy(rows).to(self.buffer.device), 0
+        for run in self._runs:
+            end = start + run.shape[0] * run.shape[2]
+            run[:, ids] = given[:, start:end].view(len(ids), run.shape[0], -1).transpose(0, 1)
+            start = end
 
     def descriptors(self, block_ids: Sequence[int], segment_ids: Sequence[int] | None = None) -> np.ndarray:
         """Address and length of each block in each segment: [len(segments) * len(block_ids), 2] uint64,

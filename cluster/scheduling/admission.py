@@ -15,6 +15,7 @@ waits is bounded, so the video gets its blocks.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
 from cluster.scheduling.queue import WaitingQueue
@@ -74,3 +75,18 @@ class PromptAdmission:
             self._num_text_held += num_blocks
         else:
             self._num_media_held += num_blocks
+
+
+def heads(computed: PromptAdmission, arrivals: WaitingQueue, may_send: Callable[[str], bool]) -> list[Ticket]:
+    """Requests that may be tried now, in this order: of those whose prompts are computed here, and of those
+    whose KV arrives. `may_send(request_id)`: whether blocks may be held for a prompt that is sent
+    elsewhere."""
+    first = computed.heads()
+    if not arrivals:
+        return first
+    arrival = arrivals.peek()
+    if not first or arrivals.is_before(arrival, first[0]):
+        return [arrival]
+    # The workers that have computed an arrival's prompts hold memory for it. If prompts that are sent to
+    # them hold ours, it must not wait for these.
+    return first if may_send(first[0].request_id) else [*first, arrival]

@@ -4,64 +4,102 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
+from cluster.engine.state import LanguageRequest, TokenSequence
+from cluster.engine.timing import Stopwatch
+from cluster.scheduling.keys import Ticket
+from cluster.simulator.caches import BlockCache
 from cluster.simulator.workload import SimRequest
+from cluster.types.request import GenerateRequest
 
 if TYPE_CHECKING:
-    from cluster.simulator.decode import SimDecode
     from cluster.simulator.door import SimDoor
-    from cluster.simulator.prefill import SimPrefill
+    from cluster.simulator.language import SimLanguage
 
 
 @dataclass(eq=False, slots=True)
 class SimAttempt:
-    """Tokens [0, num_computed) of the prompt have their KV at prefill, the KV of [0, num_sent) is on its way
-    to decode.
-
-    The prompt of an attempt after a preemption contains what was generated before.
-    """
+    """The prompt of an attempt after a preemption contains what was generated before."""
 
     request: SimRequest
-    request_id: str  # of the attempt
+    asked: GenerateRequest
     door: SimDoor
-    prefill: SimPrefill  # of the decode worker, if that computes the prompt
-    decode: SimDecode
+    prefill: SimLanguage  # the worker that computes the prompt
+    decode: SimLanguage  # … and the one that generates the answer, which may be the same
     waited_s: float  # since the request arrived, when the attempt started
-    num_tokens: int
-    num_output_tokens: int  # still to be generated, the first one included
-    is_missing: list[bool]  # by item: its embeddings are not at prefill yet, and are needed
-
-    # at prefill
-    asked_at: float = 0.0
-    started_at: float = 0.0  # at the end of the step during which it came
-    admitted_at: float = 0.0
-    blocked_at: float | None = None
-    media_s: float = 0.0
-    computing_s: float = 0.0
-    num_cached: int = 0
-    num_computed: int = 0
-    shared: list[bytes] = field(default_factory=list)
-    num_anonymous: int = 0
-    num_named: int = 0  # full blocks whose content is complete
     is_cancelled: bool = False
-
-    # on the way to decode
-    is_granted: bool = False  # prefill knows where the KV goes
-    num_sent: int = 0
-    is_complete: bool = False
-
-    # at decode
-    num_blocks: int = 0
-    joined_v: float = 0.0  # its tokens are counted in steps from here
-    counted_v: float = 0.0  # its memory from here: within the step in which it came
-    num_told: int = 0  # of its tokens, without prefill's
     second_at: float = 0.0  # expected instant of the second token
 
     @property
-    def num_ready(self) -> int:
-        """Tokens of the prompt whose embeddings are there."""
-        for item, is_missing in zip(self.request.media, self.is_missing, strict=True):
-            if is_missing:
-                return item.start
-        return self.num_tokens
+    def request_id(self) -> str:
+        return self.asked.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.asked.prompt.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Still to be generated, the first one included."""
+        return self.asked.stop.max_tokens
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """What one worker holds of an attempt, with the engine's own records of it: tokens
+    [0, num_computed_tokens) of the sequence have their KV here."""
+
+    attempt: SimAttempt
+    request: LanguageRequest
+    sequence: TokenSequence
+    is_counted: bool = False  # among the prompts that the worker has still to compute
+    has_blocks: bool = False
+    shared: list[bytes] = field(default_factory=list)  # blocks with a hash
+    num_anonymous: float = 0.0  # other blocks
+    # Sent: is the receiver known, and which tokens are on their way
+    is_granted: bool = False
+    num_sent: int = 0
+    # Generated
+    joined_v: float = inf  # its tokens are counted in steps from here
+    counted_v: float = 0.0  # its memory from here: within the step in which it came
+    num_told: int = 0  # of its tokens, without the first one
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens of the prompt that are still to be computed here."""
+        return self.sequence.num_missing_tokens if self.request.computes else 0
+
+    def ticket(self, num_tokens: int) -> Ticket:
+        request = self.request
+        is_text = not request.needs_embeddings
+        return Ticket(request.request_id, request.arrived_at, num_tokens, is_text, request.priority)
+
+    def hold_blocks(self, shared: list[bytes], num_new: int, num_cached_tokens: int) -> None:
+        """For the prompt. The shared ones have the KV of so many tokens."""
+        self.has_blocks, self.shared, self.num_anonymous = True, shared, num_new
+        self.sequence.num_cached_tokens = self.sequence.num_computed_tokens = num_cached_tokens
+        self.sequence.num_registered = len(shared)
+
+    def name_blocks(self, blocks: BlockCache, block_size: int) -> None:
+        """Full blocks that are here can be reused. A block whose content is here already remains
+        anonymous."""
+        hashes, sequence = self.attempt.request.block_hashes, self.sequence
+        num_full = min(sequence.num_computed_tokens // block_size, len(hashes))
+        for i in range(sequence.num_registered, num_full):
+            if blocks.name(hashes[i]):
+                self.shared.append(hashes[i])
+                self.num_anonymous -= 1
+        sequence.num_registered = max(sequence.num_registered, num_full)
+
+
+def hold(attempt: SimAttempt, worker: SimLanguage, now: float) -> Held:
+    """When a door's message has come."""
+    asked, arrived_at = attempt.asked, now - attempt.waited_s
+    computes, sends = attempt.prefill is worker, attempt.decode is not worker
+    request = LanguageRequest(asked, 0, inf, arrived_at, Stopwatch(now), computes, sends)
+    request.choices.clear()  # answers are counted, not generated
+    sequence = TokenSequence(asked.request_id, asked.prompt)
+    request.sequences.append(sequence)
+    return Held(attempt, request, sequence)

@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+EPSILON = 1e-6  # of a block: answers grow by parts of it
+
 
 @dataclass(slots=True)
 class Changes:
@@ -36,13 +38,13 @@ class BlockCache:
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
-        self.num_anonymous = 0
+        self.num_anonymous = 0.0  # answers grow by parts of a block
         self.changes = Changes()
         self._held: dict[bytes, int] = {}
         self._kept: OrderedDict[bytes, None] = OrderedDict()
 
     @property
-    def num_used(self) -> int:
+    def num_used(self) -> float:
         return self.num_anonymous + len(self._held)
 
     @property
@@ -57,20 +59,24 @@ class BlockCache:
                 return i
         return len(hashes)
 
-    def try_take(self, shared: Sequence[bytes], num_new: int) -> bool:
-        """Hold these blocks, which `match` found, and `num_new` new ones. False: there is no room, and
-        nothing has changed."""
+    def try_take(self, shared: Sequence[bytes], num_new: int, num_spare: int = 0) -> bool:
+        """Hold these blocks, which `match` found, and `num_new` new ones. False: fewer than `num_spare`
+        would be left, and nothing has changed."""
         num_resting = sum(key not in self._held for key in shared)
-        if self.num_used + num_resting + num_new > self.num_blocks:
+        if self.num_used + num_resting + num_new + num_spare > self.num_blocks + EPSILON:
             return False
         for key in shared:
             self._kept.pop(key, None)
             self._held[key] = self._held.get(key, 0) + 1
+        self.grow(num_new)
+        return True
+
+    def grow(self, num_new: float) -> None:
+        """Holders have so many anonymous blocks more."""
         self.num_anonymous += num_new
-        while self.num_used + len(self._kept) > self.num_blocks:
+        while self._kept and self.num_used + len(self._kept) > self.num_blocks:
             key, _ = self._kept.popitem(last=False)
             self.changes.evict(key)
-        return True
 
     def name(self, key: bytes) -> bool:
         """An anonymous block has been filled. False: a block with its content is here already, so this one
@@ -82,7 +88,7 @@ class BlockCache:
         self.changes.add(key)
         return True
 
-    def free(self, keys: Sequence[bytes], num_anonymous: int) -> None:
+    def free(self, keys: Sequence[bytes], num_anonymous: float) -> None:
         """The blocks of one holder. Blocks with a hash are kept until room is needed; the last block of a
         prompt is evicted first."""
         self.num_anonymous -= num_anonymous

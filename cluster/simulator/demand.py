@@ -13,7 +13,7 @@ from cluster.simulator.hardware import BLOCK_SIZE
 from cluster.simulator.worker import WorkerSpec
 from cluster.simulator.workload import Workload
 from cluster.types.media import Modality
-from cluster.types.members import Phase, Role
+from cluster.types.members import Phase
 
 NUM_SAMPLED = 500
 ITEMS_PER_CALL = 2  # of an encoder, on average
@@ -44,19 +44,19 @@ def demand(workload: Workload, seed: int = 0) -> Demand:
 def seconds(spec: WorkerSpec, wanted: Demand) -> float:
     """Of the worker's device for a mean request, when it is busy."""
     curves = spec.curves
-    if spec.role is Role.ENCODE:
+    if spec.role.encodes:
         curve = curves.encode[Modality.IMAGE]
         return curve.fixed_s * wanted.num_items / ITEMS_PER_CALL + curve.per_unit_s * wanted.num_rows
-    if spec.role is Role.PREFILL:
-        assert curves.prefill is not None
+    busy_s = 0.0
+    if spec.role.prefills and curves.prefill is not None:
         steps = wanted.num_tokens / TOKENS_PER_STEP
-        return (
-            curves.prefill.seconds(wanted.num_tokens, wanted.num_tokens / 4) + steps * curves.prefill.fixed_s
-        )
-    assert curves.decode is not None
-    context = wanted.num_tokens + wanted.num_output_tokens / 2
-    batch = max(1.0, min(spec.max_batch, spec.num_blocks * BLOCK_SIZE / context))
-    return wanted.num_output_tokens * curves.decode.seconds(batch, context) / batch
+        busy_s += curves.prefill.seconds(wanted.num_tokens, wanted.num_tokens / 4)
+        busy_s += steps * curves.prefill.fixed_s
+    if spec.role.decodes and curves.decode is not None:
+        context = wanted.num_tokens + wanted.num_output_tokens / 2
+        batch = max(1.0, min(spec.max_batch, spec.num_blocks * BLOCK_SIZE / context))
+        busy_s += wanted.num_output_tokens * curves.decode.seconds(batch, context) / batch
+    return busy_s
 
 
 def capacity(specs: Sequence[WorkerSpec], wanted: Demand) -> float:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.simulator.events import EventLoop
 from cluster.types.curves import Link
+
+if TYPE_CHECKING:
+    from cluster.simulator.language import SimLanguage
 
 
 class Stage(Protocol):
@@ -23,16 +26,6 @@ class Stage(Protocol):
         ...
 
 
-class Riding(Protocol):
-    """A decode worker on the same device. Its steps go on inside the others' calls, one for each."""
-
-    def pause(self, call_s: float) -> float:
-        """A call of so many seconds begins. Returns how long it lasts with the decode step in it."""
-        ...
-
-    def resume(self) -> None: ...
-
-
 class Device:
     """Runs one call at a time; stages take turns in the order in which they asked."""
 
@@ -40,7 +33,9 @@ class Device:
         self._loop = loop
         self._waiting: deque[Stage] = deque()
         self._is_busy = False
-        self.decode: Riding | None = None
+        self.language: SimLanguage | None = (
+            None  # its answers go on inside an encoder's calls, a step in each
+        )
         self.busy_s = 0.0
         self.running: Stage | None = None
         self.free_at = 0.0  # when the call that runs ends
@@ -61,8 +56,8 @@ class Device:
             call_s = stage.begin()
             if call_s is None:
                 continue
-            if self.decode is not None:
-                call_s = self.decode.pause(call_s)
+            if self.language is not None and stage is not self.language:
+                call_s = self.language.ride(call_s)
             self._is_busy = True
             self.running = stage
             self.busy_s += call_s
@@ -71,8 +66,8 @@ class Device:
             return
 
     def _end(self, stage: Stage, took_s: float) -> None:
-        if self.decode is not None:
-            self.decode.resume()
+        if self.language is not None and stage is not self.language:
+            self.language.resume()
         self.running = None
         stage.finish(took_s)
         self._is_busy = False

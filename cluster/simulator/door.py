@@ -115,7 +115,6 @@ class SimDoor:
         worker = self._simulation.workers[replica_id]
         if isinstance(message, StartPrefill):
             attempt = self._start(message.request)
-            attempt.prefill.coming[attempt.request_id] = attempt
         elif isinstance(message, StartDecode):
             attempt = (
                 self._start(message.request)
@@ -134,20 +133,9 @@ class SimDoor:
         decision = client.asked.timeline.decision
         assert decision is not None
         placement, simulation = decision.placement, self._simulation
-        decode = simulation.decodes[placement.decode]
-        prefill = decode.local if placement.is_local else simulation.prefills[placement.prefill]
-        assert prefill is not None, f"{placement.decode} computes no prompts"
-        attempt = SimAttempt(
-            client.request,
-            request.request_id,
-            self,
-            prefill,
-            decode,
-            request.waited_s,
-            len(request.prompt.token_ids),
-            request.stop.max_tokens,
-            [True] * len(client.request.media),
-        )
+        prefill, decode = (simulation.languages[name] for name in (placement.prefill, placement.decode))
+        attempt = SimAttempt(client.request, request, self, prefill, decode, request.waited_s)
+        prefill.coming[attempt.request_id] = attempt
         if client.attempts:
             del self._attempts[client.attempts[-1].request_id]
         client.attempts.append(attempt)
@@ -166,7 +154,7 @@ class SimDoor:
             status = "finished"
             if event.finish_reason is None:
                 return False
-        self._simulation.landed(client.outcome(status, now))
+        self._simulation.on_outcome(client.outcome(status, now))
         return True
 
     def _forget(self, request_id: str) -> None:

@@ -281,5 +281,5 @@ class SimEncoder:
     def _arrived(self, attempt: SimAttempt, encoded: Encoded) -> None:
         if self.is_dead or attempt.is_cancelled:
             return
-        attempt.prefill.item_ready(attempt, encoded.item_idx)
+        attempt.prefill.item_ready(attempt.request.media[encoded.item_idx].media_hash)
         self._network.tell(attempt.door.receive, self.spec.replica_id, encoded)

@@ -1,13 +1,16 @@
-"""Embeddings at a simulated prefill worker, or on their way there: as in the real one, one copy for all
+"""Embeddings at a simulated language worker, or on their way there: as in the real one, one copy for all
 requests that show an item at the same time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from cluster.simulator.attempt import SimAttempt
+from cluster.simulator.attempt import Held
+from cluster.simulator.worker import GRANT
+from cluster.types.messages import AnyMessage, FeatureGranted, FeatureShared
 
-Consumer = tuple[SimAttempt, int]  # an attempt and the index of its item
+Consumer = tuple[Held, int]  # and the index of its item
 
 
 @dataclass(slots=True)
@@ -19,37 +22,43 @@ class _Copy:
 
 
 class Features:
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[Held, AnyMessage], None]) -> None:
+        """`tell`: the door of a consumer."""
+        self._tell = tell
         self._copies: dict[str, _Copy] = {}
 
-    def reserve(self, attempt: SimAttempt, item_idx: int) -> bool:
-        """True: an earlier consumer's encoder brings it, or has brought it."""
-        copy = self._copies.setdefault(attempt.request.media[item_idx].media_hash, _Copy())
-        copy.consumers.append((attempt, item_idx))
-        return len(copy.consumers) > 1
+    def reserve(self, held: Held) -> None:
+        """Room for all items. Those that an earlier consumer's encoder brings, or has brought, are shared."""
+        if not held.request.computes:
+            return
+        for idx, item in enumerate(held.attempt.request.media):
+            copy = self._copies.setdefault(item.media_hash, _Copy())
+            copy.consumers.append((held, idx))
+            if len(copy.consumers) > 1:
+                if copy.is_here:
+                    held.sequence.items_ready.add(idx)
+                self._tell(held, FeatureShared(held.attempt.request_id, idx))
 
-    def is_here(self, media_hash: str) -> bool:
-        copy = self._copies.get(media_hash)
-        return copy is not None and copy.is_here
-
-    def arrived(self, media_hash: str) -> list[Consumer]:
-        """The consumers that have it now."""
-        copy = self._copies.get(media_hash)
-        if copy is None:
-            return []
+    def arrived(self, media_hash: str) -> Iterator[Held]:
+        """Its consumers have it now. Returns those that did not have it before."""
+        copy = self._copies.get(media_hash, _Copy())
         copy.is_here = True
-        return list(copy.consumers)
+        for held, idx in copy.consumers:
+            if idx not in held.sequence.items_ready:
+                held.sequence.items_ready.add(idx)
+                yield held
 
-    def release(self, attempt: SimAttempt, item_idx: int) -> Consumer | None:
-        """This consumer does not need it any more; repeats are ignored. If its encoder was to bring the copy
-        and has not, the next consumer is returned: its encoder has to bring it."""
-        media_hash = attempt.request.media[item_idx].media_hash
-        copy = self._copies.get(media_hash)
-        if copy is None or (attempt, item_idx) not in copy.consumers:
-            return None
-        was_first = copy.consumers[0] == (attempt, item_idx)
-        copy.consumers.remove((attempt, item_idx))
-        if not copy.consumers:
-            del self._copies[media_hash]
-            return None
-        return copy.consumers[0] if was_first and not copy.is_here else None
+    def release(self, held: Held, num_tokens: int) -> None:
+        """The items before so many tokens are not needed any more; repeats are ignored. If this consumer's
+        encoder was to bring an item and has not, the next consumer's has to bring it."""
+        for idx, item in enumerate(held.attempt.request.media if held.request.computes else ()):
+            copy = self._copies.get(item.media_hash)
+            if copy is None or item.end > num_tokens or (held, idx) not in copy.consumers:
+                continue
+            was_first = copy.consumers[0] == (held, idx)
+            copy.consumers.remove((held, idx))
+            if not copy.consumers:
+                del self._copies[item.media_hash]
+            elif was_first and not copy.is_here:
+                heir, heirs_idx = copy.consumers[0]
+                self._tell(heir, FeatureGranted(heir.attempt.request_id, heirs_idx, GRANT))

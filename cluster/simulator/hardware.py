@@ -7,6 +7,7 @@ Nothing here was measured by us.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.types.curves import Curve, Link, ServiceCurves
@@ -100,16 +101,44 @@ def decode_curve(model: Model, accelerator: Accelerator) -> Curve:
     return Curve(CALL_S + weights_s, per_sequence_s, model.kv_bytes_per_token / bytes_per_s)
 
 
-def num_kv_blocks(model: Model, accelerator: Accelerator, share: float = 1.0) -> int:
-    """What 0.9 of the memory leaves beside the weights and 5 GB of activations, and a share of that."""
+Chunks = Sequence[tuple[int, int]]  # of each prompt in a step: (computed tokens, tokens to compute)
+
+
+def mean_context(chunks: Chunks) -> float:
+    """Earlier tokens that a token of these prompts sees."""
+    return sum(computed * count for computed, count in chunks) / sum(count for _, count in chunks)
+
+
+def step_s(
+    curves: ServiceCurves, max_batch: int, chunks: Chunks, num_answers: int, context_tokens: float
+) -> float:
+    """Of one packed forward over parts of prompts and a token of each answer, which see `context_tokens`
+    together. Roofline: the longer of what is computed for all tokens and what is read for the answers, for
+    the weights are read once. Measured on a CPU, where the same cores do both, a step of 16 answers and 16 to
+    128 tokens of a prompt took 0.82 to 1.05 of the two steps apart (0.5 B, bf16; AMD EPYC, AVX-512 BF16, 2
+    cores); with the curves below and 500 tokens beside 32 answers it is 0.8, with fewer tokens less.
+    Answers beyond `max_batch` take turns."""
+    prompts_s = answers_s = 0.0
+    if num_answers and curves.decode is not None:
+        rounds = max(1.0, num_answers / max_batch)
+        answers_s = rounds * curves.decode.seconds(num_answers / rounds, context_tokens / num_answers)
+        prompts_s = num_answers * curves.decode.per_unit_s if chunks else 0.0
+    if chunks and curves.prefill is not None:
+        num_tokens = sum(count for _, count in chunks)
+        prompts_s += curves.prefill.seconds(num_tokens, mean_context(chunks))
+    return max(prompts_s, answers_s)
+
+
+def num_kv_blocks(model: Model, accelerator: Accelerator) -> int:
+    """What 0.9 of the memory leaves beside the weights and 5 GB of activations."""
     left = 0.9 * accelerator.num_bytes - 2 * model.num_parameters - 5e9
-    return int(share * left / (model.kv_bytes_per_token * model.block_size))
+    return int(left / (model.kv_bytes_per_token * model.block_size))
 
 
 def curves(
     model: Model, accelerator: Accelerator, phases: str, local: tuple[str, ...] = (), step_tokens: int = 0
 ) -> ServiceCurves:
-    """Of a worker with the phases "e", "p" or "d" ("dp": a decode worker that can compute prompts). `local`:
+    """Of a worker with the phases "e", "p", "d" or "pd" ("dp": decode, and plain prompts). `local`:
     workers on the same device."""
     encode = encode_curve(model, accelerator)
     is_encoder = "e" in phases

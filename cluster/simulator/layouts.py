@@ -8,20 +8,19 @@ from cluster.simulator.hardware import Accelerator, Model, curves, num_kv_blocks
 from cluster.simulator.worker import WorkerSpec
 from cluster.types.members import Role
 
-LOCAL_STEP_TOKENS = 512  # of a prompt that a decode worker computes: a short pause for its sequences
-# Of the memory, where prefill and decode share a device: prompts and prefix cache; the rest holds answers.
-PREFILL_SHARE = 0.5
+LOCAL_STEP_TOKENS = 1024  # of prompts in a step of a decode worker, as in `cluster.engine.limits`
+ROLES = {"e": Role.ENCODE, "p": Role.PREFILL, "d": Role.DECODE, "pd": Role.LANGUAGE}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """So many workers of each phase; `num_colocated` devices run prefill and decode together, `num_whole` all
-    three."""
+    """So many workers of each role. `num_language` prefill and decode; `num_whole` devices have a language
+    worker and an encoder each."""
 
     num_encode: int = 0
     num_prefill: int = 0
     num_decode: int = 0
-    num_colocated: int = 0
+    num_language: int = 0
     num_whole: int = 0
     may_prefill_locally: bool = False  # decode workers compute prompts, too
 
@@ -31,7 +30,7 @@ class Layout:
             (self.num_encode, "E"),
             (self.num_prefill, "P"),
             (self.num_decode, "D"),
-            (self.num_colocated, "PD"),
+            (self.num_language, "PD"),
             (self.num_whole, "EPD"),
         ]
         return "+".join(f"{count}{name}" for count, name in parts if count) + (
@@ -40,7 +39,7 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        return self.num_encode + self.num_prefill + self.num_decode + self.num_colocated + self.num_whole
+        return self.num_encode + self.num_prefill + self.num_decode + self.num_language + self.num_whole
 
 
 def workers(layout: Layout, model: Model, accelerator: Accelerator, first: int = 0) -> list[WorkerSpec]:
@@ -50,16 +49,13 @@ def workers(layout: Layout, model: Model, accelerator: Accelerator, first: int =
         ["e"] * layout.num_encode
         + ["p"] * layout.num_prefill
         + ["d"] * layout.num_decode
-        + ["pd"] * layout.num_colocated
+        + ["pd"] * layout.num_language
         + ["epd"] * layout.num_whole
     )
     for number, kind in enumerate(kinds, first):
-        found += _on_device(kind, f"{accelerator.name}-{number}", layout, model, accelerator)
+        together = ("e", "pd") if kind == "epd" else (kind,)
+        found += _on_device(together, f"{accelerator.name}-{number}", layout, model, accelerator)
     return found
-
-
-def mixed(*parts: list[WorkerSpec]) -> list[WorkerSpec]:
-    return [spec for part in parts for spec in part]
 
 
 def throttled(specs: list[WorkerSpec], replica_id: str, since: float, factor: float) -> list[WorkerSpec]:
@@ -67,24 +63,19 @@ def throttled(specs: list[WorkerSpec], replica_id: str, since: float, factor: fl
 
 
 def _on_device(
-    kinds: str, device: str, layout: Layout, model: Model, accelerator: Accelerator
+    kinds: tuple[str, ...], device: str, layout: Layout, model: Model, accelerator: Accelerator
 ) -> list[WorkerSpec]:
-    ids = {kind: f"{kind}:{device}" for kind in kinds}
     found = []
-    for kind, role in (("e", Role.ENCODE), ("p", Role.PREFILL), ("d", Role.DECODE)):
-        if kind not in kinds:
-            continue
-        others = tuple(each for other, each in ids.items() if other != kind)
-        is_local = kind == "d" and layout.may_prefill_locally and kinds == "d"
-        phases = "dp" if is_local else kind
-        share = 1.0 if len(kinds) == 1 else {"e": 0.0, "p": PREFILL_SHARE, "d": 1 - PREFILL_SHARE}[kind]
-        num_blocks = 0 if kind == "e" else num_kv_blocks(model, accelerator, share)
+    for kind in kinds:
+        others = tuple(f"{other}:{device}" for other in kinds if other != kind)
+        is_local = kind == "d" and layout.may_prefill_locally
+        phases, step_tokens = ("dp", LOCAL_STEP_TOKENS) if is_local else (kind, 0)
         found.append(
             WorkerSpec(
-                replica_id=ids[kind],
-                role=role,
-                curves=curves(model, accelerator, phases, others, LOCAL_STEP_TOKENS if is_local else 0),
-                num_blocks=num_blocks,
+                replica_id=f"{kind}:{device}",
+                role=ROLES[kind],
+                curves=curves(model, accelerator, phases, others, step_tokens),
+                num_blocks=0 if kind == "e" else num_kv_blocks(model, accelerator),
                 hardware=accelerator.name,
                 device=device,
                 bytes_per_row=model.bytes_per_row,

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 from cluster.errors import UnavailableError
 from cluster.scheduling.chunks import ChunkScheduler, usable_prefix
 from cluster.scheduling.keys import OrderKey, Ticket, order_key
+from cluster.simulator.attempt import hold
 from cluster.simulator.encoder import SimEncoder
-from cluster.simulator.prefill import SimPrefill
+from cluster.simulator.language import SimLanguage
 from cluster.simulator.whole import unpredicted
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
@@ -100,7 +101,7 @@ class Oracle:
         )
         prefill, ttft_s = prefills[place], estimates[place][1] - now + self._network_s
         num_tokens = request.num_prompt_tokens
-        decode = min(decodes, key=lambda d: (d.true_step_s(1, num_tokens), d.num_used_blocks))
+        decode = min(decodes, key=lambda d: (d.true_step_s((), 1, num_tokens), d.blocks.num_used))
         placement = Placement(tuple(chosen), prefill.spec.replica_id, decode.spec.replica_id)
         return Decision(placement, replace(unpredicted(len(request.media)), ttft_s=ttft_s))
 
@@ -140,7 +141,7 @@ class Oracle:
 
     def _estimate(
         self,
-        prefill: SimPrefill,
+        prefill: SimLanguage,
         request: RequestView,
         arrivals: list[float],
         ready: dict[str, float],
@@ -164,20 +165,24 @@ class Oracle:
         done_at = _play(prefill, plan)
         return sum(done_at.values()) - others, done_at[name]
 
-    def _plan(self, prefill: SimPrefill, ready: dict[str, float], now: float) -> _PrefillSchedule:
+    def _plan(self, prefill: SimLanguage, ready: dict[str, float], now: float) -> _PrefillSchedule:
         """What is in work at a worker, from the end of its running step on."""
         plan = _PrefillSchedule(ChunkScheduler(self._simulation.scheduling), max(now, prefill.device.free_at))
-        running = {attempt.request_id: count for attempt, count in prefill.batch}
-        for attempt in (*prefill.attempts.values(), *prefill.coming.values()):
-            num_computed = attempt.num_computed + running.get(attempt.request_id, 0)
-            if num_computed == attempt.num_tokens:
+        running = {work.request.request_id: work.num_tokens for work in prefill.batch}
+        coming = (hold(attempt, prefill, now) for attempt in prefill.coming.values())
+        for held in (*prefill.held.values(), *coming):
+            sequence, media = held.sequence, held.attempt.request.media
+            num_computed = sequence.num_computed_tokens + running.get(held.attempt.request_id, 0)
+            if not held.request.computes or num_computed >= held.attempt.num_tokens:
                 continue
             at = [
-                ready.get(item.media_hash, now) if is_missing else 0.0
-                for item, is_missing in zip(attempt.request.media, attempt.is_missing, strict=True)
+                0.0
+                if item.end <= num_computed or i in sequence.items_ready
+                else ready.get(item.media_hash, now)
+                for i, item in enumerate(media)
             ]
-            ticket = prefill.ticket(attempt, attempt.num_tokens - attempt.num_cached)
-            plan.add(ticket, attempt.num_tokens, num_computed, [i.start for i in attempt.request.media], at)
+            ticket = held.ticket(held.attempt.num_tokens - sequence.num_cached_tokens)
+            plan.add(ticket, held.attempt.num_tokens, num_computed, [item.start for item in media], at)
         return plan
 
     def _new(self, item: ItemView, request: RequestView, encoder: SimEncoder, now: float) -> _Coming:
@@ -259,7 +264,7 @@ def _calls(
     return done_at
 
 
-def _play(prefill: SimPrefill, plan: _PrefillSchedule) -> dict[str, float]:
+def _play(prefill: SimLanguage, plan: _PrefillSchedule) -> dict[str, float]:
     """When each prompt's last step ends; a prompt that is never ready is left out."""
     done_at: dict[str, float] = {}
     events = deque(sorted(plan.events))

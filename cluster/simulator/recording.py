@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.simulator.hardware import Model
 from cluster.simulator.worker import WorkerSpec
@@ -136,11 +135,11 @@ def _block(fields: Fields, requests: Sequence[Recorded]) -> Block:
 
 def _worker(fields: Fields, model: Model, step_target_s: float) -> WorkerSpec:
     role = Role(fields["role"])
-    limits: Fields = {
-        Role.ENCODE: {"max_items": fields["max_batch"], "num_prepare_threads": NUM_PREPARE_THREADS},
-        Role.PREFILL: {"step_target_s": step_target_s},
-        Role.DECODE: {"step_target_s": PROMPT_PAUSE_S, "max_batch": fields["max_batch"]},
-    }[role]
+    limits: Fields = {"step_target_s": step_target_s}
+    if role.encodes:
+        limits |= {"max_items": fields["max_batch"], "num_prepare_threads": NUM_PREPARE_THREADS}
+    elif role.decodes:
+        limits |= {"max_batch": fields["max_batch"]}
     return WorkerSpec(
         fields["replica_id"],
         role,

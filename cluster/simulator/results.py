@@ -17,10 +17,12 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 
 @dataclass(frozen=True)
 class Slo:
-    """What a request must keep to count as good."""
+    """What a request must keep to count as good; and the part of all requests that must, both limits
+    together (as in DistServe, OSDI 2024). None: the 99th percentile of each limit by itself."""
 
     ttft_s: float
     tpot_s: float = math.inf
+    share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,12 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo) -> Summary:
 
 
 def keeps(summary: Summary, slo: Slo) -> bool:
-    """Whether the 99th percentiles lie within the limits, every request finished, and the queue does not
-    grow: a run is short beside a loose limit, and a queue that grows all the time would be within it until
-    the end."""
+    """Whether enough requests are within the limits, every request finished, and the queue does not grow: a
+    run is short beside a loose limit, and a queue that grows all the time would be within it until the
+    end."""
     is_complete = summary.num_finished == summary.num_requests and summary.growth <= MAX_GROWTH
+    if slo.share is not None:
+        return is_complete and summary.good_share >= slo.share
     return is_complete and summary.ttft_p99_s <= slo.ttft_s and summary.tpot_p99_s <= slo.tpot_s
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from cluster.simulator.hardware import Model
@@ -11,6 +12,7 @@ from cluster.simulator.worker import WorkerSpec
 from cluster.simulator.workload import Workload
 
 PRECISION = 0.04  # of the rate
+FACTOR = 1.25
 MIN_RATE = 1e-3
 
 
@@ -28,29 +30,21 @@ def run_once(
     return summarise(simulation.run(workload.requests(rate, num_requests, seed)), slo)
 
 
-def highest_rate(run: Callable[[float], Summary], slo: Slo, guess: float) -> tuple[float, Summary | None]:
-    """Where the 99th percentiles just keep the limits, to `PRECISION`, and what came out there. (0, None):
-    nowhere.
+def highest_rate(
+    run: Callable[[float], Summary], slo: Slo, guess: float, precision: float = PRECISION
+) -> tuple[float, Summary | None]:
+    """Where the limits are just kept, and what came out there. (0, None): nowhere.
 
     `run` simulates a rate. The guess is bracketed by factors first, then halved in logarithms.
     """
-    low, high, best, factor = 0.0, 0.0, None, 1.3
-    rate = guess
-    while not (low and high):
-        summary = run(rate)
-        if keeps(summary, slo):
-            low, best = rate, summary
-            rate *= factor
-        else:
-            high = rate
-            rate /= factor
-        if rate < MIN_RATE or rate < guess / 64:
-            return 0.0, None
-    while high / low > 1 + PRECISION:
-        rate = (low * high) ** 0.5
+    low, high, best, rate = 0.0, math.inf, None, guess
+    while high > low * (1 + precision):
         summary = run(rate)
         if keeps(summary, slo):
             low, best = rate, summary
         else:
             high = rate
+        if not low and rate < max(MIN_RATE, guess / 64):
+            break
+        rate = low * FACTOR if high == math.inf else (low * high) ** 0.5 if low else high / FACTOR
     return low, best

@@ -11,17 +11,17 @@ from random import Random
 from cluster.config.settings import AdmissionArgs
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.simulator.admission import admission_controller
-from cluster.simulator.decode import SimDecode
 from cluster.simulator.device import Device
 from cluster.simulator.door import SimDoor
 from cluster.simulator.encoder import SimEncoder
 from cluster.simulator.events import EventLoop
 from cluster.simulator.hardware import Model
+from cluster.simulator.language import SimLanguage
 from cluster.simulator.outcome import Outcome
-from cluster.simulator.prefill import SimPrefill
+from cluster.simulator.overheads import slowed
 from cluster.simulator.worker import NETWORK_S, Network, WorkerSpec
 from cluster.simulator.workload import SimRequest
-from cluster.types.curves import Curve, ServiceCurves
+from cluster.types.curves import ServiceCurves
 from cluster.types.members import Role
 from cluster.types.messages import Measured
 from router.policy import ClusterView, Policy
@@ -32,7 +32,6 @@ NOISE = 0.03  # standard deviation of a step's duration, as a ratio
 MEASURES_AGAIN_S = 1.0  # a worker that has become slower says so after this long
 
 MakePolicy = Callable[["Simulation"], Policy]
-SimWorker = SimEncoder | SimPrefill | SimDecode
 
 
 class Simulation:
@@ -56,16 +55,17 @@ class Simulation:
         self.model = model
         self.specs = {spec.replica_id: spec for spec in specs}
         self.outcomes: list[Outcome] = []
-        self._on_outcome = on_outcome or self.outcomes.append
+        self.on_outcome = on_outcome or self.outcomes.append
         self.scheduling = scheduling
         self._rng, self._noise = Random(f"noise {seed}"), noise
         self._devices: dict[str, Device] = {}
         self.encoders: dict[str, SimEncoder] = {}
-        self.prefills: dict[str, SimPrefill] = {}
-        self.decodes: dict[str, SimDecode] = {}
+        self.languages: dict[str, SimLanguage] = {}
         for spec in specs:
             self._make(spec)
-        self.workers = {**self.encoders, **self.prefills, **self.decodes}
+        self.prefills = {name: each for name, each in self.languages.items() if each.spec.role.prefills}
+        self.decodes = {name: each for name, each in self.languages.items() if each.spec.role.decodes}
+        self.workers = {**self.encoders, **self.languages}
         self.doors = [
             SimDoor(
                 self,
@@ -96,12 +96,9 @@ class Simulation:
         """How fast a worker is from its next call on; all doors are told at once."""
         worker = self.workers[replica_id]
         worker.spec = replace(worker.spec, curves=curves, told=told)
-        if isinstance(worker, SimDecode) and worker.local is not None:
-            worker.local.spec = worker.spec
+        if isinstance(worker, SimLanguage):
+            worker.planner.budget = worker.budget()
         self._each_door(SimDoor.receive, replica_id, Measured(told))
-
-    def landed(self, outcome: Outcome) -> None:
-        self._on_outcome(outcome)
 
     def _next_arrival(self) -> None:
         for door, request in self._arrivals:
@@ -121,16 +118,9 @@ class Simulation:
         common = (self.loop, device, self.network)
         if spec.role is Role.ENCODE:
             self.encoders[spec.replica_id] = SimEncoder(spec, *common, self.scheduling, self._draw)
-        elif spec.role is Role.PREFILL:
-            self.prefills[spec.replica_id] = self._make_prefill(spec, device, is_local=False)
         else:
-            local = self._make_prefill(spec, device, is_local=True) if spec.curves.prefill else None
-            self.decodes[spec.replica_id] = SimDecode(spec, *common, self._draw, self.model.block_size, local)
-
-    def _make_prefill(self, spec: WorkerSpec, device: Device, is_local: bool) -> SimPrefill:
-        return SimPrefill(
-            spec, self.loop, device, self.network, self.scheduling, self._draw, self.model, is_local
-        )
+            worker = SimLanguage(spec, *common, self.scheduling, self._draw, self.model)
+            self.languages[spec.replica_id] = worker
 
     def _plan(self, spec: WorkerSpec) -> None:
         """The worker's start, its death and its throttling."""
@@ -151,35 +141,24 @@ class Simulation:
     def _kill(self, spec: WorkerSpec) -> None:
         worker = self.workers[spec.replica_id]
         worker.is_dead = True
-        if isinstance(worker, SimDecode) and worker.local is not None:
-            worker.local.is_dead = True
-        if isinstance(worker, SimPrefill):
-            for decode in self.decodes.values():
+        for decode in self.decodes.values():
+            if isinstance(worker, SimLanguage) and not decode.is_dead:
                 decode.tell_tokens(worker)
         self.network.tell(self._each_door, SimDoor.lose, spec.replica_id)
 
     def _throttle(self, spec: WorkerSpec, factor: float) -> None:
-        worker = self.workers[spec.replica_id]
-        worker.slowdown = factor
-        if isinstance(worker, SimDecode) and worker.local is not None:
-            worker.local.slowdown = factor
+        self.workers[spec.replica_id].slowdown = factor
         curves = slower(spec.curves, factor)
         self.loop.after(MEASURES_AGAIN_S, self._each_door, SimDoor.receive, spec.replica_id, Measured(curves))
 
 
 def slower(curves: ServiceCurves, factor: float) -> ServiceCurves:
     """The same worker, with all its durations so many times longer; its links are as fast as before."""
-
-    def scaled(curve: Curve | None) -> Curve | None:
-        if curve is None:
-            return None
-        return Curve(curve.fixed_s * factor, curve.per_unit_s * factor, curve.per_pair_s * factor)
-
     return ServiceCurves(
-        encode={m: Curve(c.fixed_s * factor, c.per_unit_s * factor) for m, c in curves.encode.items()},
-        prepare={m: Curve(c.fixed_s * factor, c.per_unit_s * factor) for m, c in curves.prepare.items()},
-        prefill=scaled(curves.prefill),
-        decode=scaled(curves.decode),
+        encode={modality: slowed(curve, factor) for modality, curve in curves.encode.items()},
+        prepare={modality: slowed(curve, factor) for modality, curve in curves.prepare.items()},
+        prefill=curves.prefill and slowed(curves.prefill, factor),
+        decode=curves.decode and slowed(curves.decode, factor),
         max_step_units=curves.max_step_units,
         links=curves.links,
     )

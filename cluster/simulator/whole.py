@@ -36,15 +36,16 @@ class OneDevice:
             raise UnavailableError("no device is left")
         by_load = {decode.spec.device: self._load(decode.spec.device) for decode in decodes}
         device = min(by_load, key=lambda name: (by_load[name], name))
-        placement = Placement((f"e:{device}",) * len(request.media), f"p:{device}", f"d:{device}")
+        language = f"pd:{device}"
+        placement = Placement((f"e:{device}",) * len(request.media), language, language)
         return Decision(placement, unpredicted(len(request.media)))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
         raise UnavailableError("the device is gone")
 
     def _load(self, device: str) -> int:
-        waiting = len(self._simulation.prefills[f"p:{device}"].attempts)
-        return WAITING_WEIGHT * waiting + self._simulation.decodes[f"d:{device}"].num_running
+        worker = self._simulation.languages[f"pd:{device}"]
+        return WAITING_WEIGHT * (len(worker.held) - len(worker.answers)) + len(worker.answers)
 
 
 class OneDeviceRoundRobin(OneDevice):

@@ -63,7 +63,7 @@ from cluster.types.curves import ServiceCurves
 from cluster.types.media import MediaItem
 from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
-from cluster.types.transfer import Grant, ReceivedTotals, SentTotals
+from cluster.types.transfer import Grant, ReceivedTotals, SentTotals, TierTotals
 
 PROTOCOL_VERSION = 12
 
@@ -318,6 +318,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     # Of a worker that decodes: prompts that it has still to compute itself, and their tokens that are left
     num_prompts: int = 0
     num_prompt_tokens: int = 0
+    tier: TierTotals = TierTotals()
     # A worker that encodes and does other phases, too, reports of its encoder and of the rest one by one
     is_of_encoder: bool = False
 
@@ -330,6 +331,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
             sent=self.sent,
             encoded=self.encoded,
             received=self.received,
+            tier=self.tier,
             is_of_encoder=self.is_of_encoder,
         )
 

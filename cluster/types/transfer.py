@@ -51,6 +51,18 @@ class ReceivedTotals(msgspec.Struct, frozen=True, array_like=True):
     spared_bytes: int = 0  # of blocks before `Grant.first_blocks`, in leases that completed
 
 
+class TierTotals(msgspec.Struct, frozen=True, array_like=True):
+    """The second tier of a worker's KV cache: blocks since its start, and what it has now."""
+
+    num_stored: int = 0
+    num_loaded: int = 0  # back into the first tier
+    num_evicted: int = 0  # for newer ones, from its last level
+    num_missed: int = 0  # that had no copy yet when the first tier lost them
+    num_corrupt: int = 0  # whose bytes could not be read, or were not those that were written
+    num_failed: int = 0  # that could not be written
+    held_bytes: int = 0
+
+
 class CodedPart(msgspec.Struct, frozen=True):
     """Room in the owner's wire memory for groups of a grant's blocks. These groups travel coded."""
 

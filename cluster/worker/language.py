@@ -76,6 +76,7 @@ def load_language(
         num_kv_tokens=num_kv_blocks * args.block_size,
         features=sizes.feature_bytes,
         wire=wire_layout(model.kv_layout, codec).block_bytes * wire_groups if codec else 0,
+        tier=args.kv_cache.host_bytes if setup.device.type == "cpu" else 0,
         step=step_bytes(
             sizes.max_step_tokens,
             model.hidden_size,

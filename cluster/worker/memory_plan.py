@@ -33,12 +33,20 @@ class MemoryPlan:
     kv_per_token: int = 0
     num_kv_tokens: int = 0  # 0 in encoders
     wire: int = 0  # KV that travels coded
+    tier: int = 0  # KV that the first tier of the cache has lost, if it lies in the same memory
     inputs: int = 0  # preprocessed media that wait for the next calls of an encoder
 
     @property
     def wanted(self) -> int:
         """Bytes beside the weights."""
-        return self.kv_per_token * self.num_kv_tokens + self.features + self.step + self.wire + self.inputs
+        return (
+            self.kv_per_token * self.num_kv_tokens
+            + self.features
+            + self.step
+            + self.wire
+            + self.tier
+            + self.inputs
+        )
 
     def check(self, available: int) -> None:
         """Raises ConfigError, with the arithmetic, if less than `wanted` is available."""
@@ -55,6 +63,7 @@ class MemoryPlan:
         lines += [
             f"  embeddings         {_mib(self.features)}",
             *([f"  coded KV           {_mib(self.wire)}"] if self.wire else []),
+            *([f"  KV, second tier    {_mib(self.tier)}"] if self.tier else []),
             *([f"  media, prepared    {_mib(self.inputs)}"] if self.inputs else []),
             f"  one step           {_mib(self.step)}  (estimate)",
             f"  wanted             {_mib(self.wanted)}  beside the weights",

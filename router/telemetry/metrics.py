@@ -155,6 +155,18 @@ class _Gauges(Collector):
         ),
     }
 
+    _TIER: ClassVar = {
+        "num_stored": ("epdg_tier_stored_blocks", "Blocks of KV copied to the second tier"),
+        "num_loaded": ("epdg_tier_loaded_blocks", "Blocks of KV copied back from the second tier"),
+        "num_evicted": ("epdg_tier_evicted_blocks", "Blocks of KV that the second tier had no room for"),
+        "num_missed": (
+            "epdg_tier_missed_blocks",
+            "Blocks of KV whose memory was used again before it was copied to the second tier",
+        ),
+        "num_corrupt": ("epdg_tier_corrupt_blocks", "Blocks of KV that could not be read back as written"),
+        "num_failed": ("epdg_tier_failed_blocks", "Blocks of KV that could not be written"),
+    }
+
     _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}
 
     def __init__(self, peers: Callable[[], Iterable[Peer]], flow: RequestFlow):
@@ -196,6 +208,7 @@ class _Gauges(Collector):
                 if role.prefills or role.decodes:
                     counter.add_metric([role.value, replica_id], getattr(load.received, field))
             yield counter
+        yield from self._tiers([part for part in parts if part[0].prefills or part[0].decodes])
         error = GaugeMetricFamily(
             "epdg_transfer_codec_error",
             "Mean change by the codec / mean size, of the group of KV that was last looked at",
@@ -206,6 +219,19 @@ class _Gauges(Collector):
                 for tensor, field in self._ERRORS.items():
                     error.add_metric([replica_id, tensor], getattr(load.sent, field))
         yield error
+
+    def _tiers(self, parts: list[tuple[Role, str, LoadReport]]) -> Iterable[Metric]:
+        labels = ("pool", "replica")
+        held = GaugeMetricFamily("epdg_tier_bytes", "KV in the second tier of the cache", labels=labels)
+        for role, replica_id, load in parts:
+            held.add_metric([role.value, replica_id], load.tier.held_bytes)
+        yield held
+        for field, (name, text) in self._TIER.items():
+            counter = CounterMetricFamily(name, text, labels=labels)
+            for role, replica_id, load in parts:
+                value = getattr(load.tier, field)
+                counter.add_metric([role.value, replica_id], value)
+            yield counter
 
     def _troubles(self) -> Iterable[Metric]:
         flow = self._flow

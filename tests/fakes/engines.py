@@ -20,6 +20,8 @@ from cluster.engine.features import FeatureStore
 from cluster.engine.limits import StepLimits
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
+from cluster.kvcache.tier import KvTier
+from cluster.kvcache.tier_slots import Slots
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.media import MediaItem, Modality
 from cluster.types.members import ProcessId
@@ -79,8 +81,10 @@ class Rig:
         window: int | None = None,
         codec: Literal["raw", "int8"] = "raw",
         step_tokens: int = 10,
+        tier_levels: Sequence[Slots] = (),
     ):
-        """`window`: tokens that decode's model looks back; None: all. `step_tokens`: of a prefill step."""
+        """`window`: tokens that decode's model looks back; None: all. `step_tokens`: of a prefill step.
+        `tier_levels`: where prefill keeps what its cache loses."""
         self.clock = ManualClock()
         self.network = InProcessNetwork()
         self.executor = ManualExecutor()
@@ -105,6 +109,8 @@ class Rig:
         }
         self._encoder_settings = (encoder_limits, encoder_policy)
         self._window, self._step_tokens = window, step_tokens
+        self.tier_executor = ManualExecutor()
+        self.tier_levels = tier_levels
         self.pools: dict[str, BlockPool] = {}
         self.workers: dict[str, Worker] = {}
         for name in ("encoder", "prefill", "decode"):
@@ -164,11 +170,22 @@ class Rig:
             self.features = FeatureStore(features, self.pools["features"], transfer_engine)
             runner = ScriptedRunner(self._kv, self.features, on_prompts=lambda: self.mid_step())
             limits = StepLimits(self._step_tokens, max_sequences=0, target_s=1.0)
-            engine = self._language_engine("prefill", runner, limits, transfer_engine, outbox, self.features)
+            engine = self._language_engine(
+                "prefill", runner, limits, transfer_engine, outbox, self.features, tier
+            )
             engine.planner.budget.min_tokens = self._step_tokens  # however long steps last
             return engine
 
+        tier = self._make_tier() if self.tier_levels else None
         self._add_worker("prefill", prefill, outgoing=self._kv, outgoing_wire=wire, incoming=features)
+        if tier is not None:
+            tier.start(self.prefill.inbox.call)
+
+    def _make_tier(self) -> KvTier:
+        def generation_of(block_id: int) -> int:
+            return self.pools["prefill"].generations([block_id])[0]
+
+        return KvTier(self._kv, generation_of, self.tier_levels, self.tier_executor, self.clock)
 
     def _start_decode(self) -> None:
         self._decode_kv, wire = self._kv_memory("decode")
@@ -196,6 +213,7 @@ class Rig:
         transfer_engine: TransferEngine,
         outbox: Outbox,
         features: FeatureStore | None = None,
+        tier: KvTier | None = None,
     ) -> LanguageEngine:
         model = SimpleNamespace(
             positions=place,
@@ -206,7 +224,7 @@ class Rig:
         )
         return LanguageEngine(
             model, runner, self.pools[name], transfer_engine, outbox, self.clock, POLICY, limits,
-            no_cpu_slots(self.clock), features=features, on_ended=self.ended.append,
+            no_cpu_slots(self.clock), features=features, tier=tier, on_ended=self.ended.append,
         )  # fmt: skip
 
     def _add_worker(self, name: str, build: Callable[[TransferEngine, Outbox], Any], **memories: Any) -> None:
@@ -276,6 +294,7 @@ class Rig:
         """Everybody does whatever can be done, `rounds` times."""
         for _ in range(rounds):
             self.executor.run_one()
+            self.tier_executor.run_one()
             for worker in self.workers.values():
                 worker.step()
                 worker.transfer_engine.step()

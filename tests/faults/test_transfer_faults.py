@@ -22,12 +22,12 @@ from kv_transfer.agents.agent import PeerLostError, TransferError
 from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.agents.in_process import FaultScript
 from tests.fakes.local_prefill import let_prefill_locally
-from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 MAX_TOKENS = 6
-FIRST_TOKEN_TIMEOUT_S, REQUEST_TIMEOUT_S, LEASE_MARGIN_S = 1.1, 2.0, 0.1
+FIRST_TOKEN_TIMEOUT_S, REQUEST_TIMEOUT_S, LEASE_MARGIN_S = 2.0, 3.0, 0.1
 MAX_POLLS = 12  # of one verb: the threads poll as long as they wait, so there is no last one
 ARGS = cluster_args(48).model_copy(
     update={
@@ -65,7 +65,7 @@ async def ask_in_trouble(cluster: LocalCluster, pair: Expected, faults: FaultScr
     except UnavailableError as error:
         assert error.message, label
         was_answered = False
-    assert time.monotonic() - started_at < REQUEST_TIMEOUT_S + 1, label
+    assert time.monotonic() - started_at < REQUEST_TIMEOUT_S + HANG_S, label
     await cluster.audit()
     network.faults = FaultScript()
     assert await cluster.answer(case, MAX_TOKENS) == (right.text, len(right.token_ids)), label
@@ -81,7 +81,7 @@ FAILURES: list[tuple[str, Errors]] = [  # those of one entry meet one cluster; i
 ]
 
 
-@pytest.mark.parametrize("kind", ["text", "image and audio"])
+@pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.slow), "image and audio"])
 @pytest.mark.parametrize(("verb", "errors"), FAILURES)
 async def test_whichever_operation_fails_the_next_request_is_answered(expected, verb, errors, kind):
     await check_each_failure(ARGS, expected[kind], verb, errors)

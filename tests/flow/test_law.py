@@ -29,7 +29,7 @@ from tests.fakes.cases import NUM_PARTS, Answered, Pair, part_of
 from tests.flow.local_cluster import HANG_S, PATIENT_DOOR, LocalCluster, local_cluster
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
-NUM_CASES, NUM_ALL_CASES = 90, 204  # in every run; in the slow tests
+NUM_CASES, NUM_ALL_CASES = 60, 204  # in every run; in the slow tests
 MAX_TOKENS = 24
 
 

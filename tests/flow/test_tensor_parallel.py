@@ -156,7 +156,11 @@ def test_heads_that_cannot_be_dealt_out_evenly_are_refused(checkpoints: dict[str
     ("changes", "message"),
     [
         ({"weight_dtype": "int8"}, "weight_dtype int8 cannot be combined with tensor_parallel_size 2"),
-        ({"transfer": {"codec": "int4"}}, "int4 has to pass a probe of the whole model"),
+        pytest.param(
+            {"transfer": {"codec": "int4"}},
+            "int4 has to pass a probe of the whole model",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_and_leaves_no_process(changes, message) -> None:

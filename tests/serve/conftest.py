@@ -14,6 +14,7 @@ import yaml
 
 from cluster.serving.launch import LocalCluster, processes_of
 from cluster.serving.local_environment import free_port
+from tests.flow.local_cluster import PATIENT_DOOR
 
 CLUSTER = Path(__file__).parents[2] / "deploy" / "cluster.yaml"
 
@@ -29,7 +30,7 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]
     """Two encoders, one prefill worker and two decode workers; prefill and decode workers have two processes
     each, and decode guesses."""
     speculation = {"method": "ngram", "max_draft_tokens": 3}
-    args = {"tensor_parallel_size": 2, "decode": {"speculation": speculation}}
+    args = {"tensor_parallel_size": 2, "decode": {"speculation": speculation}, "door": PATIENT_DOOR}
     with running(tmp_path_factory.mktemp("parallel"), args, Encode=2, Decode=2) as local:
         yield local
 

@@ -16,7 +16,7 @@ from tests.serve.test_replicas import pid_of, until_running
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 MAX_TOKENS = 16
-NUM_CASES = 40
+NUM_CASES = 16
 
 
 async def test_an_encoder_that_is_killed_under_load_costs_no_request(parallel: LocalCluster) -> None:

@@ -85,7 +85,7 @@ def test_a_scenario_is_busy_and_not_overloaded(scenario: str) -> None:
     [
         PolicyCase("4 images", "joint", 0, 40),
         PolicyCase("two kinds of GPU", ORACLE, 0, 40),
-        SplitCase("text-400", "1 EPD, 3 PD", "20 s, 100 ms", 0, num_requests=40),
+        SplitCase("text", "4 EPD, joint", "1 s, 25 ms", 0, min_requests=40),
         GroupCase("joint", "1 E, 3 P, 4 D, joint", 20.0, 0, 40),
         OverloadCase(1.0, True, 0, 0.5),
     ],
@@ -111,21 +111,26 @@ def test_regret_is_taken_within_a_seed() -> None:
     assert "| 1.100 | text | 1.10 | 4.0% | 90.0% |" in overall
 
 
-def test_the_best_split_is_compared_with_data_parallelism() -> None:
+def test_any_role_is_compared_with_the_best_of_the_others() -> None:
     records = [
         {
             "type": "splits",
             "workload": "4-image",
-            "slo": "2 s, 25 ms",
+            "slo": "1 s, 25 ms",
             "split": split,
             "seed": seed,
             "rate": rate,
+            "most": 7.0,
         }
-        for split, rate in (("4 EPD, each request on one", 4.0), ("1 E, 3 PD", 3.0), ("1 E, 2 P, 1 D", 8.0))
+        for split, rate in (
+            ("4 EPD, each request on one", 3.0),
+            ("1 E, 2 P, 1 D", 4.0),
+            ("4 EPD, joint", 6.0),
+        )
         for seed in (0, 1)
     ]
     line = report.split_table(records)[-1]
-    assert "2.00 ± 0.00 (1 E, 2 P, 1 D)" in line
+    assert "1.50 ± 0.00 (1 E, 2 P, 1 D)" in line
 
 
 def test_overload_is_measured_against_the_peak_of_its_own_kind() -> None:

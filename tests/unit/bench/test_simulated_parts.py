@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.simulator.caches import BlockCache, Changes, MediaCache
 from cluster.simulator.events import EventLoop
-from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B, curves, num_kv_blocks
+from cluster.simulator.hardware import A100, BLOCK_SIZE, H200, VL_7B, curves, num_kv_blocks
 from cluster.simulator.workload import (
     WORKLOADS,
     Draft,
@@ -116,7 +118,7 @@ def test_curves_grow_with_work_and_slow_accelerators_hold_less() -> None:
     found = curves(VL_7B, H200, "epd")
     assert found.prefill is not None and found.decode is not None
     assert found.prefill.seconds(2000) < found.prefill.seconds(2000, 1000) < found.prefill.seconds(4000, 1000)
-    assert num_kv_blocks(VL_7B, H200, 0.5) == pytest.approx(num_kv_blocks(VL_7B, H200) / 2, abs=1)
+    assert 0 < num_kv_blocks(VL_7B, A100) < num_kv_blocks(VL_7B, H200)
 
 
 def test_images_follow_each_other_in_the_prompt() -> None:
@@ -126,3 +128,9 @@ def test_images_follow_each_other_in_the_prompt() -> None:
         ("image-6", 110, 120),
         ("image-7", 120, 130),
     ]
+
+
+def test_the_simulator_is_ready_without_torch() -> None:
+    """It keeps the engine's records, and starts in a fraction of a second."""
+    code = "import sys, cluster.simulator.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

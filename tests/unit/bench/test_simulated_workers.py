@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import UnavailableError
+from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.simulator.attempt import SimAttempt
-from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B
+from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B, Accelerator
 from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.simulation import Simulation
 from cluster.simulator.whole import unpredicted
 from cluster.simulator.workload import SimRequest, images
-from cluster.types.messages import AnyMessage, Encoded, FeatureShared, Pong
+from cluster.types.messages import AnyMessage, Encoded, FeatureShared, Pong, TokenEvent, Tokens
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 
@@ -43,10 +44,11 @@ class Alone:
     """One worker of each phase; a decode worker that computes prompts, too, if asked for. `told`: what
     workers told the door."""
 
-    def __init__(self, may_prefill_locally: bool = False):
+    def __init__(self, may_prefill_locally: bool = False, accelerator: Accelerator = H200):
         layout = Layout(1, 1, 1, may_prefill_locally=may_prefill_locally)
         self.policies: list[OneOfEach] = []
-        self.simulation = Simulation(workers(layout, VL_7B, H200), [self._make_policy], VL_7B, noise=0.0)
+        specs = workers(layout, VL_7B, accelerator)
+        self.simulation = Simulation(specs, [self._make_policy], VL_7B, noise=0.0)
         (self.encoder,) = self.simulation.encoders.values()
         (self.prefill,) = self.simulation.prefills.values()
         (self.decode,) = self.simulation.decodes.values()
@@ -70,6 +72,11 @@ class Alone:
     def shared(self) -> list[str]:
         """Requests that were told that an item comes for another one."""
         return [message.request_id for message in self.told if isinstance(message, FeatureShared)]
+
+    def first_token(self, attempt: SimAttempt) -> TokenEvent | None:
+        """What the worker that computed its prompt has said."""
+        events = [event for message in self.told if isinstance(message, Tokens) for event in message.events]
+        return next((event for event in events if event.request_id == attempt.request_id), None)
 
     def start(
         self,
@@ -118,14 +125,15 @@ def test_a_prompt_that_comes_during_a_step_reuses_what_the_step_computes() -> No
     first = alone.start("same", text_tokens=2000)
     alone.run_until(lambda: alone.prefill.batch)
     second = alone.start("other", text_tokens=2000, keys=first.request.block_hashes)
-    alone.run_until(lambda: second.is_complete)
-    assert second.num_cached == 2000 // BLOCK_SIZE * BLOCK_SIZE
+    alone.run_until(lambda: alone.first_token(second))
+    event = alone.first_token(second)
+    assert event is not None and event.num_cached_tokens == 2000 // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_embeddings_travel_once_for_all_requests_with_an_item_at_the_same_time() -> None:
     alone = Alone()
     first, second = alone.start("one", "a"), alone.start("two", "a")
-    alone.run_until(lambda: first.is_complete and second.is_complete)
+    alone.run_until(lambda: alone.first_token(first) and alone.first_token(second))
     alone.simulation.loop.run()
     assert alone.encoded() == [first.request_id]
     assert alone.shared() == [second.request_id]
@@ -136,7 +144,7 @@ def test_an_item_is_encoded_for_the_request_that_shares_it_when_the_other_leaves
     first, second = alone.start("one", "a"), alone.start("two", "a")
     alone.run_until(alone.shared)
     alone.close(first)
-    alone.run_until(lambda: second.is_complete)
+    alone.run_until(lambda: alone.first_token(second))
     alone.simulation.loop.run()
     assert alone.encoded() == [second.request_id]
 
@@ -152,14 +160,36 @@ def test_an_encoder_drops_an_item_that_no_request_waits_for_any_more() -> None:
     assert alone.encoded() == ["runs/1"] and not alone.encoder.has("b") and not alone.encoder.jobs
 
 
-def test_a_decode_step_follows_each_piece_of_a_prompt_that_decode_computes() -> None:
+def test_a_step_has_a_token_of_each_answer_beside_its_part_of_a_prompt() -> None:
     alone = Alone(may_prefill_locally=True)
-    assert alone.decode.local is not None
     alone.start("runs")
-    alone.run_until(lambda: alone.decode.num_running)
-    local = alone.start("local", text_tokens=2 * alone.decode.local.max_step_tokens, prefills_locally=True)
-    began_at = alone.run_until(lambda: alone.decode.local and alone.decode.local.batch)
-    ended_at = alone.run_until(lambda: local.is_complete)
-    size = alone.decode.local.max_step_tokens
-    calls_s = sum(alone.decode.local.true_step_s([(done, size)]) for done in (0, size))
-    assert ended_at - began_at == pytest.approx(calls_s + 2 * alone.decode.true_step_s(), rel=0.3)
+    alone.run_until(lambda: alone.decode.answers.running)
+    local = alone.start("local", text_tokens=1024, prefills_locally=True)
+    (answer,) = alone.decode.answers.running.values()
+    began_at = alone.run_until(lambda: alone.decode.batch)
+    num_before, step_s = alone.decode.answers.num_generated(answer), alone.decode.true_step_s([(0, 1024)])
+    ended_at = alone.run_until(lambda: local.request_id in alone.decode.answers.running)
+    assert alone.decode.answers.num_generated(answer) == num_before + 1
+    assert ended_at - began_at == pytest.approx(step_s, rel=0.02)
+
+
+def test_prompts_beside_answers_take_no_longer_than_the_answers_may_wait() -> None:
+    alone = Alone(may_prefill_locally=True, accelerator=replace(H200, peak_flops=H200.peak_flops / 10))
+    language = alone.decode
+    alone.start("runs", prefills_locally=True)
+    alone.run_until(lambda: language.answers.running)
+    alone.start("long", text_tokens=1000, prefills_locally=True)
+    alone.run_until(lambda: language.batch)
+    curve = language.spec.curves.prefill
+    assert curve is not None
+    assert curve.seconds(language.batch[0].num_tokens) == pytest.approx(PROMPT_PAUSE_S, rel=0.05)
+
+
+def test_blocks_that_the_receiver_has_do_not_travel() -> None:
+    alone = Alone()
+    first = alone.start("first", text_tokens=2000)
+    alone.simulation.loop.run()
+    second = alone.start("second", text_tokens=2000, keys=first.request.block_hashes)
+    alone.run_until(lambda: second.request_id in alone.decode.answers.running)
+    held = alone.decode.held[second.request_id]
+    assert held.sequence.num_cached_tokens == 2000 // BLOCK_SIZE * BLOCK_SIZE
