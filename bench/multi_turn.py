@@ -116,10 +116,11 @@ async def run_dialogue(
 def without_changed_answers(found: Found) -> Found:
     """The same results, with the hits of turns before which an answer was tokenised in another way."""
     turns = list(zip(*(dialogue for dialogues in found.values() for dialogue in dialogues), strict=True))
-    plain = [min(one.num_new_tokens for one in turn) for turn in turns]
+    least = {i: min(one.num_new_tokens for one in turn) for i, turn in enumerate(turns) if i > 0}
+    least_text = min((least[i] for i in least if i + 1 not in IMAGE_TURNS), default=0)
 
     def corrected(dialogue: Sequence[TurnResult], i: int) -> TurnResult:
-        if i == 0 or dialogue[i].num_new_tokens == plain[i]:
+        if i == 0 or dialogue[i].num_new_tokens == (least[i] if i + 1 in IMAGE_TURNS else least_text):
             return dialogue[i]
         return replace(dialogue[i], num_seen_tokens=dialogue[i - 1].num_prompt_tokens)
 

@@ -183,11 +183,11 @@ class LanguageWorker(PhaseService):
 
     async def stop(self) -> None:
         await super().stop()
+        if self._encoder is not None:
+            self._encoder.close()
         if self._tier is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.wrap_future(self._tier.close()), STOP_TIMEOUT_S)
-        if self._encoder is not None:
-            self._encoder.close()
 
     def _warm_up(self, runner: LanguageRunner, blocks: BlockPool, limits: StepLimits, role: Role) -> None:
         max_model_len, cpu_slots = self._model.max_model_len, self._process.seat.cpu_slots

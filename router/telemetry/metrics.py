@@ -8,7 +8,7 @@ Worker gauges are read from the members' last load reports when Prometheus scrap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -208,7 +208,7 @@ class _Gauges(Collector):
                 if role.prefills or role.decodes:
                     counter.add_metric([role.value, replica_id], getattr(load.received, field))
             yield counter
-        yield from self._tiers([part for part in parts if part[0].prefills or part[0].decodes])
+        yield from self._tiers(parts)
         error = GaugeMetricFamily(
             "epdg_transfer_codec_error",
             "Mean change by the codec / mean size, of the group of KV that was last looked at",
@@ -220,17 +220,17 @@ class _Gauges(Collector):
                     error.add_metric([replica_id, tensor], getattr(load.sent, field))
         yield error
 
-    def _tiers(self, parts: list[tuple[Role, str, LoadReport]]) -> Iterable[Metric]:
+    def _tiers(self, parts: Sequence[tuple[Role, str, LoadReport]]) -> Iterable[Metric]:
+        language = [part for part in parts if part[0] is not Role.ENCODE]
         labels = ("pool", "replica")
         held = GaugeMetricFamily("epdg_tier_bytes", "KV in the second tier of the cache", labels=labels)
-        for role, replica_id, load in parts:
+        for role, replica_id, load in language:
             held.add_metric([role.value, replica_id], load.tier.held_bytes)
         yield held
         for field, (name, text) in self._TIER.items():
             counter = CounterMetricFamily(name, text, labels=labels)
-            for role, replica_id, load in parts:
-                value = getattr(load.tier, field)
-                counter.add_metric([role.value, replica_id], value)
+            for role, replica_id, load in language:
+                counter.add_metric([role.value, replica_id], getattr(load.tier, field))
             yield counter
 
     def _troubles(self) -> Iterable[Metric]:

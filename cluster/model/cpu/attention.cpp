@@ -130,18 +130,16 @@ void load_queries(const AttentionStep& step, const AttentionCall& call, const It
 
 void find_slots(const AttentionStep& step, const Item& item, int64_t key, int64_t begin, int64_t* slots) {
   const int64_t* table = step.tables + item.sequence * step.table_width;
-  const int64_t keys = item.keys_end - key;
-  for (int64_t i = 0; i < kKeys;) {
+  const int64_t keys = std::min<int64_t>(kKeys, item.keys_end - key);
+  int64_t i = 0;
+  while (i < keys) {
     const int64_t position = key + i, offset = position % step.block_size;
-    const int64_t run = std::min({step.block_size - offset, keys - i, kKeys - i});
-    if (run <= 0) {
-      slots[i++] = -1;
-      continue;
-    }
+    const int64_t run = std::min(step.block_size - offset, keys - i);
     const int64_t slot = table[position / step.block_size] * step.block_size + offset;
     for (int64_t j = 0; j < run; j++) slots[i + j] = position + j < begin ? -1 : slot + j;
     i += run;
   }
+  std::fill(slots + i, slots + kKeys, -1);
 }
 
 template <class Word, class Query, class Stored>
@@ -159,7 +157,10 @@ void run_item(const AttentionStep& step, const AttentionCall& call, const Item& 
   for (int64_t key = item.key; key < item.keys_end; key += kKeys) {
     const int64_t num_keys = std::min<int64_t>(kKeys, item.keys_end - key), wide = padded(num_keys, kLanes);
     const bool last = key + kKeys >= item.keys_end;
-    find_slots(step, item, key, lowest, scratch.slots);
+    if (key == item.key)
+      find_slots(step, item, key, lowest, scratch.slots);
+    else
+      std::memcpy(scratch.slots, scratch.next_slots, sizeof(scratch.slots));
     find_slots(step, last ? next : item, last ? next.key : key + kKeys, 0, scratch.next_slots);
     scratch.next_head = last ? next.head : item.head;
     pack_keys<Word>(keys, wide, scratch);

@@ -267,15 +267,16 @@ template <class Word, class Stored>
 void pack_values(const Rows<Stored>& rows, int64_t keys, Scratch& scratch) {
   const int64_t width = padded(rows.width, kLanes);
   for (int64_t key = 0; key < keys; key += Word::kElements) {
+    float* target = scratch.values + key / Word::kElements * width;
     const float* sources[Word::kElements];
     for (int i = 0; i < Word::kElements; i++) {
       const int64_t slot = scratch.slots[key + i];
       rows.prefetch(scratch.next_slots[key + i], scratch.next_head);
-      sources[i] = slot < 0 ? scratch.zeros : rows.template words<Word>(slot, scratch.rows + i * kMaxWidth);
+      float* buffer = Word::kElements == 1 ? target : scratch.rows + i * kMaxWidth;
+      sources[i] = slot < 0 ? scratch.zeros : rows.template words<Word>(slot, buffer);
     }
-    float* target = scratch.values + key / Word::kElements * width;
     if constexpr (Word::kElements == 1) {
-      for (int64_t i = 0; i < width; i += kLanes) store(target + i, load<Floats>(sources[0] + i));
+      if (sources[0] != target) std::memcpy(target, sources[0], width * sizeof(float));
     } else {
       for (int64_t i = 0; i < width; i += 2 * kLanes) {
         const auto pairs = Word::paired(sources[0] + i / 2, sources[1] + i / 2);

@@ -95,8 +95,17 @@ class WholeDecoder:
     def logits(self, embeds: Tensor, positions: Tensor, batch: PagedBatch, wanted: Tensor) -> Tensor:
         """embeds [1, T, hidden], contiguous: overwritten. positions in the model's form. wanted: [n] tokens.
         Returns [n, vocab_size] float32. Blocks."""
-        logits = self.layers.run(embeds, embeds, self.rotary(embeds, positions), batch, wanted)
+        logits = self.layers.run(embeds, embeds, self._rotate(embeds, positions), batch, wanted)
         return embeds.new_empty(0, self.vocab_size, dtype=torch.float32) if logits is None else logits
+
+    def _rotate(self, embeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """On one thread: a step's cosines take less time than another thread takes to wake up."""
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self.rotary(embeds, positions)
+        finally:
+            torch.set_num_threads(num_threads)
 
 
 def whole_decoder(

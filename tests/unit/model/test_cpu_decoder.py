@@ -134,6 +134,14 @@ def test_the_number_of_threads_changes_no_bit(two_threads: None):
     assert torch.equal(hidden, together)
 
 
+def test_the_cosines_of_a_step_wake_no_other_thread(two_threads: None):
+    ours, sizes, seen = large_enough_for_two_threads(), ((0, 33), (0, 5), (0, 21)), []
+    ours.decoder.rotary.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    x = inputs(ours.paged, 59)
+    ours.in_one_call(ours.paged.step(sizes), ours.paged.step_positions(sizes), x, torch.arange(59))
+    assert (seen, torch.get_num_threads()) == ([1], 2)
+
+
 def test_a_step_that_wants_no_logits_gives_none():
     ours = native(tiny(FAMILIES["llama"]()))
     step, positions = ours.paged.step(STEPS[0]), ours.paged.step_positions(STEPS[0])

@@ -185,6 +185,17 @@ def test_greedy_rows_take_the_largest_logit_and_leave_the_logits_alone() -> None
     assert torch.equal(logits, before)
 
 
+def test_of_equal_logits_a_greedy_row_takes_the_first_also_where_numbers_end() -> None:
+    logits = torch.zeros(5, 70)
+    logits[1, [40, 66]] = 2.0
+    logits[2] = -torch.inf
+    logits[3, [3, 9]] = torch.inf
+    logits[4, 8] = torch.nan
+    every_second = torch.zeros(5, 140)[:, ::2].copy_(logits)
+    for rows in (logits, every_second):
+        assert sample(rows, [SamplingParams()] * 5, [0] * 5) == [0, 40, 0, 3, 8]
+
+
 def test_another_process_draws_the_same_tokens() -> None:
     code = (
         "import torch; from cluster.model.sampling import sample; from cluster.types.request import SamplingParams as S;"
