@@ -9,9 +9,9 @@ there.
 
 The hosts' offers at composition time keep the pools apart:
 
-* If a host of the cluster has a custom resource with a role's name and `_pool`, as `encode_pool` (`make serve`
-  gives those of the first three roles to its own host), each replica of that pool takes one unit and runs only
-  on such hosts.
+* If a host of the cluster has a custom resource with a role's name and `_pool`, as `encode_pool` (`make
+  serve` gives those of the first three roles to its own host), each replica of that pool takes one unit and
+  runs only on such hosts.
 * If a host has the label `pool=` with a role's name, replicas of that pool run only on hosts with the label.
 * With `device: cuda` a replica takes one GPU for each of its ranks.
 * A machine that offers none of these still runs everything.

@@ -110,8 +110,8 @@ class EmbeddingCache:
             self._num_held_blocks -= len(entry.block_ids)
 
     def blocks(self, media_hash: str) -> torch.Tensor:
-        """A copy of the entry's blocks: [num_blocks, block_size, feature_width]. Raises KeyError if the item is
-        not cached."""
+        """A copy of the entry's blocks: [num_blocks, block_size, feature_width]. Raises KeyError if the item
+        is not cached."""
         block_ids = torch.tensor(self._entries[media_hash].block_ids, device=self._rows.device)
         return self._memory.segments[0].index_select(0, block_ids)
 

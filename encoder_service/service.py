@@ -1,5 +1,5 @@
-"""The encoder of a worker process (`Encoder`): builds the engine, and passes the doors' messages to it. And the
-service of workers that do nothing else."""
+"""The encoder of a worker process (`Encoder`): builds the engine, and passes the doors' messages to it. And
+the service of workers that do nothing else."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Encoder:
         return None if processor is None else cls(args, setup, processor)
 
     def attach(self, process: WorkerProcess, own_prompts: OwnPrompts | None = None) -> None:
-        """Builds the engine and measures the encoder's speed. `own_prompts`: of a worker that computes prompts,
-        too."""
+        """Builds the engine and measures the encoder's speed. `own_prompts`: of a worker that computes
+        prompts, too."""
         seat = process.encoder_seat
         self.executor = ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
         runner = EncoderRunner(self.model, self._processor)

@@ -1,1 +1,2 @@
-"""Workers that encode and compute prompts: the encoder and the language engine, side by side in one process."""
+"""Workers that encode and compute prompts: the encoder and the language engine, side by side in one
+process."""

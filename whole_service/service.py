@@ -1,6 +1,6 @@
-"""One worker process with both halves of the model, on one device: an encoder (`encoder_service`) beside a language
-engine (`cluster.engine`). What it encodes for its own prompts stays in the process (`OwnEmbeddings`); it may
-encode for other workers, and compute prompts whose media others encode."""
+"""One worker process with both halves of the model, on one device: an encoder (`encoder_service`) beside a
+language engine (`cluster.engine`). What it encodes for its own prompts stays in the process
+(`OwnEmbeddings`); it may encode for other workers, and compute prompts whose media others encode."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ class DecodeArgs(_PoolArgs):
 
 
 class CombinedArgs(_PoolArgs):
-    """Workers of several phases. They have the memory and the limits of each: those of `encode`, `prefill` and
-    `decode`."""
+    """Workers of several phases. They have the memory and the limits of each: those of `encode`, `prefill`
+    and `decode`."""
 
 
 class TransferArgs(_Args):

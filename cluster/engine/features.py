@@ -14,8 +14,8 @@ An owner may release the copy early:
   same when its encoder is lost (`renew`).
 
 If an encoder of this process is to bring an item, its room is not leased. The encoder is told that there is
-room (`on_room`) and copies the rows into it (`deposit`), or gives up (`give_up`, and `renew` without a lease);
-then the room is granted like any other.
+room (`on_room`) and copies the rows into it (`deposit`), or gives up (`give_up`, and `renew` without a
+lease); then the room is granted like any other.
 
 `harmed_by` names the requests whose room an encoder may have written to after the room had been given to
 others (`kv_transfer.lease.receiver`).
@@ -26,9 +26,8 @@ waits for a younger one. For the same reason a new request does not join a copy 
 already: they would wait for the new request. It gets a copy of its own, at the end of the queue.
 
 Called from several threads: the event loop reserves, so that an encoder never waits for a model step; the
-engine reads and releases; an encoder of this process deposits. Therefore everything happens under one lock, and
-nothing inside waits longer than for the copy of an item's rows.
-"""
+engine reads and releases; an encoder of this process deposits. Therefore everything happens under one lock,
+and nothing inside waits longer than for the copy of an item's rows."""
 
 from __future__ import annotations
 
@@ -183,9 +182,9 @@ class FeatureStore:
             self._transfer_engine.revoke(lease_id, "the embeddings are made in this process")
 
     def deposit(self, key: ItemKey, blocks: Callable[[], torch.Tensor]) -> list[ItemKey] | None:
-        """An encoder of this process has the item's rows. `blocks()`: [num_blocks, block_size, feature_width].
-        Returns all consumers whose embeddings have come. None: there is no room yet, or the item is not
-        wanted from this process. Any thread."""
+        """An encoder of this process has the item's rows. `blocks()`: [num_blocks, block_size,
+        feature_width]. Returns all consumers whose embeddings have come. None: there is no room yet, or the
+        item is not wanted from this process. Any thread."""
         with self._lock:
             copy = self._filled_here.get(key)
             if copy is None:

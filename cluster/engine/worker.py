@@ -1,8 +1,8 @@
 """A worker process with a language engine: loads the language half of the model, builds the engine with the
 ports of the worker's role, and passes the doors' messages to it.
 
-A worker whose role is to encode, too, has an encoder beside the engine (`EncoderPort`), with a thread of its own.
-The two know each other only by `OwnEmbeddings`.
+A worker whose role is to encode, too, has an encoder beside the engine (`EncoderPort`), with a thread of its
+own. The two know each other only by `OwnEmbeddings`.
 
 Room for embeddings is requested on the event loop, as soon as the request arrives: an encoder must not wait
 for a model step to learn where to send.
@@ -56,8 +56,8 @@ from kv_transfer.lease.transfer import BlockTransfer
 
 
 class OwnEmbeddings:
-    """What a worker's encoder makes for prompts of the same worker: copied into the room that they have reserved.
-    Any thread."""
+    """What a worker's encoder makes for prompts of the same worker: copied into the room that they have
+    reserved. Any thread."""
 
     def __init__(self, features: FeatureStore, engine: LanguageEngine, process: WorkerProcess):
         self._features, self._engine, self._process = features, engine, process
@@ -127,10 +127,7 @@ class LanguageWorker(PhaseService):
             lease_margin_s=lease_margin_s,
             ranks=ranks,
         )
-        self._features = None
-        if feature_memory is not None:
-            feature_blocks = BlockPool(feature_memory.num_blocks, args.block_size)
-            self._features = FeatureStore(feature_memory, feature_blocks, process.feature_transfer_engine)
+        self._features = None if feature_memory is None else _feature_store(feature_memory, process, args)
         speculator = _speculator(args, model) if role.decodes else None
         runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator)
         blocks = BlockPool(sizes.num_kv_blocks, args.block_size)
@@ -156,13 +153,16 @@ class LanguageWorker(PhaseService):
             *([process.kv_transfer_engine] if role.decodes else []),
             *([process.feature_transfer_engine] if role.prefills else []),
         ]
+        self._take_seats(process)
+        super().__init__(process, self._own_member(role, sizes.num_kv_blocks))
+
+    def _take_seats(self, process: WorkerProcess) -> None:
         process.seat.attach(self._engine)
-        if encoder is not None and self._features is not None:
-            encoder.attach(process, OwnEmbeddings(self._features, self._engine, process))
-        # Of grants for embeddings: those of this worker are not to be written to by its own encoder.
+        if self._encoder is not None and self._features is not None:
+            self._encoder.attach(process, OwnEmbeddings(self._features, self._engine, process))
+        # As in this worker's grants for embeddings: its own encoder does not write to these.
         self._own_metadata = process.feature_transfer_engine.agent.metadata()
         process.attach(self._on_message)
-        super().__init__(process, self._own_member(role, sizes.num_kv_blocks))
 
     def _own_member(self, role: Role, num_blocks: int) -> Member:
         layout, encoder = self._model.kv_layout, self._encoder
@@ -267,6 +267,11 @@ def _feature_memory(
 ) -> BlockMemory:
     layout = feature_layout(model.feature_width, args.block_size, setup.dtype)
     return BlockMemory(layout, max(1, num_bytes // layout.block_bytes), setup.device)
+
+
+def _feature_store(memory: BlockMemory, process: WorkerProcess, args: ClusterArgs) -> FeatureStore:
+    blocks = BlockPool(memory.num_blocks, args.block_size)
+    return FeatureStore(memory, blocks, process.feature_transfer_engine)
 
 
 def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:

@@ -20,8 +20,8 @@ If one worker computes the prompt and generates the answer, it is D and P in one
 the place of StartPrefill, PrefillAdmitted, DecodeGranted and DecodeTarget. Everything about media is as
 above, and its first Tokens are those of P.
 
-If the worker that computes the prompt encodes an item itself, it is E and P in one for that item: the start of
-the prompt says so (`encodes`), and neither FeatureGranted nor EncodeTarget nor a lease is needed.
+If the worker that computes the prompt encodes an item itself, it is E and P in one for that item: the start
+of the prompt says so (`encodes`), and neither FeatureGranted nor EncodeTarget nor a lease is needed.
 
 When something fails:
 

@@ -1,5 +1,5 @@
-"""What every worker process consists of, whatever its phases: transfer engines, sockets, and a seat for each of
-its engines.
+"""What every worker process consists of, whatever its phases: transfer engines, sockets, and a seat for each
+of its engines.
 
 Order: made → the service builds its engines, which take their seats → `attach` → `start`, on the event loop →
 `stop`.
@@ -60,8 +60,8 @@ class WorkerProcess:
     ):
         """Opens the transfer agent and registers the memories. `model` and the rest: see `TransferEngine`.
         `features`: memory that encoders write into; its events go to the engine's `on_features`.
-        `embeddings`: memory that an encoder sends from. `ranks`: the other processes that share the model; this
-        object ends them when it stops."""
+        `embeddings`: memory that an encoder sends from. `ranks`: the other processes that share the model;
+        this object ends them when it stops."""
         self.clock = SystemClock()
         # A transfer engine sends from one memory and receives into one. KV goes before embeddings.
         has_two = features is not None and (incoming is not None or embeddings is not None)

@@ -1,5 +1,5 @@
-"""What each engine of a worker process has for itself: its thread, with a heartbeat; its CPU slots; the messages
-that it collects for the doors. A worker has one engine, or two if it encodes and computes prompts.
+"""What each engine of a worker process has for itself: its thread, with a heartbeat; its CPU slots; the
+messages that it collects for the doors. A worker has one engine, or two if it encodes and computes prompts.
 
 Order: made → the service builds its engine with `outbox` and `cpu_slots` → `attach` → `loop.start`.
 """

@@ -16,15 +16,8 @@ from typing import NamedTuple
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PRODUCT = (
-    "cluster",
-    "router",
-    "encoder_service",
-    "prefill_service",
-    "decode_service",
-    "whole_service",
-    "kv_transfer",
-)
+SERVICES = ("encoder_service", "prefill_service", "decode_service", "whole_service")
+PRODUCT = ("cluster", "router", *SERVICES, "kv_transfer")
 PACKAGES = (*PRODUCT, "deploy", "bench")
 SOURCES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
 TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))

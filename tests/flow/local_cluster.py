@@ -121,10 +121,10 @@ async def local_cluster(
     lease_margin_s: float = 5.0,
     num_doors: int = 1,
 ) -> AsyncIterator[LocalCluster]:
-    """`num_replicas`: of each role, in the order of `Role`; no more of those that are left out. A cluster that has ended is a web of
-    references with all its memory: it goes before the next one comes, for by itself the collector visits so
-    large a process only now and then. What is left then (imported modules, models of fixtures) is not looked
-    at again, or each of some hundred clusters would pay for that."""
+    """`num_replicas`: of each role, in the order of `Role`; no more of those that are left out. A cluster
+    that has ended is a web of references with all its memory: it goes before the next one comes, for by
+    itself the collector visits so large a process only now and then. What is left then (imported modules,
+    models of fixtures) is not looked at again, or each of some hundred clusters would pay for that."""
     gc.collect()
     gc.freeze()
     unique = secrets.token_hex(4)

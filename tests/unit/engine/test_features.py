@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.engine.feature_parts import GRANTED, SHARED, Parts
+from tests.unit.engine.feature_parts import GRANTED, NUM_BLOCKS, SHARED, Parts
 
 
 @pytest.fixture
@@ -238,3 +238,34 @@ def test_when_the_newest_copy_goes_an_older_one_is_found_again(parts):
     share(parts, "c", num_rows=8)
     assert parts.told["c", 0] == [SHARED]
     assert parts.close("a") == [("a", 0), ("c", 0)]
+
+
+def test_rows_that_are_made_in_the_process_need_no_lease_and_may_be_shared():
+    parts, rooms = Parts(), []
+    parts.store.reserve(("a", 0), "m", 4, 10.0, lambda _: None, lambda: rooms.append("a"))
+    parts.reserve("b", 4, media_hash="m")
+    assert rooms == ["a"] and not parts.transfer_engine.granted
+    blocks = torch.arange(4).view(1, 4, 1)
+    assert parts.store.deposit(("b", 0), lambda: blocks) is None  # the room is a's
+    assert parts.store.deposit(("a", 0), lambda: blocks) == [("a", 0), ("b", 0)]
+    for name in "ab":
+        assert torch.cat(parts.store.rows((name, 0), 0, 4)).flatten().tolist() == [0, 1, 2, 3]
+        parts.store.release((name, 0), has_ended=True)
+    assert parts.pool.num_free == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("why", ["asked elsewhere", "not needed", "cancelled"])
+def test_room_that_is_not_filled_in_the_process_is_granted_to_another_encoder(why):
+    parts, told = Parts(), []
+    parts.store.reserve(("a", 0), "m", 4, 10.0, told.append, lambda: None)
+    parts.reserve("b", 4, media_hash="m")
+    if why == "asked elsewhere":
+        parts.store.renew(("a", 0), "")
+    elif why == "not needed":  # the prefix cache has the item's tokens; then the encoder is called off
+        parts.store.release(("a", 0))
+        parts.store.give_up(("a", 0))
+    else:
+        parts.store.release(("a", 0), has_ended=True)
+    assert [type(message).__name__ for message in told] == [GRANTED] * (why == "asked elsewhere")
+    assert (GRANTED in parts.told["b", 0]) == (why != "asked elsewhere")
+    assert len(parts.transfer_engine.granted) == 1

@@ -13,7 +13,7 @@ from cluster.errors import UnavailableError
 from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.types.curves import Link
 from cluster.types.members import Phase, Role
-from router.policy import ClusterView, JointPolicy, Placement, RequestView, make_policy
+from router.policy import ClusterView, JointPolicy, Placement, RequestView, Worker, make_policy
 from router.policy.estimate import Estimate
 from router.policy.registry import BASELINES, POLICIES
 from tests.fakes.placement import (
@@ -263,3 +263,26 @@ def test_a_phase_that_no_worker_is_assigned_to_goes_to_any():
     assert decide(media(400), cluster).placement.decode in ("l0", "l1")
     cluster.assign("l0", [Phase.PREFILL, Phase.DECODE])
     assert decide(media(400), cluster).placement.prefill == "l0"
+
+
+def test_an_item_of_the_prompts_worker_does_not_travel_and_shares_its_device():
+    cluster = cluster_of(0, 0, 0, 0)
+    cluster.add(Worker("w0", Role.WHOLE, 10_000))
+    cluster.measured("w0", curves_of(Role.LANGUAGE))
+    cluster.measured("w0", curves_of(Role.ENCODE), is_of_encoder=True)
+
+    def queues_s() -> tuple[float, float]:
+        """Of an item, and of a prompt of text."""
+        return decide(media(400), cluster).prediction.items[0].queue_s, decide(
+            text(160), cluster
+        ).prediction.queue_s
+
+    (item,) = decide(media(400), cluster).prediction.items
+    assert item.encode_s > 0 and item.transfer_s == 0
+    idle = queues_s()
+    cluster.reported("w0", load(4, 4, num_prompts=4, num_prompt_tokens=4000), 0.0)
+    with_prompts = queues_s()
+    cluster.reported("w0", load(), 0.0)
+    cluster.reported("w0", load(4000, 4, is_of_encoder=True), 0.0)
+    with_items = queues_s()
+    assert with_prompts[0] > idle[0] and with_items[1] > idle[1]
