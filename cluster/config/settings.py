@@ -66,6 +66,8 @@ class SchedulingArgs(_Args):
     tokens_per_s: float = Field(2000.0, gt=0)  # prompt tokens that weigh as much as one second of waiting
     # share of prefill's steps and blocks for requests without media
     text_share: float = Field(0.3, ge=0, le=1)
+    # seconds by which prompts may lengthen a step with answers: inter-token latency grows by no more
+    prompt_pause_s: float = Field(0.05, gt=0)
 
 
 class SpeculationArgs(_Args):

@@ -50,7 +50,7 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.tier import KvTier
 from cluster.model.language import LanguageModel
 from cluster.scheduling.admission import PromptAdmission
-from cluster.scheduling.budget import PROMPT_PAUSE_S, StepBudget
+from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.fit import StepFit
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.scheduling.queue import WaitingQueue
@@ -106,6 +106,7 @@ class LanguageEngine:
         self._clock = clock
         self._cpu_slots = cpu_slots
         self._limits = limits
+        self._prompt_pause_s = policy.prompt_pause_s
         self._requests: RequestTable[LanguageRequest] = RequestTable(clock)
         self._computing: set[str] = set()  # ids of requests whose prompts are computed
         self._counts = SequenceCounts()
@@ -156,7 +157,7 @@ class LanguageEngine:
             self._blame.run(request_id, self._lifecycle.expire, request_id)
         self._intake.admit()
         answers = self._answers.next(self._limits.max_sequences)
-        prompts, is_long = self.planner.next_step(PROMPT_PAUSE_S if answers else math.inf)
+        prompts, is_long = self.planner.next_step(self._prompt_pause_s if answers else math.inf)
         # The load is told before a long step: a report behind it would not count what came meanwhile.
         self._tell_doors(self.load() if prompts or not answers else None)
         if not answers and not prompts:

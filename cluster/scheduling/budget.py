@@ -12,10 +12,6 @@ import math
 
 from cluster.scheduling.fit import StepFit
 
-# What a running answer waits for prompts between two tokens: the part of a step that they may take. Engines
-# keep it, doors predict by it.
-PROMPT_PAUSE_S = 0.05
-
 
 class StepBudget:
     """Belongs to one engine. Durations in seconds, counts in tokens. min_tokens (one block) <= answer <=

@@ -26,19 +26,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SchedulingPolicy:
-    """What the class and the size of a request are worth, in seconds of waiting.
+    """What the class and the size of a request are worth, in seconds of waiting, and who waits for whom.
 
-    aging_s        how much earlier a request of the next lower class must arrive to go first
-    tokens_per_s   the size whose computation is worth a second; about what a worker computes in one
-    text_share     0 to 1: the part of every step that is kept for text requests while they can fill it
+    aging_s         how much earlier a request of the next lower class must arrive to go first
+    tokens_per_s    the size whose computation is worth a second; about what a worker computes in one
+    text_share      0 to 1: the part of every step that is kept for text requests while they can fill it
+    prompt_pause_s  what running answers wait for prompts between two tokens, at most: the part of a step that
+                    prompts may take. Engines keep it, doors predict by it
     """
 
     aging_s: float
     tokens_per_s: float
     text_share: float
+    prompt_pause_s: float = 0.05
 
     def __post_init__(self) -> None:
-        if self.aging_s < 0 or self.tokens_per_s <= 0 or not 0 <= self.text_share <= 1:
+        if (
+            self.aging_s < 0
+            or self.tokens_per_s <= 0
+            or not 0 <= self.text_share <= 1
+            or self.prompt_pause_s <= 0
+        ):
             raise ValueError(f"not a scheduling policy: {self}")
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.scheduling.running import choose_victim
 from cluster.simulator.attempt import Held
 from cluster.simulator.events import EventLoop
@@ -47,7 +46,7 @@ class SimAnswers:
     @property
     def pause_s(self) -> float:
         """That prompts in a step may take."""
-        return PROMPT_PAUSE_S if self.running else math.inf
+        return self._worker.scheduling.prompt_pause_s if self.running else math.inf
 
     def begin(self, held: Held) -> None:
         """The KV of its prompt is here: it takes part from the next step on."""

@@ -1,6 +1,6 @@
 """A simulated language worker, of any role: the engine's own objects say which prompts get memory
 (`PromptAdmission`, `WaitingQueue`) and which of their tokens run in a step (`PromptPlanner`, with the step
-times that it learns, and with `PROMPT_PAUSE_S` beside answers), in the engine's own records
+times that it learns, and with `prompt_pause_s` beside answers), in the engine's own records
 (`LanguageRequest`). Durations follow from curves; answers progress without an event for each step
 (`SimAnswers`). Blocks of prompts are kept for reuse, those of answers are not.
 

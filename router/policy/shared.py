@@ -4,7 +4,7 @@ A step of a worker that computes prompts and decodes has tokens of prompts and a
 in it:
 
 * With prompts, it takes longer by one token of every answer that runs there. It has so few tokens of prompts
-  that the answers wait no longer than `PROMPT_PAUSE_S` for them.
+  that the answers wait no longer than `SchedulingPolicy.prompt_pause_s` for them.
 * With answers, it takes longer by the queued tokens of prompts, as far as they fit.
 
 A worker that encodes and computes prompts has an encoder and a language engine that take turns on its device.
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.scheduling.budget import PROMPT_PAUSE_S
 from router.policy.pool import Floats, WorkerPool
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class PromptSteps:
         self.has_answers = shared.at_prefills(num_running) > 0
         self.answers_s = shared.at_prefills(answers_s)
         self.decode_step_s = shared.at_prefills((num_running > 0) * (decode.fixed_s + answers_s))
-        room_s = np.maximum(0.0, PROMPT_PAUSE_S - self.fixed_s)
+        room_s = np.maximum(0.0, cluster.scheduling.prompt_pause_s - self.fixed_s)
         fitting = np.maximum(block_size, room_s / np.maximum(1e-12, self.queued_token_s))
         self.max_tokens = np.where(
             self.has_answers, np.minimum(np.floor(fitting), pool.step_units), pool.step_units
