@@ -22,7 +22,7 @@ PYTEST = $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadscope --no-loa
 OPENAI_2 := openai==2.54.0 distro==1.9.0# the examples are tested with this major version of the client, too
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := cluster router encoder_service prefill_service decode_service whole_service kv_transfer bench deploy tests
+PACKAGES := cluster router encoder_service prefill_service decode_service kv_transfer bench deploy tests
 STAMP := $(VENV)/.installed-$(shell cat requirements/cpu.lock pyproject.toml | sha256sum | cut -c1-16)
 
 .PHONY: serve test test-all lint fmt clean env help

@@ -46,8 +46,8 @@ SERVICES = {
     Role.PREFILL: "prefill_service.service:PrefillService",
     Role.DECODE: "decode_service.service:DecodeService",
     Role.LANGUAGE: "decode_service.service:LanguageService",
-    Role.ENCODE_PREFILL: "whole_service.service:EncodePrefillService",
-    Role.WHOLE: "whole_service.service:WholeService",
+    Role.ENCODE_PREFILL: "cluster.whole:EncodePrefillService",
+    Role.WHOLE: "cluster.whole:WholeService",
 }
 DOOR = "router.door:Door"
 API = "router.openai.app:build_api"

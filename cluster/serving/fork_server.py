@@ -59,7 +59,7 @@ IMPORTS = (
     "opentelemetry.trace", "opentelemetry.sdk.metrics", "opentelemetry.exporter.prometheus",
     "torch", "transformers",
     "router.door", "router.openai.app",
-    "prefill_service.service", "decode_service.service", "encoder_service.service", "whole_service.service",
+    "prefill_service.service", "decode_service.service", "encoder_service.service", "cluster.whole",
 )  # fmt: skip
 # Variables that may differ from one worker to the next. Ray sets its own and SPT_NOENV, and reads them in the
 # child; the others are read when a worker starts to compute.

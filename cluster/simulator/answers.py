@@ -27,8 +27,11 @@ EPSILON = 1e-6  # of a step
 class SimAnswers:
     """Owned by its worker, which is told what has ended or has lost its memory."""
 
-    def __init__(self, worker: SimLanguage, loop: EventLoop, noise: Callable[[], float]):
+    def __init__(
+        self, worker: SimLanguage, loop: EventLoop, noise: Callable[[], float], prompt_pause_s: float
+    ):
         self._worker, self._loop, self._noise = worker, loop, noise
+        self._prompt_pause_s = prompt_pause_s
         self._blocks, self._block_size = worker.blocks, worker.block_size
         self.running: dict[str, Held] = {}
         self.context_tokens = 0.0
@@ -46,7 +49,7 @@ class SimAnswers:
     @property
     def pause_s(self) -> float:
         """That prompts in a step may take."""
-        return self._worker.scheduling.prompt_pause_s if self.running else math.inf
+        return self._prompt_pause_s if self.running else math.inf
 
     def begin(self, held: Held) -> None:
         """The KV of its prompt is here: it takes part from the next step on."""

@@ -71,7 +71,7 @@ class SimLanguage:
         self._admission = PromptAdmission(policy, spec.num_blocks)
         self._arrivals = WaitingQueue(policy)
         self.planner = PromptPlanner(policy, self.budget(), no_cpu_slots(SystemClock()), model.num_layers)
-        self.answers = SimAnswers(self, loop, noise)
+        self.answers = SimAnswers(self, loop, noise, policy.prompt_pause_s)
         self.held: dict[str, Held] = {}  # by request id
         self.coming: dict[str, SimAttempt] = {}  # on the way to here, to be computed; for `Oracle`
         self._asked: list[Held] = []  # of these, those that wait for the end of a step …

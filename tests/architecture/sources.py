@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-SERVICES = ("encoder_service", "prefill_service", "decode_service", "whole_service")
+SERVICES = ("encoder_service", "prefill_service", "decode_service")
 PRODUCT = ("cluster", "router", *SERVICES, "kv_transfer")
 PACKAGES = (*PRODUCT, "deploy", "bench")
 SOURCES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))

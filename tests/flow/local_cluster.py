@@ -22,13 +22,13 @@ from cluster.engine.engine import LanguageEngine
 from cluster.engine.state import LanguagePhase
 from cluster.engine.worker import LanguageWorker
 from cluster.types.members import Role
+from cluster.whole import EncodePrefillService, WholeService
 from decode_service.service import DecodeService, LanguageService
 from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
 from router.door import Door
 from router.openai.schema import ChatRequest
 from router.openai.translate import chat_call
-from whole_service.service import EncodePrefillService, WholeService
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
 PATIENCE_S = 3600.0

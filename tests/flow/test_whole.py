@@ -11,13 +11,13 @@ import pytest
 
 from bench.workload import Answer, Case, Reference, make_cases
 from cluster.engine.features import FeatureStore
+from cluster.whole import WholeService
 from encoder_service.service import NUM_PREPARE_THREADS
 from kv_transfer.lease.receiver import Receiver
 from kv_transfer.lease.sender import Sender
 from router.policy import ClusterView, Decision, JointPolicy, RequestView
 from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
-from whole_service.service import WholeService
 
 MAX_TOKENS = 8
 ONE, TWO = (0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 2)

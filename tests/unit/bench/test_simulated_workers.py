@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import UnavailableError
-from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.simulator.attempt import SimAttempt
 from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B, Accelerator
 from cluster.simulator.layouts import Layout, workers
-from cluster.simulator.simulation import Simulation
+from cluster.simulator.simulation import SCHEDULING, Simulation
 from cluster.simulator.whole import unpredicted
 from cluster.simulator.workload import SimRequest, images
 from cluster.types.messages import AnyMessage, Encoded, FeatureShared, Pong, TokenEvent, Tokens
@@ -182,7 +181,7 @@ def test_prompts_beside_answers_take_no_longer_than_the_answers_may_wait() -> No
     alone.run_until(lambda: language.batch)
     curve = language.spec.curves.prefill
     assert curve is not None
-    assert curve.seconds(language.batch[0].num_tokens) == pytest.approx(PROMPT_PAUSE_S, rel=0.05)
+    assert curve.seconds(language.batch[0].num_tokens) == pytest.approx(SCHEDULING.prompt_pause_s, rel=0.05)
 
 
 def test_blocks_that_the_receiver_has_do_not_travel() -> None:

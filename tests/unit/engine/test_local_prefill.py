@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.types.messages import Cancel, Tokens
-from tests.fakes.engines import TIMEOUT_S
+from tests.fakes.engines import POLICY, TIMEOUT_S
 from tests.fakes.language_runner import prompts_in
 from tests.fakes.requests import make_item, make_request
 
@@ -72,7 +71,7 @@ def test_a_prompt_that_delays_no_other_is_computed_in_longer_steps(rig, relay, i
     limits = planner.budget = LimitRecorder(planner.budget)
     relay.start(make_request("new", 18, max_tokens=2), prefills_locally=True)
     relay.play()
-    assert limits.seen and limits.seen[0] == (math.inf if is_alone else PROMPT_PAUSE_S)
+    assert limits.seen and limits.seen[0] == (math.inf if is_alone else POLICY.prompt_pause_s)
 
 
 def test_short_prompts_share_a_local_prefill_step_and_go_before_long_ones(rig, relay):

@@ -6,10 +6,9 @@ import pytest
 
 from cluster.config.settings import ClusterArgs
 from cluster.engine.limits import limits_of, sizes_of
-from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.types.members import Role
 from cluster.types.messages import DecodeGranted, PrefillAdmitted, StartDecode, StartPrefill
-from tests.fakes.engines import DOOR, TIMEOUT_S, Rig
+from tests.fakes.engines import DOOR, POLICY, TIMEOUT_S, Rig
 from tests.fakes.language_runner import answers_in, prompts_in
 from tests.fakes.relay import Relay
 from tests.fakes.requests import make_request, salted
@@ -69,7 +68,7 @@ def test_a_step_holds_answers_and_prompts_and_the_answers_wait_no_longer_for_the
     new = relay.start(salted(make_request("new", 14, max_tokens=3)), prefills_locally=True)
     relay.play()
     assert (1, 1) in steps and old.tokens == list(range(50, 62)) and new.tokens == [50, 51, 52]
-    assert PROMPT_PAUSE_S in limits
+    assert POLICY.prompt_pause_s in limits
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import UnavailableError
-from cluster.scheduling.budget import PROMPT_PAUSE_S
 from cluster.types.curves import Link
 from cluster.types.members import Phase, Role
 from router.policy import ClusterView, JointPolicy, Placement, RequestView, Worker, make_policy
@@ -21,6 +20,7 @@ from tests.fakes.placement import (
     KV_BYTES,
     LINK,
     PREFILL,
+    SCHEDULING,
     add,
     cluster_of,
     curves_of,
@@ -128,7 +128,7 @@ def test_answers_take_part_in_the_steps_of_a_prompt_and_limit_them():
     cluster = cluster_of(0, 0, 0, 1)
     cluster.reported("l0", load(100, 100), 0.0)
     answers_s = 100 * DECODE.per_unit_s
-    max_tokens = round((PROMPT_PAUSE_S - PREFILL.fixed_s) / PREFILL.per_unit_s)
+    max_tokens = round((SCHEDULING.prompt_pause_s - PREFILL.fixed_s) / PREFILL.per_unit_s)
     assert 2 < 1000 / max_tokens < 3
     expected_s = 0.5 * DECODE.seconds(100) + PREFILL.seconds(1000) + 2 * PREFILL.fixed_s + 3 * answers_s
     assert Estimate(text(1000), cluster, 0.0).prediction(AT_L0).ttft_s == pytest.approx(expected_s)

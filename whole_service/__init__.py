@@ -1,2 +1,0 @@
-"""Workers that encode and compute prompts: the encoder and the language engine, side by side in one
-process."""
