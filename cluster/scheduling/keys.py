@@ -26,7 +26,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SchedulingPolicy:
-    """What the class and the size of a request are worth, in seconds of waiting, and how long answers wait for prompts.
+    """What the class and the size of a request are worth, in seconds of waiting, and how long answers wait
+    for prompts.
 
     aging_s         how much earlier a request of the next lower class must arrive to go first
     tokens_per_s    the size whose computation is worth a second; about what a worker computes in one
