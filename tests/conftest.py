@@ -57,8 +57,14 @@ def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the larger cluster after the others of their folder: it starts late, and both end early."""
     ranks = {folder: rank for rank, folder in enumerate(FIRST)}
-    items.sort(key=lambda item: ranks.get(item.path.relative_to(TESTS).parts[0], len(FIRST)))
+
+    def key(item: pytest.Item) -> tuple[int, bool]:
+        rank = ranks.get(item.path.relative_to(TESTS).parts[0], len(FIRST))
+        return rank, "parallel" in getattr(item, "fixturenames", ())
+
+    items.sort(key=key)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ def build(
     if cache is None:
         logger.warning("no native CPU kernels: none of %s is writable", ", ".join(map(str, caches)))
         return None
-    with open(cache / ".lock", "w") as lock:
+    with open(cache / f".{sources.name}-{variant.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (cache / name).exists():
             return cache / name
@@ -115,9 +116,11 @@ def _said(error: Exception) -> str:
 
 
 def main(folders: Sequence[str]) -> None:
-    for folder in map(Path, folders):
-        for variant in VARIANTS:
-            sys.stdout.write(f"{folder.name} {variant.name}: {build(folder, variant) or 'not built'}\n")
+    wanted = [(Path(folder), variant) for folder in folders for variant in VARIANTS]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # each waits for a compiler
+        built = threads.map(lambda each: build(*each), wanted)
+    for (folder, variant), library in zip(wanted, built, strict=True):
+        sys.stdout.write(f"{folder.name} {variant.name}: {library or 'not built'}\n")
 
 
 if __name__ == "__main__":

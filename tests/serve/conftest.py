@@ -1,11 +1,11 @@
-"""Two clusters for the session, each on a port of its own and ended by process id: the shipped one, of four
-processes behind HTTP, and a larger one. To start one costs half a minute of two cores: every test that runs
-by default takes one of these."""
+"""Two clusters for all tests of this folder, each on a port of its own and ended by process id: the shipped one, of
+four processes behind HTTP, and a larger one. To start one costs half a minute of two cores: every test that runs
+by default takes one of these. They end with the last test of the folder: an idle cluster takes a part of a core."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,26 @@ from cluster.serving.local_environment import free_port
 from tests.flow.local_cluster import PATIENT_DOOR
 
 CLUSTER = Path(__file__).parents[2] / "deploy" / "cluster.yaml"
+_clusters = ExitStack()
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path.parent != Path(__file__).parent:
+        _clusters.close()
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with running(tmp_path_factory.mktemp("cluster")) as local:
-        yield local
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> LocalCluster:
+    return _clusters.enter_context(running(tmp_path_factory.mktemp("cluster")))
 
 
 @pytest.fixture(scope="session")
-def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> LocalCluster:
     """Two encoders, one prefill worker and two decode workers; prefill and decode workers have two processes
     each, and decode guesses."""
     speculation = {"method": "ngram", "max_draft_tokens": 3}
     args = {"tensor_parallel_size": 2, "decode": {"speculation": speculation}, "door": PATIENT_DOOR}
-    with running(tmp_path_factory.mktemp("parallel"), args, Encode=2, Decode=2) as local:
-        yield local
+    return _clusters.enter_context(running(tmp_path_factory.mktemp("parallel"), args, Encode=2, Decode=2))
 
 
 @contextmanager
