@@ -48,7 +48,7 @@ def build(
     if cache is None:
         logger.warning("no native CPU kernels: none of %s is writable", ", ".join(map(str, caches)))
         return None
-    with open(cache / f".{sources.name}-{variant.name}.lock", "w") as lock:
+    with open(cache / f".lock-{sources.name}-{variant.name}", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (cache / name).exists():
             return cache / name
