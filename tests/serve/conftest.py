@@ -1,7 +1,7 @@
 """Two clusters for all tests of this folder, each on a port of its own and ended by process id: the shipped
-one, of four processes behind HTTP, and a larger one. To start one costs half a minute of two cores: every test
-that runs by default takes one of these. They end with the last test of the folder, because an idle cluster
-takes a part of a core."""
+one, of four processes behind HTTP, and a larger one. To start one costs half a minute of two cores: every
+test that runs by default takes one of these. They end with the last test of the folder, because an idle
+cluster takes a part of a core."""
 
 from __future__ import annotations
 
