@@ -7,9 +7,9 @@
                      else asleep
 
 A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
-last lease has closed the thread polls for another `linger_s`, because a notification that was just sent may
-need the transport's progress to get out. `on_event` runs on the transfer thread and should only put the event
-into the owner's inbox.
+last lease has closed the thread polls for another `linger_s`, less and less often, because a notification that
+was just sent may need the transport's progress to get out: the first one to a peer waits for its answer.
+`on_event` runs on the transfer thread and should only put the event into the owner's inbox.
 
 An unexpected error in a step is logged and reaches the owner as `TransferEngineFailed`. The next step tries
 again, so that leases still expire.
@@ -63,7 +63,7 @@ class TransferEngine:
         incoming: BlockMemory | None = None,
         margin_s: float = 5.0,
         poll_interval_s: float = 0.001,
-        linger_s: float = 0.1,
+        linger_s: float = 5.0,
         model: str = "",
         outgoing_wire: Wire | None = None,
         incoming_wire: Wire | None = None,
@@ -167,7 +167,7 @@ class TransferEngine:
 
     def step(self) -> bool:
         """One round. True: call it again soon."""
-        has_moved = False
+        has_moved, was_open = False, self.num_open > 0
         try:
             has_moved = self._step_in()
             if self._sender is not None:
@@ -180,8 +180,9 @@ class TransferEngine:
             self._is_failing, has_moved = True, False
         now = self._clock.now()
         self.pulse.is_failing = not has_moved
-        if self.num_open:
+        if was_open or self.num_open:
             self._linger_until = now + self._linger_s
+        if self.num_open:
             self.pulse.beat() if has_moved else self.pulse.begin()
         else:
             self.pulse.rest()

@@ -265,11 +265,32 @@ def test_a_thousand_tiny_descriptors_move_in_one_write(agents):
     assert torch.equal(owner.memory.buffer, expected)
 
 
-def test_two_transfer_engines_with_threads_serve_many_leases(agents):
+def test_a_first_transfer_without_a_block_reaches_an_owner_that_answers_late(agents):
+    """The writer has nothing open any more when the connection is made."""
     writer, owner = agents
     sent, received = [], []
     sending = TransferEngine(writer, SystemClock(), sent.append, outgoing=writer.memory)
     receiving = TransferEngine(owner, SystemClock(), received.append, incoming=owner.memory)
+    grant = receiving.grant("nothing", [], [], 60.0, (), [2])  # the owner has both blocks of the prompt
+    sending.open(grant.received(time.monotonic())).finish(b"first token")
+    sending.start()
+    while sending.num_open:
+        time.sleep(0.001)
+    time.sleep(0.3)
+    receiving.start()
+    deadline = time.monotonic() + DEADLINE_S
+    while receiving.num_open and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert received == [Completed("nothing", b"first token")]
+    sending.close()
+    receiving.close()
+
+
+def test_two_transfer_engines_with_threads_serve_many_leases(agents):
+    writer, owner = agents
+    sent, received = [], []
+    sending = TransferEngine(writer, SystemClock(), sent.append, outgoing=writer.memory, linger_s=0.1)
+    receiving = TransferEngine(owner, SystemClock(), received.append, incoming=owner.memory, linger_s=0.1)
     sending.start()
     receiving.start()
     for i in range(30):
