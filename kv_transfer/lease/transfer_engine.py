@@ -7,8 +7,8 @@
                      else asleep
 
 A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
-last lease has closed the thread polls for another `linger_s`, less and less often, because a notification that
-was just sent may need the transport's progress to get out: the first one to a peer waits for its answer.
+last lease has closed the thread polls for another `linger_s`, less and less often, because a notification
+that was just sent may need the transport's progress to get out: the first one to a peer waits for its answer.
 `on_event` runs on the transfer thread and should only put the event into the owner's inbox.
 
 An unexpected error in a step is logged and reaches the owner as `TransferEngineFailed`. The next step tries
