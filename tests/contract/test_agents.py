@@ -274,11 +274,11 @@ def test_a_first_transfer_without_a_block_reaches_an_owner_that_answers_late(age
     grant = receiving.grant("nothing", [], [], 60.0, (), [2])  # the owner has both blocks of the prompt
     sending.open(grant.received(time.monotonic())).finish(b"first token")
     sending.start()
-    while sending.num_open:
-        time.sleep(0.001)
-    time.sleep(0.3)
-    receiving.start()
     deadline = time.monotonic() + DEADLINE_S
+    while sending.num_open and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert sent and not received
+    receiving.start()
     while receiving.num_open and time.monotonic() < deadline:
         time.sleep(0.001)
     assert received == [Completed("nothing", b"first token")]

@@ -17,9 +17,10 @@ from cluster.errors import ClusterError, UnavailableError
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.media import MediaItem
 from cluster.types.members import Member, Role
-from cluster.types.messages import AnyMessage, Failed, FinishReason, TokenEvent
+from cluster.types.messages import AnyMessage, BlocksChanged, Failed, FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
 from cluster.worker.blame import UNEXPECTED
+from cluster.worker.outbox import Outbox
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
 from router.flow.outputs import Deliver, Send
@@ -211,3 +212,19 @@ class Relay:
     def _check(self, name: str, message: AnyMessage) -> None:
         if isinstance(message, Failed) and not self._expects_faults and message.error.message == UNEXPECTED:
             raise AssertionError(f"{message.request_id} met an error in the {name} engine")
+
+
+def cached_at(outbox: Outbox) -> set[bytes]:
+    """The blocks that doors know to be cached at a worker, from now on; the set follows what they hear."""
+    known: set[bytes] = set()
+    said = outbox._deliver
+
+    def hear(batch):
+        for _, message in batch:
+            if isinstance(message, BlocksChanged):
+                known.update(message.added)
+                known.difference_update(message.evicted)
+        said(batch)
+
+    outbox._deliver = hear
+    return known

@@ -6,11 +6,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cluster.types.messages import BlocksChanged
 from cluster.types.request import Prompt
 from tests.fakes.engines import Rig
 from tests.fakes.kv_rows import BLOCK_SIZE, KV_LAYOUT
-from tests.fakes.relay import Relay
+from tests.fakes.relay import Relay, cached_at
 from tests.fakes.requests import make_item, make_request
 
 
@@ -96,17 +95,7 @@ def test_coded_kv_is_not_exact_and_is_kept_for_nothing() -> None:
 
 
 def test_doors_hear_which_blocks_decode_has(rig: Rig, relay: Relay) -> None:
-    known: set[bytes] = set()
-    said = rig.decode.outbox._deliver
-
-    def hear(batch):
-        for _, message in batch:
-            if isinstance(message, BlocksChanged):
-                known.update(message.added)
-                known.difference_update(message.evicted)
-        said(batch)
-
-    rig.decode.outbox._deliver = hear
+    known = cached_at(rig.decode.outbox)
     for number in range(6):
         prompt = Prompt(tuple(range(100 * number, 100 * number + 13)))
         request = msgspec.structs.replace(make_request(f"r{number}", 5, max_tokens=6), prompt=prompt)

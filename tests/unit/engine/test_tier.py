@@ -9,11 +9,10 @@ import msgspec
 import pytest
 
 from cluster.kvcache.tier_slots import FileSlots, HostSlots
-from cluster.types.messages import BlocksChanged
 from cluster.types.request import GenerateRequest, Prompt
 from tests.fakes.engines import Rig
 from tests.fakes.kv_rows import BLOCK_SIZE, KV_LAYOUT
-from tests.fakes.relay import Relay
+from tests.fakes.relay import Relay, cached_at
 from tests.fakes.requests import LAST_PROMPT_TOKEN, make_item, make_request
 
 LENGTH = 24  # tokens of a prompt: two of them fill the pool
@@ -69,17 +68,7 @@ def test_an_evicted_prefix_comes_back_instead_of_being_computed(kind: str, tmp_p
 
 def test_doors_count_kept_blocks_as_cached(tmp_path: Path) -> None:
     rig = make_rig(tmp_path)
-    relay, known = Relay(rig), set()
-    said = rig.prefill.outbox._deliver
-
-    def hear(batch):
-        for _, message in batch:
-            if isinstance(message, BlocksChanged):
-                known.update(message.added)
-                known.difference_update(message.evicted)
-        said(batch)
-
-    rig.prefill.outbox._deliver = hear
+    relay, known = Relay(rig), cached_at(rig.prefill.outbox)
     for number in range(4):
         run(rig, relay, prompt_of(number))
     assert len(known) == 4 * LENGTH // BLOCK_SIZE > 13  # more than the pool has blocks
