@@ -1,0 +1,229 @@
+"""One history: a seed decides the cluster, its requests, every delay and every fault.
+
+    draw → play (requests and faults) → heal → everything ends within a bound → nothing is held
+
+`play(seed)` raises `HistoryError`, which names the seed, what is violated, and how to see it again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
+from cluster.engine import kv_output
+from cluster.types.members import Role
+from tests.histories.clients import draw_request
+from tests.histories.doors import REQUEST_S, SimulatedDoor
+from tests.histories.faults import Faults
+from tests.histories.model import BLOCK_SIZE
+from tests.histories.oracle import FORGET_S, check_answers, check_budgets, check_ledgers
+from tests.histories.workers import Sizes
+from tests.histories.world import Shape, World
+
+CHECK_EVERY = 24  # events between two looks at the budgets
+END_S = REQUEST_S + 3.0  # after the last fault: every request has ended
+LEDGER_S = END_S + 20.0  # … and nothing is held any more
+
+CLASSES = (
+    AdmissionClassArgs(name="interactive", max_priority=0, weight=8.0, max_wait_s=3.0),
+    AdmissionClassArgs(name="batch", max_wait_s=5.0),
+)
+E, P, D = Role.ENCODE, Role.PREFILL, Role.DECODE
+L, EP, W = Role.LANGUAGE, Role.ENCODE_PREFILL, Role.WHOLE
+CLUSTERS = (
+    (E, P, D), (E, P, D, D), (E, E, P, P, D, D), (E, E, P, D), (E, P, P, D), (E, P, D), (E, L), (E, L, L),
+    (E, P, L, D), (EP, D), (E, EP, D), (W,), (W, W), (E, P, D, W),
+)  # fmt: skip
+
+
+class HistoryError(AssertionError):
+    def __init__(self, seed: int, world: World, error: BaseException):
+        self.seed, self.world = seed, world
+        super().__init__(
+            f"seed {seed}: {error or repr(error)}\n    see it again: python -m tests.histories run {seed} --trace"
+        )
+
+
+class History:
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.rng = rng = Random(seed)
+        self.hostility = rng.choice([0, 1, 2, 4, 8])
+        self.is_tight = rng.random() < 0.15
+        self.world = World(rng, self._shape())
+        self.faults = Faults(self.world, rng)
+        self.cut_blocks = rng.choice([1, 2]) if rng.random() < 0.15 else None
+        self._num_events = 0
+        self.world.scheduler.after_event = self._after_event
+
+    def _shape(self) -> Shape:
+        rng = self.rng
+        sizes = Sizes(
+            kv_blocks=rng.choice([20, 24, 32, 60]),
+            feature_blocks=rng.choice([4, 6, 9]),
+            cache_blocks=rng.choice([4, 6, 9]),
+            step_tokens=rng.choice([8, 12, 40]),
+            max_sequences=rng.choice([2, 4, 8]),
+            tier_bytes=1 << 14 if rng.random() < 0.12 else 0,
+            window=rng.choice([6, 12]) if rng.random() < 0.08 else None,
+        )
+        outstanding_s = rng.choice([0.004, 0.02]) if self.is_tight else 1e9
+        return Shape(
+            rng.choice(CLUSTERS),
+            num_doors=rng.choice([1, 1, 2]),
+            sizes=sizes,
+            policy=rng.choice(["joint", "joint", "least_loaded", "round_robin"]),
+            admission=AdmissionArgs(
+                classes=CLASSES, max_outstanding_s=outstanding_s, max_queued=3 if self.is_tight else 100
+            ),
+            is_one_host=rng.random() < 0.6,
+            drafts=rng.choice([0.0, 0.0, 0.7]),
+            skew=rng.random() < 0.5,
+        )
+
+    def run(self) -> Counter[str]:
+        with alone() as errors, self.world.lease_ids(), cut_ends(self.cut_blocks):
+            try:
+                counts = self._play()
+                if errors:
+                    raise AssertionError(f"an error was logged: {errors[0].getMessage()}") from _cause(errors[0])
+            except Exception as error:
+                raise HistoryError(self.seed, self.world, error) from error
+        counts += self._seen()
+        return counts
+
+    def trace_lines(self) -> Iterator[str]:
+        for at, who, what in self.world.scheduler.trace:
+            yield f"{at:10.4f}  {who:24} {what}"
+
+    def _play(self) -> Counter[str]:
+        rng, scheduler = self.rng, self.world.scheduler
+        last_s = rng.choice([0.03, 0.1, 0.4])
+        num_requests = rng.randint(2, 7)
+        for idx in range(num_requests):
+            scheduler.at(0.05 + rng.uniform(0.0, last_s), None, "", self._submit, f"r{idx}")
+        self.faults.plan(rng.randint(0, self.hostility) if self.hostility else 0, 0.05 + 1.5 * last_s)
+        while scheduler.next_at is not None and scheduler.next_at <= self.faults.ends_at:
+            scheduler.run_next()
+        scheduler.run_until(self.faults.ends_at)
+        self.faults.clear()
+        return self._end()
+
+    def _end(self) -> Counter[str]:
+        world, scheduler = self.world, self.world.scheduler
+        healed_at = scheduler.now
+        scheduler.run_until(healed_at + END_S)
+        late = [name for name, story in world.clients.stories.items() if not story.is_over]
+        assert not late, f"these requests wait for ever: {late}"
+        may_fail = sum(self.faults.counts.values()) > self.faults.counts["cancels"]
+        counts = check_answers(world, may_fail=may_fail, may_refuse=self.is_tight or may_fail)
+        scheduler.run_until(healed_at + LEDGER_S)
+        scheduler.run_until(healed_at + FORGET_S)
+        world.wake_all()
+        scheduler.run_until(scheduler.now + 1.0)
+        check_ledgers(world)
+        return counts + self.faults.counts
+
+    def _seen(self) -> Counter[str]:
+        """What a history is worth: the rare ways that it has gone."""
+        world, counts = self.world, Counter[str]()
+        counts["events"] = world.scheduler.num_events
+        counts["writes that came late"] = world.num_late_writes
+        for worker in world.live_workers:
+            if worker.language is not None:
+                load = worker.language._engine.load()
+                counts["preempted"] += load.totals.num_preempted
+                counts["loaded from the tier"] += load.tier.num_loaded
+                counts["late words"] += load.received.num_late
+        counts += world.network.num_heard
+        return counts
+
+    def _submit(self, request_id: str) -> None:
+        door = self.rng.choice(self.world.doors) if self.world.doors else None
+        if door is None:
+            return
+        while True:
+            request, items = draw_request(self.rng, request_id)
+            if request.max_blocks(BLOCK_SIZE) <= self.world.sizes.kv_blocks:
+                break
+        door.later(0.0, self._submit_at, door, request, items)
+
+    def _submit_at(self, door: SimulatedDoor, request: Any, items: Any) -> None:
+        self.world.scheduler.note(door.name, f"submit {describe_request(request)}")
+        self.world.clients.submit(door, request, items)
+
+    def _after_event(self) -> None:
+        self._num_events += 1
+        if self._num_events % CHECK_EVERY == 0:
+            check_budgets(self.world)
+
+
+def describe_request(request: Any) -> str:
+    media = ",".join(item.media_hash for item in request.prompt.media)
+    guided = "" if request.guidance is None else f" guided {len(request.guidance.negative_prompt.token_ids)}"
+    return (
+        f"{request.request_id}: {len(request.prompt.token_ids)} tokens [{media}] n={len(request.sampling)} "
+        f"max={request.stop.max_tokens}{guided}"
+    )
+
+
+def play(seed: int) -> Counter[str]:
+    """What happened, counted. Raises HistoryError."""
+    return History(seed).run()
+
+
+def _cause(record: logging.LogRecord) -> BaseException | None:
+    return record.exc_info[1] if record.exc_info else None
+
+
+class _Raised(logging.Handler):
+    """Errors that a thread's edge has caught and logged: every one is a bug."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.found.append(record)
+
+
+@contextmanager
+def alone() -> Iterator[list[logging.LogRecord]]:
+    """What the product logs is collected, not printed."""
+    handler = _Raised()
+    loggers = [logging.getLogger(name) for name in ("cluster", "router", "kv_transfer", "encoder_service")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.ERROR)
+        logger.propagate = False
+    try:
+        yield handler.found
+    finally:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
+@contextmanager
+def cut_ends(num_blocks: int | None) -> Iterator[None]:
+    """At most `num_blocks` of a prompt travel, and those of its media; decode computes the others."""
+
+    def plan_end(request: Any, *_: Any) -> None:
+        media_end = max((item.end for item in request.main.prompt.media), default=0)
+        cut = max(num_blocks or 0, -(-media_end // BLOCK_SIZE)) * BLOCK_SIZE
+        if cut < request.main.num_prompt_tokens:
+            request.main.first_recomputed = cut
+
+    with ExitStack() as stack:
+        if num_blocks is not None:
+            stack.enter_context(patch.object(kv_output, "plan_end", plan_end))
+        yield

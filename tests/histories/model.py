@@ -1,0 +1,239 @@
+"""What runs in place of a model: a chain of numbers in which nothing can be lost, doubled or mixed up.
+
+    row of token p    mixes the row of token p - 1, *as it is in the memory*, with token p's id, or with its
+                      embedding row *as it is in the memory*
+    next token        mixes the last row, the row of the negative prompt, and the choice's seed
+
+So an answer is a pure function of prompt, media, negative prompt and seed (`answer`), and a foreign or stale
+byte changes it. Besides, every read is compared with what the row should be, so that also a byte which no
+answer shows is found (`on_foreign`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from cluster.engine.features import FeatureStore
+from cluster.engine.speculation import accept
+from cluster.engine.state import AnswerChoice, AnswerWork, LanguageRequest, PromptWork, Work, WorkResult
+from cluster.kvcache.memory import BlockMemory
+from cluster.types.media import MediaItem
+from cluster.types.request import GenerateRequest, Prompt
+from cluster.worker.blame import bookkeeping
+from encoder_service.runner import Piece, Prepared
+
+BLOCK_SIZE = 4
+NUM_VALUES = (1 << 61) - 1
+NUM_TOKENS = 50_000
+
+
+def mix(left: int, right: int) -> int:
+    return (left * 6364136223846793005 + right * 1442695040888963407 + 1013904223) % NUM_VALUES
+
+
+def row_value(media_hash: str, row: int) -> int:
+    """What an embedding row of an item holds."""
+    return mix(crc32(media_hash.encode()), row)
+
+
+def values(prompt: Prompt) -> list[int]:
+    """What each token adds to the chain."""
+    found = list(prompt.token_ids)
+    for item in prompt.media:
+        for token, row, count in item.pieces(0, len(found)):
+            found[token : token + count] = [row_value(item.media_hash, row + i) for i in range(count)]
+    return found
+
+
+@lru_cache(4096)
+def rows_of(prompt: Prompt) -> tuple[int, ...]:
+    rows, last = [], crc32(prompt.cache_salt.encode())
+    for value in values(prompt):
+        last = mix(last, value)
+        rows.append(last)
+    return tuple(rows)
+
+
+def chain(prompt: Prompt, token_ids: Sequence[int] = ()) -> list[int]:
+    """The rows of a prompt and of tokens behind it."""
+    rows = list(rows_of(prompt))
+    for token_id in token_ids:
+        rows.append(mix(rows[-1], token_id))
+    return rows
+
+
+def draw(last_rows: Sequence[int], seed: int) -> int:
+    for row in last_rows:
+        seed = mix(row, seed)
+    return seed % NUM_TOKENS
+
+
+def answer(request: GenerateRequest, choice_idx: int) -> list[int]:
+    """All tokens of a choice: the oracle."""
+    seed, stop = request.sampling[choice_idx].seed, request.stop
+    lasts = [chain(prompt)[-1] for prompt in request.prompts]
+    tokens: list[int] = []
+    while len(tokens) < stop.max_tokens:
+        tokens.append(draw(lasts, seed))
+        lasts = [mix(last, tokens[-1]) for last in lasts]
+        if tokens[-1] in stop.stop_token_ids:
+            break
+    return tokens
+
+
+class ChainRunner:
+    """As `cluster.engine.runner.LanguageRunner`. `on_foreign(memory, request id, block ids)`: these
+    blocks were read and do not hold what they should. `compute(seconds)`: lets time pass."""
+
+    num_drafted = num_accepted = 0
+
+    def __init__(
+        self,
+        kv: BlockMemory,
+        features: FeatureStore | None,
+        compute: Callable[[float], None],
+        on_foreign: Callable[[BlockMemory, str, Sequence[int]], None],
+        draft: Callable[[AnswerChoice], Sequence[bool]] = lambda choice: (),
+    ):
+        """`draft`: which of the next guesses are right."""
+        self.kv = kv
+        self.copy_blocks = kv.copy_blocks
+        self.run = bookkeeping(self._run)
+        self.first_tokens = bookkeeping(self._first_tokens)
+        self._rows = kv.segments[0].view(kv.num_blocks * BLOCK_SIZE).numpy()
+        self._features, self._compute, self._on_foreign, self._draft = features, compute, on_foreign, draft
+
+    def propose(self, requests: Sequence[LanguageRequest]) -> None:
+        for request in requests:
+            if request.request.guidance is None:
+                for choice in request.live_choices:
+                    choice.drafts = self._guesses(choice)
+
+    def forget(self, choice: AnswerChoice) -> None:
+        pass
+
+    def warm_up_prompt(self, num_tokens: int, block_table: Sequence[int]) -> None:
+        pass
+
+    def _run(self, works: Sequence[Work], on_layer: Callable[[int, Any], None]) -> list[WorkResult]:
+        prompts = [work for work in works if isinstance(work, PromptWork)]
+        for work in prompts:
+            self._compute_prompt(work)
+        self._compute(0.002 + 0.0001 * sum(work.num_tokens for work in prompts))
+        results = [
+            WorkResult(tokens=self._continue(work.request))
+            if isinstance(work, AnswerWork)
+            else WorkResult(logits=torch.empty(0))
+            for work in works
+        ]
+        if prompts:
+            on_layer(0, None)
+        return results
+
+    def _compute_prompt(self, work: PromptWork) -> None:
+        sequence, prompt = work.sequence, work.sequence.prompt
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + work.num_tokens
+        rows = self._checked(work.request.request_id, sequence.block_table, chain(prompt)[:start])
+        last = rows[-1] if rows else crc32(prompt.cache_salt.encode())
+        found = list(prompt.token_ids[start:end])
+        for item_idx, item in enumerate(prompt.media):
+            for token, row, count in item.pieces(start, end):
+                key = work.request.request_id, item_idx
+                found[token - start : token - start + count] = self._embeddings(
+                    key, item.media_hash, row, count
+                )
+        for position, value in enumerate(found, start):
+            last = mix(last, value)
+            self._write(sequence.block_table, position, last)
+
+    def _embeddings(self, key: tuple[str, int], media_hash: str, row: int, count: int) -> list[int]:
+        assert self._features is not None
+        rows = torch.cat(self._features.rows(key, row, row + count)).flatten().tolist()
+        if rows != [row_value(media_hash, row + i) for i in range(count)]:
+            self._on_foreign(self._features._memory, key[0], self._features._items[key].block_ids)
+        return rows
+
+    def _continue(self, request: LanguageRequest) -> list[list[int]]:
+        return [self._next_tokens(request, choice) for choice in request.live_choices]
+
+    def _next_tokens(self, request: LanguageRequest, choice: AnswerChoice) -> list[int]:
+        generated = choice.token_ids[choice.num_prompt_tokens :]
+        new = [generated[-1], *choice.drafts]
+        lasts_of = []
+        for sequence in choice.sequences:
+            wanted = chain(sequence.prompt, generated[:-1])
+            assert sequence.num_computed_tokens == len(wanted)
+            first = sequence.num_dropped * BLOCK_SIZE
+            rows = self._checked(request.request_id, sequence.block_table, wanted, first)
+            last, lasts = rows[-1], []
+            for position, token_id in enumerate(new, len(wanted)):
+                last = mix(last, token_id)
+                lasts.append(last)
+                self._write(sequence.block_table, position, last)
+            lasts_of.append(lasts)
+        drawn = [draw(lasts, choice.sampling.seed) for lasts in zip(*lasts_of, strict=True)]
+        tokens, choice.drafts = accept(choice.drafts, drawn), []
+        return tokens
+
+    def _first_tokens(self, requests: Sequence[LanguageRequest]) -> list[tuple[int, ...]]:
+        tokens: list[tuple[int, ...]] = []
+        for request in requests:
+            assert request.is_complete
+            lasts = [
+                self._checked(request.request_id, sequence.block_table, chain(sequence.prompt))[-1]
+                for sequence in request.sequences
+            ]
+            tokens.append(tuple(draw(lasts, sampling.seed) for sampling in request.request.sampling))
+        return tokens
+
+    def _guesses(self, choice: AnswerChoice) -> list[int]:
+        room = choice.stop.max_tokens - choice.num_generated - 1
+        guesses: list[int] = []
+        generated = choice.token_ids[choice.num_prompt_tokens :]
+        lasts = [chain(sequence.prompt, generated)[-1] for sequence in choice.sequences]
+        for is_right in self._draft(choice)[: max(0, room)]:
+            right = draw(lasts, choice.sampling.seed)
+            guesses.append(right if is_right else (right + 1) % NUM_TOKENS)
+            lasts = [mix(last, guesses[-1]) for last in lasts]
+        return guesses
+
+    def _checked(
+        self, request_id: str, block_table: Sequence[int], wanted: Sequence[int], first: int = 0
+    ) -> list[int]:
+        """The rows of the first tokens, as they are in the memory; before `first` they are not held."""
+        rows: list[int] = []
+        for block_id in block_table[: -(-len(wanted) // BLOCK_SIZE)]:
+            rows += self._rows[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE].tolist()
+        del rows[len(wanted) :]
+        if rows[first:] != list(wanted[first:]):
+            places = [p for p in range(first, len(wanted)) if p >= len(rows) or rows[p] != wanted[p]]
+            self._on_foreign(self.kv, request_id, sorted({block_table[p // BLOCK_SIZE] for p in places}))
+        return rows
+
+    def _write(self, block_table: Sequence[int], position: int, value: int) -> None:
+        self._rows[block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE] = value
+
+
+class ChainEncoder:
+    """As `encoder_service.runner.EncoderRunner`. `compute(seconds)`: lets time pass."""
+
+    def __init__(self, compute: Callable[[float], None]):
+        self._compute = compute
+
+    def prepare(self, item: MediaItem, is_wanted: Callable[[], bool]) -> Prepared:
+        grid = item.geometry.grid_thw
+        rows = [[row_value(item.media_hash, row)] for row in range(item.geometry.num_tokens)]
+        return Prepared({"rows": torch.tensor(rows)}, 1 if grid is None else grid[0])
+
+    def encode(self, modality: Any, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        self._compute(0.004)
+        outputs = []
+        for piece in pieces:
+            rows, num_units = piece.prepared.tensors["rows"], piece.prepared.num_units
+            outputs.append(rows[piece.start * len(rows) // num_units : piece.end * len(rows) // num_units])
+        return outputs

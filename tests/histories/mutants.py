@@ -1,0 +1,383 @@
+"""Planted bugs: each must be found by some seed. One entry is one small change of the product.
+
+`python -m tests.histories mutants` prints how many seeds each took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from cluster.engine import answers, kv_output, state
+from cluster.engine.engine import LanguageEngine
+from cluster.engine.features import FeatureStore
+from cluster.engine.lifecycle import Lifecycle
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory
+from cluster.kvcache.tier import KvTier
+from cluster.types.messages import Cancel, DecodeGranted, FeatureGranted
+from cluster.types.request import GenerateRequest
+from cluster.worker.outbox import Outbox
+from encoder_service.deliveries import Deliveries
+from encoder_service.engine import EncoderEngine
+from kv_transfer.lease import lease_writer
+from kv_transfer.lease.receiver import Receiver
+from kv_transfer.lease.sender import Sender
+from router.admission.controller import AdmissionController
+from router.flow.attempts import Attempts
+from router.flow.media import MediaFlow
+from router.flow.request_flow import RequestFlow
+from router.flow.state import Attempt, ChoiceState
+from router.policy.cluster import ClusterView
+from router.policy.pool import WorkerPool
+from tests.histories.history import HistoryError, play
+
+Change = tuple[Any, str, Callable[..., Any]]  # owner, name, what takes its place
+MAX_SEEDS = 600
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+# ---------------------------------------------------------------------------------------------------- leases
+
+
+def fence_removed() -> Change:
+    """The blocks of a cancelled lease are free although its writer has not stopped."""
+    return Receiver, "cancel", lambda self, lease_id: self.revoke(lease_id, "cancelled")
+
+
+def generation_not_bumped() -> Change:
+    free = BlockPool.free
+
+    def kept(self: BlockPool, block_ids: Any) -> None:
+        generations = list(self._generations)
+        free(self, block_ids)
+        self._generations = generations
+
+    return BlockPool, "free", kept
+
+
+def lease_time_from_open() -> Change:
+    """The writer's time counts from when it begins, not from when the grant came."""
+    open_ = Sender.open
+
+    def late(self: Sender, received: Any) -> Any:
+        return open_(self, received.grant.received(self._now()))
+
+    return Sender, "open", late
+
+
+def no_margin() -> Change:
+    init = Receiver.__init__
+
+    def without(self: Receiver, agent: Any, memory: Any, clock: Any, margin_s: float, *args: Any) -> None:
+        init(self, agent, memory, clock, 0.0, *args)
+
+    return Receiver, "__init__", without
+
+
+def done_before_the_bytes() -> Change:
+    """The writer says that it is done while writes are in flight."""
+    settle = lease_writer.LeaseWriter._settle
+
+    def forgets(self: Any) -> None:
+        settle(self)
+        if self.outgoing.payload is not None:
+            self._in_flight = []
+
+    return lease_writer.LeaseWriter, "_settle", forgets
+
+
+def late_write_ignored() -> Change:
+    return Lifecycle, "fail_holders", nothing
+
+
+def late_embeddings_ignored() -> Change:
+    return Lifecycle, "fail_readers", nothing
+
+
+def late_word_unnoticed() -> Change:
+    """The owner does not look who else holds the blocks."""
+
+    def ignored(self: Receiver, peer: str, envelope: Any) -> None:
+        self._taken_back.pop(envelope.lease_id, None)
+
+    return Receiver, "_on_word_without_lease", ignored
+
+
+def dead_writer_waited_for() -> Change:
+    """A lease whose writer has ended is never closed."""
+    expire = Receiver._expire
+
+    def forgets(self: Receiver) -> None:
+        now = self._clock.now()
+        self._expiries = [each for each in self._expiries if each[0] > now] or self._expiries
+        if self._expiries and self._expiries[0][0] > now:
+            expire(self)
+
+    return Receiver, "_expire", forgets
+
+
+def grant_not_returned() -> Change:
+    """A grant that comes after its request has ended is kept."""
+    handle = RequestFlow._on_worker_message
+
+    def keeps(self: RequestFlow, worker: Any, message: Any, now: float) -> None:
+        if not isinstance(message, DecodeGranted | FeatureGranted):
+            handle(self, worker, message, now)
+
+    return RequestFlow, "_on_worker_message", keeps
+
+
+# --------------------------------------------------------------------------------------------------- engines
+
+
+def cancel_lost() -> Change:
+    return Lifecycle, "cancel", nothing
+
+
+def door_drop_frees_the_first() -> Change:
+    def first(self: LanguageEngine, door: int) -> None:
+        for request_id in self._requests.of_door(door)[:1]:
+            self.cancel(request_id)
+
+    return LanguageEngine, "drop_door", first
+
+
+def encoder_keeps_dropped_doors() -> Change:
+    return EncoderEngine, "drop_door", nothing
+
+
+def companion_forgotten() -> Change:
+    """A guided choice that ends frees the blocks of its own sequence only."""
+    end_choice = Lifecycle.end_choice
+
+    def half(self: Lifecycle, request: Any, choice: Any) -> None:
+        choice.sequences = choice.sequences[:1]
+        end_choice(self, request, choice)
+
+    return Lifecycle, "end_choice", half
+
+
+def partial_block_shared() -> Change:
+    """The last block of a prompt is not copied for the other choices."""
+    return BlockMemory, "copy_blocks", nothing
+
+
+def preempted_keeps_blocks() -> Change:
+    def forgets(self: Lifecycle, request: Any) -> None:
+        self.num_preempted += 1
+        self.close(request, "preempted")
+
+    return Lifecycle, "preempt", forgets
+
+
+def stop_token_ignored() -> Change:
+    """By the worker that computes the prompt and by the one that generates."""
+    return state, "finish_reason", lambda token_id, num_generated, stop: (
+        state.FinishReason.LENGTH if num_generated >= stop.max_tokens else None
+    )
+
+
+def registered_too_early() -> Change:
+    """A block counts as cached before its last token is computed."""
+    register = answers.register_computed
+
+    def early(sequence: Any, blocks: Any) -> None:
+        computed, sequence.num_computed_tokens = sequence.num_computed_tokens, sequence.num_computed_tokens + 1
+        register(sequence, blocks)
+        sequence.num_computed_tokens = computed
+
+    return answers, "register_computed", early
+
+
+def last_block_not_sent() -> Change:
+    """The partly filled block at the end of a prompt does not travel."""
+    new_blocks = kv_output._new_blocks
+
+    def short(request: Any, sequence: Any, num_computed: int, block_size: int) -> range:
+        found = new_blocks(request, sequence, num_computed, block_size)
+        end = sequence.num_prompt_tokens // block_size
+        return range(found.start, max(found.start, min(found.stop, end)))
+
+    return kv_output, "_new_blocks", short
+
+
+def rows_not_released() -> Change:
+    """Room for embeddings is kept when a request that shares them ends."""
+    release = FeatureStore.release
+
+    def keeps(self: FeatureStore, key: Any, *, has_ended: bool = False) -> None:
+        copy = self._items.get(key)
+        if copy is None or len(copy.consumers) < 2:
+            release(self, key, has_ended=has_ended)
+
+    return FeatureStore, "release", keeps
+
+
+def shared_rows_not_granted_again() -> Change:
+    """The owner of a shared copy leaves, and no other encoder is asked."""
+
+    def forgets(self: FeatureStore, lease_id: str, *, completed: bool) -> list[Any]:
+        copy = self._by_lease.get(lease_id)
+        if copy is not None and not completed:
+            completed = bool(copy.consumers)
+        return close(self, lease_id, completed=completed)
+
+    close = FeatureStore.close_lease
+    return FeatureStore, "close_lease", forgets
+
+
+def encoder_lost_ignored() -> Change:
+    return FeatureStore, "renew", nothing
+
+
+def pin_kept() -> Change:
+    """Embeddings stay pinned after they were sent."""
+    on_transfer = Deliveries.on_transfer
+
+    def keeps(self: Deliveries, event: Any, at: float) -> None:
+        with patch.object(self._cache, "unpin", nothing):
+            on_transfer(self, event, at)
+
+    return Deliveries, "on_transfer", keeps
+
+
+def unwanted_grant_kept() -> Change:
+    """A grant for embeddings that are not wanted any more is left to expire."""
+    return Deliveries, "return_grant", nothing
+
+
+def stale_tier() -> Change:
+    """A block is copied to the second tier although it holds something else by now."""
+    return KvTier, "_is_there", lambda self, block: True
+
+
+def outbox_forgets_doors() -> Change:
+    """A door that is gone is still told everything."""
+    return Outbox, "remove_door", nothing
+
+
+# ----------------------------------------------------------------------------------------------------- doors
+
+
+def first_token_twice() -> Change:
+    arrived = ChoiceState.arrived
+
+    def twice(self: ChoiceState, event: Any, is_first: bool) -> Any:
+        return (event, *arrived(self, event, is_first)) if is_first else arrived(self, event, is_first)
+
+    return ChoiceState, "arrived", twice
+
+
+def early_tokens_lost() -> Change:
+    """Decode's tokens that overtake the first one are dropped."""
+    arrived = ChoiceState.arrived
+
+    def loses(self: ChoiceState, event: Any, is_first: bool) -> Any:
+        if is_first:
+            self._early = []
+        return arrived(self, event, is_first)
+
+    return ChoiceState, "arrived", loses
+
+
+def resumed_one_token_back() -> Change:
+    """The last token before a preemption is generated, and told, again."""
+    resumed = GenerateRequest.resumed
+
+    def back(self: Any, request_id: str, choice_idx: int, token_ids: Any, waited_s: float) -> Any:
+        return resumed(self, request_id, choice_idx, token_ids[:-1], waited_s)
+
+    return GenerateRequest, "resumed", back
+
+
+def charge_kept() -> Change:
+    return WorkerPool, "discharge", nothing
+
+
+def in_flight_kept() -> Change:
+    return ClusterView, "ended", nothing
+
+
+def admission_kept() -> Change:
+    return AdmissionController, "leave", nothing
+
+
+def lost_worker_unnoticed() -> Change:
+    return Attempts, "on_lost", nothing
+
+
+def deadline_ignored() -> Change:
+    return RequestFlow, "_end_overdue", nothing
+
+
+def landed_without_cancel() -> Change:
+    """Workers are not told that a request is over."""
+
+    def quiet(self: Attempts, attempt: Any, now: float) -> None:
+        land(self, attempt, now)
+        kept = [each for each in self._outputs if not isinstance(getattr(each, "message", None), Cancel)]
+        self._outputs[:] = kept
+
+    land = Attempts._land
+    return Attempts, "_land", quiet
+
+
+def suspect_held_for_ever() -> Change:
+    """An item that waits for another suspect is forgotten."""
+
+    def forgets(self: MediaFlow, attempt: Any, item_idx: int, now: float) -> None:
+        encoder = attempt.media[item_idx].encoder
+        if self._suspects.get(encoder) == (attempt, item_idx):
+            del self._suspects[encoder]
+
+    return MediaFlow, "_release", forgets
+
+
+def needs_no_worker() -> Change:
+    """The loss of the worker that computes a prompt ends no attempt."""
+    needs = Attempt.needs
+    return Attempt, "needs", lambda self, worker: needs(self, worker) and worker is self.decode
+
+
+def drained_worker_kept() -> Change:
+    return Attempts, "check_drained", nothing
+
+
+MUTANTS: dict[str, Callable[[], Change]] = {
+    each.__name__: each
+    for each in (
+        fence_removed, generation_not_bumped, lease_time_from_open, no_margin, done_before_the_bytes,
+        late_write_ignored, late_embeddings_ignored, late_word_unnoticed, dead_writer_waited_for, grant_not_returned,
+        cancel_lost, door_drop_frees_the_first, encoder_keeps_dropped_doors, companion_forgotten,
+        partial_block_shared, preempted_keeps_blocks, stop_token_ignored, registered_too_early,
+        last_block_not_sent, rows_not_released, shared_rows_not_granted_again, encoder_lost_ignored, pin_kept,
+        unwanted_grant_kept, stale_tier, outbox_forgets_doors, first_token_twice, early_tokens_lost,
+        resumed_one_token_back, charge_kept, in_flight_kept, admission_kept, lost_worker_unnoticed,
+        deadline_ignored, landed_without_cancel, suspect_held_for_ever, needs_no_worker, drained_worker_kept,
+    )
+}  # fmt: skip
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    owner, attribute, function = MUTANTS[name]()
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(owner, attribute, function))
+        yield
+
+
+def seeds_to_find(name: str, max_seeds: int = MAX_SEEDS) -> tuple[int, str] | None:
+    """How many seeds it took, and what was seen. None: it was not found."""
+    with planted(name):
+        for seed in range(max_seeds):
+            try:
+                play(seed)
+            except HistoryError as error:
+                return seed + 1, str(error).partition("\n")[0].partition(": ")[2]
+    return None

@@ -1,0 +1,67 @@
+"""Histories: the whole cluster in virtual time, with everything that can go wrong. `tests/histories/history.py`
+says what one is; `make histories` runs 100,000."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.histories import steps
+from tests.histories.history import History, play
+from tests.histories.mutants import MUTANTS, seeds_to_find
+
+NUM_HISTORIES, CHUNK = 500, 100
+SEED = 12
+STRIDE = 29  # every how many steps a process is killed here; `make histories` kills it at all of them
+CHEAP_MUTANTS = ("first_token_twice", "cancel_lost", "admission_kept", "partial_block_shared")
+
+
+@pytest.mark.parametrize("first", range(0, NUM_HISTORIES, CHUNK))
+def test_nothing_is_wrong_lost_doubled_or_left(first: int) -> None:
+    counts = sum((play(seed) for seed in range(first, first + CHUNK)), Counter())
+    for kind in ("right", "cancelled", "kills", "cuts", "stops", "partitions", "transport faults", "door kills"):
+        assert counts[kind] > 0, kind
+
+
+@pytest.mark.parametrize("victim", steps.VICTIMS)
+def test_a_process_may_die_at_any_step(victim: str) -> None:
+    assert steps.crash_everywhere(victim, first=steps.VICTIMS.index(victim) + 1, stride=STRIDE) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", steps.VICTIMS)
+def test_a_process_may_die_at_every_step(victim: str) -> None:
+    assert steps.crash_everywhere(victim) > 100
+
+
+@pytest.mark.parametrize("name", CHEAP_MUTANTS)
+def test_a_planted_bug_is_found_at_once(name: str) -> None:
+    assert seeds_to_find(name, max_seeds=30) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_planted_bug_is_found(name: str) -> None:
+    assert seeds_to_find(name) is not None
+
+
+def test_a_seed_is_one_history() -> None:
+    """Also in another process, whatever the hashes of strings are there."""
+    traces = []
+    for _ in range(2):
+        history = History(SEED)
+        history.run()
+        traces.append("\n".join(history.trace_lines()))
+    assert traces[0] == traces[1] and len(traces[0]) > 5000
+    elsewhere = subprocess.run(
+        [sys.executable, "-m", "tests.histories", "run", str(SEED), "--trace"],
+        env={**os.environ, "PYTHONHASHSEED": "17"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert elsewhere.stdout.startswith(traces[0])

@@ -1,0 +1,308 @@
+"""Worker processes: the product's engines, transfer engines, feature memory and message handling, on simulated
+threads, with a chain in place of the model (`tests.histories.model`).
+
+Only what touches the outside is replaced: sockets, threads, the clock, transports, models.
+
+    event loop   messages of doors (`WorkerShell`)
+    engine       `LanguageEngine`; of a worker that also encodes, `EncoderEngine` on a thread of its own
+    transfer     `TransferEngine`, woken by what lands or arrives and, while a lease is open, every POLL_S
+    prepare      makes tensors of media
+    tier         copies KV to a slow second tier
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from cluster.engine.engine import LanguageEngine
+from cluster.engine.features import FeatureStore
+from cluster.engine.limits import StepLimits
+from cluster.engine.worker import LanguageWorker, OwnEmbeddings
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory, feature_layout
+from cluster.kvcache.tier import KvTier
+from cluster.kvcache.tier_slots import HostSlots
+from cluster.scheduling.keys import SchedulingPolicy
+from cluster.types.members import Member, ProcessId, Role
+from cluster.worker.cpu_slots import no_cpu_slots
+from cluster.worker.outbox import Outbox
+from cluster.worker.process import WorkerProcess
+from cluster.worker.pulse import Pulse
+from cluster.worker.seat import EngineSeat
+from cluster.worker.shell import WorkerShell
+from encoder_service.cache import EmbeddingCache
+from encoder_service.calls import EncoderLimits
+from encoder_service.engine import EncoderEngine
+from encoder_service.service import Encoder
+from kv_transfer.lease.events import LateWrite, LeaseEvent, TransferEngineFailed
+from kv_transfer.lease.transfer_engine import TransferEngine
+from tests.fakes.kv_rows import KV_LAYOUT
+from tests.histories.model import BLOCK_SIZE, ChainEncoder, ChainRunner
+from tests.histories.scheduler import SimulatedProcess, SimulatedThread, SkewedClock
+from tests.histories.threads import SimulatedExecutor, SimulatedTransferEngine, ThreadHost, TransferTurns, TurnLoop
+
+FEATURE_LAYOUT = feature_layout(1, BLOCK_SIZE, torch.int64)
+POLICY = SchedulingPolicy(aging_s=5.0, tokens_per_s=2000.0, text_share=0.3)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of all workers of one history."""
+
+    kv_blocks: int = 24
+    feature_blocks: int = 6
+    cache_blocks: int = 6
+    step_tokens: int = 12
+    max_sequences: int = 4
+    tier_bytes: int = 0  # of the second tier
+    window: int | None = None
+    margin_s: float = 2.0
+    max_queued_rows: int = 1000
+
+    @property
+    def encoder_limits(self) -> EncoderLimits:
+        return EncoderLimits(4, 16, 8, 1 << 20, 100, 1 << 20, self.max_queued_rows, 2)
+
+
+class WorkerHost(ThreadHost):
+    """What the world lends to each worker."""
+
+    sizes: Sizes
+    has_ended: Callable[[ProcessId], bool]
+    make_agent: Callable[[str, SimulatedThread], Any]
+    draft: Callable[..., Sequence[bool]]
+    on_foreign: Callable[..., None]  # (worker, memory, request id, blocks)
+
+
+class SimulatedSeat(EngineSeat):
+    def __init__(self, name: str, worker: SimulatedWorker, deliver: Callable[..., None]):
+        self.name = name
+        self.outbox = Outbox(deliver)
+        self.pulse = Pulse(worker.clock)
+        self.cpu_slots = no_cpu_slots(worker.clock)
+        self._worker = worker
+
+    def attach(self, engine: Any) -> None:
+        self.engine = engine
+        self.loop: Any = TurnLoop(self._worker.host, self._worker.thread(self.name), self._worker.clock, engine)
+
+
+class SimulatedParts(WorkerProcess):
+    """`WorkerProcess` without sockets, threads and the real clock."""
+
+    def __init__(self, worker: SimulatedWorker, **memories: BlockMemory | None):
+        """`kv_out`, `kv_in`, `features`, `embeddings`."""
+        self._worker, self.clock = worker, worker.clock
+        kv_out, kv_in = memories.get("kv_out"), memories.get("kv_in")
+        features, embeddings = memories.get("features"), memories.get("embeddings")
+        has_two = features is not None and (kv_in is not None or embeddings is not None)
+        self.transfer_engine = worker.transfer(
+            "transfer",
+            self._on_own_transfer,
+            outgoing=kv_out if has_two else kv_out or embeddings,
+            incoming=kv_in if has_two else kv_in or features,
+        )
+        self.feature_transfer_engine = self.transfer_engine
+        self._shares_engine = not has_two and features is not None
+        if has_two:
+            self.feature_transfer_engine = worker.transfer(
+                "features", self._on_features, outgoing=embeddings, incoming=features
+            )
+        self._group = self._ranks = None
+        self.seat = self.encoder_seat = SimulatedSeat("engine", worker, self._deliver)
+        if has_two and embeddings is not None:
+            self.encoder_seat = SimulatedSeat("encoder", worker, self._deliver)
+        self._seats = list(dict.fromkeys([self.seat, self.encoder_seat]))
+
+    def attach(self, on_message: Callable[..., None]) -> None:
+        worker = self._worker
+        self.loop = self.seat.loop
+        setup: Any = SimpleNamespace(address="unix:/nowhere", replica_id=worker.replica_id, secret=None)
+        self.shell = WorkerShell(setup, self._seats, on_message)
+        event_loop: Any = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=worker.soon)
+        self.shell._event_loop = event_loop
+
+    def _on_transfer(self, event: Any) -> None:
+        self._check(event)
+        super()._on_transfer(event)
+        if isinstance(event, LateWrite):
+            self.loop.call(self._worker.told_late, self.transfer_engine, event.block_ids)
+
+    def _on_features(self, event: Any) -> None:
+        self._check(event)
+        super()._on_features(event)
+        if isinstance(event, LateWrite):
+            self.loop.call(self._worker.told_late, self.feature_transfer_engine, event.block_ids)
+
+    def _check(self, event: Any) -> None:
+        if isinstance(event, TransferEngineFailed):
+            raise AssertionError(f"a transfer step of {self._worker.name} raised") from event.error
+        if isinstance(event, LeaseEvent):
+            self._worker.note(f"lease {event}")
+
+
+class SimulatedEncoder(Encoder):
+    def __init__(self, worker: SimulatedWorker):
+        self.worker = worker
+        self.memory = BlockMemory(FEATURE_LAYOUT, worker.host.sizes.cache_blocks)
+        self.row_bytes = 8
+        self.modalities = ("image", "video", "audio")
+
+    def attach(self, process: Any, own_prompts: OwnEmbeddings | None = None) -> None:
+        worker, seat = self.worker, process.encoder_seat
+        self.pool = BlockPool(self.memory.num_blocks, BLOCK_SIZE)
+        self.cache = EmbeddingCache(self.memory, self.pool)
+        runner: Any = ChainEncoder(partial(worker.compute, seat.name))
+        self.executor: Any = SimulatedExecutor(worker.host, worker.process, "prepare")
+        self.engine = EncoderEngine(
+            runner, self.cache, process.feature_transfer_engine, seat.outbox, worker.clock, self.executor,
+            worker.host.sizes.encoder_limits, POLICY, seat.cpu_slots, own_prompts,
+        )  # fmt: skip
+        seat.attach(self.engine)
+        self.engine.attach(seat.loop)
+        self._seat, self._clock = seat, worker.clock
+
+
+class SimulatedLanguage(LanguageWorker):
+    def __init__(self, worker: SimulatedWorker, role: Role):
+        host, sizes = worker.host, worker.host.sizes
+        self.kv = BlockMemory(KV_LAYOUT, sizes.kv_blocks)
+        feature_memory = BlockMemory(FEATURE_LAYOUT, sizes.feature_blocks) if role.prefills else None
+        self._encoder = encoder = SimulatedEncoder(worker) if role.encodes else None
+        process = SimulatedParts(
+            worker,
+            kv_out=self.kv if role.prefills else None,
+            kv_in=self.kv if role.decodes else None,
+            features=feature_memory,
+            embeddings=None if encoder is None else encoder.memory,
+        )
+        self._features = None
+        if feature_memory is not None:
+            self.feature_pool = BlockPool(feature_memory.num_blocks, BLOCK_SIZE)
+            self._features = FeatureStore(feature_memory, self.feature_pool, process.feature_transfer_engine)
+        self.pool = BlockPool(sizes.kv_blocks, BLOCK_SIZE)
+        runner: Any = ChainRunner(
+            self.kv,
+            self._features,
+            partial(worker.compute, "engine"),
+            partial(host.on_foreign, worker),
+            host.draft,
+        )
+        self._tier = self._make_tier(worker) if sizes.tier_bytes else None
+        model: Any = SimpleNamespace(
+            positions=lambda prompt: SimpleNamespace(delta=0),
+            chunk_cut_spans=False,
+            kv_layout=KV_LAYOUT,
+            num_layers=1,
+            sliding_window=sizes.window if role.decodes else None,
+        )
+        limits = StepLimits(sizes.step_tokens, sizes.max_sequences if role.decodes else 0, target_s=1.0)
+        self._engine = LanguageEngine(
+            model, runner, self.pool, process.kv_transfer_engine, process.seat.outbox, worker.clock, POLICY,
+            limits, process.seat.cpu_slots, features=self._features, tier=self._tier, allows_recompute=True,
+            on_ended=worker.ended.append,
+        )  # fmt: skip
+        self._engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last
+        self._process, self._model = process, model
+        self._granting_engines = [
+            *([process.kv_transfer_engine] if role.decodes else []),
+            *([process.feature_transfer_engine] if role.prefills else []),
+        ]
+        self._take_seats(process)
+        if self._tier is not None:
+            self._tier.start(process.loop.call)
+
+    def _make_tier(self, worker: SimulatedWorker) -> KvTier:
+        executor = SimulatedExecutor(worker.host, worker.process, "tier", is_serial=True)
+        levels = [HostSlots(worker.host.sizes.tier_bytes, KV_LAYOUT.block_bytes)]
+        return KvTier(self.kv, lambda block: self.pool.generations([block])[0], levels, executor, worker.clock)
+
+
+class SimulatedWorker:
+    """One incarnation of a worker."""
+
+    def __init__(self, host: WorkerHost, replica_id: str, role: Role, number: int, clock: SkewedClock):
+        """`number`: of the incarnation, unique in the history."""
+        self.host, self.replica_id, self.role, self.clock = host, replica_id, role, clock
+        self.name = f"{replica_id}@{number}"
+        self.process = SimulatedProcess(self.name)
+        self.process_id = ProcessId("host", 0, number, 0)
+        self.ended: list[str] = []  # requests whose answers were to be generated here, once each
+        self.late_blocks: dict[BlockMemory, set[int]] = {}  # written late, and the engine is not told yet
+        self.event_loop = SimulatedThread(self.process, "loop")
+        self._threads: dict[str, SimulatedThread] = {}
+        self.transfer_engines: dict[str, TransferEngine] = {}  # by agent
+        self.language: SimulatedLanguage | None = None
+        if role is Role.ENCODE:
+            self.encoder: SimulatedEncoder | None = SimulatedEncoder(self)
+            self.parts = SimulatedParts(self, embeddings=self.encoder.memory)
+            self.encoder.attach(self.parts)
+            self.parts.attach(self.encoder.on_message)
+        else:
+            self.language = SimulatedLanguage(self, role)
+            self.parts, self.encoder = self.language._process, self.language._encoder
+
+    @property
+    def shell(self) -> WorkerShell:
+        return self.parts.shell
+
+    @property
+    def engines(self) -> list[Any]:
+        return [seat.engine for seat in self.parts._seats]
+
+    def member(self) -> Member:
+        return Member(
+            self.replica_id,
+            self.role,
+            self.replica_id,
+            "model",
+            "layout",
+            self.host.sizes.cache_blocks if self.language is None else self.host.sizes.kv_blocks,
+            ("image", "video", "audio") if self.role.encodes else (),
+            block_bytes=KV_LAYOUT.block_bytes,
+            processes=(self.process_id,),
+            row_bytes=8 if self.role.encodes else 0,
+        )
+
+    def pool_of(self, memory: BlockMemory) -> BlockPool:
+        """Of a memory that others write into."""
+        assert self.language is not None
+        return self.language.pool if memory is self.language.kv else self.language.feature_pool
+
+    def thread(self, name: str) -> SimulatedThread:
+        return self._threads.setdefault(name, SimulatedThread(self.process, name))
+
+    def soon(self, function: Callable[..., None], *args: Any) -> None:
+        """On the event loop."""
+        self.host.scheduler.after(0.0001, self.event_loop, "", function, *args)
+
+    def compute(self, thread_name: str, seconds: float) -> None:
+        self.host.scheduler.pass_time(self.thread(thread_name), seconds)
+
+    def transfer(self, name: str, on_event: Callable[..., None], **memories: Any) -> TransferEngine:
+        thread = self.thread(name)
+        turns, agent = TransferTurns(self.host, thread), self.host.make_agent(f"{self.name}-{name}", thread)
+        engine = SimulatedTransferEngine(
+            agent,
+            self.clock,
+            on_event,
+            margin_s=self.host.sizes.margin_s,
+            has_ended=self.host.has_ended,
+            **memories,
+        )
+        turns.engine, engine.on_wake, agent.wake = engine, turns.wake, turns.wake
+        self.transfer_engines[agent.name] = engine
+        return engine
+
+    def told_late(self, engine: TransferEngine, block_ids: Sequence[int]) -> None:
+        assert engine._receiver is not None
+        self.late_blocks.get(engine._receiver._incoming.memory, set()).difference_update(block_ids)
+
+    def note(self, what: str) -> None:
+        self.host.scheduler.note(self.name, what)
