@@ -273,17 +273,9 @@ class LanguageEngine:
             self.planner.remove(sequence)
         else:
             self.planner.has_computed(sequence)
-        self._release_merged(request)
+        self._lifecycle.release_merged(request)
         if not request.is_complete:
             self._send_computed(request)
-
-    def _release_merged(self, request: LanguageRequest) -> None:
-        """Releases items whose embeddings no further step reads."""
-        if self._features is None:
-            return
-        for item_idx, item in enumerate(request.main.prompt.media):
-            if item.end <= request.main.num_computed_tokens:
-                self._features.release((request.request_id, item_idx))
 
     def _end_prompts(self, requests: Sequence[LanguageRequest]) -> None:
         """`requests`: those with a prompt in the step, unless they have ended."""

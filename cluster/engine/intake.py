@@ -84,6 +84,7 @@ class Intake:
         """The prompts of the request are computed from now on, as far as they are not here."""
         request.move(LanguagePhase.COMPUTING)
         self._held.computing.add(request.request_id)
+        self._lifecycle.release_merged(request)  # room of items that are cached: the next item may need it
         self._lifecycle.count_missing(request)
         for sequence in request.sequences:
             if not sequence.is_complete:

@@ -144,6 +144,14 @@ class Lifecycle:
             if is_harmed and not request.is_closing:
                 self.fail(request, UnavailableError(why))
 
+    def release_merged(self, request: LanguageRequest) -> None:
+        """Releases items whose embeddings no further step reads: they are computed, or in the cached prefix."""
+        if self._held.features is None:
+            return
+        for item_idx, item in enumerate(request.main.prompt.media):
+            if item.end <= request.main.num_computed_tokens:
+                self._held.features.release((request.request_id, item_idx))
+
     def on_sent(self, request: LanguageRequest, event: LeaseEvent | SendEvent) -> None:
         """The transfer of the request's KV to another worker has ended."""
         if request.is_closing or isinstance(event, Finished):

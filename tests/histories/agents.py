@@ -1,7 +1,7 @@
 """Transfer agents of simulated processes: one-sided writes and notifications whose delivery the scheduler
 drives.
 
-    post      the bytes land later; in order with everything else between the two agents
+    post      the bytes land inside the call, or later, in order with what else is between the two agents
     notify    arrives behind the writes that were posted before
     release   a write that has not landed never lands
     death     of the writer: what it had posted lands at once, or never. Of the owner: posts raise
@@ -85,7 +85,9 @@ class TransferNetwork:
         self._arrives_at[pair] = at
         return at
 
-    def post(self, write: SimulatedWrite) -> None:
+    def post(self, write: SimulatedWrite, *, at_once: bool) -> None:
+        if at_once and not self.is_parted(write.source.thread.process, write.target.thread.process):
+            return self._land(write)
         at = self.arrival(write.source, write.target)
         self.scheduler.at(at, write.source.nic, "", self._land_if_connected, write)
 
@@ -160,13 +162,13 @@ class SimulatedAgent:
         locate(remote, target._table.regions)
         write = SimulatedWrite(self, target, local.copy(), remote.copy(), num_stops)
         self.pending.append(write)
-        self._network.post(write)
+        self._network.post(write, at_once=bool(stall_s) or self._network.rng.random() < 0.3)
         return write
 
     def poll(self, handle: SimulatedWrite) -> TransferState:
         error = self._network.faults.failing.pop("poll", None)
         if handle.state is TransferState.PENDING:
-            if error is not None:
+            if error is not None and not handle.target.is_closed:
                 half = len(handle.local) // 2
                 self._network.check_landing(handle)
                 _move(handle.local[:half], handle.remote[:half])

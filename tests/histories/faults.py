@@ -116,8 +116,11 @@ class Faults:
         self.world.transfers.faults.notifications.append("doubled")
 
     def stall_write(self) -> None:
-        worker = self._worker()
-        if worker is not None:
+        """Of a worker that has something to write, if there is one."""
+        writers = [worker for worker in self.world.live_workers if worker.role.encodes or worker.role.prefills]
+        busy = [worker for worker in writers if any(e.num_open for e in worker.transfer_engines.values())]
+        if writers:
+            worker = self.rng.choice(busy or writers)
             self.world.transfers.faults.stalls[worker.process] = LATE_S
             self._lasts(LATE_S + 1.0)
 

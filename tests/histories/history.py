@@ -84,17 +84,24 @@ class History:
             ),
             is_one_host=rng.random() < 0.6,
             drafts=rng.choice([0.0, 0.0, 0.7]),
+            overcommit=rng.choice([1, 1, 4]),
             skew=rng.random() < 0.5,
         )
 
     def run(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
         with alone() as errors, self.world.lease_ids(), cut_ends(self.cut_blocks):
+            failure: Exception | None = None
             try:
                 counts = self._play()
-                if errors:
-                    raise AssertionError(f"an error was logged: {errors[0].getMessage()}") from _cause(errors[0])
             except Exception as error:
-                raise HistoryError(self.seed, self.world, error) from error
+                failure = error
+            if errors:  # it came first
+                cause = _cause(errors[0])
+                failure = AssertionError(f"an error was logged: {errors[0].getMessage()}: {cause!r}")
+                failure.__cause__ = cause
+            if failure is not None:
+                raise HistoryError(self.seed, self.world, failure) from failure
         counts += self._seen()
         return counts
 
@@ -104,8 +111,8 @@ class History:
 
     def _play(self) -> Counter[str]:
         rng, scheduler = self.rng, self.world.scheduler
-        last_s = rng.choice([0.03, 0.1, 0.4])
-        num_requests = rng.randint(2, 7)
+        last_s = rng.choice([0.03, 0.1, 0.4]) if self.world.shape.overcommit == 1 else 0.03
+        num_requests = rng.randint(2, 7) + (6 if self.world.sizes.tier_bytes else 0)
         for idx in range(num_requests):
             scheduler.at(0.05 + rng.uniform(0.0, last_s), None, "", self._submit, f"r{idx}")
         self.faults.plan(rng.randint(0, self.hostility) if self.hostility else 0, 0.05 + 1.5 * last_s)
@@ -149,7 +156,7 @@ class History:
         if door is None:
             return
         while True:
-            request, items = draw_request(self.rng, request_id)
+            request, items = draw_request(self.rng, request_id, 9 if self.world.shape.overcommit == 1 else 28)
             if request.max_blocks(BLOCK_SIZE) <= self.world.sizes.kv_blocks:
                 break
         door.later(0.0, self._submit_at, door, request, items)

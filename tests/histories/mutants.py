@@ -35,7 +35,7 @@ from router.policy.pool import WorkerPool
 from tests.histories.history import HistoryError, play
 
 Change = tuple[Any, str, Callable[..., Any]]  # owner, name, what takes its place
-MAX_SEEDS = 600
+MAX_SEEDS = 300
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -256,14 +256,14 @@ class SimulatedWorker:
     def engines(self) -> list[Any]:
         return [seat.engine for seat in self.parts._seats]
 
-    def member(self) -> Member:
+    def member(self, overcommit: int = 1) -> Member:
         return Member(
             self.replica_id,
             self.role,
             self.replica_id,
             "model",
             "layout",
-            self.host.sizes.cache_blocks if self.language is None else self.host.sizes.kv_blocks,
+            self.host.sizes.cache_blocks if self.language is None else self.host.sizes.kv_blocks * overcommit,
             ("image", "video", "audio") if self.role.encodes else (),
             block_bytes=KV_LAYOUT.block_bytes,
             processes=(self.process_id,),

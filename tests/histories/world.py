@@ -38,6 +38,7 @@ class Shape:
     admission: AdmissionArgs = AdmissionArgs(max_outstanding_s=1e9)
     is_one_host: bool = True  # the end of a process is known to all others
     drafts: float = 0.0  # the share of guesses that are right; 0: none
+    overcommit: int = 1  # doors believe that workers have so many times the blocks: answers are preempted
     skew: bool = False
 
 
@@ -132,7 +133,7 @@ class World(WorkerHost):
         door.later(0.001 + 0.01 * self.rng.random(), self._push, door, role)
 
     def _push(self, door: SimulatedDoor, role: Role) -> None:
-        members = [worker.member() for worker in self.workers.values() if worker.role is role]
+        members = [worker.member(self.shape.overcommit) for worker in self.workers.values() if worker.role is role]
         door.members.update(role, members)
 
     def kill(self, process: SimulatedProcess) -> None:
