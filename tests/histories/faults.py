@@ -21,8 +21,9 @@ LATE_S = 14.0  # longer than the time of a lease and its margin
 
 
 class Faults:
-    def __init__(self, world: World, rng: Random):
-        self.world, self.rng = world, rng
+    def __init__(self, world: World, rng: Random, submit: Callable[[], None]):
+        """`submit()`: one more request."""
+        self.world, self.rng, self._submit = world, rng, submit
         self.counts: Counter[str] = Counter()
         self.ends_at = 0.0
         self.kinds: dict[str, tuple[float, Callable[[], None]]] = {
@@ -35,7 +36,8 @@ class Faults:
             "transport faults": (1.5, self.break_transport),
             "lost notifications": (0.5, self.lose_notification),
             "doubled notifications": (0.5, self.double_notification),
-            "late writes": (0.6, self.stall_write),
+            "late writes": (0.8, self.stall_write),
+            "hung engines": (0.6, self.hang),
             "slow networks": (0.6, self.slow_network),
             "slow disks": (0.5, self.slow_disk),
             "drains": (0.4, self.drain),
@@ -91,6 +93,7 @@ class Faults:
         process, seconds = self._process(), self.rng.choice(STOPS_S)
         if process is not None:
             self.world.stop_for(process, seconds)
+            self._more_until(seconds)
             self._lasts(seconds)
 
     def part_door(self) -> None:
@@ -122,7 +125,20 @@ class Faults:
         if writers:
             worker = self.rng.choice(busy or writers)
             self.world.transfers.faults.stalls[worker.process] = LATE_S
+            self._more_until(LATE_S)
             self._lasts(LATE_S + 1.0)
+
+    def hang(self) -> None:
+        """A step of one engine lasts long; the other threads of its process go on."""
+        worker, seconds = self._worker(), self.rng.choice([0.5, 3.0, 13.0])
+        if worker is not None:
+            self.world.hangs[worker.process] = seconds
+            self._lasts(seconds + 0.5)
+
+    def _more_until(self, seconds: float) -> None:
+        """Requests that take the blocks which others have lost by then."""
+        for _ in range(4):
+            self.world.scheduler.after(seconds - 0.06 * self.rng.random(), None, "", self._submit)
 
     def slow_network(self) -> None:
         network, rng = self.world.network, self.rng
@@ -164,3 +180,4 @@ class Faults:
         faults.failing.clear()
         faults.notifications.clear()
         faults.stalls.clear()
+        self.world.hangs.clear()

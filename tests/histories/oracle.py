@@ -14,6 +14,7 @@ from typing import Any
 
 from cluster.errors import InternalError, OverloadedError, QuarantinedError, UnavailableError
 from cluster.types.messages import FinishReason
+from encoder_service.engine import EncoderEngine
 from tests.histories.clients import Line, Story
 from tests.histories.doors import SimulatedDoor
 from tests.histories.model import answer
@@ -47,9 +48,31 @@ def _check_leases(worker: SimulatedWorker) -> None:
                 assert pool._generations[block_id] == generation, f"block {block_id} has another generation"
                 assert block_id not in seen, f"block {block_id} is under two leases"
                 seen.add(block_id)
+                content = receiver._incoming.memory, block_id, generation
+                first = worker.granted.setdefault(content, lease.lease_id)
+                # An item that the worker encodes itself after all leaves its room, ungranted, to another encoder
+                assert first == lease.lease_id or worker.encoder is not None, (
+                    f"generation {generation} of block {block_id} was granted before, by {first}"
+                )
+
+
+def _check_doors_of(worker: SimulatedWorker) -> None:
+    """Nothing goes on for a door whose connection has ended, once the engine has been told."""
+    for seat in worker.parts._seats:
+        if seat.loop.thread.is_busy or seat.loop.num_calls:
+            continue
+        doors, engine = set(worker.shell._connections), seat.engine
+        requests = engine._deliveries._deliveries if isinstance(engine, EncoderEngine) else engine._requests
+        gone = [
+            name
+            for name, request in requests.items()
+            if request.door not in doors and not getattr(request, "is_closing", False)
+        ]
+        assert not gone, f"{worker.name} goes on with {gone} of a door that is gone"
 
 
 def _check_worker(worker: SimulatedWorker) -> None:
+    _check_doors_of(worker)
     if worker.encoder is not None:
         limits, engine = worker.host.sizes.encoder_limits, worker.encoder.engine
         num_items = len(engine._items)
@@ -116,6 +139,10 @@ def check_ledgers(world: World) -> None:
             _check_idle_worker(worker)
         except AssertionError as error:
             raise AssertionError(f"{worker.name}: {error}") from error
+
+
+    for worker in world.draining:
+        assert worker.process.is_dead or not worker.shell._doors, f"{worker.name} has drained, and is connected"
 
 
 def _check_idle_door(door: SimulatedDoor) -> None:

@@ -35,6 +35,10 @@ class TurnLoop:
         self._calls.append(partial(function, *args))
         self._wake(self._host.scheduler.now + self._host.delay_s())
 
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
     def _wake(self, at: float) -> None:
         if self._next_at is None or at < self._next_at:
             self._next_at = at

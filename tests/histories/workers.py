@@ -77,6 +77,7 @@ class WorkerHost(ThreadHost):
     has_ended: Callable[[ProcessId], bool]
     make_agent: Callable[[str, SimulatedThread], Any]
     draft: Callable[..., Sequence[bool]]
+    hangs: dict[SimulatedProcess, float]
     on_foreign: Callable[..., None]  # (worker, memory, request id, blocks)
 
 
@@ -238,6 +239,7 @@ class SimulatedWorker:
         self.event_loop = SimulatedThread(self.process, "loop")
         self._threads: dict[str, SimulatedThread] = {}
         self.transfer_engines: dict[str, TransferEngine] = {}  # by agent
+        self.granted: dict[tuple[BlockMemory, int, int], str] = {}  # block and generation → the lease
         self.language: SimulatedLanguage | None = None
         if role is Role.ENCODE:
             self.encoder: SimulatedEncoder | None = SimulatedEncoder(self)
@@ -283,7 +285,8 @@ class SimulatedWorker:
         self.host.scheduler.after(0.0001, self.event_loop, "", function, *args)
 
     def compute(self, thread_name: str, seconds: float) -> None:
-        self.host.scheduler.pass_time(self.thread(thread_name), seconds)
+        hangs_s = self.host.hangs.pop(self.process, 0.0)
+        self.host.scheduler.pass_time(self.thread(thread_name), seconds + hangs_s)
 
     def transfer(self, name: str, on_event: Callable[..., None], **memories: Any) -> TransferEngine:
         thread = self.thread(name)
