@@ -21,7 +21,7 @@ from cluster.types.members import Role
 from kv_transfer.agents.agent import PeerLostError, TransferError
 from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.agents.in_process import FaultScript
-from router.flow.continuation import MAX_REPLAYS
+from router.flow import continuation
 from tests.fakes.local_prefill import let_prefill_locally
 from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
@@ -145,14 +145,18 @@ async def test_trouble_with_any_notification_harms_one_request_at_most(expected,
                 assert was_answered or not is_harmless, (name, n)
 
 
-async def test_a_decode_worker_that_can_no_longer_be_written_to_fails_its_requests_by_name(expected):
+async def test_a_decode_worker_that_can_no_longer_be_written_to_fails_its_requests_by_name(
+    expected, monkeypatch
+):
+    """Prefill draws a token in every attempt: with more of them it would complete a short answer."""
+    monkeypatch.setattr(continuation, "MAX_REPLAYS", 1)
     (case, _), *_ = expected["text"]
     async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
         let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
         network.kill(cluster.decodes[0].replica_id)
         for _ in range(2):
-            with pytest.raises(UnavailableError, match="decode"):  # prefill draws a token in each attempt
-                await cluster.answer(case, MAX_REPLAYS + 2)
+            with pytest.raises(UnavailableError, match="decode"):
+                await cluster.answer(case, MAX_TOKENS)
 
 
 async def test_a_transfer_that_fails_is_replayed_beside_others(expected):
