@@ -4,7 +4,7 @@
     check_answers   in the end: every answer is a pure function of its request, every choice has one end
     check_ledgers   when everything has ended: nothing is held anywhere
 
-Each raises AssertionError. `AnswerRules` says which errors a client may have seen.
+Each raises AssertionError.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from cluster.errors import InternalError, OverloadedError, QuarantinedError, UnavailableError
 from cluster.types.messages import FinishReason
 from encoder_service.engine import EncoderEngine
 from tests.histories.clients import Line, Story
@@ -90,18 +89,19 @@ def _check_door(door: SimulatedDoor) -> None:
     assert door.admission._admitted._holdings.keys() <= known, "an ended request is admitted"
 
 
-def check_answers(world: World, *, may_fail: bool, may_refuse: bool) -> Counter[str]:
+def check_answers(world: World, allowed: tuple[type[Exception], ...]) -> Counter[str]:
+    """`allowed`: errors that clients may have been told."""
     counts: Counter[str] = Counter()
     for name, story in world.clients.stories.items():
         for idx, line in enumerate(story.lines):
             try:
-                counts[_outcome(story, idx, line, may_fail=may_fail, may_refuse=may_refuse)] += 1
+                counts[_outcome(story, idx, line, allowed)] += 1
             except AssertionError as error:
                 raise AssertionError(f"{name}, choice {idx}: {error}") from None
     return counts
 
 
-def _outcome(story: Story, idx: int, line: Line, *, may_fail: bool, may_refuse: bool) -> str:
+def _outcome(story: Story, idx: int, line: Line, allowed: tuple[type[Exception], ...]) -> str:
     wanted = answer(story.request, idx)
     if story.is_tainted:
         return "tainted"
@@ -118,17 +118,8 @@ def _outcome(story: Story, idx: int, line: Line, *, may_fail: bool, may_refuse: 
     if story.is_cut:
         return "door lost"
     assert line.error is not None, "it has not ended"
-    _check_error(line.error, may_fail=may_fail, may_refuse=may_refuse)
+    assert isinstance(line.error, allowed), f"{type(line.error).__name__}: {line.error}"
     return f"failed: {type(line.error).__name__}"
-
-
-def _check_error(error: Exception, *, may_fail: bool, may_refuse: bool) -> None:
-    allowed: tuple[type[Exception], ...] = ()
-    if may_fail:
-        allowed += (UnavailableError, QuarantinedError)
-    if may_refuse:
-        allowed += (OverloadedError,)
-    assert not isinstance(error, InternalError) and isinstance(error, allowed), f"{type(error).__name__}: {error}"
 
 
 def check_ledgers(world: World) -> None:
@@ -149,7 +140,7 @@ def _check_idle_door(door: SimulatedDoor) -> None:
     flow, dispatcher, view = door.flow, door.dispatcher, door.cluster
     assert flow.num_crashed == 0, "an error of the door itself"
     assert flow.is_idle, f"{door.name} is not idle: {_held_by(flow)}"
-    _check_empty(door.name, flow, "_waiting")
+    _check_empty(door.name, flow, "_waiting", "_unplaced")
     _check_empty(door.name, dispatcher, "_unread", "_streams")
     _check_empty(door.name, flow._attempts._media, "_suspects", "_held")
     assert flow.next_timer() is None or flow.next_timer() > door.clock.now(), "a timer is overdue"
