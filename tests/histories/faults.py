@@ -15,7 +15,6 @@ from tests.histories.scheduler import SimulatedProcess
 from tests.histories.workers import SimulatedWorker
 from tests.histories.world import World
 
-VERBS = ("connect", "post", "poll", "notify", "notifications")
 STOPS_S = (0.05, 0.4, 1.7, 3.0, 9.0, 14.0)
 LATE_S = 14.0  # longer than the time of a lease and its margin
 
@@ -33,7 +32,8 @@ class Faults:
             "stops": (1.0, self.stop),
             "partitions": (0.6, self.part_door),
             "worker partitions": (0.6, self.part_workers),
-            "transport faults": (1.5, self.break_transport),
+            "transport faults": (1.0, self.break_transport),
+            "silent transport faults": (0.7, self.break_transport_silently),
             "lost notifications": (0.5, self.lose_notification),
             "doubled notifications": (0.5, self.double_notification),
             "late writes": (0.8, self.stall_write),
@@ -109,8 +109,14 @@ class Faults:
             self._lasts(seconds)
 
     def break_transport(self) -> None:
-        error = self.rng.choice([TransferError, PeerLostError])
-        self.world.transfers.faults.failing[self.rng.choice(VERBS)] = error
+        """The writer can say that it has stopped, so that its lease ends."""
+        self.world.transfers.faults.failing[self.rng.choice(["post", "poll", "notifications"])] = TransferError
+
+    def break_transport_silently(self) -> None:
+        """It cannot, or does not know: the lease ends by its time."""
+        verb = self.rng.choice(["connect", "post", "poll", "notify"])
+        error = TransferError if verb == "notify" else PeerLostError
+        self.world.transfers.faults.failing[verb] = error
 
     def lose_notification(self) -> None:
         self.world.transfers.faults.notifications.append("lost")

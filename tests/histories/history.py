@@ -84,7 +84,6 @@ class History:
             rng.choice(CLUSTERS),
             num_doors=rng.choice([1, 1, 2]),
             sizes=sizes,
-            policy=rng.choice(["joint", "joint", "least_loaded", "round_robin"]),
             admission=AdmissionArgs(
                 classes=CLASSES, max_outstanding_s=outstanding_s, max_queued=3 if self.is_tight else 100
             ),
