@@ -1,6 +1,7 @@
 # make serve     a cluster on this machine, until Ctrl-C
 # make test      what CI runs: lint, types, import contracts, tests
 # make test-all  also the tests marked slow, as a nightly run does
+# make histories 100,000 random histories of whole clusters, and a crash at every step; HISTORIES=N: so many
 # make lint      without the tests
 # make fmt       let ruff write
 # make env       the environment alone, in .venv
@@ -25,7 +26,9 @@ BIN := $(VENV)/bin
 PACKAGES := cluster router encoder_service prefill_service decode_service kv_transfer bench deploy tests
 STAMP := $(VENV)/.installed-$(shell cat requirements/cpu.lock pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: serve test test-all lint fmt clean env help
+HISTORIES ?= 100000
+
+.PHONY: serve test test-all histories lint fmt clean env help
 env: $(STAMP)
 
 help:
@@ -48,7 +51,11 @@ test: lint
 
 test-all: lint
 	$(PYTEST) $(PYTEST_ARGS)
-	$(BIN)/python -m tests.faults.stress 1000
+
+histories: $(STAMP)
+	$(BIN)/python -m tests.histories many $(HISTORIES)
+	$(BIN)/python -m tests.histories crashes
+	$(BIN)/python -m tests.histories mutants
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(PACKAGES)

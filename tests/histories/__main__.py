@@ -1,7 +1,7 @@
-"""    python -m tests.histories run 17 [--trace]      one history again
-    python -m tests.histories many 100000 [0]       so many, from this seed on, on all cores
-    python -m tests.histories mutants [NAME …]      planted bugs: how many seeds each takes to be found
-    python -m tests.histories crashes               a process dies before step N of a scripted mix, for every N
+"""python -m tests.histories run 17 [--trace]      one history again
+python -m tests.histories many 100000 [0]       so many, from this seed on, on all cores
+python -m tests.histories mutants [NAME …]      planted bugs: how many seeds each takes to be found
+python -m tests.histories crashes               a process dies before step N of a scripted mix, for every N
 """
 
 from __future__ import annotations

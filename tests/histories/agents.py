@@ -108,7 +108,9 @@ class TransferNetwork:
         if write.state is not TransferState.PENDING or write.target.is_closed:
             return
         self.check_landing(write)
-        self.scheduler.note(str(write.source.thread), f"=> {write.target.name} {list(write.target.blocks_of(write).values())}")
+        self.scheduler.note(
+            str(write.source.thread), f"=> {write.target.name} {list(write.target.blocks_of(write).values())}"
+        )
         _move(write.local, write.remote)
         write.state = TransferState.DONE
         write.source.wake()

@@ -48,7 +48,9 @@ def make_prompt(token_ids: Sequence[int], items: Sequence[MediaItem] = (), salt:
     return Prompt(tuple(tokens), tuple(media), salt)
 
 
-def draw_request(rng: Random, request_id: str, max_tokens: int = 9) -> tuple[GenerateRequest, list[MediaItem]]:
+def draw_request(
+    rng: Random, request_id: str, max_tokens: int = 9
+) -> tuple[GenerateRequest, list[MediaItem]]:
     """Prompts begin alike, so that blocks and items are shared."""
     items = rng.choices(ITEMS, k=rng.choice([0, 0, 0, 1, 1, 2, 3]))
     num_tokens = max(2 * len(items), rng.choice([1, 3, 4, 8, rng.randint(1, 20)]))
@@ -62,7 +64,9 @@ def draw_request(rng: Random, request_id: str, max_tokens: int = 9) -> tuple[Gen
         guidance = Guidance(2.0, Prompt(tuple(300 + idx for idx in range(rng.choice([1, 5])))))
     num_choices = rng.choice([1, 1, 1, 2, 3])
     sampling = tuple(SamplingParams(temperature=1.0, seed=rng.randrange(1000)) for _ in range(num_choices))
-    stop = StopParams(rng.choice([1, max_tokens // 4, max_tokens // 2, rng.randint(1, max_tokens), max_tokens]))
+    stop = StopParams(
+        rng.choice([1, max_tokens // 4, max_tokens // 2, rng.randint(1, max_tokens), max_tokens])
+    )
     request = GenerateRequest(request_id, prompt, sampling, stop, guidance, priority=rng.choice([0, 0, 0, 1]))
     if rng.random() < 0.2:  # a token that comes in the middle of the answer ends it
         stop = StopParams(stop.max_tokens, (rng.choice(answer(request, 0)),))

@@ -15,7 +15,8 @@ from tests.histories.scheduler import SimulatedProcess
 from tests.histories.workers import SimulatedWorker
 from tests.histories.world import World
 
-STOPS_S = (0.05, 0.4, 1.7, 3.0, 9.0, 14.0)
+FOCUSED = 0.25  # of the histories
+STOPS_S = (0.05, 0.4, 1.7, 3.0, 9.0, 14.0, 14.0)
 LATE_S = 14.0  # longer than the time of a lease and its margin
 
 
@@ -47,9 +48,13 @@ class Faults:
     def plan(self, num_faults: int, until_s: float) -> None:
         """So many faults within that time."""
         names = list(self.kinds)
-        weights = [weight for weight, _ in self.kinds.values()]
+        if self.rng.random() < FOCUSED:  # one kind alone, many times
+            names = [self.rng.choice(names)]
+        weights = [self.kinds[name][0] for name in names]
         for name in self.rng.choices(names, weights, k=num_faults):
-            self.world.scheduler.at(self.rng.uniform(0.0, until_s), None, f"fault: {name}", self._happen, name)
+            self.world.scheduler.at(
+                self.rng.uniform(0.0, until_s), None, f"fault: {name}", self._happen, name
+            )
         self.ends_at = until_s
 
     def _happen(self, name: str) -> None:
@@ -110,7 +115,9 @@ class Faults:
 
     def break_transport(self) -> None:
         """The writer can say that it has stopped, so that its lease ends."""
-        self.world.transfers.faults.failing[self.rng.choice(["post", "poll", "notifications"])] = TransferError
+        self.world.transfers.faults.failing[self.rng.choice(["post", "poll", "notifications"])] = (
+            TransferError
+        )
 
     def break_transport_silently(self) -> None:
         """It cannot, or does not know: the lease ends by its time."""
@@ -126,24 +133,22 @@ class Faults:
 
     def stall_write(self) -> None:
         """Of a worker that has something to write, if there is one."""
-        writers = [worker for worker in self.world.live_workers if worker.role.encodes or worker.role.prefills]
-        busy = [worker for worker in writers if any(e.num_open for e in worker.transfer_engines.values())]
-        if writers:
-            worker = self.rng.choice(busy or writers)
+        worker = self._writer()
+        if worker is not None:
             self.world.transfers.faults.stalls[worker.process] = LATE_S
             self._more_until(LATE_S)
             self._lasts(LATE_S + 1.0)
 
     def hang(self) -> None:
         """A step of one engine lasts long; the other threads of its process go on."""
-        worker, seconds = self._worker(), self.rng.choice([0.5, 3.0, 13.0])
+        worker, seconds = self._writer(), self.rng.choice([0.5, 3.0, 13.0, 13.0])
         if worker is not None:
             self.world.hangs[worker.process] = seconds
             self._lasts(seconds + 0.5)
 
     def _more_until(self, seconds: float) -> None:
         """Requests that take the blocks which others have lost by then."""
-        for _ in range(4):
+        for _ in range(6):
             self.world.scheduler.after(seconds - 0.06 * self.rng.random(), None, "", self._submit)
 
     def slow_network(self) -> None:
@@ -173,6 +178,14 @@ class Faults:
     def _worker(self) -> SimulatedWorker | None:
         live = [worker for worker in self.world.workers.values() if not worker.process.is_dead]
         return self.rng.choice(live) if live else None
+
+    def _writer(self) -> SimulatedWorker | None:
+        """One that sends embeddings or KV; that has something to write, if there is one."""
+        writers = [
+            worker for worker in self.world.live_workers if worker.role.encodes or worker.role.prefills
+        ]
+        busy = [worker for worker in writers if any(e.num_open for e in worker.transfer_engines.values())]
+        return self.rng.choice(busy or writers) if writers else None
 
     def _process(self) -> SimulatedProcess | None:
         workers = [worker.process for worker in self.world.workers.values()]

@@ -30,7 +30,16 @@ from tests.histories.world import Shape, World
 
 CHECK_EVERY = 24  # events between two looks at the budgets
 # Faults that keep no worker away for long
-QUICK = {"cancels", "cuts", "kills", "transport faults", "doubled notifications", "drains", "door kills", "slow disks"}
+QUICK = {
+    "cancels",
+    "cuts",
+    "kills",
+    "transport faults",
+    "doubled notifications",
+    "drains",
+    "door kills",
+    "slow disks",
+}
 CALM_S = 6.0  # after the last request: if nothing has gone wrong, everything has ended
 END_S = REQUEST_S + 3.0  # after the last fault: every request has ended
 LEDGER_S = END_S + 20.0  # … and nothing is held any more
@@ -151,7 +160,10 @@ class History:
         counts = self.faults.counts
         allowed: set[type[Exception]] = {OverloadedError} if self.is_tight else set()
         num_lost = counts["kills"] + counts["cuts"]
-        if not set(counts) <= QUICK or num_lost + counts["transport faults"] + counts["drains"] > MAX_REPLAYS - 1:
+        if (
+            not set(counts) <= QUICK
+            or num_lost + counts["transport faults"] + counts["drains"] > MAX_REPLAYS - 1
+        ):
             allowed |= {OverloadedError, UnavailableError}
         if num_lost > 1 or not set(counts) <= QUICK:
             allowed.add(QuarantinedError)

@@ -178,8 +178,12 @@ def preempted_keeps_blocks() -> Change:
 
 def stop_token_ignored() -> Change:
     """By the worker that computes the prompt and by the one that generates."""
-    return state, "finish_reason", lambda token_id, num_generated, stop: (
-        state.FinishReason.LENGTH if num_generated >= stop.max_tokens else None
+    return (
+        state,
+        "finish_reason",
+        lambda token_id, num_generated, stop: (
+            state.FinishReason.LENGTH if num_generated >= stop.max_tokens else None
+        ),
     )
 
 
@@ -188,7 +192,10 @@ def registered_too_early() -> Change:
     register = answers.register_computed
 
     def early(sequence: Any, blocks: Any) -> None:
-        computed, sequence.num_computed_tokens = sequence.num_computed_tokens, sequence.num_computed_tokens + 1
+        computed, sequence.num_computed_tokens = (
+            sequence.num_computed_tokens,
+            sequence.num_computed_tokens + 1,
+        )
         register(sequence, blocks)
         sequence.num_computed_tokens = computed
 

@@ -43,7 +43,9 @@ def _check_leases(worker: SimulatedWorker) -> None:
         for lease in receiver._leases.values():
             grant = lease.grant
             for block_id, generation in zip(grant.block_ids, grant.generations, strict=True):
-                assert pool._num_references[block_id] > 0, f"block {block_id} under {grant.lease_id} is not held"
+                assert pool._num_references[block_id] > 0, (
+                    f"block {block_id} under {grant.lease_id} is not held"
+                )
                 assert pool._generations[block_id] == generation, f"block {block_id} has another generation"
                 assert block_id not in seen, f"block {block_id} is under two leases"
                 seen.add(block_id)
@@ -131,9 +133,10 @@ def check_ledgers(world: World) -> None:
         except AssertionError as error:
             raise AssertionError(f"{worker.name}: {error}") from error
 
-
     for worker in world.draining:
-        assert worker.process.is_dead or not worker.shell._doors, f"{worker.name} has drained, and is connected"
+        assert worker.process.is_dead or not worker.shell._doors, (
+            f"{worker.name} has drained, and is connected"
+        )
 
 
 def _check_idle_door(door: SimulatedDoor) -> None:

@@ -23,7 +23,16 @@ CHEAP_MUTANTS = ("first_token_twice", "cancel_lost", "admission_kept", "partial_
 @pytest.mark.parametrize("first", range(0, NUM_HISTORIES, CHUNK))
 def test_nothing_is_wrong_lost_doubled_or_left(first: int) -> None:
     counts = sum((play(seed) for seed in range(first, first + CHUNK)), Counter())
-    for kind in ("right", "cancelled", "kills", "cuts", "stops", "partitions", "transport faults", "door kills"):
+    for kind in (
+        "right",
+        "cancelled",
+        "kills",
+        "cuts",
+        "stops",
+        "partitions",
+        "transport faults",
+        "door kills",
+    ):
         assert counts[kind] > 0, kind
 
 

@@ -45,7 +45,13 @@ from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.kv_rows import KV_LAYOUT
 from tests.histories.model import BLOCK_SIZE, ChainEncoder, ChainRunner
 from tests.histories.scheduler import SimulatedProcess, SimulatedThread, SkewedClock
-from tests.histories.threads import SimulatedExecutor, SimulatedTransferEngine, ThreadHost, TransferTurns, TurnLoop
+from tests.histories.threads import (
+    SimulatedExecutor,
+    SimulatedTransferEngine,
+    ThreadHost,
+    TransferTurns,
+    TurnLoop,
+)
 
 FEATURE_LAYOUT = feature_layout(1, BLOCK_SIZE, torch.int64)
 POLICY = SchedulingPolicy(aging_s=5.0, tokens_per_s=2000.0, text_share=0.3)
@@ -91,7 +97,9 @@ class SimulatedSeat(EngineSeat):
 
     def attach(self, engine: Any) -> None:
         self.engine = engine
-        self.loop: Any = TurnLoop(self._worker.host, self._worker.thread(self.name), self._worker.clock, engine)
+        self.loop: Any = TurnLoop(
+            self._worker.host, self._worker.thread(self.name), self._worker.clock, engine
+        )
 
 
 class SimulatedParts(WorkerProcess):
@@ -222,7 +230,9 @@ class SimulatedLanguage(LanguageWorker):
     def _make_tier(self, worker: SimulatedWorker) -> KvTier:
         executor = SimulatedExecutor(worker.host, worker.process, "tier", is_serial=True)
         levels = [HostSlots(worker.host.sizes.tier_bytes, KV_LAYOUT.block_bytes)]
-        return KvTier(self.kv, lambda block: self.pool.generations([block])[0], levels, executor, worker.clock)
+        return KvTier(
+            self.kv, lambda block: self.pool.generations([block])[0], levels, executor, worker.clock
+        )
 
 
 class SimulatedWorker:

@@ -4,7 +4,7 @@ replacement of those that have ended)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from tests.histories.clients import Clients
 from tests.histories.doors import SimulatedDoor
 from tests.histories.network import End, Network
 from tests.histories.scheduler import Scheduler, SimulatedProcess, SimulatedThread, SkewedClock
-from tests.histories.workers import Sizes, SimulatedWorker, WorkerHost
+from tests.histories.workers import SimulatedWorker, Sizes, WorkerHost
 
 DIAL_S = 0.001
 
@@ -33,9 +33,9 @@ class Shape:
 
     roles: tuple[Role, ...]
     num_doors: int = 1
-    sizes: Sizes = Sizes()
+    sizes: Sizes = field(default_factory=Sizes)
     policy: str = "joint"
-    admission: AdmissionArgs = AdmissionArgs(max_outstanding_s=1e9)
+    admission: AdmissionArgs = field(default_factory=lambda: AdmissionArgs(max_outstanding_s=1e9))
     is_one_host: bool = True  # the end of a process is known to all others
     drafts: float = 0.0  # the share of guesses that are right; 0: none
     overcommit: int = 1  # doors believe that workers have so many times the blocks: answers are preempted
@@ -80,9 +80,7 @@ class World(WorkerHost):
         return self.transfers.agent(name, thread)
 
     def has_ended(self, process: Any) -> bool:
-        return self.shape.is_one_host and any(
-            worker.process_id == process for worker in self.past_workers
-        )
+        return self.shape.is_one_host and any(worker.process_id == process for worker in self.past_workers)
 
     def draft(self, choice: Any) -> Sequence[bool]:
         if not self.shape.drafts:
@@ -135,7 +133,9 @@ class World(WorkerHost):
         door.later(0.001 + 0.01 * self.rng.random(), self._push, door, role)
 
     def _push(self, door: SimulatedDoor, role: Role) -> None:
-        members = [worker.member(self.shape.overcommit) for worker in self.workers.values() if worker.role is role]
+        members = [
+            worker.member(self.shape.overcommit) for worker in self.workers.values() if worker.role is role
+        ]
         door.members.update(role, members)
 
     def kill(self, process: SimulatedProcess) -> None:
@@ -230,9 +230,7 @@ class World(WorkerHost):
     def check_landing(self, write: SimulatedWrite) -> None:
         """A write lands in blocks under a lease of this writer; or late because its process was stopped or the
         grant was on its way for longer than the margin."""
-        target = next(
-            worker for worker in self.live_workers if worker.process is write.target.thread.process
-        )
+        target = next(worker for worker in self.live_workers if worker.process is write.target.thread.process)
         receiver = target.transfer_engines[write.target.name]._receiver
         assert receiver is not None
         granted = self._granted.get(write.source.thread.process, {})
