@@ -118,7 +118,7 @@ class SimLanguage:
             self._take(hold(attempt, self, self._loop.now))
         elif isinstance(message, DecodeTarget) and held is not None:
             self._kv_sender.granted(held)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, Cancel) and message.item_idx is None:
             attempt.is_cancelled = True
             if held is not None:
                 self.answers.advance()
