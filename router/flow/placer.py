@@ -127,6 +127,11 @@ class Placer:
             item.media_hash for item in items if item.is_returning or self.cluster.has_media(item.media_hash)
         )
 
+    def cached_items(self, view: RequestView, replica_id: str) -> tuple[int, ...]:
+        """Whose tokens the worker has in its prefix cache, as far as this door knows."""
+        num_tokens = self.cluster.num_cached_tokens(view, replica_id) if view.media else 0
+        return tuple(idx for idx, item in enumerate(view.media) if item.end <= num_tokens)
+
     def charge(self, view: RequestView, decision: Decision, now: float) -> None:
         """The request goes there now: its work counts until it has landed."""
         self.cluster.started(view, decision.placement, decision.prediction, now)
