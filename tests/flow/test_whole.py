@@ -12,7 +12,6 @@ import pytest
 from bench.workload import Answer, Case, Reference, make_cases
 from cluster.engine.features import FeatureStore
 from cluster.whole import WholeService
-from cluster.worker import pulse
 from encoder_service.service import NUM_PREPARE_THREADS
 from kv_transfer.lease.receiver import Receiver
 from kv_transfer.lease.sender import Sender
@@ -63,15 +62,19 @@ def right(answer: Answer) -> tuple[str, int]:
 
 
 class AtFirst(JointPolicy):
-    """Items are encoded at this worker; all else is done by the first one."""
+    """Of the first placement: items are encoded at this worker, and all else is done by the first one."""
 
     def __init__(self, encoder: int = 0):
         super().__init__()
         self._encoder = encoder
+        self._has_placed = False
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
         names = sorted(cluster.encoders.slots)
         decision = super().decide(request, cluster, now)
+        if self._has_placed:
+            return decision
+        self._has_placed = True
         encoders = (names[self._encoder],) * len(request.media)
         where = replace(decision.placement, encoders=encoders, prefill=names[0], decode=names[0])
         return replace(decision, placement=where)
@@ -113,9 +116,7 @@ async def test_an_item_that_fails_at_one_worker_is_encoded_at_the_other(image, l
         assert ("fill_here" in leases) == (encoder == 1)
 
 
-async def test_the_items_of_an_encoder_that_hangs_are_encoded_at_the_other_worker(image, monkeypatch):
-    """The engine beside it goes on: it computes the prompt."""
-    monkeypatch.setattr(pulse, "SILENT_S", 0.05)
+async def test_what_a_worker_has_whose_encoder_hangs_goes_on_at_the_other(image, monkeypatch):
     monkeypatch.setattr(watch, "MOVE_S", 0.1)
     case, answer = image
     async with local_cluster(cluster_args(48), TWO) as cluster:
