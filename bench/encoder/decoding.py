@@ -32,7 +32,7 @@ from cluster.types.media import MediaGeometry, MediaItem, MediaOptions, Modality
 from encoder_service.runner import EncoderRunner, Piece
 from encoder_service.service import NUM_PREPARE_THREADS
 
-NUM_FILES = {"JPEG 224²": 48, "JPEG 1024²": 24, "clip 5 s": 4, "sound 10 s": 16}
+NUM_FILES = {"JPEG 224²": 32, "JPEG 1024²": 12, "clip 5 s": 2, "sound 10 s": 6}
 CLIP_FPS = 25
 CLIP_SIZE = (360, 640)
 Decode = Callable[..., np.ndarray]
@@ -104,7 +104,7 @@ def all_items() -> dict[str, list[MediaItem]]:
         "JPEG 224²": (Modality.IMAGE, partial(photo, 224)),
         "JPEG 1024²": (Modality.IMAGE, partial(photo, 1024)),
         "clip 5 s": (Modality.VIDEO, clip),
-        "sound 10 s": (Modality.AUDIO, lambda idx: audio(10.0 + idx / 1000, form="mp3")),
+        "sound 10 s": (Modality.AUDIO, lambda idx: audio(9.9 - idx / 1000, form="mp3")),  # 10 at most
     }
     return {
         kind: [

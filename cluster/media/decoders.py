@@ -1,8 +1,8 @@
-"""An encoder's way to decode a file: in a process of its own (`processes`). A codec library that crashes there, takes
-too much memory or does not return costs the item that it decodes.
+"""An encoder's way to decode a file: in a process of its own (`processes`). A codec library that crashes
+there, takes too much memory or does not return costs the item that it decodes.
 
-Pixels and samples come in shared memory. It is mapped where it lies, once its size and shape have been checked,
-and freed with the array. Any thread.
+Pixels and samples come in shared memory. It is mapped where it lies, once its size and shape have been
+checked, and freed with the array. Any thread.
 """
 
 from __future__ import annotations

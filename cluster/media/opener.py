@@ -3,16 +3,16 @@ untrusted bytes.
 
 Two kinds of processes, both with one thread of Python:
 
-* The server imports everything and forks openers (`main`). It reads no file. `cluster.media.processes` starts one
-  for each process that opens media.
+* The server imports everything and forks openers (`main`). It reads no file. `cluster.media.processes`
+  starts one for each door or worker.
 * An opener confines itself (`confinement`) and answers orders (`serve`). It knows nothing but the current
   order, and whatever it does, only its item is lost.
 
     asker → opener  an order, and two files without names: the media file, sealed, and one for the result
     opener → asker  Written: the result is in its file, sealed; or Refused
 
-An opener ends when its asker closes the socket, or at once with the server, which ends with its asker. Imports
-neither torch nor transformers.
+An opener ends when its asker closes the socket, or at once with the server, which ends with its asker.
+Imports neither torch nor transformers.
 """
 
 from __future__ import annotations

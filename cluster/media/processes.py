@@ -98,6 +98,9 @@ class OpenerServer:
                     PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
                     OPENBLAS_NUM_THREADS="1",  # a process with threads must not fork
                     MALLOC_ARENA_MAX="4",  # each reserves address space, which is limited
+                    # an item uses the memory of the one before, as in a process that has freed a large block
+                    MALLOC_MMAP_THRESHOLD_=str(32 << 20),
+                    MALLOC_TRIM_THRESHOLD_=str(64 << 20),
                 ),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
