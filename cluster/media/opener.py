@@ -74,7 +74,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class OpenerReady(msgspec.Struct, frozen=True, tag=True):
     """The first message of an opener. A descriptor of its process comes with it."""
 
     is_filtered: bool  # see `confinement`
@@ -141,7 +141,7 @@ def serve(end: socket.socket, open_file: Open, forked_by: int) -> None:
 
     handle = os.pidfd_open(os.getpid())
     confinement = Confinement(forked_by)
-    socket.send_fds(end, [encoder.encode(Ready(confinement.is_filtered))], [handle])
+    socket.send_fds(end, [encoder.encode(OpenerReady(confinement.is_filtered))], [handle])
     os.close(handle)
     while True:
         message, files, _, _ = socket.recv_fds(end, MAX_MESSAGE_BYTES, 2)

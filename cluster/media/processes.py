@@ -39,7 +39,7 @@ import msgspec
 from cluster.config.environment import bare_environment
 from cluster.errors import MediaError, NotWantedError, RequestError, UnavailableError, from_info
 from cluster.media.budget import too_slow
-from cluster.media.opener import MAX_MESSAGE_BYTES, SEALS, DecodeOrder, Ready, Refused, Written, encoder
+from cluster.media.opener import MAX_MESSAGE_BYTES, SEALS, DecodeOrder, OpenerReady, Refused, Written, encoder
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Opener:
             await wait(self._socket, START_TIMEOUT_S)
             message, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 1)
             (self._process,) = descriptors
-            self.is_filtered = msgspec.msgpack.decode(message, type=Ready).is_filtered
+            self.is_filtered = msgspec.msgpack.decode(message, type=OpenerReady).is_filtered
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise UnavailableError("the process that opens media files did not start") from error
 
