@@ -2,8 +2,9 @@
 
 A `ClientRequest` lives from its submission until the last of its choices has ended or is not read any more.
 An `Attempt` is one placement of it: a prompt worker, which computes the prompt, a decode worker, which may be
-the same, and an encoder per media item. A request has one attempt, unless decode preempts it: then each
-unfinished choice goes on in an attempt of its own, whose prompt contains the tokens generated so far.
+the same, and an encoder per media item. A request has one attempt, unless decode preempts it or a worker is
+lost: then each unfinished choice goes on in an attempt of its own, whose prompt contains the tokens generated
+so far; choices without a token go on together.
 
 These objects change only what they hold; `router.flow.request_flow` decides.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from cluster.errors import ClusterError
 from cluster.types.media import MediaItem
 from cluster.types.members import Member, Role
 from cluster.types.messages import FinishReason, TokenEvent
@@ -29,7 +31,13 @@ class WorkerState:
     num_requests: int = 0  # attempts of this door that the worker may hold something for
     is_listed: bool = True  # Serve still names it
     is_silent: bool = False  # it has work and makes no progress: see `router.flow.watch`
+    is_failing: bool = False  # attempts keep failing with it
     is_lost: bool = False  # the connection has ended
+
+    @property
+    def is_avoided(self) -> bool:
+        """Placements use it only where there is no other."""
+        return self.is_silent or self.is_failing
 
     @property
     def replica_id(self) -> str:
@@ -46,7 +54,9 @@ class MediaItemState:
 
     encoder: WorkerState  # the encoder that is asked for the item
     lease_id: str = ""  # of the grant that this encoder has; empty: none yet
-    is_shared: bool = False  # the prompt worker has the embeddings, or gets them, for another request
+    is_shared: bool = (
+        False  # the prompt worker needs none, or has the embeddings or gets them for another one
+    )
     num_attempts: int = 1
     is_held: bool = False  # nothing has been sent: another suspect is at this encoder
     grant: Grant | None = None  # the prompt worker's, while the item is held
@@ -67,7 +77,12 @@ class ChoiceState:
     @property
     def is_over(self) -> bool:
         """Nothing more will come for the reader from this attempt."""
-        return self.has_first_token and (self.is_finished or self.is_preempted)
+        return self.is_complete or (self.has_first_token and self.is_preempted)
+
+    @property
+    def is_complete(self) -> bool:
+        """The reader has been sent all of it."""
+        return self.has_first_token and self.is_finished
 
     @property
     def is_resumable(self) -> bool:
@@ -92,11 +107,18 @@ class ChoiceState:
 class ClientChoice:
     """One choice of a client's request, over all attempts."""
 
-    attempt: Attempt | None = None  # that works for it now; None: the request waits for admission
+    attempt: Attempt | None = None  # that works for it now; None: it waits for admission or for a worker
     idx: int = 0  # of the choice in that attempt
     is_open: bool = True  # it is still read
     has_first_token: bool = False
     is_over: bool = False  # the reader has been sent the last token, or an error
+
+    @property
+    def is_live(self) -> bool:
+        """An attempt works for it, or it waits and is read."""
+        if self.attempt is None:
+            return self.is_open and not self.is_over
+        return not self.attempt.has_landed
 
 
 @dataclass(eq=False)
@@ -110,6 +132,9 @@ class ClientRequest:
     tenant: str = ""
     started_at: float = 0.0  # of the first attempt
     num_attempts: int = 0  # since the start
+    num_replays: int = 0  # attempts that failed, and that others took over from
+    num_tokens: int = 0  # that readers have been sent, of all choices
+    avoided: frozenset[str] = frozenset()  # workers, by replica id, with which an attempt failed
     choices: list[ClientChoice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -139,19 +164,22 @@ class Attempt:
         returning: frozenset[str],
         content: Hashable,
         started_at: float,
+        cached: tuple[int, ...] = (),
     ):
         """`choice_idxs`: the client's choice for each choice of `request`. `codec`: of the KV on the wire.
+        `cached`: items whose tokens the prompt worker is expected to have in its prefix cache.
         `returning`: hashes of items that were shown before, and so are expected again. `content`: see
         `router.flow.quarantine`."""
         self.client = client
         self.request = request
         self.items = client.items
         self.choice_idxs = choice_idxs
-        # Of equal items only the first is sent: the prompt worker shares its embeddings, or grants the others
-        # room after all.
+        # Of equal items only the first is sent, and cached ones are not: the prompt worker has, or shares,
+        # what they bring, or grants them room after all.
+        self.cached = cached
         hashes = [item.media_hash for item in client.items]
         self.media = [
-            MediaItemState(encoder, is_shared=hashes[idx] in hashes[:idx])
+            MediaItemState(encoder, is_shared=idx in cached or hashes[idx] in hashes[:idx])
             for idx, encoder in enumerate(encoders)
         ]
         self.prompt_worker = prompt_worker
@@ -161,12 +189,16 @@ class Attempt:
         self.content = content
         self.started_at = started_at
         self.choices = [ChoiceState() for _ in request.sampling]
-        self.unencoded = set(range(len(self.items)))  # items whose embeddings are not with the prompt worker
+        # Items whose embeddings are not with the prompt worker
+        self.unencoded = set(range(len(self.items))).difference(cached)
+        self.has_memory = False  # at the prompt worker, if that is not decode
         self.num_tokens = 0  # that have come, of all choices
         self.has_decode_spoken = False
         # Decode holds nothing for it any more, and so the prompt worker does not either
         self.is_over_at_decode = False
         self.has_failed = False
+        self.failure: ClusterError | None = None  # it has failed, and another attempt may go on with it
+        self.blamed: Sequence[WorkerState] = ()  # for the failure
         self.has_landed = False  # every worker has been told to let go
         # That may hold something for it
         self.workers = [*dict.fromkeys([decode, prompt_worker, *encoders])]

@@ -50,6 +50,7 @@ class RequestView:
     num_decode_blocks: int = 0  # that a decode worker must be able to hold
     priority: int = 0  # class; lower goes sooner
     waited_s: float = 0.0  # since the client asked
+    avoided: frozenset[str] = frozenset()  # replica ids of workers that are chosen only if there is no other
 
     @property
     def is_plain(self) -> bool:
@@ -80,6 +81,7 @@ class ItemPrediction:
     queue_s: float = 0.0  # until the encoder begins with the item
     encode_s: float = 0.0  # preparation and encoder calls
     transfer_s: float = 0.0
+    work_s: float = 0.0  # of the encoder's device alone
 
     @property
     def arrival_s(self) -> float:
@@ -99,6 +101,7 @@ class Prediction:
     low_s: float  # the first token comes between these with a probability of 90 %
     high_s: float
     items: tuple[ItemPrediction, ...] = ()  # per media item
+    work_s: float = 0.0  # of the prompt alone, at the worker that computes it
 
 
 @dataclass(frozen=True, slots=True)
