@@ -45,11 +45,12 @@ class Faults:
             "door kills": (0.4, self.kill_door),
         }
 
-    def plan(self, num_faults: int, until_s: float) -> None:
-        """So many faults within that time."""
+    def plan(self, num_faults: int, until_s: float, focus: str = "") -> None:
+        """So many faults within that time. `focus`: the only kind."""
         names = list(self.kinds)
         if self.rng.random() < FOCUSED:  # one kind alone, many times
             names = [self.rng.choice(names)]
+        names = [focus] if focus else names
         weights = [self.kinds[name][0] for name in names]
         for name in self.rng.choices(names, weights, k=num_faults):
             self.world.scheduler.at(

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from cluster.engine import kv_output
-from cluster.errors import OverloadedError, QuarantinedError, UnavailableError
+from cluster.errors import OverloadedError, OverwrittenError, QuarantinedError, UnavailableError
 from cluster.types.members import Role
 from router.flow.continuation import MAX_REPLAYS
 from tests.histories.clients import draw_request
@@ -65,8 +65,9 @@ class HistoryError(AssertionError):
 
 
 class History:
-    def __init__(self, seed: int):
-        self.seed = seed
+    def __init__(self, seed: int, focus: str = ""):
+        """`focus`: the only kind of fault."""
+        self.seed, self.focus = seed, focus
         self.rng = rng = Random(seed)
         self.hostility = rng.choice([0, 1, 2, 4, 8])
         self.is_tight = rng.random() < 0.15
@@ -129,7 +130,8 @@ class History:
         num_requests = rng.randint(2, 7) + (6 if self.world.sizes.tier_bytes else 0)
         for _ in range(num_requests):
             scheduler.at(0.05 + rng.uniform(0.0, last_s), None, "", self._submit)
-        self.faults.plan(rng.randint(0, self.hostility) if self.hostility else 0, 0.05 + 1.5 * last_s)
+        num_faults = 4 if self.focus else rng.randint(0, self.hostility)
+        self.faults.plan(num_faults, 0.05 + 1.5 * last_s, self.focus)
         while scheduler.next_at is not None and scheduler.next_at <= self.faults.ends_at:
             scheduler.run_next()
         scheduler.run_until(self.faults.ends_at)
@@ -167,6 +169,8 @@ class History:
             allowed |= {OverloadedError, UnavailableError}
         if num_lost > 1 or not set(counts) <= QUICK:
             allowed.add(QuarantinedError)
+        if self.world.num_late_writes:
+            allowed.add(OverwrittenError)
         return tuple(allowed)
 
     def _seen(self) -> Counter[str]:
@@ -214,9 +218,9 @@ def describe_request(request: Any) -> str:
     )
 
 
-def play(seed: int) -> Counter[str]:
+def play(seed: int, focus: str = "") -> Counter[str]:
     """What happened, counted. Raises HistoryError."""
-    return History(seed).run()
+    return History(seed, focus).run()
 
 
 def _cause(record: logging.LogRecord) -> BaseException | None:

@@ -371,6 +371,22 @@ MUTANTS: dict[str, Callable[[], Change]] = {
 }  # fmt: skip
 
 
+# Bugs that show after one kind of fault only: histories with that kind alone
+FOCUS = {
+    "late_write_ignored": "late writes",
+    "late_embeddings_ignored": "late writes",
+    "late_word_unnoticed": "late writes",
+    "lease_time_from_open": "hung engines",
+    "no_margin": "hung engines",
+    "encoder_keeps_dropped_doors": "cuts",
+    "door_drop_frees_the_first": "cuts",
+    "drained_worker_kept": "drains",
+    "suspect_held_for_ever": "kills",
+    "encoder_lost_ignored": "kills",
+    "deadline_ignored": "partitions",
+}
+
+
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     owner, attribute, function = MUTANTS[name]()
@@ -384,7 +400,7 @@ def seeds_to_find(name: str, max_seeds: int = MAX_SEEDS) -> tuple[int, str] | No
     with planted(name):
         for seed in range(max_seeds):
             try:
-                play(seed)
+                play(seed, FOCUS.get(name, ""))
             except HistoryError as error:
                 return seed + 1, str(error).partition("\n")[0].partition(": ")[2]
     return None

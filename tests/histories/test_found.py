@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tests.fakes.engines import Rig
+from types import SimpleNamespace
+from typing import Any
+
+from cluster.engine.features import FeatureStore
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory
+from tests.fakes.engines import FEATURE_LAYOUT, Rig
+from tests.fakes.kv_rows import BLOCK_SIZE
 from tests.fakes.relay import Relay
 from tests.fakes.requests import make_item, make_request
 
@@ -19,3 +26,19 @@ def test_room_of_an_item_in_the_cached_prefix_is_given_back_at_once() -> None:
     relay.play()
     assert both.error is None and both.is_over and behind.is_over
     relay.finish()
+
+
+def test_room_that_is_not_granted_yet_is_free_when_its_last_consumer_leaves() -> None:
+    """The copy has moved out of the room of a lease whose owner was cancelled, and is not wanted yet. Before,
+    it took that lease for its own, and its blocks were held for ever (seed 481)."""
+    transfer_engine: Any = SimpleNamespace(grant=lambda *args: None, cancel=lambda lease_id: None)
+    pool = BlockPool(4, BLOCK_SIZE)
+    store = FeatureStore(BlockMemory(FEATURE_LAYOUT, 4), pool, transfer_engine)
+    granted: list[Any] = []
+    store.reserve(("first", 0), "a", 4, 10.0, granted.append)
+    (lease_id,) = store._by_lease
+    store.reserve(("second", 0), "a", 4, 10.0, granted.append, is_wanted=False)
+    store.release(("first", 0), has_ended=True)
+    store.release(("second", 0), has_ended=True)
+    store.close_lease(lease_id, completed=False)
+    assert pool.num_referenced == 0

@@ -16,7 +16,7 @@ from tests.histories.mutants import MUTANTS, seeds_to_find
 
 NUM_HISTORIES, CHUNK = 500, 100
 SEED = 12
-STRIDE = 29  # every how many steps a process is killed here; `make histories` kills it at all of them
+STRIDE = 5  # every how many steps a process is killed here; `make histories` kills it at all of them
 CHEAP_MUTANTS = ("first_token_twice", "cancel_lost", "admission_kept", "partial_block_shared")
 
 
