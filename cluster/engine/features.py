@@ -323,11 +323,8 @@ class FeatureStore:
 
     def _grant(self, copy: _FeatureCopy, block_ids: Sequence[int]) -> None:
         copy.move(MediaPhase.STAGING)
-        copy.owner, copy.lease_id, copy.block_ids = (
-            None,
-            "",
-            list(block_ids),
-        )  # an earlier lease had other room
+        copy.owner, copy.block_ids = None, list(block_ids)
+        copy.lease_id = ""  # an earlier one had other room
         self._ask_if_wanted(copy)
 
     def _ask_if_wanted(self, copy: _FeatureCopy) -> None:
