@@ -1,4 +1,4 @@
-"""What one token adds to a text, as bytes: for log-probabilities, which name tokens one by one. Thread safe."""
+"""What one token adds to a text, as bytes: for log-probabilities, which name tokens one by one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 class TokenPieces:
     """A token's text depends on what stands before it: at the beginning of a text some tokenizers drop a
-    space. So tokens are decoded behind another one. Bytes that are not a character by themselves are read from
-    the vocabulary, where byte-level tokenizers and byte fallback have them."""
+    space. So tokens are decoded behind another one. Bytes that are not a character by themselves are read
+    from the vocabulary, where byte-level tokenizers and byte fallback have them."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], token_of: Callable[[int], str | None], before: int

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cuts a stream before the first stop string, or behind it. Holds back only text that could still become a stop string.
+    """Cuts a stream before the first stop string, or behind it. Holds back only text that could still become
+    a stop string.
 
     The first match is the one that ends first; of several with the same end, the one that starts first. Only
     this rule does not depend on how the text is split into pieces.

@@ -1,7 +1,7 @@
 """Answers and stream events, as bytes. Pure.
 
-A stream's events differ only in index, text and finish reason, and in what a client has asked for beside them,
-so everything else is encoded once per stream.
+A stream's events differ only in index, text and finish reason, and in what a client has asked for beside
+them, so everything else is encoded once per stream.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def asked(text_model: Path) -> list[tuple[GenerateRequest, list[int]]]:
 
 
 async def test_changed_answers_equal_generate(text_model, asked):
-    """Two choices each, with drafts, all at once in too few blocks: answers are preempted, and what is left of
-    them is computed behind their own tokens."""
+    """Two choices each, with drafts, all at once in too few blocks: answers are preempted, and what is left
+    of them is computed behind their own tokens."""
     args = cluster_args(24).model_copy(update={"model": str(text_model), "block_size": BLOCK_SIZE})
     decode = {"kv_blocks": 30, "speculation": {"method": "draft", "draft_model": str(text_model)}}
     args = args.model_copy(update={"decode": type(args.decode).model_validate(decode)})
