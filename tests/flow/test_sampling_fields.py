@@ -177,7 +177,7 @@ async def test_log_probabilities_equal_those_of_generate():
 
 
 async def check_words(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
-    """A word of the answer is refused as a bad word; as a stop string it is in the answer if that is wanted."""
+    """A word of the answer is missing as a bad word; as a stop string it is there if that is wanted."""
 
     async def ask(**more: Any) -> dict[str, Any]:
         response = await client.post("/v1/chat/completions", json={**body, "return_token_ids": True, **more})
