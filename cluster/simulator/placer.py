@@ -44,8 +44,12 @@ class SimPlacer(Placer):
         return super().ticket(client, prediction, class_name) if self._has_admission else ANY_TICKET
 
     def view(
-        self, request: GenerateRequest, items: Sequence[MediaItem], hashes: Sequence[bytes]
+        self,
+        request: GenerateRequest,
+        items: Sequence[MediaItem],
+        hashes: Sequence[bytes],
+        avoided: frozenset[str] = frozenset(),
     ) -> RequestView:
-        if request.prompt.num_generated:  # the flow has hashed token ids, which mean nothing here
-            hashes = self._door.client_of(request.request_id).request.block_hashes
-        return super().view(request, items, hashes)
+        """For another attempt the flow has hashed token ids, which mean nothing here."""
+        hashes = self._door.client_of(request.request_id).request.block_hashes
+        return super().view(request, items, hashes, avoided)

@@ -141,12 +141,12 @@ class Simulation:
             call(door, *args)
 
     def _kill(self, spec: WorkerSpec) -> None:
-        for part in self.parts(spec.replica_id):
-            part.is_dead = True
         worker = self.languages.get(spec.replica_id)
         for decode in self.decodes.values():
             if worker is not None and not decode.is_dead:
                 decode.tell_tokens(worker)
+        for part in self.parts(spec.replica_id):
+            part.is_dead = True
         self.network.tell(self._each_door, SimDoor.lose, spec.replica_id)
 
     def _throttle(self, spec: WorkerSpec, factor: float) -> None:

@@ -192,14 +192,13 @@ def test_answers_that_run_together_slow_each_other_down_by_their_own_cost() -> N
 
 
 @pytest.mark.parametrize("dead", ["e:h200-0", "p:h200-2", "d:h200-5"])
-def test_a_dead_workers_items_are_encoded_by_others_and_its_requests_fail(dead: str) -> None:
+def test_what_a_dead_worker_had_goes_on_at_others(dead: str) -> None:
     specs = workers(Layout(2, 3, 2), VL_7B, H200)
     specs = [replace(s, dies_at=1.0) if s.replica_id == dead else s for s in specs]
     simulation, outcomes = simulate(specs, WORKLOADS["4-image"], 40, 120)
     assert_each_ends_once(outcomes, 120)
-    failed = [outcome for outcome in outcomes if outcome.status == "failed"]
-    assert bool(failed) is not dead.startswith("e")
-    assert all(outcome.finished_at == 1.0 + NETWORK_S for outcome in failed)
+    assert {outcome.status for outcome in outcomes} == {"finished"}
+    assert (max(outcome.num_attempts for outcome in outcomes) > 1) is not dead.startswith("e")
     assert_nothing_is_left(simulation)
 
 
@@ -214,14 +213,13 @@ def test_answers_go_on_when_the_worker_that_computed_their_prompts_dies() -> Non
     assert_nothing_is_left(simulation)
 
 
-def test_without_any_prefill_worker_requests_fail_and_nothing_is_left() -> None:
-    specs = [
-        replace(s, dies_at=0.5) if s.role is Role.PREFILL else s
-        for s in workers(Layout(1, 1, 1), VL_7B, H200)
-    ]
+def test_without_any_prefill_worker_requests_wait_for_the_next_one() -> None:
+    encode, first, second, decode = workers(Layout(1, 2, 1), VL_7B, H200)
+    specs = [encode, replace(first, dies_at=0.5), replace(second, ready_at=3.0), decode]
     simulation, outcomes = simulate(specs, WORKLOADS["1-image"], 20, 40)
     assert_each_ends_once(outcomes, 40)
-    assert {outcome.status for outcome in outcomes} == {"finished", "failed"}
+    assert {outcome.status for outcome in outcomes} == {"finished"}
+    assert any(outcome.ttft_s > 1.0 for outcome in outcomes)
     assert_nothing_is_left(simulation)
 
 
