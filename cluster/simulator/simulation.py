@@ -18,10 +18,9 @@ from cluster.simulator.events import EventLoop
 from cluster.simulator.hardware import Model
 from cluster.simulator.language import SimLanguage
 from cluster.simulator.outcome import Outcome
-from cluster.simulator.overheads import slowed
 from cluster.simulator.worker import NETWORK_S, Network, WorkerSpec
 from cluster.simulator.workload import SimRequest
-from cluster.types.curves import ServiceCurves
+from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Role
 from cluster.types.messages import Measured
 from router.policy import ClusterView, Policy
@@ -168,3 +167,8 @@ def slower(curves: ServiceCurves, factor: float) -> ServiceCurves:
         max_step_units=curves.max_step_units,
         links=curves.links,
     )
+
+
+def slowed(curve: Curve, factor: float, more_s: float = 0.0) -> Curve:
+    """So many times longer, and then so much for each call."""
+    return Curve(factor * curve.fixed_s + more_s, factor * curve.per_unit_s, factor * curve.per_pair_s)

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
+from bench.router.one_device import OneDevice, OneDeviceRoundRobin, unpredicted
+from bench.router.oracle import Oracle
 from cluster.simulator.hardware import H200, NETWORK, VL_7B, encode_curve
 from cluster.simulator.layouts import Layout, throttled, workers
-from cluster.simulator.oracle import Oracle
 from cluster.simulator.outcome import Outcome
 from cluster.simulator.results import Slo, summarise
 from cluster.simulator.simulation import MakePolicy, Simulation
-from cluster.simulator.whole import OneDevice, OneDeviceRoundRobin, unpredicted
 from cluster.simulator.worker import NETWORK_S, WorkerSpec
 from cluster.simulator.workload import (
     WORKLOADS,

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
+from bench.router.one_device import unpredicted
 from cluster.errors import UnavailableError
 from cluster.scheduling.chunks import ChunkScheduler, usable_prefix
 from cluster.scheduling.keys import OrderKey, Ticket, order_key
 from cluster.simulator.attempt import hold
 from cluster.simulator.encoder import SimEncoder
 from cluster.simulator.language import SimLanguage
-from cluster.simulator.whole import unpredicted
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 if TYPE_CHECKING:
