@@ -61,7 +61,7 @@ class AttemptOwner(Protocol):
 
     def on_all_encoded(self, attempt: Attempt) -> None: ...
 
-    def on_landed(self, attempt: Attempt) -> None: ...
+    def on_landed(self, attempt: Attempt, now: float) -> None: ...
 
     def resume(self, attempt: Attempt, choice_idxs: Sequence[int], now: float) -> None:
         """These choices, with equal tokens, are to go on in another attempt."""
@@ -319,7 +319,7 @@ class Attempts:
         if lands:
             if attempt.failure is not None:
                 self._owner.replay(attempt, attempt.failure, now)
-            self._owner.on_landed(attempt)
+            self._owner.on_landed(attempt, now)
 
     def _land(self, attempt: Attempt, now: float) -> None:
         """Every worker that may still hold something lets go. If decode has ended the request, the prompt

@@ -31,7 +31,13 @@ class WorkerState:
     num_requests: int = 0  # attempts of this door that the worker may hold something for
     is_listed: bool = True  # Serve still names it
     is_silent: bool = False  # it has work and makes no progress: see `router.flow.watch`
+    is_failing: bool = False  # attempts keep failing with it
     is_lost: bool = False  # the connection has ended
+
+    @property
+    def is_avoided(self) -> bool:
+        """Placements use it only where there is no other."""
+        return self.is_silent or self.is_failing
 
     @property
     def replica_id(self) -> str:
