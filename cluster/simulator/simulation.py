@@ -10,7 +10,6 @@ from random import Random
 
 from cluster.config.settings import AdmissionArgs
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.simulator.admission import admission_controller
 from cluster.simulator.device import Device
 from cluster.simulator.door import SimDoor
 from cluster.simulator.encoder import SimEncoder
@@ -68,7 +67,7 @@ class Simulation:
                 self,
                 make(self),
                 ClusterView(scheduling, model.kv_bytes_per_token, model.num_layers),
-                admission_controller(admission, scheduling.text_share),
+                admission,
             )
             for make in policies
         ]
