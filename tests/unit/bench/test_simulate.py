@@ -281,6 +281,16 @@ def test_the_oracle_is_no_worse_than_taking_turns() -> None:
     assert oracle.mape < 0.1
 
 
+def test_the_oracle_places_requests_on_workers_of_any_role() -> None:
+    """An answer stays where its prompt was computed, unless another worker is free."""
+    specs = workers(Layout(num_language=1, num_whole=2), VL_7B, H200)
+    oracle, turns = (
+        summarise(simulate(specs, WORKLOADS["1-image"], 40, 80, policy)[1], SLO)
+        for policy in (Oracle, by_name("round_robin"))
+    )
+    assert oracle.ttft_mean_s < turns.ttft_mean_s and oracle.second_mean_s < turns.second_mean_s
+
+
 @pytest.mark.parametrize("policy", [OneDevice, OneDeviceRoundRobin])
 def test_data_parallelism_keeps_a_request_on_one_device(policy: MakePolicy) -> None:
     simulation = Simulation(workers(Layout(num_whole=3), VL_7B, H200), [policy], VL_7B)
