@@ -1,5 +1,5 @@
-"""Policies, splits and overload in the simulator, what a decision costs, and how near the simulator is to a live
-run. See README.md.
+"""Policies, splits and overload in the simulator, what a decision costs, and how near the simulator is to a
+live run. See README.md.
 
 python -m bench.router simulate --out R.jsonl [--only policies,splits,groups,overload] [--seeds 5]
 python -m bench.router report   R.jsonl [--svg R.svg]

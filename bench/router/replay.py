@@ -155,7 +155,8 @@ def table(replayed: Sequence[Replayed]) -> list[str]:
     policies = list(dict.fromkeys(each.block.policy for each in replayed))
     phases = list(dict.fromkeys(each.block.phase for each in replayed))
     lines = [
-        "| phase | policy | requests | p50 live | simulated | ratio | p90 live | simulated | ratio | off by more than 15 % | MAPE simulated |",
+        "| phase | policy | requests | p50 live | simulated | ratio | p90 live | simulated | ratio "
+        "| off by more than 15 % | MAPE simulated |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
     ]
     for phase in [*phases, "all"]:

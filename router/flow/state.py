@@ -174,8 +174,8 @@ class Attempt:
         self.request = request
         self.items = client.items
         self.choice_idxs = choice_idxs
-        # Of equal items only the first is sent, and cached ones are not: the prompt worker has, or shares, what
-        # they bring, or grants them room after all.
+        # Of equal items only the first is sent, and cached ones are not: the prompt worker has, or shares,
+        # what they bring, or grants them room after all.
         self.cached = cached
         hashes = [item.media_hash for item in client.items]
         self.media = [
