@@ -169,7 +169,7 @@ class History:
             allowed |= {OverloadedError, UnavailableError}
         if num_lost > 1 or not set(counts) <= QUICK:
             allowed.add(QuarantinedError)
-        if self.world.num_late_writes:
+        if not set(counts) <= QUICK:
             allowed.add(OverwrittenError)
         return tuple(allowed)
 

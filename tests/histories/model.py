@@ -20,7 +20,15 @@ import torch
 
 from cluster.engine.features import FeatureStore
 from cluster.engine.speculation import accept
-from cluster.engine.state import AnswerChoice, AnswerWork, LanguageRequest, PromptWork, Work, WorkResult
+from cluster.engine.state import (
+    AnswerChoice,
+    AnswerWork,
+    FirstTokens,
+    LanguageRequest,
+    PromptWork,
+    Work,
+    WorkResult,
+)
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.media import MediaItem
 from cluster.types.request import GenerateRequest, Prompt
@@ -180,15 +188,16 @@ class ChainRunner:
         tokens, choice.drafts = accept(choice.drafts, drawn), []
         return tokens
 
-    def _first_tokens(self, requests: Sequence[LanguageRequest]) -> list[tuple[int, ...]]:
-        tokens: list[tuple[int, ...]] = []
+    def _first_tokens(self, requests: Sequence[LanguageRequest]) -> list[FirstTokens]:
+        tokens: list[FirstTokens] = []
         for request in requests:
             assert request.is_complete
             lasts = [
                 self._checked(request.request_id, sequence.block_table, chain(sequence.prompt))[-1]
                 for sequence in request.sequences
             ]
-            tokens.append(tuple(draw(lasts, sampling.seed) for sampling in request.request.sampling))
+            seeds = [sampling.seed for sampling in request.request.sampling]
+            tokens.append(FirstTokens(tuple(draw(lasts, seed) for seed in seeds)))
         return tokens
 
     def _guesses(self, choice: AnswerChoice) -> list[int]:
