@@ -28,6 +28,7 @@ from tests.histories.oracle import FORGET_S, check_answers, check_budgets, check
 from tests.histories.workers import Sizes
 from tests.histories.world import Shape, World
 
+MAX_EVENTS = 40_000  # a long history has 4,000
 CHECK_EVERY = 24  # events between two looks at the budgets
 # Faults that keep no worker away for long
 QUICK = {
@@ -205,6 +206,7 @@ class History:
 
     def _after_event(self) -> None:
         self._num_events += 1
+        assert self._num_events < MAX_EVENTS, "it never comes to rest"
         if self._num_events % CHECK_EVERY == 0:
             check_budgets(self.world)
 
