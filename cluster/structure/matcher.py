@@ -1,0 +1,113 @@
+"""Where one answer is in its grammar.
+
+An answer ends in one of three ways:
+* the grammar is complete and nothing may follow (`is_complete`): no end token is drawn;
+* the grammar is complete, more may follow, and the model draws one of its end tokens. They are allowed here
+  only;
+* `max_tokens`.
+
+A matcher that runs into a limit of llguidance would allow the end token from then on, and nothing else. So it
+is asked for errors whenever it has done something, and the request fails by name (`StructureError`).
+
+Owned by the engine's thread; between `MaskFiller.start` and `take`, by the thread that fills masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cluster.errors import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class StructureError(RequestError):
+    """The structure cannot be held, or no answer can."""
+
+    code = "invalid_structure"
+
+
+class Matcher:
+    def __init__(self, native: LLMatcher, end_id: int, ends: tuple[int, ...] = (), param: str = ""):
+        """`end_id`: the token that llguidance allows where the answer may end. `ends`: the tokens that are
+        allowed there in its place. `param`: field of the request, for errors."""
+        self.native = native
+        self.is_complete = False
+        self.mask: np.ndarray | None = None  # [num_words] int32 of the tokens that may come, if it is known
+        self._end_id = end_id
+        self._ends = ends
+        self._param = param
+
+    def copy(self, ends: tuple[int, ...] | None = None, param: str | None = None) -> Matcher:
+        """One that goes its own way from here. `ends`, `param`: other ones."""
+        copied = Matcher(
+            self.native.deep_copy(),
+            self._end_id,
+            self._ends if ends is None else ends,
+            self._param if param is None else param,
+        )
+        copied.is_complete, copied.mask = self.is_complete, self.mask
+        return copied
+
+    def accept(self, token_id: int) -> None:
+        """The answer has got this token. Raises StructureError."""
+        self.mask = None
+        if token_id == self._end_id or token_id in self._ends:
+            self.is_complete = True
+            return
+        if not self.native.consume_token(token_id):
+            raise StructureError(
+                f"the answer cannot go on under its structure: {self.native.get_error()[:300]}",
+                param=self._param,
+            )
+        self.is_complete = self.native.is_stopped()
+        self.check()
+
+    def legal(self, drafts: Sequence[int]) -> list[int]:
+        """The longest prefix of the drafts that the grammar allows."""
+        drafts = list(drafts)
+        return drafts[: self.native.validate_tokens(drafts)] if drafts else drafts
+
+    def forced(self) -> list[int]:
+        """Tokens of text that follows for certain. The model may draw other tokens for the same text."""
+        return self.native.compute_ff_tokens()
+
+    def check(self) -> None:
+        """Raises StructureError if a limit was reached."""
+        if self.native.is_error():
+            raise StructureError(
+                f"the structure is too complex: {self.native.get_error()[:300]}", param=self._param
+            )
+
+    def make_mask(self) -> None:
+        """Sets `mask`, on the caller's thread. Raises StructureError."""
+        mask = np.frombuffer(self.native.compute_bitmask(), dtype=np.int32).copy()
+        self.check()
+        self.put_ends(mask)
+        self.mask = mask
+
+    def put_ends(self, mask: np.ndarray) -> None:
+        """mask: [num_words] int32 as llguidance filled it. Its end token becomes those of the request. If
+        there are none, an answer that may end or go on goes on; one that can only end gets llguidance's."""
+        words = mask.view(np.uint32)
+        if not _has(words, self._end_id):
+            return
+        if self._end_id not in self._ends:
+            _flip(words, self._end_id)
+        for token_id in self._ends:
+            if not _has(words, token_id):
+                _flip(words, token_id)
+        if not words.any():
+            _flip(words, self._end_id)
+
+
+def _has(words: np.ndarray, token_id: int) -> bool:
+    return bool(words[token_id >> 5] >> (token_id & 31) & 1)
+
+
+def _flip(words: np.ndarray, token_id: int) -> None:
+    words[token_id >> 5] ^= np.uint32(1 << (token_id & 31))

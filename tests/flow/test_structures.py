@@ -1,0 +1,128 @@
+"""Answers under a structure, from the whole cluster in one process: valid, and the same on every way through it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from bench.schemas import schemas
+from router.openai.app import build_api
+from tests.fakes.structures import check_valid
+from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
+from tests.flow.test_engine_features import with_decode
+from tests.flow.test_law import cluster_args
+
+NUM_SCHEMAS = 100
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "kind": {"enum": ["person", "thing", "place"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{2,6}$"}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "age", "tags"],
+    "additionalProperties": False,
+}
+ASKED = {"messages": [{"role": "user", "content": "Describe a person as JSON."}], "max_tokens": 200}
+
+
+def under(schema: Any) -> dict[str, Any]:
+    return {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "strict": True, "schema": schema},
+        }
+    }
+
+
+@asynccontextmanager
+async def client_of(cluster: LocalCluster) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(build_api(cluster.door))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
+        yield client
+
+
+async def ask(client: httpx.AsyncClient, **fields: Any) -> list[tuple[str, str]]:
+    """Text and finish reason of each choice."""
+    response = await client.post("/v1/chat/completions", json={"model": "demo", **ASKED, **fields})
+    assert response.status_code == 200, response.text
+    return [(choice["message"]["content"], choice["finish_reason"]) for choice in response.json()["choices"]]
+
+
+async def streamed(client: httpx.AsyncClient, **fields: Any) -> str:
+    body = {"model": "demo", "stream": True, **ASKED, **fields}
+    response = await client.post("/v1/chat/completions", json=body)
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+async def test_every_answer_that_ends_by_itself_is_valid():
+    async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
+        made = [schema for _, schema in schemas(NUM_SCHEMAS)]
+        fields = [{"temperature": 1.0, "seed": seed, **under(schema)} for seed, schema in enumerate(made)]
+        answers = await asyncio.gather(*(ask(client, **each) for each in fields))
+    num_complete = 0
+    for schema, [(text, reason)] in zip(made, answers, strict=True):
+        if reason == "stop":
+            check_valid(schema, text)
+            num_complete += 1
+    assert num_complete >= 0.8 * NUM_SCHEMAS
+
+
+async def test_a_structure_holds_with_everything_else_that_a_request_may_ask_for():
+    async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
+        fields = {"temperature": 1.0, "seed": 4, **under(PERSON)}
+        several = await ask(client, n=3, **fields)
+        guided = await ask(client, guidance_scale=1.5, negative_prompt="x", **fields)
+        for text, reason in [*several, *guided]:
+            assert reason == "stop"
+            check_valid(PERSON, text)
+        assert len({text for text, _ in several}) == 3
+        assert await streamed(client, **fields) == several[0][0]
+        ((text, reason),) = await ask(client, **under(PERSON) | {"max_tokens": 5})
+        assert reason == "length" and text
+        # complete with the token that prefill draws, before any step of decode
+        assert await ask(client, n=2, guided_choice=["."]) == [(".", "stop")] * 2
+        ((text, reason),) = await ask(client, response_format={"type": "json_object"}, ignore_eos=True)
+        assert reason == "length" or isinstance(json.loads(text), dict)
+        ((plain, _),) = await ask(client)
+        assert not plain.startswith("{"), "answers without a structure are as they were"
+
+
+async def test_answers_are_the_same_with_drafts_and_behind_a_preemption():
+    fields = [{"temperature": 1.0, "seed": seed, "n": 2, **under(PERSON)} for seed in range(6)]
+    async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
+        wanted = [await ask(client, **each) for each in fields]
+    drafts = {"method": "ngram", "max_draft_tokens": 4}
+    async with (
+        local_cluster(with_decode(cluster_args(64), kv_blocks=34, speculation=drafts)) as cluster,
+        client_of(cluster) as client,
+    ):
+        overcommit(cluster)
+        for _ in range(10):  # on a busy machine requests may come one after the other
+            got = await asyncio.gather(*(ask(client, **each) for each in fields))
+            assert got == wanted
+            totals = cluster.decodes[0]._engine.load().totals
+            if totals.num_preempted:
+                break
+        assert totals.num_preempted and totals.num_accepted
+
+
+async def test_what_cannot_be_held_is_refused_before_anything_is_generated():
+    async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
+        for fields, param in (
+            (under({"not": {}}), "response_format.json_schema.schema"),
+            ({"guided_regex": "(unclosed"}, "guided_regex"),
+            ({**under(PERSON), "min_tokens": 5}, "min_tokens"),
+        ):
+            body = {"model": "demo", **ASKED, **fields}
+            for stream in (False, True):
+                response = await client.post("/v1/chat/completions", json={**body, "stream": stream})
+                assert response.status_code == 400 and response.json()["error"]["param"] == param
