@@ -65,7 +65,7 @@ from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, ReceivedTotals, SentTotals, TierTotals
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 class FinishReason(StrEnum):
@@ -265,6 +265,14 @@ class Pong(ChannelMessage, frozen=True):
     """The worker's event loop runs."""
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of the model's own probabilities at one position."""
+
+    drawn: float  # of the token that was drawn
+    top_ids: tuple[int, ...] = ()  # the most probable tokens, as many as the request wants …
+    top: tuple[float, ...] = ()  # … and theirs
+
+
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one choice. Exactly one event with a finish reason ends a choice. If prefill has a part
     in the request, its event carries the first token, and a finish reason only if that token already ends the
@@ -278,6 +286,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     # with the first token of the first choice, from the worker that computed the prompt
     timing: PrefillTiming | None = None
     step_s: float = 0.0  # with a request's first tokens from decode: seconds since its KV was complete
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the request wants them
 
 
 class DecodeTotals(msgspec.Struct, frozen=True, array_like=True):
