@@ -24,6 +24,8 @@ from cluster.media.fetch import Fetcher, FetchPolicy
 from cluster.media.processor import MediaProcessor
 from cluster.media.surveyors import SurveyorPool
 from cluster.scheduling.keys import SchedulingPolicy
+from cluster.structure.checker import StructureChecker
+from cluster.structure.vocabulary import VocabularySource
 from cluster.text.defaults import GenerationDefaults, context_length
 from cluster.text.stop import StopStrings
 from cluster.text.tokenizer import TextProcessor
@@ -101,6 +103,9 @@ class Door:
         self._members = self._dispatcher.members
         self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._flow)
         self._tracing = _tracing(args, self._clock)
+        self._structures = StructureChecker(
+            lambda: VocabularySource.load(args.model, self._text.vocab_size, self.defaults.eos_token_ids)
+        )
         self._text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="door-text")
 
     def update_members(self, role: Role, members: list[Member]) -> None:
@@ -112,6 +117,7 @@ class Door:
         await self._intake.aclose()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+        self._structures.close()
         self._text_threads.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -144,6 +150,7 @@ class Door:
 
     async def chat(self, call: ChatCall) -> list[Choice]:
         timeline = RequestTimeline(self._clock.now(), call.trace_parent)
+        await self._check_structure(call)
         prompt = await self.prepare(call, timeline)
         try:
             return self._generate(prompt, call, timeline)
@@ -154,12 +161,18 @@ class Door:
     async def complete(self, call: CompletionCall) -> list[Choice]:
         choices: list[Choice] = []
         arrived_at = self._clock.now()
+        await self._check_structure(call)
         for prompt in call.prompts:
             timeline = RequestTimeline(arrived_at, call.trace_parent)
             prepared = await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
             timeline.prepared(arrived_at, self._clock.now())
             choices += self._generate(prepared, call, timeline)
         return choices
+
+    async def _check_structure(self, call: ChatCall | CompletionCall) -> None:
+        """Raises ClusterError."""
+        if call.structure is not None:
+            await self._structures.check(call.structure, call.tenant)
 
     async def prepare(self, call: ChatCall, timeline: RequestTimeline) -> PreparedPrompt:
         """What `chat` generates from; to be released. Raises ClusterError."""
@@ -185,8 +198,9 @@ class Door:
         max_tokens = self._max_tokens(prompt, rules)
         stop = StopParams(max_tokens, rules.token_ids, min(rules.min_tokens, max_tokens))
         request = GenerateRequest(
-            new_request_id(), prompt.prompt, call.sampling, stop, prompt.guidance, call.priority
-        )
+            new_request_id(), prompt.prompt, call.sampling, stop, prompt.guidance, call.priority,
+            structure=call.structure,
+        )  # fmt: skip
         return [
             Choice(
                 prompt,

@@ -57,6 +57,10 @@ class LanguageRunner:
         self.num_drafted = 0  # tokens, since the start
         self.num_accepted = 0  # drafts that were right
 
+    def constrain(self, request: LanguageRequest) -> None:
+        """See `Drawer.constrain`."""
+        self._drawer.constrain(request)
+
     def propose(self, requests: Sequence[LanguageRequest]) -> None:
         """Sets the drafts of every live choice. Choices with guidance get none: their two sequences advance
         one token at a time."""
@@ -72,6 +76,8 @@ class LanguageRunner:
             raise
         for choice, drafts in zip(choices, proposed, strict=True):
             choice.drafts = drafts
+            if choice.draw_state is not None and choice.draw_state.constraint is not None:
+                choice.drafts = choice.draw_state.constraint.legal(drafts)
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work], on_layer: OnLayer) -> list[WorkResult]:
@@ -112,7 +118,8 @@ class LanguageRunner:
         end = 0
         for request in requests:
             start, end = end, end + len(request.request.sampling)
-            first.append(FirstTokens(tuple(drawn.tokens[start:end]), drawn.logprobs_of(start, end)))
+            complete = frozenset(i - start for i in drawn.complete if start <= i < end)
+            first.append(FirstTokens(tuple(drawn.tokens[start:end]), drawn.logprobs_of(start, end), complete))
         return first
 
     @torch.inference_mode()

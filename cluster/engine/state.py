@@ -163,8 +163,8 @@ class AnswerChoice:
     def append(self, token_id: int) -> FinishReason | None:
         """Takes a newly drawn token. Returns why the choice ends with it; None: it goes on."""
         self.token_ids.append(token_id)
-        if self.draw_state is not None:
-            self.draw_state.accept(token_id)
+        if self.draw_state is not None and self.draw_state.accept(token_id):
+            return FinishReason.STOP
         return finish_reason(token_id, self.num_generated, self.stop)
 
 
@@ -320,3 +320,9 @@ class FirstTokens:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # if the request wants them
+    complete: frozenset[int] = frozenset()  # choices whose structure is complete with their token
+
+    def finish_reason(self, choice_idx: int, stop: StopParams) -> FinishReason | None:
+        if choice_idx in self.complete:
+            return FinishReason.STOP
+        return finish_reason(self.token_ids[choice_idx], 1, stop)

@@ -45,13 +45,17 @@ class StructureChecker:
         self._slots = FairSlots(1, 1)
         self._known: OrderedDict[Key, str | None] = OrderedDict()  # why it is refused
         self._num_chars = 0
+        self._is_closed = False
 
     def close(self) -> None:
+        self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._process.close()
 
     async def check(self, structure: Structure, tenant: str) -> None:
         """Raises StructureError, or UnavailableError if it cannot be checked now. May be cancelled."""
+        if self._is_closed:
+            raise UnavailableError("the server is shutting down")
         if structure.key not in self._known:
             try:
                 async with asyncio.timeout(WAIT_TIMEOUT_S), self._slots.slot(tenant):

@@ -96,7 +96,7 @@ class GrammarCompiler:
 
     def _compile(self, structure: Structure) -> Grammar:
         vocabulary = self._vocabulary = self._vocabulary or Vocabulary(self._load())
-        root = Matcher(compile_structure(structure, vocabulary), vocabulary.end_id, (vocabulary.end_id,))
+        root = Matcher(compile_structure(structure, vocabulary), vocabulary, (vocabulary.end_id,))
         root.make_mask()
         return Grammar(vocabulary, root)
 

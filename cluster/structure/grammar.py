@@ -7,16 +7,17 @@ import json
 from functools import cache
 from typing import TYPE_CHECKING
 
-from cluster.structure.matcher import StructureError
-from cluster.structure.schema import check_schema
+from cluster.structure.matcher import StructureError, one_line
+from cluster.structure.schema import held_schema
 from cluster.structure.vocabulary import Vocabulary
 from cluster.types.structure import Structure, StructureKind
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
-# Between tokens of JSON. Without a bound a model that likes blanks writes them until `max_tokens`.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Between tokens of JSON: a blank, or a new line and its indentation. With any white space allowed, weak models
+# write it until `max_tokens`.
+WHITESPACE = r"\x20|\x0A\x20{0,16}"
 
 
 def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher:
@@ -28,11 +29,11 @@ def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher
     except StructureError as error:
         raise StructureError(error.message, param=structure.param) from None
     except (ValueError, RecursionError) as error:  # llguidance raises ValueError
-        raise StructureError(_first_line(str(error)), param=structure.param) from error
+        raise StructureError(one_line(str(error)), param=structure.param) from error
     if not native.is_error():
         native.compute_bitmask()  # a part of a grammar is built only now
     if native.is_error():
-        raise StructureError(_first_line(native.get_error()), param=structure.param)
+        raise StructureError(one_line(native.get_error()), param=structure.param)
     return native
 
 
@@ -42,6 +43,7 @@ def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
+        max_items_in_row=20_000,
         max_lexer_states=25_000,
         max_grammar_size=200_000,
         verbose_errors=False,
@@ -53,19 +55,17 @@ def _grammar(structure: Structure) -> str:
 
     match structure.kind:
         case StructureKind.JSON_SCHEMA:
-            check_schema(structure.text)
+            blanks = (
+                {"whitespace_flexible": False} if structure.is_compact else {"whitespace_pattern": WHITESPACE}
+            )
             return LLMatcher.grammar_from_json_schema(
-                structure.text,
-                overrides={"whitespace_pattern": WHITESPACE, "coerce_one_of": False, "lenient": False},
+                held_schema(structure.text, is_strict=structure.is_strict),
+                overrides={**blanks, "coerce_one_of": False, "lenient": False},
             )
         case StructureKind.REGEX:
             return LLMatcher.grammar_from_regex(structure.text)
         case StructureKind.CHOICE:
             choices = " | ".join(json.dumps(choice) for choice in json.loads(structure.text))
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case StructureKind.GRAMMAR:
             return grammar_from("grammar", structure.text)
-
-
-def _first_line(message: str) -> str:
-    return message.strip().partition("\n")[0][:500] or "cannot be compiled"

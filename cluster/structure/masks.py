@@ -71,17 +71,13 @@ class MaskFiller:
 
     def _compute(self, unknown: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
         pool = self._pool = self._pool or _pool()
-        row_bytes = masks.shape[1] * masks.itemsize
-        if any(drafts for _, _, drafts in unknown):
-            pool.unsafe_compute_mask_ptr_with_draft_token(
-                [(matcher.native, row, drafts) for matcher, row, drafts in unknown],
-                masks.ctypes.data, row_bytes, len(masks),
-            )  # fmt: skip
-        else:
-            pool.unsafe_compute_mask_ptr(
-                [(matcher.native, row) for matcher, row, _ in unknown],
-                masks.ctypes.data, row_bytes, len(masks),
-            )  # fmt: skip
+        memory = masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)
+        plain = [(matcher.native, row) for matcher, row, drafts in unknown if not drafts]
+        drafted = [(matcher.native, row, drafts) for matcher, row, drafts in unknown if drafts]
+        if plain:
+            pool.unsafe_compute_mask_ptr(plain, *memory)
+        if drafted:
+            pool.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
         for matcher, row, drafts in unknown:
             matcher.check()
             for mask in masks[row : row + 1 + len(drafts)]:

@@ -24,6 +24,8 @@ from cluster.errors import RequestError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from cluster.structure.vocabulary import Vocabulary
+
 
 class StructureError(RequestError):
     """The structure cannot be held, or no answer can."""
@@ -32,13 +34,16 @@ class StructureError(RequestError):
 
 
 class Matcher:
-    def __init__(self, native: LLMatcher, end_id: int, ends: tuple[int, ...] = (), param: str = ""):
-        """`end_id`: the token that llguidance allows where the answer may end. `ends`: the tokens that are
-        allowed there in its place. `param`: field of the request, for errors."""
+    def __init__(
+        self, native: LLMatcher, vocabulary: Vocabulary, ends: tuple[int, ...] = (), param: str = ""
+    ):
+        """`ends`: the tokens that may end a complete answer, in place of the vocabulary's `end_id`. `param`:
+        field of the request, for errors."""
         self.native = native
         self.is_complete = False
         self.mask: np.ndarray | None = None  # [num_words] int32 of the tokens that may come, if it is known
-        self._end_id = end_id
+        self._vocabulary = vocabulary
+        self._end_id = vocabulary.end_id
         self._ends = ends
         self._param = param
 
@@ -46,7 +51,7 @@ class Matcher:
         """One that goes its own way from here. `ends`, `param`: other ones."""
         copied = Matcher(
             self.native.deep_copy(),
-            self._end_id,
+            self._vocabulary,
             self._ends if ends is None else ends,
             self._param if param is None else param,
         )
@@ -61,11 +66,23 @@ class Matcher:
             return
         if not self.native.consume_token(token_id):
             raise StructureError(
-                f"the answer cannot go on under its structure: {self.native.get_error()[:300]}",
+                f"the answer cannot go on under its structure: {one_line(self.native.get_error())}",
                 param=self._param,
             )
         self.is_complete = self.native.is_stopped()
         self.check()
+
+    def completes(self, token_id: int) -> bool:
+        """Whether the answer is complete with this token. Changes nothing."""
+        copied = self.copy()
+        copied.accept(token_id)
+        return copied.is_complete
+
+    def allowed(self) -> np.ndarray:
+        """[n] int64: the tokens that may come next. Raises StructureError."""
+        if self.mask is None:
+            self.make_mask()
+        return np.flatnonzero(np.unpackbits(np.asarray(self.mask).view(np.uint8), bitorder="little"))
 
     def legal(self, drafts: Sequence[int]) -> list[int]:
         """The longest prefix of the drafts that the grammar allows."""
@@ -80,12 +97,13 @@ class Matcher:
         """Raises StructureError if a limit was reached."""
         if self.native.is_error():
             raise StructureError(
-                f"the structure is too complex: {self.native.get_error()[:300]}", param=self._param
+                f"the structure is too complex: {one_line(self.native.get_error())}", param=self._param
             )
 
     def make_mask(self) -> None:
         """Sets `mask`, on the caller's thread. Raises StructureError."""
-        mask = np.frombuffer(self.native.compute_bitmask(), dtype=np.int32).copy()
+        mask = np.zeros(self._vocabulary.num_words, dtype=np.int32)
+        self.native.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self.check()
         self.put_ends(mask)
         self.mask = mask
@@ -105,8 +123,13 @@ class Matcher:
             _flip(words, self._end_id)
 
 
+def one_line(message: str) -> str:
+    """What llguidance says about an error, without the state of its parser."""
+    return " ".join(message.partition("<non")[0].split())[:300] or "cannot be compiled"
+
+
 def _has(words: np.ndarray, token_id: int) -> bool:
-    return bool(words[token_id >> 5] >> (token_id & 31) & 1)
+    return token_id < 32 * len(words) and bool(words[token_id >> 5] >> (token_id & 31) & 1)
 
 
 def _flip(words: np.ndarray, token_id: int) -> None:

@@ -49,11 +49,11 @@ class Vocabulary:
         """Blocks: up to a second for the largest vocabularies. Raises UnsupportedError."""
         from llguidance import LLTokenizer
 
-        # A model without an end token has one behind its ids, which no mask of logits reaches.
-        num_ids, end_ids = source.num_ids, source.end_ids or (source.num_ids,)
         try:
             self.native: LLTokenizer = LLTokenizer(
-                source.tokenizer, n_vocab=max(num_ids, end_ids[0] + 1), eos_token=end_ids[0]
+                source.tokenizer,
+                n_vocab=source.num_ids,
+                eos_token=source.end_ids[0] if source.end_ids else None,
             )
         except ValueError as error:
             raise UnsupportedError(
@@ -68,7 +68,8 @@ class Vocabulary:
 
     @cached_property
     def end_id(self) -> int:
-        """The token that llguidance's masks have wherever the answer may end."""
+        """The token that llguidance's masks have wherever the answer may end. For a model that names none: one
+        that its tokenizer has by a usual name."""
         return self.native.eos_token
 
     def ends(self, stop_token_ids: Iterable[int]) -> tuple[int, ...]:

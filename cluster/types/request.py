@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from cluster.types.media import PlacedMedia
+from cluster.types.structure import Structure
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -92,6 +93,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     changes: LogitChanges | None = None
     # Log-probabilities are wanted: of each drawn token, and of this many of the most probable ones. None: no
     num_logprobs: int | None = None
+    structure: Structure | None = None  # the form of each choice's text
 
     @property
     def is_plain(self) -> bool:
@@ -100,6 +102,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
             self.guidance is None
             and self.changes is None
             and self.num_logprobs is None
+            and self.structure is None
             and self.stop.min_tokens == 0
         )
 

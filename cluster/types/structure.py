@@ -23,8 +23,10 @@ class Structure(msgspec.Struct, frozen=True):
     # regular expression for the whole answer; GRAMMAR: Lark or GBNF
     text: str
     param: str = ""  # field of the request that asks for it; errors name it
+    is_strict: bool = False  # JSON_SCHEMA: words that are no keywords of JSON Schema are refused
+    is_compact: bool = False  # JSON_SCHEMA: no blanks between the tokens of JSON
 
     @property
     def key(self) -> tuple[str, str]:
         """Equal for structures that allow the same answers because they say the same."""
-        return self.kind.value, self.text
+        return f"{self.kind}{self.is_strict:d}{self.is_compact:d}", self.text

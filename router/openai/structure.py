@@ -25,8 +25,8 @@ class NamedSchema(BaseModel):
     model_config = _STRICT
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
-    content: Annotated[Schema | bool, Field(alias="schema")]
-    strict: bool | None = None  # a schema is held either way
+    content: Annotated[Schema, Field(alias="schema")]
+    strict: bool | None = None  # a schema is held either way; strict: words that are no keywords are refused
 
 
 class ResponseFormat(BaseModel):
@@ -36,7 +36,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's; one of the fields."""
+    """vLLM's: one structure."""
 
     model_config = _STRICT
     content: Annotated[Schema | str | None, Field(alias="json")] = None
@@ -44,6 +44,7 @@ class StructuredOutputs(BaseModel):
     regex: StructureText | None = None
     choice: Choices | None = None
     grammar: StructureText | None = None
+    disable_any_whitespace: bool | None = None  # JSON without blanks
 
 
 class StructureFields(BaseModel):
@@ -65,6 +66,8 @@ def structure_of(request: StructureFields) -> Structure | None:
         raise RequestError(f"{names} ask for two structures; send one", param=wanted[1].param)
     if not wanted:
         return None
+    if getattr(request, "min_tokens", None):
+        raise RequestError("min_tokens cannot be combined with a structure", param="min_tokens")
     (structure,) = wanted
     param = structure.param
     if len(structure.text) > MAX_TEXT_CHARS:
@@ -82,24 +85,22 @@ def _of_format(request: StructureFields) -> list[Structure]:
         param = "response_format.json_schema"
         raise RequestError(f"{param}: belongs to the type json_schema, and to no other", param=param)
     if asked.json_schema is not None:
-        return [_schema(asked.json_schema.content, "response_format.json_schema.schema")]
+        named, param = asked.json_schema, "response_format.json_schema.schema"
+        return [_schema(named.content, param, is_strict=bool(named.strict))]
     if asked.type == "json_object":
-        return [Structure(StructureKind.JSON_SCHEMA, _ANY_OBJECT, "response_format")]
+        return [_schema(_ANY_OBJECT, "response_format")]
     return []
 
 
 def _of_vllm(request: StructureFields) -> list[Structure]:
     asked = request.structured_outputs or StructuredOutputs()
-    found = []
-    for content, param in (
-        (asked.content, "structured_outputs.json"),
-        (request.guided_json, "guided_json"),
-    ):
-        if content is not None:
-            found.append(_schema(content, param))
+    found, is_compact = [], bool(asked.disable_any_whitespace)
+    if asked.content is not None:
+        found.append(_schema(asked.content, "structured_outputs.json", is_compact=is_compact))
+    if request.guided_json is not None:
+        found.append(_schema(request.guided_json, "guided_json"))
     if asked.json_object:
-        param = "structured_outputs.json_object"
-        found.append(Structure(StructureKind.JSON_SCHEMA, _ANY_OBJECT, param))
+        found.append(_schema(_ANY_OBJECT, "structured_outputs.json_object", is_compact=is_compact))
     for kind, of_new, of_old in (
         (StructureKind.REGEX, asked.regex, request.guided_regex),
         (StructureKind.GRAMMAR, asked.grammar, request.guided_grammar),
@@ -113,21 +114,23 @@ def _of_vllm(request: StructureFields) -> list[Structure]:
     ):
         if choices is not None:
             found.append(Structure(StructureKind.CHOICE, _compact(choices, param), param))
-    if asked == StructuredOutputs() and request.structured_outputs is not None:
+    if request.structured_outputs is not None and not any("." in each.param for each in found):
         raise RequestError("structured_outputs: names no structure", param="structured_outputs")
     return found
 
 
-def _schema(content: Schema | bool | str, param: str) -> Structure:
+def _schema(
+    content: Schema | str, param: str, is_strict: bool = False, is_compact: bool = False
+) -> Structure:
     """`content`: the schema, or its JSON."""
     if isinstance(content, str):
         try:
             content = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{param}: is not JSON", param=param) from error
-    if not isinstance(content, dict | bool):
+    if not isinstance(content, dict):
         raise RequestError(f"{param}: a JSON schema is an object", param=param)
-    return Structure(StructureKind.JSON_SCHEMA, _compact(content, param), param)
+    return Structure(StructureKind.JSON_SCHEMA, _compact(content, param), param, is_strict, is_compact)
 
 
 def _compact(value: Any, param: str) -> str:

@@ -24,6 +24,7 @@ from router.openai.schema import (
     CompletionRequest,
     EndpointRequest,
 )
+from router.openai.structure import structure_of
 
 SEED_MASK = 2**64 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring choices get seeds far apart
@@ -52,6 +53,7 @@ def chat_call(
         messages=messages,
         media=tuple(media),
         sampling=_sampling(request, defaults, limits),
+        structure=structure_of(request),
         stop=_stop(request, max_tokens, defaults),
         guidance=_guidance(request, lambda text: _negative(messages, text)),
         priority=request.priority or 0,
@@ -79,6 +81,7 @@ def completion_call(
     return CompletionCall(
         prompts=_prompts(request.prompt, limits),
         sampling=_sampling(request, defaults, limits),
+        structure=structure_of(request),
         stop=_stop(request, request.max_tokens or DEFAULT_COMPLETION_TOKENS, defaults),
         guidance=_guidance(request, lambda text: text),
         priority=request.priority or 0,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 from tokenizers import Tokenizer
 
 from cluster.structure.grammar import compile_structure
@@ -44,8 +43,8 @@ def text_of(token_ids: list[int]) -> str:
     return demo_tokenizer().decode(token_ids)
 
 
-def of_schema(schema: Any) -> Structure:
-    return Structure(StructureKind.JSON_SCHEMA, json.dumps(schema), "response_format")
+def of_schema(schema: Any, **more: bool) -> Structure:
+    return Structure(StructureKind.JSON_SCHEMA, json.dumps(schema), "response_format", **more)
 
 
 def of_regex(pattern: str) -> Structure:
@@ -62,15 +61,12 @@ def of_grammar(text: str) -> Structure:
 
 def matcher_of(structure: Structure, ends: tuple[int, ...] = (END,)) -> Matcher:
     vocabulary = demo_vocabulary()
-    return Matcher(compile_structure(structure, vocabulary), vocabulary.end_id, ends, structure.param)
+    return Matcher(compile_structure(structure, vocabulary), vocabulary, ends, structure.param)
 
 
 def allowed(matcher: Matcher) -> list[int]:
     """The tokens that may come next."""
-    if matcher.mask is None:
-        matcher.make_mask()
-    assert matcher.mask is not None
-    return np.flatnonzero(np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")).tolist()
+    return matcher.allowed().tolist()
 
 
 @cache

@@ -49,7 +49,16 @@ MEANINGS: list[tuple[dict[str, Any], StructureKind, str, str]] = [
 def test_each_field_asks_for_its_structure(
     fields: dict[str, Any], kind: StructureKind, text: str, param: str
 ):
-    assert structure_of(parsed(**fields)) == Structure(kind, text, param)
+    found = structure_of(parsed(**fields))
+    assert found is not None and (found.kind, found.text, found.param) == (kind, text, param)
+
+
+def test_strict_schemas_and_json_without_blanks_are_other_structures():
+    strict = structure_of(parsed(response_format=named(SCHEMA, strict=True)))
+    compact = structure_of(parsed(structured_outputs={"json": SCHEMA, "disable_any_whitespace": True}))
+    plain = structure_of(parsed(guided_json=SCHEMA))
+    assert strict and compact and plain and strict.is_strict and compact.is_compact
+    assert len({strict.key, compact.key, plain.key}) == 3
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from bench.schemas import schemas
 from cluster.structure.grammar import compile_structure
-from cluster.structure.matcher import StructureError
+from cluster.structure.matcher import Matcher, StructureError
 from cluster.structure.vocabulary import Vocabulary
 from tests.fakes.structures import (
     END,
@@ -136,4 +136,8 @@ def test_a_dead_end_is_an_error_and_no_end():
 def test_a_model_without_an_end_token_ends_where_nothing_may_follow():
     source = demo_source()
     vocabulary = Vocabulary(type(source)(source.tokenizer, NUM_IDS, ()))
-    assert vocabulary.end_id >= NUM_IDS and compile_structure(of_regex("a*"), vocabulary)
+    matcher = Matcher(compile_structure(of_regex("ab?"), vocabulary), vocabulary)
+    matcher.accept(ids_of("a")[0])
+    assert allowed(matcher) == ids_of("b")
+    matcher.accept(ids_of("b")[0])
+    assert matcher.is_complete

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from cluster.structure.grammar import compile_structure
 from cluster.structure.matcher import StructureError
 from cluster.types.structure import Structure
-from tests.fakes.structures import demo_vocabulary, of_grammar, of_regex, of_schema
+from tests.fakes.structures import demo_vocabulary, ids_of, matcher_of, of_grammar, of_regex, of_schema
 
 OBJECT = {"type": "object"}
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -34,7 +35,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a contradiction": ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
     "the library's own options": ({**OBJECT, "x-guidance": {"lenient": True}}, "x-guidance"),
     "minProperties of a map": ({**OBJECT, "minProperties": 2}, "minProperties"),
-    "false": (False, "false"),
+    "required of drafts before 4": ({"required": True}, "required"),
+    "a limit of draft 4": ({"type": "integer", "minimum": 1, "exclusiveMinimum": True}, "exclusiveMinimum"),
+    "items of drafts before 2020-12": ({"type": "array", "items": [{}]}, "prefixItems"),
+    "a class that would not be held": ({"type": "string", "pattern": "^[\\x00-!]$"}, "control"),
+    "the same in a name": ({**OBJECT, "patternProperties": {'^[^"]$': {}}}, "control"),
+    "an endless reference": ({"$ref": "#"}, ""),
 }
 
 
@@ -47,7 +53,22 @@ def refusal(structure: Structure) -> StructureError:
 
 @pytest.mark.parametrize(("schema", "named"), REFUSED.values(), ids=REFUSED)
 def test_a_schema_that_cannot_be_held_is_refused_by_name(schema: Any, named: str):
-    assert named in refusal(of_schema(schema)).message
+    assert named in refusal(of_schema(schema, is_strict=True)).message
+
+
+def test_unknown_words_are_annotations_unless_the_schema_is_strict():
+    assert compile_structure(of_schema({"type": "string", "minLenght": 3}), demo_vocabulary())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "excluded"),
+    [('^[^"]$', '"'), ("^[^\\\\]$", "\\"), ('^x?[^]"\\\\a]$', '"'), ('^[^<>"&]$', '"')],
+)
+def test_a_class_excludes_what_must_be_escaped_in_json(pattern: str, excluded: str):
+    matcher = matcher_of(of_schema({"type": "string", "pattern": pattern}))
+    tokens = demo_vocabulary().native.greedy_tokenize(json.dumps(excluded))
+    assert len(matcher.legal(tokens)) < len(tokens)
+    assert matcher.legal(ids_of('"b"')) == ids_of('"b"')
 
 
 @pytest.mark.parametrize(
