@@ -182,6 +182,7 @@ async def speed(door: Door, args: argparse.Namespace) -> int:
         if round_idx:
             ratios.append(with_it / without)
             rates.append((with_it, without))
+            print(f"round {round_idx}: {with_it:.0f} and {without:.0f} tokens/s", flush=True)
     fastest = [max(column) for column in zip(*rates, strict=True)]
     print(f"tokens/s, best of {args.rounds}: structured {fastest[0]:.0f}, without {fastest[1]:.0f}")
     print(f"ratio: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
