@@ -53,9 +53,9 @@ class ConstraintMasks(Protocol):
         ...
 
     def take(self) -> np.ndarray:
-        """[masks, words] int32: 1 + number of drafts for each constraint, in the order of `start`. Token t may
-        be drawn if bit t % 32 of word t // 32 is set. Masks behind a draft that may not come are not read.
-        Waits until all are filled."""
+        """[masks, words] int32: 1 + number of drafts for each constraint, in the order of `start`. Token t
+        may be drawn if bit t % 32 of word t // 32 is set. Nothing is drawn from masks behind a draft that may
+        not come. Waits until all are filled."""
         ...
 
 
