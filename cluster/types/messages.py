@@ -70,6 +70,7 @@ PROTOCOL_VERSION = 13
 
 class FinishReason(StrEnum):
     STOP = "stop"  # a stop token
+    COMPLETE = "complete"  # nothing may follow under the request's structure; the last token is text
     LENGTH = "length"  # max_tokens reached
     CANCELLED = "cancelled"  # by the door
 
