@@ -134,10 +134,8 @@ class LanguageWorker(PhaseService):
         )
         self._features = None if feature_memory is None else _feature_store(feature_memory, process, args)
         speculator = _speculator(args, model) if role.decodes else None
-        self._constraints = _constraints(args, model.vocab_size, process.clock)
-        runner = LanguageRunner(
-            model, language.steps, language.kv, self._features, speculator, self._constraints
-        )
+        masks = self._constraints = _constraints(args, model.vocab_size, process.clock)
+        runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator, masks)
         blocks = BlockPool(sizes.num_kv_blocks, args.block_size)
         self._tier = open_tier(args, language, blocks, process.clock)
         self._engine = LanguageEngine(
@@ -152,20 +150,20 @@ class LanguageWorker(PhaseService):
             process.seat.cpu_slots,
             features=self._features,
             tier=self._tier,
-            constraints=self._constraints,
+            constraints=masks,
             allows_recompute=args.transfer.recompute == "auto",
             on_ended=self._on_ended,
         )
         self._process, self._model = process, model
         self._warm_up(runner, blocks, limits, role)
+        self._take_seats(process, role)
+        super().__init__(process, self._own_member(role, sizes.num_kv_blocks))
+
+    def _take_seats(self, process: WorkerProcess, role: Role) -> None:
         self._granting_engines: list[BlockTransfer] = [
             *([process.kv_transfer_engine] if role.decodes else []),
             *([process.feature_transfer_engine] if role.prefills else []),
         ]
-        self._take_seats(process)
-        super().__init__(process, self._own_member(role, sizes.num_kv_blocks))
-
-    def _take_seats(self, process: WorkerProcess) -> None:
         process.seat.attach(self._engine)
         if self._encoder is not None and self._features is not None:
             self._encoder.attach(process, OwnEmbeddings(self._features, self._engine, process))
