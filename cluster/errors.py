@@ -8,7 +8,7 @@
     │   ├── UnsupportedError    a field that this server does not implement (no field is ignored silently)
     │   └── ModelNotFoundError  404
     ├── OverloadedError         429: the client may retry after `retry_after_s`
-    ├── UnavailableError        503: a worker or a peer was lost, or a deadline passed; another worker may succeed
+    ├── UnavailableError        503: a worker or a peer was lost, or a deadline passed; another may succeed
     ├── OverwrittenError        503: what tokens were drawn from may have been overwritten
     ├── NotWantedError          work that was stopped because nothing waits for it; never leaves its process
     └── ConfigError             the operator must change the configuration; raised at start only

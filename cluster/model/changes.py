@@ -6,7 +6,8 @@ is given: no tensor of the size of the vocabulary is made for a penalty.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,21 +40,35 @@ def penalize(logits: Tensor, changed: Sequence[tuple[int, Ids, np.ndarray, Logit
     """Repetition penalty as in transformers (Keskar et al. 2019), then frequency and presence penalty by
     OpenAI's formula: logit - count * frequency - (count > 0) * presence. `changed`: row, token ids that it
     has seen, how often each was generated, [n] float32, and the penalties."""
+    if logits.device.type != "cpu":
+        return penalize_together(logits, changed)
+    table = logits.numpy()
+    for row, ids, counts, changes in changed:
+        repetition, frequency, presence = map(np.float32, changes.penalties)
+        scores = table[row, ids]
+        table[row, ids] = _penalized(scores, counts, repetition, frequency, presence, np.where)
+
+
+def penalize_together(logits: Tensor, changed: Sequence[tuple[int, Ids, np.ndarray, LogitChanges]]) -> None:
+    """`penalize` in a few operations, for a device where each one costs."""
     if not changed:
         return
     rows, ids, counts, changes = zip(*changed, strict=True)
     places, sizes = _places(logits, rows, ids), [len(own) for own in ids]
-
-    def spread(values: Sequence[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), sizes)).to(logits.device)
-
-    repetition = spread([each.repetition_penalty for each in changes])
-    frequency = spread([each.frequency_penalty for each in changes])
-    presence = spread([each.presence_penalty for each in changes])
+    spread = [
+        torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), sizes)).to(logits.device)
+        for values in zip(*(each.penalties for each in changes), strict=True)
+    ]
     generated = torch.from_numpy(np.concatenate(counts)).to(logits.device)
-    scores = logits[places]
-    scores = torch.where(scores < 0, scores * repetition, scores / repetition)
-    logits[places] = scores - (generated * frequency + (generated > 0) * presence)
+    logits[places] = _penalized(logits[places], generated, *spread, torch.where)
+
+
+def _penalized(
+    scores: Any, counts: Any, repetition: Any, frequency: Any, presence: Any, where: Callable[..., Any]
+) -> Any:
+    """Arrays and numbers of either library, float32; `where`: of the same."""
+    repeated = where(scores < 0, scores * repetition, scores / repetition)
+    return repeated - (counts * frequency + (counts > 0) * presence)
 
 
 def forbid(logits: Tensor, changed: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
@@ -77,20 +92,25 @@ def allow(logits: Tensor, changed: Sequence[tuple[int, Ids]]) -> None:
 def apply_masks(logits: Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
     """Row `rows[i]` can draw only the tokens of `masks[i]`. masks: [len(rows), words] int32; token t is bit
     t % 32 of word t // 32. Tokens behind the last word cannot be drawn."""
-    vocab_size = logits.shape[-1]
-    num_masked = min(vocab_size, masks.shape[1] * 32)
-    if logits.device.type == "cpu":
-        bits = np.ascontiguousarray(masks).view(np.uint8)
-        for row, own in zip(rows, bits, strict=True):
-            allowed = np.unpackbits(own, count=num_masked, bitorder="little").view(bool)
-            logits[row, :num_masked].masked_fill_(torch.from_numpy(~allowed), float("-inf"))
-            logits[row, num_masked:] = float("-inf")
-        return
-    words = torch.from_numpy(masks).to(logits.device)
-    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
-    index = torch.tensor(rows, device=logits.device)
-    allowed = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=logits.device)
-    allowed[:, :num_masked] = bits.flatten(1)[:, :num_masked].bool()
+    if logits.device.type != "cpu":
+        return apply_masks_together(logits, rows, masks)
+    num_masked = min(logits.shape[-1], masks.shape[1] * 32)
+    for row, own in zip(rows, np.ascontiguousarray(masks).view(np.uint8), strict=True):
+        allowed = np.unpackbits(own, count=num_masked, bitorder="little").view(bool)
+        logits[row, :num_masked].masked_fill_(torch.from_numpy(~allowed), float("-inf"))
+        logits[row, num_masked:] = float("-inf")
+
+
+def apply_masks_together(logits: Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
+    """`apply_masks` in a few operations, for a device where each one costs."""
+    device, vocab_size = logits.device, logits.shape[-1]
+    bits = torch.from_numpy(masks).to(device)[:, :, None] >> torch.arange(
+        32, dtype=torch.int32, device=device
+    )
+    masked = (bits & 1).bool().flatten(1)[:, :vocab_size]
+    allowed = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
+    allowed[:, : masked.shape[1]] = masked
+    index = torch.tensor(rows, device=device)
     logits[index] = logits[index].masked_fill(~allowed, float("-inf"))
 
 

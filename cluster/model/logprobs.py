@@ -26,14 +26,15 @@ Top = tuple[list[int], list[float]]  # token ids, log-probabilities
 class RawLogprobs:
     """Of some rows of a step. Made before anything changes the logits; read when tokens are drawn."""
 
-    def __init__(self, logits: Tensor, wanted: Mapping[int, tuple[int, int]]):
+    def __init__(self, logits: Tensor, wanted: Mapping[int, tuple[int, int]], *, together: bool = False):
         """logits: [R, V] float32. `wanted`: for rows that are drawn from, the row of `logits` behind it and
-        how many of the most probable tokens are wanted."""
+        how many of the most probable tokens are wanted. `together`: in a few operations on all rows, as on
+        other devices, also on the CPU."""
         self._num_top = [num_top for _, num_top in wanted.values()]
         self._places = {row: place for place, row in enumerate(wanted)}
         raw_rows = [raw for raw, _ in wanted.values()]
         self._rows: Sequence[Tensor] | Tensor = []  # [V] each
-        if logits.device.type == "cpu":
+        if logits.device.type == "cpu" and not together:
             self._rows = [torch.log_softmax(logits[raw], dim=-1) for raw in raw_rows]
         elif wanted:
             self._rows = torch.log_softmax(logits[raw_rows], dim=-1)

@@ -77,8 +77,12 @@ class LogitChanges(msgspec.Struct, frozen=True, omit_defaults=True):
     allowed_token_ids: tuple[int, ...] = ()  # no others are drawn; empty: all may be
 
     @property
+    def penalties(self) -> tuple[float, float, float]:
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+
+    @property
     def counts_tokens(self) -> bool:
-        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return self.penalties != (1, 0, 0)
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):

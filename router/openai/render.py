@@ -56,7 +56,7 @@ def model_fields(model_id: str, created: int, max_model_len: int) -> dict[str, A
     return {**fields, "max_model_len": max_model_len}
 
 
-class Answer(msgspec.Struct, frozen=True):
+class WholeChoice(msgspec.Struct, frozen=True):
     """One choice, whole."""
 
     text: str
@@ -80,7 +80,7 @@ class ResponseFormat(ABC):
 
     def body(
         self,
-        answers: Sequence[Answer],
+        answers: Sequence[WholeChoice],
         generations: Sequence[Generation],
         num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),

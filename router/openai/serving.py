@@ -141,7 +141,7 @@ async def _close_all(generations: Sequence[Generation]) -> None:
             log.error("closing a generation failed", exc_info=result)
 
 
-async def _collect(generation: Generation) -> render.Answer:
+async def _collect(generation: Generation) -> render.WholeChoice:
     pieces: list[str] = []
     scores: list[TokenScores] = []
     token_ids: list[int] = []
@@ -150,7 +150,7 @@ async def _collect(generation: Generation) -> render.Answer:
         scores += delta.scores
         token_ids += delta.token_ids
         if delta.finish_reason is not None:
-            return render.Answer("".join(pieces), delta.finish_reason, scores, token_ids)
+            return render.WholeChoice("".join(pieces), delta.finish_reason, scores, token_ids)
     raise InternalError("a generation ended without a finish reason")
 
 

@@ -277,6 +277,10 @@ class ClusterView:
         """How long an encoder that has taken an item on still needs for it."""
         return self._encoder_media.arriving_s(slot, media_hash, now)
 
+    def num_cached_tokens(self, request: RequestView, replica_id: str) -> int:
+        """Of the prompt, that a worker need not compute."""
+        return self._num_cached_blocks(request, self.prefills.slots[replica_id]) * request.block_size
+
     def num_queued_rows(self, modality: Modality | None = None) -> float:
         """Embedding rows queued at the least loaded encoder for the modality; zero if there is none."""
         pool = self.encoders

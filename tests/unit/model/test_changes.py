@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import torch
 from transformers import (
     RepetitionPenaltyLogitsProcessor,
@@ -7,7 +8,17 @@ from transformers import (
 )
 from transformers.utils import ModelOutput
 
-from cluster.model.changes import add_bias, allow, apply_masks, forbid, guide, penalize
+from cluster.model.changes import (
+    add_bias,
+    allow,
+    apply_masks,
+    apply_masks_together,
+    forbid,
+    guide,
+    penalize,
+    penalize_together,
+)
+from cluster.model.logprobs import RawLogprobs
 from cluster.model.token_counts import TokenCounts
 from cluster.types.request import LogitChanges
 
@@ -59,6 +70,9 @@ def penalized(
     counts = TokenCounts(prompt if changes.repetition_penalty != 1 else (), answer)
     out = logits.clone()
     penalize(out, [(0, *next(counts.rows(())), changes)])
+    together = logits.repeat(2, 1)
+    penalize_together(together, [(1, *next(counts.rows(())), changes)])
+    assert together[1:].equal(out) and together[:1].equal(logits)
     return out
 
 
@@ -109,9 +123,24 @@ def test_a_mask_keeps_the_tokens_whose_bits_are_set():
     masks = np.packbits(np.pad(allowed.numpy(), ((0, 0), (0, 26))), axis=1, bitorder="little").view(np.int32)
     for vocab_size in (70, 96, 130):  # tokens behind the mask cannot be drawn
         logits = torch.randn(3, vocab_size)
-        out = logits.clone()
+        out, together = logits.clone(), logits.clone()
         apply_masks(out, [2, 0], masks)
+        apply_masks_together(together, [2, 0], masks)
+        assert together.equal(out)
         for row, mask in ((2, allowed[0]), (0, allowed[1])):
             assert (out[row] > NONE)[:70].equal(mask) and (out[row, 70:] == NONE).all()
             assert out[row][out[row] > NONE].equal(logits[row, :70][mask])
         assert out[1].equal(logits[1])
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_the_most_probable_tokens_are_found_in_their_order(together):
+    logits = torch.randn(3, 1000).round(decimals=1)  # many are equal
+    logits[2, 4:] = NONE
+    wanted, drawn = {5: (1, 20), 6: (2, 3), 7: (0, 0)}, [3, 1, 999]
+    told = RawLogprobs(logits, wanted, together=together).of([5, 6, 7], drawn)
+    for i, (row, num) in enumerate(wanted.values()):
+        own = logits[row].log_softmax(-1)
+        assert told[i].drawn == float(own[drawn[i]])
+        assert list(told[i].top) == own.topk(num).values.tolist() == own[list(told[i].top_ids)].tolist()
+        assert len(set(told[i].top_ids)) == num
