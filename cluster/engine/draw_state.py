@@ -34,8 +34,9 @@ class Constraint(Protocol):
         """Whether it is complete with this token. Changes nothing."""
         ...
 
-    def legal(self, drafts: Sequence[int]) -> list[int]:
-        """The longest prefix of the drafts that may come."""
+    def drafts(self, guessed: Sequence[int], limit: int) -> list[int]:
+        """The tokens that follow for certain, if there are any, at most `limit`. Otherwise the longest prefix
+        of the guessed ones that may come."""
         ...
 
 

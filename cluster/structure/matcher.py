@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from cluster.structure.vocabulary import Vocabulary
 
 
+MAX_FORCED = 8  # tokens of one choice in one step
+
+
 class StructureError(RequestError):
     """The structure cannot be held, or no answer can."""
 
@@ -84,14 +87,16 @@ class Matcher:
             self.make_mask()
         return np.flatnonzero(np.unpackbits(np.asarray(self.mask).view(np.uint8), bitorder="little"))
 
+    def drafts(self, guessed: Sequence[int], limit: int) -> list[int]:
+        """The tokens that follow for certain, if there are any: at most `limit`, and not more than a step
+        should have. Otherwise the longest prefix of the guessed ones that the grammar allows."""
+        forced = self.native.compute_ff_tokens()[: min(limit, MAX_FORCED)] if limit > 0 else []
+        return forced or self.legal(guessed)
+
     def legal(self, drafts: Sequence[int]) -> list[int]:
         """The longest prefix of the drafts that the grammar allows."""
         drafts = list(drafts)
         return drafts[: self.native.validate_tokens(drafts)] if drafts else drafts
-
-    def forced(self) -> list[int]:
-        """Tokens of text that follows for certain. The model may draw other tokens for the same text."""
-        return self.native.compute_ff_tokens()
 
     def check(self) -> None:
         """Raises StructureError if a limit was reached."""

@@ -158,8 +158,8 @@ class Alternating:
     def completes(self, token_id: int) -> bool:
         return False
 
-    def legal(self, drafts: Sequence[int]) -> Sequence[int]:
-        return drafts
+    def drafts(self, guessed: Sequence[int], limit: int) -> list[int]:
+        return list(guessed)
 
 
 class Digits:

@@ -111,6 +111,16 @@ def test_drafts_are_cut_where_the_grammar_forbids_them():
     assert matcher.legal(legal) == legal and not matcher.legal(ids_of("no"))
 
 
+def test_text_that_is_certain_is_a_draft_whatever_was_guessed():
+    matcher = matcher_of(of_schema(PERSON, is_compact=True))
+    forced = matcher.drafts(ids_of("no"), 100)
+    assert '{"name":"'.startswith(text_of(forced)) and len(forced) > 1
+    assert matcher.drafts((), 1) == forced[:1] and matcher.drafts((), 0) == []
+    for token_id in forced:
+        assert allowed(matcher) == [token_id]
+        matcher.accept(token_id)
+
+
 def test_a_copy_goes_its_own_way():
     matcher = matcher_of(of_choices("ab", "cd"))
     copied = matcher.copy()
