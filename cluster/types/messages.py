@@ -112,8 +112,8 @@ class StartPrefill(ChannelMessage, frozen=True):
     timeout_s: float  # until the first token
     # media items that this worker encodes itself (StartEncode): it grants no lease for their embeddings
     encodes: tuple[int, ...] = ()
-    # media items whose tokens the door expects in the worker's prefix cache: no encoder is asked for these. If
-    # the tokens are not there, FeatureGranted or another request's embeddings follow
+    # media items whose tokens the door expects in the worker's prefix cache: no encoder is asked for these.
+    # If the tokens are not there, FeatureGranted or another request's embeddings follow
     cached: tuple[int, ...] = ()
 
 

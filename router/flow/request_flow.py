@@ -256,7 +256,7 @@ class RequestFlow:
 
     def _on_avoided(self, worker: WorkerState) -> None:
         """Placements avoid the worker from now on, or do no longer."""
-        self._cluster.set_silent(worker.replica_id, worker.is_avoided)
+        self._cluster.set_avoided(worker.replica_id, worker.is_avoided)
 
     # Requests
 

@@ -54,9 +54,7 @@ class MediaItemState:
 
     encoder: WorkerState  # the encoder that is asked for the item
     lease_id: str = ""  # of the grant that this encoder has; empty: none yet
-    is_shared: bool = (
-        False  # the prompt worker needs none, or has the embeddings or gets them for another one
-    )
+    is_shared: bool = False  # the prompt worker needs none, has them, or gets them for another request
     num_attempts: int = 1
     is_held: bool = False  # nothing has been sent: another suspect is at this encoder
     grant: Grant | None = None  # the prompt worker's, while the item is held
@@ -174,8 +172,8 @@ class Attempt:
         self.request = request
         self.items = client.items
         self.choice_idxs = choice_idxs
-        # Of equal items only the first is sent, and cached ones are not: the prompt worker has, or shares, what
-        # they bring, or grants them room after all.
+        # Of equal items only the first is sent, and cached ones are not: the prompt worker has, or shares,
+        # what they bring, or grants them room after all.
         self.cached = cached
         hashes = [item.media_hash for item in client.items]
         self.media = [

@@ -1,6 +1,6 @@
 """A cluster behind an `AdmissionQueue` in virtual time: encoders, then prefill workers, or workers that do
-both, each first come first served, then decode's memory for a while. Drives the queue as a door does and notes what becomes of every
-request."""
+both, each first come first served, then decode's memory for a while. Drives the queue as a door does and
+notes what becomes of every request."""
 
 from __future__ import annotations
 

@@ -169,11 +169,11 @@ def test_a_worker_that_is_gone_is_forgotten(world):
 def test_a_stalled_worker_is_silent_in_the_policys_eyes_until_it_moves(door):
     pool = door.cluster.decodes
     door.tell(Role.DECODE, Stalled(("engine",)))
-    assert pool.is_silent[pool.slots["decode"]]
+    assert pool.is_avoided[pool.slots["decode"]]
     door.tell(Role.DECODE, Pong())
-    assert pool.is_silent[pool.slots["decode"]], "its event loop answers, its engine does not"
+    assert pool.is_avoided[pool.slots["decode"]], "its event loop answers, its engine does not"
     door.tell(Role.DECODE, Stalled(()))
-    assert not pool.is_silent.any()
+    assert not pool.is_avoided.any()
 
 
 def test_the_last_worker_of_a_pool_serves_though_it_is_silent(door):

@@ -226,7 +226,7 @@ def test_a_language_worker_that_leaves_is_forgotten_in_both_phases():
 
 def test_a_silent_language_worker_is_avoided_for_both_phases():
     cluster = cluster_of(1, 0, 0, 2)
-    cluster.set_silent("l0", True)
+    cluster.set_avoided("l0", True)
     for policy in NAMES:
         placement = decide(media(400), cluster, policy).placement
         assert (placement.prefill, placement.decode) == ("l1", "l1")
@@ -264,7 +264,7 @@ def test_a_phase_that_no_worker_is_assigned_to_goes_to_any():
         cluster.assign(replica_id, [Phase.DECODE])
     assert decide(media(400), cluster).placement.prefill in ("l0", "l1")
     assert decide(text(160), cluster).placement.is_local, "a decode worker computes texts of its own"
-    cluster.set_silent("d0", True)
+    cluster.set_avoided("d0", True)
     assert decide(media(400), cluster).placement.decode in ("l0", "l1")
     cluster.assign("l0", [Phase.PREFILL, Phase.DECODE])
     assert decide(media(400), cluster).placement.prefill == "l0"
