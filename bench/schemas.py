@@ -1,6 +1,6 @@
-"""JSON schemas like those that clients send, from a seed: the classes of JSONSchemaBench (Geng et al. 2025), built
-again because the collection cannot be had here. Beside each class: the share of its schemas in the collection is
-not kept; every class comes equally often.
+"""JSON schemas like those that clients send, from a seed: the classes of JSONSchemaBench (Geng et al.
+2025), built again because the collection cannot be had here. Beside each class: the share of its schemas in
+the collection is not kept; every class comes equally often.
 
     function calls   flat objects with typed, described arguments          (Glaive function calls)
     extraction       nested records and lists of records                   (GitHub easy, medium)
@@ -22,77 +22,18 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-WORDS = [
-    "id",
-    "name",
-    "title",
-    "city",
-    "country",
-    "price",
-    "amount",
-    "total",
-    "status",
-    "kind",
-    "type",
-    "color",
-    "size",
-    "width",
-    "height",
-    "email",
-    "phone",
-    "address",
-    "street",
-    "zip",
-    "date",
-    "time",
-    "start",
-    "end",
-    "author",
-    "tags",
-    "items",
-    "notes",
-    "score",
-    "rating",
-    "level",
-    "count",
-    "limit",
-    "offset",
-    "page",
-    "query",
-    "language",
-    "region",
-    "enabled",
-    "visible",
-    "public",
-    "owner",
-    "team",
-    "project",
-    "version",
-    "release",
-    "branch",
-    "commit",
-    "path",
-    "file",
-    "url",
-    "host",
-    "port",
-    "user",
-    "group",
-    "role",
-    "token",
-    "key",
-    "value",
-    "label",
-    "weight",
-    "unit",
-    "currency",
-    "tax",
-    "discount",
-]
+WORDS = (
+    "id", "name", "title", "city", "country", "price", "amount", "total", "status", "kind", "type", "color",
+    "size", "width", "height", "email", "phone", "address", "street", "zip", "date", "time", "start", "end",
+    "author", "tags", "items", "notes", "score", "rating", "level", "count", "limit", "offset", "page",
+    "query", "language", "region", "enabled", "visible", "public", "owner", "team", "project", "version",
+    "release", "branch", "commit", "path", "file", "url", "host", "port", "user", "group", "role", "token",
+    "key", "value", "label", "weight", "unit", "currency", "tax", "discount",
+)  # fmt: skip
 PATTERNS = (
     "^[a-z]{2,8}$", "^[A-Z]{3}-[0-9]{4}$", "^#[0-9a-f]{6}$", "^[0-9]{5}(-[0-9]{4})?$", "^v[0-9]+\\.[0-9]+$",
-    "^(red|green|blue)$", "^[A-Za-z_][A-Za-z0-9_]{0,15}$", "^\\+?[0-9]{7,12}$", "^[a-z0-9]+(-[a-z0-9]+){0,3}$",
-    "[0-9]{2}",
+    "^(red|green|blue)$", "^[A-Za-z_][A-Za-z0-9_]{0,15}$", "^\\+?[0-9]{7,12}$",
+    "^[a-z0-9]+(-[a-z0-9]+){0,3}$", "[0-9]{2}",
 )  # fmt: skip
 FORMATS = ("date", "time", "date-time", "email", "uuid", "ipv4", "hostname")
 

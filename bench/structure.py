@@ -8,11 +8,12 @@ One process, no cluster: a door and one language worker with the demo model (`--
 weights), temperature 1. Schemas come from `bench.schemas`; the library `jsonschema`, which has no part in the
 server, judges the answers.
 
-check    per class of schemas: valid, invalid, cut off by --max-tokens, refused. Exit status 1 if one is invalid.
-speed    tokens per second when every answer has a structure, beside the same number of tokens of the same prompts
-         without one. Rounds of the two take turns; the ratio is the median over the rounds.
-hostile  how long the door takes to refuse structures that are hard to compile, and the gap between two tokens of
-         other answers meanwhile, beside the gap without them.
+check    per class of schemas: valid, invalid, cut off by --max-tokens, refused. Exit status 1 if one is
+         invalid.
+speed    tokens per second when every answer has a structure, beside the same number of tokens of the same
+         prompts without one. Rounds of the two take turns; the ratio is the median over the rounds.
+hostile  how long the door takes to refuse structures that are hard to compile, and the gap between two
+         tokens of other answers meanwhile, beside the gap without them.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def random_model(folder: Path) -> Path:
 async def answer(door: Door, seed: int, max_tokens: int, **fields: Any) -> Answered:
     """Raises RequestError for a structure that is refused."""
     body = {
-        "model": "demo", "messages": [{"role": "user", "content": f"{PROMPT} Number {seed}."}], "temperature": 1.0,
-        "seed": seed, "max_tokens": max_tokens, **fields,
+        "model": "demo", "messages": [{"role": "user", "content": f"{PROMPT} Number {seed}."}],
+        "temperature": 1.0, "seed": seed, "max_tokens": max_tokens, **fields,
     }  # fmt: skip
     (choice,) = await door.chat(chat_call(ChatRequest.model_validate(body), "demo", door.defaults))
     texts, gaps, reason, last_at = [], [], None, time.perf_counter()
@@ -193,7 +194,7 @@ async def speed(door: Door, args: argparse.Namespace) -> int:
     for name, of, other in (("second", *columns[:2]), ("second of processor time", *columns[2:])):
         ratios = [one / two for one, two in zip(of, other, strict=True)]
         print(
-            f"tokens per {name}, medians of {args.rounds} rounds: {statistics.median(of):.0f} with structures, "
+            f"tokens per {name}, medians of {args.rounds} rounds: {statistics.median(of):.0f} with, "
             f"{statistics.median(other):.0f} without; ratio {statistics.median(ratios):.3f}, "
             f"{min(ratios):.3f} to {max(ratios):.3f}"
         )
@@ -219,7 +220,8 @@ async def hostile(door: Door, args: argparse.Namespace) -> int:
     beside = await other
     for name, of in (("alone", alone), ("beside them", beside)):
         print(
-            f"gap between tokens, {name}: p50 {1e3 * of[len(of) // 2]:.2f} ms, p99 {1e3 * of[len(of) * 99 // 100]:.2f} ms"
+            f"gap between tokens, {name}: p50 {1e3 * of[len(of) // 2]:.2f} ms, "
+            f"p99 {1e3 * of[len(of) * 99 // 100]:.2f} ms"
         )
     return 0
 

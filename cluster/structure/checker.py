@@ -1,8 +1,8 @@
 """A door's check of structures: what no worker could hold is refused before anything is generated.
 
-Each new structure is compiled once, in a process of its own (`check_process`), and what came of it is kept. One
-structure is checked at a time; tenants take turns. The process starts with the first structure; if it ends, the
-next structure starts another one.
+Each new structure is compiled once, in a process of its own (`check_process`), and what came of it is kept.
+One structure is checked at a time; tenants take turns. The process starts with the first structure; if it
+ends, the next structure starts another one.
 
 `check` belongs to one event loop. One thread talks to the process.
 """

@@ -1,7 +1,8 @@
 """A worker's grammars, each compiled once. Nothing waits for one but the requests that need it.
 
-The first request with a structure loads llguidance and the vocabulary. A compiled grammar is kept. If there are
-too many, or their texts are too long, the least recently used goes; each goes that was not used for a while.
+The first request with a structure loads llguidance and the vocabulary. A compiled grammar is kept. If there
+are too many, or their texts are too long, the least recently used goes; each goes that was not used for a
+while.
 
 Threads: all records belong to the engine's thread. One thread of low priority does the work. Doors have
 compiled the same before, within limits of time and memory (`checker`), so that it is not held up for long.

@@ -15,8 +15,8 @@ from cluster.types.structure import Structure, StructureKind
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
-# Between tokens of JSON: a blank, or a new line and its indentation. With any white space allowed, weak models
-# write it until `max_tokens`.
+# Between tokens of JSON: a blank, or a new line and its indentation. With any white space allowed, weak
+# models write it until `max_tokens`.
 WHITESPACE = r"\x20|\x0A\x20{0,16}"
 
 

@@ -1,7 +1,7 @@
 """What a JSON schema may say so that every answer is valid under it. Pure.
 
-llguidance refuses most keywords that it does not implement, by name. Here is the rest: what it would ignore or
-hold wrongly, found by generating answers and judging them with another library; and limits of size.
+llguidance refuses most keywords that it does not implement, by name. Here is the rest: what it would ignore
+or hold wrongly, found by generating answers and judging them with another library; and limits of size.
 """
 
 from __future__ import annotations
@@ -18,55 +18,16 @@ MAX_DEPTH = 64
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _SCHEMAS = ("additionalProperties", "items", "additionalItems", "not", "if", "then", "else", "contains")
-# Keywords that are held, or that say nothing about validity. llguidance refuses all other keywords of drafts 4
-# to 2020-12, and ignores other words.
-KEYWORDS = frozenset(
-    [
-        "$anchor",
-        "$comment",
-        "$defs",
-        "$id",
-        "$ref",
-        "$schema",
-        "additionalItems",
-        "additionalProperties",
-        "allOf",
-        "anyOf",
-        "const",
-        "contentEncoding",
-        "contentMediaType",
-        "default",
-        "definitions",
-        "deprecated",
-        "description",
-        "enum",
-        "examples",
-        "exclusiveMaximum",
-        "exclusiveMinimum",
-        "format",
-        "id",
-        "items",
-        "maxItems",
-        "maxLength",
-        "maxProperties",
-        "maximum",
-        "minItems",
-        "minLength",
-        "minProperties",
-        "minimum",
-        "multipleOf",
-        "oneOf",
-        "pattern",
-        "patternProperties",
-        "prefixItems",
-        "properties",
-        "readOnly",
-        "required",
-        "title",
-        "type",
-        "writeOnly",
-    ]
-)
+# Keywords that are held, or that say nothing about validity. llguidance refuses all other keywords of
+# drafts 4 to 2020-12, and ignores other words.
+KEYWORDS = frozenset((
+    "$anchor", "$comment", "$defs", "$id", "$ref", "$schema", "additionalItems", "additionalProperties",
+    "allOf", "anyOf", "const", "contentEncoding", "contentMediaType", "default", "definitions",
+    "deprecated", "description", "enum", "examples", "exclusiveMaximum", "exclusiveMinimum", "format", "id",
+    "items", "maxItems", "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minProperties",
+    "minimum", "multipleOf", "oneOf", "pattern", "patternProperties", "prefixItems", "properties",
+    "readOnly", "required", "title", "type", "writeOnly",
+))  # fmt: skip
 _CONTROLS = "".join(map(chr, range(0x20)))
 _OLD = ("draft-04", "draft-06", "draft-07", "2019-09")
 

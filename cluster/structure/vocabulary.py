@@ -68,8 +68,8 @@ class Vocabulary:
 
     @cached_property
     def end_id(self) -> int:
-        """The token that llguidance's masks have wherever the answer may end. For a model that names none: one
-        that its tokenizer has by a usual name."""
+        """The token that llguidance's masks have wherever the answer may end. For a model that names none:
+        one that its tokenizer has by a usual name."""
         return self.native.eos_token
 
     def ends(self, stop_token_ids: Iterable[int]) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""The form that an answer must have: what a client asks for with `response_format` or `structured_outputs`."""
+"""The form that an answer must have: what a client asks for with `response_format` or
+`structured_outputs`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class NamedSchema(BaseModel):
     strict: bool | None = None  # a schema is held either way; strict: words that are no keywords are refused
 
 
-class ResponseFormat(BaseModel):
+class AskedFormat(BaseModel):
     model_config = _STRICT
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -50,7 +50,7 @@ class StructuredOutputs(BaseModel):
 class StructureFields(BaseModel):
     """The fields of both endpoints."""
 
-    response_format: ResponseFormat | None = None
+    response_format: AskedFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = None
     guided_regex: StructureText | None = None

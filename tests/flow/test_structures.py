@@ -1,4 +1,5 @@
-"""Answers under a structure, from the whole cluster in one process: valid, and the same on every way through it."""
+"""Answers under a structure, from the whole cluster in one process: valid, and the same on every way
+through it."""
 
 from __future__ import annotations
 

@@ -25,24 +25,34 @@ def named(schema: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, **more}}
 
 
+OBJECT = '{"type":"object"}'
+OF_SCHEMA = "response_format.json_schema.schema"
 MEANINGS: list[tuple[dict[str, Any], StructureKind, str, str]] = [
-    ({"response_format": named(SCHEMA)}, StructureKind.JSON_SCHEMA, TEXT, "response_format.json_schema.schema"),
-    ({"response_format": named(SCHEMA, strict=True, description="d")}, StructureKind.JSON_SCHEMA, TEXT,
-     "response_format.json_schema.schema"),
-    ({"response_format": {"type": "json_object"}}, StructureKind.JSON_SCHEMA, '{"type":"object"}', "response_format"),
-    ({"structured_outputs": {"json": SCHEMA}}, StructureKind.JSON_SCHEMA, TEXT, "structured_outputs.json"),
-    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, StructureKind.JSON_SCHEMA, TEXT, "structured_outputs.json"),
-    ({"structured_outputs": {"json_object": True}}, StructureKind.JSON_SCHEMA, '{"type":"object"}',
-     "structured_outputs.json_object"),
-    ({"structured_outputs": {"regex": "a+"}}, StructureKind.REGEX, "a+", "structured_outputs.regex"),
-    ({"structured_outputs": {"choice": ["a", "b"]}}, StructureKind.CHOICE, '["a","b"]', "structured_outputs.choice"),
-    ({"structured_outputs": {"grammar": "start: A"}}, StructureKind.GRAMMAR, "start: A", "structured_outputs.grammar"),
+    ({"response_format": named(SCHEMA)}, StructureKind.JSON_SCHEMA, TEXT, OF_SCHEMA),
+    (
+        {"response_format": named(SCHEMA, strict=True, description="d")},
+        StructureKind.JSON_SCHEMA,
+        TEXT,
+        OF_SCHEMA,
+    ),
+    ({"response_format": {"type": "json_object"}}, StructureKind.JSON_SCHEMA, OBJECT, "response_format"),
     ({"guided_json": SCHEMA}, StructureKind.JSON_SCHEMA, TEXT, "guided_json"),
     ({"guided_json": json.dumps(SCHEMA)}, StructureKind.JSON_SCHEMA, TEXT, "guided_json"),
     ({"guided_regex": "a+"}, StructureKind.REGEX, "a+", "guided_regex"),
     ({"guided_choice": ["a"]}, StructureKind.CHOICE, '["a"]', "guided_choice"),
     ({"guided_grammar": "start: A"}, StructureKind.GRAMMAR, "start: A", "guided_grammar"),
-]  # fmt: skip
+    *(
+        ({"structured_outputs": {name: value}}, kind, text, f"structured_outputs.{name}")
+        for name, value, kind, text in (
+            ("json", SCHEMA, StructureKind.JSON_SCHEMA, TEXT),
+            ("json", json.dumps(SCHEMA), StructureKind.JSON_SCHEMA, TEXT),
+            ("json_object", True, StructureKind.JSON_SCHEMA, OBJECT),
+            ("regex", "a+", StructureKind.REGEX, "a+"),
+            ("choice", ["a", "b"], StructureKind.CHOICE, '["a","b"]'),
+            ("grammar", "start: A", StructureKind.GRAMMAR, "start: A"),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("fields", "kind", "text", "param"), MEANINGS)

@@ -1,5 +1,5 @@
-"""Grammars of a worker: compiled once, off the engine's thread, kept within limits; answers that go on elsewhere
-are in the same state."""
+"""Grammars of a worker: compiled once, off the engine's thread, kept within limits; answers that go on
+elsewhere are in the same state."""
 
 from __future__ import annotations
 
