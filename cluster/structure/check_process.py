@@ -38,7 +38,7 @@ WALL_S = 10.0  # on a machine that is busy with other work
 MAX_BYTES = 1 << 30  # of address space, beside what the vocabulary has
 NUM_PROBES, PROBE_TOKENS = 4, 24
 STACK_BYTES = 4 << 20  # half of what the threads of workers have
-NICENESS = 5
+NICENESS = 10
 
 
 class Checked(msgspec.Struct, frozen=True):

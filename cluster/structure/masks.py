@@ -43,7 +43,12 @@ class MaskFiller:
         num_rows = sum(1 + len(drafts) for _, drafts in wanted)
         if self._masks.shape[1] != num_words or len(self._masks) < num_rows:
             self._masks = np.zeros((max(num_rows, 2 * len(self._masks)), num_words), dtype=np.int32)
-        self._filling = self._executor.submit(self._fill, wanted, self._masks[:num_rows])
+        masks = self._masks[:num_rows]
+        if all(matcher.mask is not None and not drafts for matcher, drafts in wanted):
+            self._filling = Future()
+            self._filling.set_result(self._fill(wanted, masks))  # copies only, as for first tokens
+        else:
+            self._filling = self._executor.submit(self._fill, wanted, masks)
 
     def take(self) -> np.ndarray:
         """[rows, num_words] int32, in the order of `start`; valid until the next `start`. Raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from cluster.structure.grammar import compile_structure
 from cluster.structure.matcher import StructureError
 from cluster.types.structure import Structure
+from tests.architecture.sources import SOURCES, tree_of
 from tests.fakes.structures import demo_vocabulary, ids_of, matcher_of, of_grammar, of_regex, of_schema
 
 OBJECT = {"type": "object"}
@@ -84,3 +86,10 @@ def test_a_deep_schema_is_refused():
     for _ in range(80):
         schema = {"type": "array", "items": schema}
     assert "levels" in refusal(of_schema(schema)).message
+
+
+def test_the_library_is_imported_when_the_first_structure_comes():
+    """Its import takes a tenth of a second, which no start pays for."""
+    for path in SOURCES:
+        at_import = [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert "llguidance" not in "".join(map(ast.unparse, at_import)), path
