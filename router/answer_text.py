@@ -9,7 +9,8 @@ from collections import deque
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.pieces import TokenPieces
 from cluster.text.stop import StopStrings
-from cluster.types.messages import FinishReason, TokenEvent, TokenLogprobs
+from cluster.types.logprobs import TokenLogprobs
+from cluster.types.messages import FinishReason, TokenEvent
 from router.calls import ScoredToken, TextDelta, TokenScores
 
 

@@ -29,7 +29,7 @@ from cluster.engine.state import AnswerChoice, LanguageRequest
 from cluster.model.changes import add_bias, allow, apply_masks, forbid, guide, penalize
 from cluster.model.logprobs import RawLogprobs
 from cluster.model.sampling import sample
-from cluster.types.messages import TokenLogprobs
+from cluster.types.logprobs import TokenLogprobs
 
 Choices = Sequence[tuple[LanguageRequest, AnswerChoice]]
 

@@ -29,7 +29,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.model.sampling import sample
 from cluster.model.step_model import StepModel
-from cluster.types.messages import TokenLogprobs
+from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import SamplingParams
 
 OnLayer = Callable[[int, Ready], None]

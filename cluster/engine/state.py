@@ -30,7 +30,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from cluster.engine.timing import Stopwatch
-from cluster.types.messages import FinishReason, TokenLogprobs
+from cluster.types.logprobs import TokenLogprobs
+from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 
 if TYPE_CHECKING:  # the simulator keeps these records without torch

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.types.messages import TokenLogprobs
+from cluster.types.logprobs import TokenLogprobs
 
 _GROUP = 128  # logits whose maximum is looked at first
 

@@ -61,6 +61,7 @@ import msgspec
 
 from cluster.errors import ErrorInfo
 from cluster.types.curves import ServiceCurves
+from cluster.types.logprobs import TokenLogprobs
 from cluster.types.media import MediaItem
 from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
@@ -266,14 +267,6 @@ class Ping(ChannelMessage, frozen=True):
 
 class Pong(ChannelMessage, frozen=True):
     """The worker's event loop runs."""
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of the model's own probabilities at one position."""
-
-    drawn: float  # of the token that was drawn
-    top_ids: tuple[int, ...] = ()  # the most probable tokens, as many as the request wants …
-    top: tuple[float, ...] = ()  # … and theirs
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):

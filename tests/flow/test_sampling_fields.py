@@ -173,3 +173,21 @@ async def test_log_probabilities_equal_those_of_generate():
                         assert each["logprob"] == pytest.approx(float(row[token_id]), abs=1e-4)
                         top = [other["logprob"] for other in each["top_logprobs"]]
                         assert top == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+            await check_words(client, body)
+
+
+async def check_words(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    """A word of the answer is missing as a bad word; as a stop string it is there if that is wanted."""
+
+    async def ask(**more: Any) -> dict[str, Any]:
+        response = await client.post("/v1/chat/completions", json={**body, "return_token_ids": True, **more})
+        return response.json()["choices"][0]
+
+    answer = await ask()
+    assert len(answer["token_ids"]) == len(answer["logprobs"]["content"])
+    first, second, *_ = answer["message"]["content"].split()
+    without = await ask(bad_words=[first])
+    assert not without["message"]["content"].startswith(first)
+    cut = await ask(stop=[second], include_stop_str_in_output=True)
+    assert cut["message"]["content"] == f"{first} {second}" and cut["finish_reason"] == "stop"
+    assert "".join(each["token"] for each in cut["logprobs"]["content"]).startswith(f"{first} {second}")

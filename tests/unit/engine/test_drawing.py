@@ -22,7 +22,7 @@ from cluster.engine.speculation import accept
 from cluster.engine.state import LanguageRequest, TokenSequence
 from cluster.engine.timing import Stopwatch
 from cluster.model.sampling import sample
-from cluster.types.messages import TokenLogprobs
+from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import GenerateRequest, LogitChanges, Prompt, SamplingParams, StopParams
 
 VOCAB, NUM_TOKENS = 40, 24

@@ -9,7 +9,8 @@ import pytest
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.pieces import TokenPieces
 from cluster.text.stop import StopStrings
-from cluster.types.messages import FinishReason, TokenEvent, TokenLogprobs
+from cluster.types.logprobs import TokenLogprobs
+from cluster.types.messages import FinishReason, TokenEvent
 from router.answer_text import AnswerText
 from router.calls import TextDelta
 
