@@ -140,6 +140,11 @@ def test_an_answer_that_goes_on_elsewhere_is_in_the_same_state():
     assert bench.heard["from 3"] is None and all(mask == masks[0] for mask in masks) and END not in masks[0]
 
 
+def test_a_request_keeps_its_structure_when_it_goes_on_elsewhere():
+    request = Bench().prepare("a", OBJECT)
+    assert request.resumed("b", 0, (5,), 0.0).structure == OBJECT and not request.is_plain
+
+
 def test_masks_of_a_step_are_those_of_each_choice_and_draft():
     bench = Bench()
     request = bench.prepare("a", OBJECT)
