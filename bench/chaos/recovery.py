@@ -126,6 +126,7 @@ class Watch:
                 )
                 if is_there and await self.are_all_joined():
                     recovery.note("joined", time.monotonic() - fault.at)
+                    recovery.note("loaded", time.monotonic() - fault.at)  # between two looks
             await asyncio.sleep(PERIOD_S)
 
     async def are_all_joined(self) -> bool:

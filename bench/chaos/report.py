@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from bench.chaos.recovery import STAGES
 from bench.records import Record
 
-HEAD = ("fault", "sent", "right", "wrong", "lost: open", "lost: later", "pause s", "TTFT s", "front away s",
+HEAD = ("fault", "sent", "right", "wrong", "lost: open", "lost: later", "refused", "pause s", "TTFT s", "front away s",
         *(f"{stage} s" for stage in STAGES), "held", "processes")  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def _cells(record: Record) -> list[str]:
     changed = ", ".join(f"{kind} {number:+}" for kind, number in record["processes"].items())
     return [
         record["fault"],
-        *(str(record[name]) for name in ("sent", "right", "wrong", "lost_open", "lost_later")),
+        *(str(record[name]) for name in ("sent", "right", "wrong", "lost_open", "lost_later", "refused")),
         f"{record['pause_s']:.2f}",
         f"{record['ttft_s']:.2f}",
         f"{record['front_away_s']:.1f}",

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGCONT
 from typing import Any
 
 import aiohttp
@@ -163,7 +165,7 @@ class Experiment:
     async def _resume(self, fault: Fault) -> None:
         if fault.resumed_at is not None:
             await asyncio.sleep(fault.resumed_at - time.monotonic())
-            send_signal([fault.pid], signal_of_continuing())
+            send_signal([fault.pid], SIGCONT)
 
     async def _until_idle(self) -> Mapping[str, str]:
         """What is still held at the end of the time."""
@@ -182,8 +184,9 @@ class Experiment:
             each for each in complete if (each.choices, each.num_tokens) != self._right[each.call.number]
         ]
         at = done.fault.at
-        losses = [{"when": "open" if each.started_at <= at else "later", "why": each.loss,
-                   "kind": each.call.kind, "after_s": round(each.ended_at - at, 2)} for each in lost]  # fmt: skip
+        losses = [{"when": when_lost(each, at), "why": each.loss, "kind": each.call.kind,
+                   "streamed": each.call.is_streamed, "after_s": round(each.ended_at - at, 2)} for each in lost]  # fmt: skip
+        when = Counter(loss["when"] for loss in losses)
         first = [each.chunks_at[0] - each.started_at for each in complete if each.chunks_at]
         return {
             "cluster": self._plan.cluster,
@@ -192,8 +195,9 @@ class Experiment:
             "sent": len(done.sendings),
             "right": len(complete) - len(wrong),
             "wrong": len(wrong),
-            "lost_open": sum(loss["when"] == "open" for loss in losses),
-            "lost_later": sum(loss["when"] == "later" for loss in losses),
+            "lost_open": when["open"],
+            "lost_later": when["later"],
+            "refused": when["refused"],
             "pause_s": max((each.longest_pause_s for each in complete), default=0.0),
             "ttft_s": max(first, default=0.0),
             "front_away_s": done.front_away_s,
@@ -222,10 +226,11 @@ class Experiment:
         return found | {"tokens": [sending.num_tokens, num_tokens], "streamed": sending.call.is_streamed}
 
 
-def signal_of_continuing() -> int:
-    import signal
-
-    return signal.SIGCONT
+def when_lost(sending: Sending, at: float) -> str:
+    """`open`: it was in flight at the fault. `refused`: the front did not take the connection."""
+    if sending.started_at <= at:
+        return "open"
+    return "refused" if sending.loss.startswith("ClientConnectorError") else "later"
 
 
 async def measure(cluster: LocalCluster, plan: Plan, first_fault: int, keep: Any) -> int:
