@@ -27,7 +27,7 @@ KINDS: dict[str, str] = {
     "haproxy": r"\S*/haproxy -db ",
     "gcs": r"\S*/gcs_server ",
     "raylet": r"\S*/raylet/raylet ",
-    "agent": r"ray-dashboard-DashboardAgent|\S*python\S* \S*/dashboard/agent\.py",
+    "agent": r"ray::DashboardAgent",
     "forks": r"\S+ -m cluster\.serving\.fork_server ",
 }
 CONTROL = ("controller", "proxy", "haproxy", "gcs", "raylet", "agent")

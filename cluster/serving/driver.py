@@ -8,6 +8,7 @@
   that has one host. Ray has no public settings for this.
 * It starts the GCS again when that has ended. Its tables are on disk (`local_environment`), so nothing else
   ends with it.
+* It ends when the raylet, which starts all processes, has ended and a pool is lost.
 
 Life cycle: it ends with SIGINT like `serve run`, and the fork server ends with it.
 """
@@ -26,10 +27,11 @@ import yaml
 
 from cluster.config.environment import child_environment
 from cluster.serving import fork_server
-from cluster.serving.status import are_running, write_status
+from cluster.serving.status import are_running, is_healthy, write_status
 
 PERIOD_S = 0.1
 GCS_MIN_LIFE_S = 5.0
+HEALTH_PERIOD_S = 0.5
 
 
 def main(config: Path, folder: Path, model: str) -> None:
@@ -44,7 +46,7 @@ def main(config: Path, folder: Path, model: str) -> None:
         threading.Thread(target=keep_gcs, args=(node, is_stopping), daemon=True).start()
         follow(deploy(config), folder)
         sys.stderr.write(f"dashboard at {start_dashboard(node)}\n")
-        threading.Event().wait()
+        wait_for_raylet(node, config)
     except KeyboardInterrupt:
         from ray import serve
 
@@ -87,6 +89,20 @@ def keep_gcs(node: Any, is_stopping: threading.Event, now: Callable[[], float] =
         sys.stderr.write("the GCS has ended and is started again\n")
         node.kill_gcs_server(check_alive=False)
         node.start_gcs_server()
+
+
+def wait_for_raylet(node: Any, config: Path) -> None:
+    """Raises SystemExit when the raylet has ended and then a pool is lost. Until then the cluster answers: it
+    needs the raylet only to start processes."""
+    from cluster.serving import preflight
+
+    node.all_processes["raylet"][0].process.wait()
+    sys.stderr.write("Ray's raylet has ended: the cluster answers until a pool is lost\n")
+    host, port = preflight.address_of(preflight.read_serve_file(config))
+    pause = threading.Event()
+    while is_healthy(f"http://{host}:{port}"):
+        pause.wait(HEALTH_PERIOD_S)
+    raise SystemExit("Ray's raylet has ended, and what is lost cannot be replaced")
 
 
 def deploy(config: Path) -> Any:

@@ -1,11 +1,14 @@
-"""The driver starts the GCS again when it has ended, and knows when not to."""
+"""What the driver does when one of Ray's own processes has ended."""
 
 from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
 
-from cluster.serving.driver import GCS_MIN_LIFE_S, keep_gcs
+import pytest
+
+from cluster.serving.driver import GCS_MIN_LIFE_S, keep_gcs, wait_for_raylet
+from cluster.serving.local_environment import free_port
 
 
 class ScriptedNode:
@@ -42,3 +45,11 @@ def test_a_gcs_that_has_ended_is_started_again_until_the_cluster_stops():
 
 def test_a_gcs_that_ends_at_once_is_given_up():
     assert ScriptedNode([3600.0, GCS_MIN_LIFE_S / 2, 3600.0]).keep() == 1
+
+
+def test_without_a_raylet_the_driver_ends_with_the_first_lost_pool(tmp_path):
+    config = tmp_path / "cluster.yaml"
+    config.write_text(f"http_options: {{host: 127.0.0.1, port: {free_port()}}}\napplications: []\n")
+    raylet = SimpleNamespace(process=SimpleNamespace(wait=lambda: 0))
+    with pytest.raises(SystemExit, match="cannot be replaced"):
+        wait_for_raylet(SimpleNamespace(all_processes={"raylet": [raylet]}), config)
