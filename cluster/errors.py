@@ -8,7 +8,8 @@
     │   ├── UnsupportedError    a field that this server does not implement (no field is ignored silently)
     │   └── ModelNotFoundError  404
     ├── OverloadedError         429: the client may retry after `retry_after_s`
-    ├── UnavailableError        503: a worker or a peer was lost, or a deadline passed
+    ├── UnavailableError        503: a worker or a peer was lost, or a deadline passed; another may succeed
+    ├── OverwrittenError        503: what tokens were drawn from may have been overwritten
     ├── NotWantedError          work that was stopped because nothing waits for it; never leaves its process
     └── ConfigError             the operator must change the configuration; raised at start only
 
@@ -91,6 +92,14 @@ class UnavailableError(ClusterError):
     code = "unavailable"
 
 
+class OverwrittenError(ClusterError):
+    """Memory that an answer was computed from was written to by another worker. Tokens drawn from it cannot
+    be taken back, so only an answer that has none may go on."""
+
+    status = 503
+    code = "unavailable"
+
+
 class NotWantedError(ClusterError):
     """Nothing waits for the result of this work any more. No client ever sees this error."""
 
@@ -105,7 +114,7 @@ _BY_NAME: dict[str, type[ClusterError]] = {
         ClusterError, InternalError, RequestError, MediaError, ContextLengthError, QuarantinedError,
         UnsupportedError,
         ModelNotFoundError,
-        OverloadedError, UnavailableError, ConfigError,
+        OverloadedError, UnavailableError, OverwrittenError, ConfigError,
     )
 }  # fmt: skip
 

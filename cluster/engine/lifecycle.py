@@ -18,7 +18,7 @@ from cluster.engine.kv_output import KvOutput
 from cluster.engine.prefix_loader import PrefixLoader
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.state import AnswerChoice, LanguagePhase, LanguageRequest
-from cluster.errors import ClusterError, UnavailableError, to_info
+from cluster.errors import ClusterError, OverwrittenError, UnavailableError, to_info
 from cluster.kvcache.blocks import BlockPool
 from cluster.scheduling.admission import PromptAdmission
 from cluster.scheduling.queue import WaitingQueue
@@ -142,7 +142,7 @@ class Lifecycle:
         for request in list(self._held.requests.values()):
             is_harmed = request.request_id in names or not kv_blocks.isdisjoint(request.held_blocks)
             if is_harmed and not request.is_closing:
-                self.fail(request, UnavailableError(why))
+                self.fail(request, OverwrittenError(why))
 
     def on_sent(self, request: LanguageRequest, event: LeaseEvent | SendEvent) -> None:
         """The transfer of the request's KV to another worker has ended."""

@@ -3,6 +3,8 @@ choice."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from cluster.types.media import PlacedMedia
@@ -92,11 +94,11 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         return sum(-(-len(prompt.token_ids) // block_size) for prompt in self.prompts)
 
     def resumed(
-        self, request_id: str, choice_idx: int, token_ids: tuple[int, ...], waited_s: float
+        self, request_id: str, choice_idxs: Sequence[int], token_ids: tuple[int, ...], waited_s: float
     ) -> GenerateRequest:
-        """A request for the rest of one choice after `token_ids`. The generated tokens become part of the
-        prompts and are computed again. Drawing continues with the same noise, so the answer is the same as
-        without the interruption."""
+        """A request for the rest of some choices, each of which has generated `token_ids`. These become part
+        of the prompts and are computed again. Drawing continues with the same noise, so the answer is the
+        same as without the interruption."""
         guidance = self.guidance
         if guidance is not None:
             guidance = Guidance(guidance.scale, _extended(guidance.negative_prompt, token_ids))
@@ -106,7 +108,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
             self.stop.stop_token_ids,
             max(0, self.stop.min_tokens - num_done),
         )
-        prompt, sampling = _extended(self.prompt, token_ids), (self.sampling[choice_idx],)
+        prompt, sampling = _extended(self.prompt, token_ids), tuple(self.sampling[idx] for idx in choice_idxs)
         return GenerateRequest(request_id, prompt, sampling, stop, guidance, self.priority, waited_s)
 
 

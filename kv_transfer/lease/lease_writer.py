@@ -51,6 +51,7 @@ class LeaseWriter:
         self._sent = sent
         self._now = now
         self._in_flight: list[TransferHandle] = []
+        self._was_posted_late = False
         self._has_posted = False
         self._error: TransferError | None = None
         self._is_silent = (
@@ -85,6 +86,13 @@ class LeaseWriter:
                 return None
             self._fail(expired(outgoing.grant))
         return self._conclude(payload, abort_reason)
+
+    def stop_if_over(self) -> None:
+        """If the lease's time is over, its writes in flight are called off without a look at them, which may
+        be what moves their bytes: after a stop of this process the blocks may be another lease's by now. A
+        write whose post itself took until then may have landed: it is looked at, and the owner told."""
+        if self._in_flight and not self._was_posted_late and self._now() >= self.outgoing.expires_at:
+            self.stop(expired(self.outgoing.grant))
 
     def stop(self, error: TransferError) -> None:
         """Ends the writes that are in flight, without a word to the owner: bytes may still land."""
@@ -136,6 +144,7 @@ class LeaseWriter:
             raise expired(self.outgoing.grant)
         self._has_posted = True
         self._in_flight.append(self._links.post(peer, local, remote, posted_at))
+        self._was_posted_late |= self._now() >= self.outgoing.expires_at
         return int(local[:, 1].sum())
 
     def _connect(self) -> str:

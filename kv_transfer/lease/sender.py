@@ -120,6 +120,11 @@ class Sender:
         for writer in self._writers():
             writer.outgoing.abort(reason)
 
+    def stop_overdue(self) -> None:
+        """To be called before anything that moves bytes: see `LeaseWriter.stop_if_over`."""
+        for writer in self._writers():
+            writer.stop_if_over()
+
     def poll(self) -> list[SendEvent]:
         """Posts what was asked for, looks at the writes in flight, and returns the ends of leases."""
         events: list[SendEvent] = []

@@ -6,6 +6,8 @@
     tokens    per choice: the prompt worker's first token, then decode's
     land      as soon as the last token of every choice has come, read or not, or the attempt has failed: its
               charges are freed, and every worker that may still hold something is told to let go
+    replay    if it failed because a worker was lost, is stopped, or gave it up for want of another one, other
+              attempts go on with what is left of it (`RequestFlow.replay`)
 
 An error in here concerns one attempt: that attempt ends with an internal error, all others go on. Pure: `now`
 is passed in, outputs are appended to a list.
@@ -17,7 +19,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from cluster.errors import ClusterError, UnavailableError, from_info, to_known
+from cluster.errors import ClusterError, OverwrittenError, UnavailableError, from_info, to_known
+from cluster.types.members import Phase
 from cluster.types.messages import (
     AnyMessage,
     Cancel,
@@ -44,6 +47,8 @@ from router.policy import Decision, RequestView
 
 logger = logging.getLogger(__name__)
 
+MAX_MOVES = 2  # times that a request leaves a worker that makes no progress: perhaps all are merely slow
+
 
 class AttemptOwner(Protocol):
     """What attempts tell the request flow."""
@@ -58,8 +63,12 @@ class AttemptOwner(Protocol):
 
     def on_landed(self, attempt: Attempt) -> None: ...
 
-    def resume(self, attempt: Attempt, choice_idx: int, now: float) -> None:
-        """A preempted choice is to go on in another attempt."""
+    def resume(self, attempt: Attempt, choice_idxs: Sequence[int], now: float) -> None:
+        """These choices, with equal tokens, are to go on in another attempt."""
+        ...
+
+    def replay(self, attempt: Attempt, error: ClusterError, now: float) -> None:
+        """The attempt has failed; what is left of it may succeed elsewhere."""
         ...
 
 
@@ -114,7 +123,7 @@ class Attempts:
             self._workers[placement.decode],
             placement.codec,
             self._placer.returning(client.items),
-            content_of(request, view.block_hashes, view.block_size),
+            content_of(client.request, client.hashes, view.block_size),
             now,
         )
         self._attempts[request.request_id] = attempt
@@ -160,16 +169,15 @@ class Attempts:
             self.advance(attempt, now)
 
     def on_silent(self, worker: WorkerState, now: float) -> None:
-        """The worker has made no progress for long."""
-        if not worker.role.encodes:
-            return
+        """The worker has made no progress for long: what it has goes to workers that do. It may continue
+        later: what it sends then is about attempts that have landed, and what it writes is fenced."""
         for attempt in list(self._attempts.values()):
-            self.guard(attempt, self._media.on_silent, attempt, worker, now)
+            self.guard(attempt, self._on_silent, attempt, worker, now)
             self.advance(attempt, now)
 
-    def end(self, attempt: Attempt, error: Exception, now: float) -> None:
+    def end(self, attempt: Attempt, error: Exception, now: float, *blamed: WorkerState) -> None:
         """Fail the attempt; an error that is not a ClusterError is this door's own."""
-        self.fail(attempt, self.known(error))
+        self.fail(attempt, self.known(error), *blamed)
         self.advance(attempt, now)
 
     # For the media side (`MediaOwner`)
@@ -178,9 +186,17 @@ class Attempts:
         if not worker.is_lost:
             self._outputs.append(Send(worker.replica_id, message, attempt.request_id))
 
-    def fail(self, attempt: Attempt, error: ClusterError) -> None:
-        """Every choice that has not ended gets the error. `advance` lands the attempt."""
+    def fail(self, attempt: Attempt, error: ClusterError, *blamed: WorkerState) -> None:
+        """Every choice that has not ended gets the error, unless another attempt may go on with it. `advance`
+        lands the attempt. `blamed`: may have caused it; if none is named, prompt worker and decode."""
+        if attempt.has_failed:
+            return
         attempt.has_failed = True
+        is_lost = isinstance(error, OverwrittenError) and any(c.token_ids for c in attempt.choices)
+        if isinstance(error, UnavailableError | OverwrittenError) and not is_lost:
+            attempt.failure = error
+            attempt.blamed = blamed or (attempt.prompt_worker, attempt.decode)
+            return
         for choice_idx in range(len(attempt.choices)):
             self._deliver(attempt, choice_idx, error)
 
@@ -231,6 +247,7 @@ class Attempts:
 
     def _on_message(self, attempt: Attempt, worker: WorkerState, message: AnyMessage, now: float) -> None:
         if isinstance(message, PrefillAdmitted):
+            attempt.has_memory = True
             self._start_decode(attempt)
         elif isinstance(message, DecodeGranted):
             self._on_decode_granted(attempt, message)
@@ -269,10 +286,23 @@ class Attempts:
         """The worker may have a part in the attempt."""
         self._media.on_lost(attempt, worker, now)
         if attempt.needs(worker):
-            self.quarantine.lost(attempt.content, worker.replica_id, now, attempt.num_tokens)
+            if attempt.has_memory or worker is attempt.decode:
+                self.quarantine.lost(attempt.content, worker.replica_id, now, attempt.client.num_tokens)
             is_barred = self.quarantine.is_barred(attempt.content, now)
             lost = UnavailableError(f"the {worker.role} worker was lost", retry_after_s=1.0)
-            self.fail(attempt, barred_request() if is_barred else lost)
+            self.fail(attempt, barred_request() if is_barred else lost, worker)
+
+    def _on_silent(self, attempt: Attempt, worker: WorkerState, now: float) -> None:
+        if worker.role.encodes:
+            self._media.on_silent(attempt, worker, now)
+        if attempt.needs(worker) and attempt.client.num_replays < MAX_MOVES and self._can_do_without(worker):
+            stopped = UnavailableError(f"the {worker.role} worker makes no progress", retry_after_s=1.0)
+            self.fail(attempt, stopped, worker)
+
+    def _can_do_without(self, worker: WorkerState) -> bool:
+        """Whether other workers that make progress do all that it does, but encoding."""
+        moving = {other.role for other in self._workers.values() if other.is_listed and not other.is_silent}
+        return worker.role.phases - {Phase.ENCODE} <= {phase for role in moving for phase in role.phases}
 
     def advance(self, attempt: Attempt, now: float) -> None:
         """Land the attempt if it is over, and have its preempted choices go on."""
@@ -284,8 +314,10 @@ class Attempts:
             self._land(attempt, now)
         for choice_idx in resumable:
             attempt.choices[choice_idx].is_open = False
-            self._owner.resume(attempt, choice_idx, now)
+            self._owner.resume(attempt, (choice_idx,), now)
         if lands:
+            if attempt.failure is not None:
+                self._owner.replay(attempt, attempt.failure, now)
             self._owner.on_landed(attempt)
 
     def _land(self, attempt: Attempt, now: float) -> None:

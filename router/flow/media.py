@@ -52,7 +52,7 @@ class MediaOwner(Protocol):
 
     def send(self, worker: WorkerState, message: AnyMessage, attempt: Attempt) -> None: ...
 
-    def fail(self, attempt: Attempt, error: ClusterError) -> None: ...
+    def fail(self, attempt: Attempt, error: ClusterError, *blamed: WorkerState) -> None: ...
 
     def guard(self, attempt: Attempt, function: Callable[..., None], *args: object) -> None:
         """Call the function; an exception ends this attempt."""
@@ -91,7 +91,7 @@ class MediaFlow:
             state.num_attempts += 1
             if state.num_attempts > MAX_ATTEMPTS:
                 error = UnavailableError(f"the embeddings of media item {item_idx} did not arrive")
-                return self._owner.fail(attempt, error)
+                return self._owner.fail(attempt, error, state.encoder)
             self._start_again(attempt, item_idx, now)
         if state.is_held:
             state.grant = granted.grant
@@ -251,11 +251,11 @@ class MediaFlow:
         state.num_attempts += 1
         state.lease_id = ""
         if state.num_attempts > MAX_ATTEMPTS:
-            return self._owner.fail(attempt, error)
+            return self._owner.fail(attempt, error, state.encoder)
         try:
             encoder = self._owner.next_encoder(attempt, item_idx, state.encoder, now)
         except UnavailableError:
-            return self._owner.fail(attempt, error)
+            return self._owner.fail(attempt, error, state.encoder)
         if state.encoder is attempt.prompt_worker:  # it has granted no lease, or not used the one it granted
             self._owner.send(state.encoder, EncoderLost(attempt.request_id, item_idx, ""), attempt)
         attempt.move_item(item_idx, encoder)

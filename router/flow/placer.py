@@ -147,7 +147,11 @@ class Placer:
         return request.num_prompt_blocks(self.block_size) + num_answer_blocks
 
     def view(
-        self, request: GenerateRequest, items: Sequence[MediaItem], hashes: Sequence[bytes]
+        self,
+        request: GenerateRequest,
+        items: Sequence[MediaItem],
+        hashes: Sequence[bytes],
+        avoided: frozenset[str] = frozenset(),
     ) -> RequestView:
         prompt, guidance = request.prompt, request.guidance
         return RequestView(
@@ -162,6 +166,7 @@ class Placer:
             num_decode_blocks=request.max_blocks(self.block_size),
             priority=request.priority,
             waited_s=request.waited_s,
+            avoided=avoided,
         )
 
 

@@ -4,7 +4,8 @@ A crash cannot be told from the death of a host, and a lost worker had many item
 first loss makes each of them a suspect:
 
 * An item is tried once more, one suspect at a time on an encoder (`router.flow.media`).
-* A request ends with an error; its client may try again.
+* A request goes on at another worker (`router.flow.continuation`). One that waited for memory at the lost
+  worker is no suspect.
 
 Work that is lost with a second worker is barred: it is refused (4xx) for `BARRED_S`, also when it is sent
 again. Requests cannot wait for each other as items do, and many are lost with one decode worker. A request is

@@ -4,8 +4,9 @@ requests of a door.
     submit    predict the time to first token; admission admits the request, has it wait, or refuses it
     start     place it and start its workers (`router.flow.attempts`)
     deliver   per choice: its tokens in order, or the error that ends it
-    resume    after a preemption each unfinished choice continues in an attempt of its own; the client
-              notices a pause
+    resume    after a preemption, or the loss of a worker, each unfinished choice continues in another
+              attempt; the client notices a pause
+    wait      what no worker can take now waits for a worker to join, within the request's deadlines
     close     a choice is not read any more: what still runs for it is cancelled
 
 Messages, events and the time come in; messages to workers, events for readers and the time of the next call
@@ -24,7 +25,6 @@ from heapq import heappop, heappush
 from math import inf
 
 from cluster.errors import ClusterError, UnavailableError
-from cluster.kvcache.hashing import block_hashes
 from cluster.types.members import Member
 from cluster.types.messages import (
     AnyMessage,
@@ -39,6 +39,7 @@ from cluster.types.messages import (
 )
 from router.admission.controller import AdmissionController
 from router.flow.attempts import Attempts, logged
+from router.flow.continuation import Continuation, Unplaced
 from router.flow.outputs import Deliver, Output, Send
 from router.flow.placer import Placer
 from router.flow.quarantine import Quarantine
@@ -67,6 +68,8 @@ class RequestFlow:
         self._watch = WorkerWatch(self._ping, self._on_silence, self._attempts.on_silent)
         self._clients: dict[str, ClientRequest] = {}  # that wait or run
         self._waiting: dict[str, RequestView] = {}  # of requests that wait for admission
+        self.continuation = Continuation(placer, self._attempts, self.fail_choices)
+        self._unplaced = self.continuation.unplaced
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are dropped late
 
     # State
@@ -147,8 +150,11 @@ class RequestFlow:
 
     def on_call_failed(self, request_id: str, error: BaseException, now: float) -> None:
         """Ray Serve's call to the decode replica has ended with an error."""
-        refused = UnavailableError(f"the decode worker refused the request: {error}", retry_after_s=1.0)
-        self.on_send_failed(request_id, refused, now)
+        attempt = self._attempts.get(request_id)
+        if attempt is not None:
+            refused = UnavailableError(f"the decode worker refused the request: {error}", retry_after_s=1.0)
+            self._attempts.end(attempt, refused, now, attempt.decode)
+        self._settle(now)
 
     # The client's side
 
@@ -156,17 +162,8 @@ class RequestFlow:
         """Each choice gets its events, or an error, as `Deliver` outputs. A choice that is not read to its
         end must be closed."""
         self._clients[client.request_id] = client
-        try:
-            self._attempts.check_barred(client, now)
-            self._report()
-            view = self._placer.view(client.request, client.items, client.hashes)
-            decision = self._placer.decide(view, now)
-            ticket = self._placer.ticket(client, decision.prediction, self._admission.class_name)
-            self._waiting[client.request_id] = view
-            if self._admission.offer(ticket, now):
-                self._begin(client, decision, now)
-        except Exception as error:  # it concerns this request alone
-            self._refuse(client, error)
+        client.started_at = now
+        self._offer(client, now)
         self._settle(now)
 
     def close(self, request_id: str, choice_idx: int, now: float) -> None:
@@ -178,8 +175,7 @@ class RequestFlow:
         choice.is_open = False
         if choice.attempt is not None:
             self._attempts.close(choice.attempt, choice.idx, now)
-        elif not any(other.is_open for other in client.choices):
-            self._forget(client)
+        self._forget_if_over(client)
         self._settle(now)
 
     # The workers' side
@@ -190,6 +186,7 @@ class RequestFlow:
         worker = self._workers[member.replica_id] = WorkerState(member)
         self._watch.add(worker, now)
         self.quarantine.came_back(member.replica_id)
+        self._place_unplaced(now)
         self._settle(now)
 
     def on_listed(self, replica_id: str, is_listed: bool, now: float) -> None:
@@ -200,6 +197,8 @@ class RequestFlow:
         worker.is_listed = is_listed
         logged(self._cluster.set_listed, replica_id, is_listed)
         self._attempts.check_drained(worker)
+        if is_listed:
+            self._place_unplaced(now)
         self._settle(now)
 
     def on_message(self, replica_id: str, message: AnyMessage, now: float) -> None:
@@ -261,6 +260,44 @@ class RequestFlow:
 
     # Requests
 
+    def _offer(self, client: ClientRequest, now: float) -> None:
+        """Admission lets the request in at once, later, or not at all."""
+        try:
+            self._attempts.check_barred(client, now)
+            self._report()
+            view = self._placer.view(client.request, client.items, client.hashes)
+            decision = self._placer.decide(view, now)
+            ticket = self._placer.ticket(client, decision.prediction, self._admission.class_name)
+            self._waiting[client.request_id] = view
+            if self._admission.offer(ticket, now):
+                self._begin(client, decision, now)
+        except Exception as error:  # it concerns this request alone
+            self._not_begun(client, error)
+
+    def _not_begun(self, client: ClientRequest, error: Exception) -> None:
+        """Nothing runs for the request: it waits for a worker, or is refused."""
+        try:
+            if not isinstance(error, UnavailableError):
+                raise error
+            self._waiting.pop(client.request_id, None)
+            self._admission.leave(client.request_id)
+            all_choices = range(len(client.choices))
+            self._unplaced.add(Unplaced(client, client.request, all_choices, error))
+            self._set_first_deadline(client)
+        except Exception as refused:
+            self.fail_choices(client, range(len(client.choices)), refused)
+            self._forget(client)
+
+    def _place_unplaced(self, now: float) -> None:
+        """A worker has come: what waits for one is tried again."""
+        for work in self._unplaced.take_all():
+            if not any(work.client.choices[idx].is_open for idx in work.choice_idxs):
+                continue
+            if work.has_begun:
+                self.continuation.start(work.client, work.request, work.choice_idxs, now)
+            else:
+                self._offer(work.client, now)
+
     def _begin(self, client: ClientRequest, decision: Decision | None, now: float) -> None:
         """The request is admitted. `decision`: None if it has waited, for the cluster has changed. Raises
         ClusterError."""
@@ -269,20 +306,12 @@ class RequestFlow:
         client.started_at = now
         decision = decision or self._placer.decide(view, now)
         self._watch.begin(now)
-        self._attempts.start(client, client.request, range(len(client.choices)), view, decision, now)
         client.num_attempts = 1
-        if client.request_id in self._clients:
-            self._set_deadline(client, min(self._timeouts.first_token_s, self._timeouts.request_s))
+        self._attempts.start(client, client.request, range(len(client.choices)), view, decision, now)
+        self._set_first_deadline(client)
         for choice in client.choices:
             if not choice.is_open and choice.attempt is not None:
                 self._attempts.close(choice.attempt, choice.idx, now)
-
-    def _refuse(self, client: ClientRequest, error: Exception) -> None:
-        """Nothing runs for the request."""
-        known = self._attempts.known(error)
-        for choice_idx in range(len(client.choices)):
-            self._deliver(client, choice_idx, known)
-        self._forget(client)
 
     def _settle(self, now: float) -> None:
         """At the end of every call: admission may admit or refuse waiting requests."""
@@ -294,13 +323,22 @@ class RequestFlow:
                         raise error
                     self._begin(client, None, now)
                 except Exception as refused:  # it concerns this request alone
-                    self._refuse(client, refused)
+                    self._not_begun(client, refused)
 
     def _forget(self, client: ClientRequest) -> None:
         """The request has ended, or none of it is read any more."""
         self._clients.pop(client.request_id, None)
         self._waiting.pop(client.request_id, None)
+        self._unplaced.forget(client)
         logged(self._admission.leave, client.request_id)
+
+    def _forget_if_over(self, client: ClientRequest) -> None:
+        if not any(choice.is_live for choice in client.choices):
+            self._forget(client)
+
+    def _set_first_deadline(self, client: ClientRequest) -> None:
+        if client.request_id in self._clients:
+            self._set_deadline(client, min(self._timeouts.first_token_s, self._timeouts.request_s))
 
     def _set_deadline(self, client: ClientRequest, limit_s: float) -> None:
         if limit_s < inf:
@@ -308,11 +346,14 @@ class RequestFlow:
 
     def _end_overdue(self, client: ClientRequest, now: float) -> None:
         """A deadline of the request has come: of its first tokens, or of all of it."""
+        reason = self._unplaced.error_of(client) or UnavailableError("the request ran out of time")
         for choice_idx, choice in enumerate(client.choices):
-            has_time = choice.has_first_token and now < client.started_at + self._timeouts.request_s
+            limit_s = self._timeouts.request_s
+            if not choice.has_first_token:
+                limit_s = min(limit_s, self._timeouts.first_token_s)
+            has_time = now < client.started_at + limit_s
             if choice.is_open and not choice.is_over and not has_time:
-                error = UnavailableError("the request ran out of time")
-                self._deliver(client, choice_idx, error)
+                self._deliver(client, choice_idx, reason)
                 self.close(client.request_id, choice_idx, now)
         if client.request_id in self._clients:
             self._set_deadline(client, self._timeouts.request_s)
@@ -326,6 +367,7 @@ class RequestFlow:
         else:
             choice.has_first_token = True
             choice.is_over = event.finish_reason is not None
+            client.num_tokens += len(event.token_ids)
         self._outputs.append(Deliver(client.request_id, choice_idx, event))
 
     # For attempts (`AttemptOwner`)
@@ -334,28 +376,21 @@ class RequestFlow:
         self._deliver(attempt.client, attempt.choice_idxs[choice_idx], event)
 
     def on_first_token(self, attempt: Attempt) -> None:
-        self._admission.done(attempt.request_id)
+        self._admission.done(attempt.client.request_id)
 
     def on_all_encoded(self, attempt: Attempt) -> None:
-        self._admission.encoded(attempt.request_id)
+        self._admission.encoded(attempt.client.request_id)
 
     def on_landed(self, attempt: Attempt) -> None:
-        client = attempt.client
-        if attempt.request is client.request:
-            logged(self._admission.leave, client.request_id)
-        if all(choice.attempt is None or choice.attempt.has_landed for choice in client.choices):
-            self._clients.pop(client.request_id, None)
+        self._forget_if_over(attempt.client)
 
-    def resume(self, attempt: Attempt, choice_idx: int, now: float) -> None:
-        client, choice = attempt.client, attempt.choices[choice_idx]
-        request_id = f"{client.request_id}.{client.num_attempts}"
-        client.num_attempts += 1
-        waited_s = now - client.started_at
-        try:
-            request = attempt.request.resumed(request_id, choice_idx, tuple(choice.token_ids), waited_s)
-            hashes = block_hashes(request.prompt, self._placer.block_size)
-            view = self._placer.view(request, client.items, hashes)
-            decision = self._placer.decide(view, now)
-            self._attempts.start(client, request, (attempt.choice_idxs[choice_idx],), view, decision, now)
-        except Exception as error:  # it concerns this choice alone
-            self._deliver(client, attempt.choice_idxs[choice_idx], self._attempts.known(error))
+    def resume(self, attempt: Attempt, choice_idxs: Sequence[int], now: float) -> None:
+        self.continuation.resume(attempt, choice_idxs, now)
+
+    def replay(self, attempt: Attempt, error: ClusterError, now: float) -> None:
+        self.continuation.replay(attempt, error, now)
+
+    def fail_choices(self, client: ClientRequest, choice_idxs: Sequence[int], error: Exception) -> None:
+        known = self._attempts.known(error)
+        for idx in choice_idxs:
+            self._deliver(client, idx, known)

@@ -2,8 +2,9 @@
 
 A `ClientRequest` lives from its submission until the last of its choices has ended or is not read any more.
 An `Attempt` is one placement of it: a prompt worker, which computes the prompt, a decode worker, which may be
-the same, and an encoder per media item. A request has one attempt, unless decode preempts it: then each
-unfinished choice goes on in an attempt of its own, whose prompt contains the tokens generated so far.
+the same, and an encoder per media item. A request has one attempt, unless decode preempts it or a worker is
+lost: then each unfinished choice goes on in an attempt of its own, whose prompt contains the tokens generated
+so far; choices without a token go on together.
 
 These objects change only what they hold; `router.flow.request_flow` decides.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from cluster.errors import ClusterError
 from cluster.types.media import MediaItem
 from cluster.types.members import Member, Role
 from cluster.types.messages import FinishReason, TokenEvent
@@ -67,7 +69,12 @@ class ChoiceState:
     @property
     def is_over(self) -> bool:
         """Nothing more will come for the reader from this attempt."""
-        return self.has_first_token and (self.is_finished or self.is_preempted)
+        return self.is_complete or (self.has_first_token and self.is_preempted)
+
+    @property
+    def is_complete(self) -> bool:
+        """The reader has been sent all of it."""
+        return self.has_first_token and self.is_finished
 
     @property
     def is_resumable(self) -> bool:
@@ -92,11 +99,18 @@ class ChoiceState:
 class ClientChoice:
     """One choice of a client's request, over all attempts."""
 
-    attempt: Attempt | None = None  # that works for it now; None: the request waits for admission
+    attempt: Attempt | None = None  # that works for it now; None: it waits for admission or for a worker
     idx: int = 0  # of the choice in that attempt
     is_open: bool = True  # it is still read
     has_first_token: bool = False
     is_over: bool = False  # the reader has been sent the last token, or an error
+
+    @property
+    def is_live(self) -> bool:
+        """An attempt works for it, or it waits and is read."""
+        if self.attempt is None:
+            return self.is_open and not self.is_over
+        return not self.attempt.has_landed
 
 
 @dataclass(eq=False)
@@ -110,6 +124,9 @@ class ClientRequest:
     tenant: str = ""
     started_at: float = 0.0  # of the first attempt
     num_attempts: int = 0  # since the start
+    num_replays: int = 0  # attempts that failed, and that others took over from
+    num_tokens: int = 0  # that readers have been sent, of all choices
+    avoided: frozenset[str] = frozenset()  # workers, by replica id, with which an attempt failed
     choices: list[ClientChoice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -162,11 +179,14 @@ class Attempt:
         self.started_at = started_at
         self.choices = [ChoiceState() for _ in request.sampling]
         self.unencoded = set(range(len(self.items)))  # items whose embeddings are not with the prompt worker
+        self.has_memory = False  # at the prompt worker, if that is not decode
         self.num_tokens = 0  # that have come, of all choices
         self.has_decode_spoken = False
         # Decode holds nothing for it any more, and so the prompt worker does not either
         self.is_over_at_decode = False
         self.has_failed = False
+        self.failure: ClusterError | None = None  # it has failed, and another attempt may go on with it
+        self.blamed: Sequence[WorkerState] = ()  # for the failure
         self.has_landed = False  # every worker has been told to let go
         # That may hold something for it
         self.workers = [*dict.fromkeys([decode, prompt_worker, *encoders])]

@@ -6,13 +6,14 @@ there and has heard nothing for a while: an idle cluster exchanges nothing, and 
 worker are answer enough. So a worker that stops while it has no work is found with its first request.
 
     quiet for QUIET_S                 asked
-    no answer for ANSWER_S            silent: placements avoid it while there is another
-    silent for MOVE_S                 its media items go to other encoders
+    no answer for ANSWER_S            silent, and stopped: what it has goes to other workers at once
+    its own report                    silent: placements avoid it while there is another
+    silent for MOVE_S                 what it has goes to other workers
     a message from it                 not silent any more, unless it has reported so itself
 
-From the stop of a worker to its avoidance: QUIET_S + ANSWER_S and two looks, 1.75 s at most. Prompts and
-answers stay at the worker: they go on when it does, or end when it hangs up, is replaced, or their time is
-over. Pure: `now` is passed in.
+From the stop of a worker to the move of its requests: QUIET_S + ANSWER_S and two looks, 1.75 s at most. What
+no other worker can take stays: it goes on when the worker does, or when another one joins after the worker
+has hung up or was replaced. Pure: `now` is passed in.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Progress:
     is_unanswered: bool = False
     is_stalled: bool = False
     silent_since: float = 0.0
-    has_moved_items: bool = False
+    has_moved: bool = False
 
 
 class WorkerWatch:
@@ -122,9 +123,10 @@ class WorkerWatch:
             elif now - progress.asked_at >= ANSWER_S:
                 progress.is_unanswered = True
                 self._update(worker, progress, now)
-            is_long = worker.is_silent and now - progress.silent_since >= MOVE_S
-            if is_long and not progress.has_moved_items:
-                progress.has_moved_items = True
+            limit_s = 0.0 if progress.is_unanswered else MOVE_S
+            is_long = worker.is_silent and now - progress.silent_since >= limit_s
+            if is_long and not progress.has_moved:
+                progress.has_moved = True
                 logger.warning("%s worker %s makes no progress", worker.role, worker.replica_id)
                 self._on_long_silent(worker, now)
         return is_needed
@@ -136,7 +138,7 @@ class WorkerWatch:
         worker.is_silent = is_silent
         if is_silent:
             self.num_silences += 1
-            progress.silent_since, progress.has_moved_items = now, False
+            progress.silent_since, progress.has_moved = now, False
         name = f"{worker.role} worker {worker.replica_id}"
         logger.info("%s %s", name, "makes no progress" if is_silent else "makes progress again")
         self._on_changed(worker)

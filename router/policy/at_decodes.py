@@ -63,7 +63,7 @@ class DecodeEstimate:
         self._request = request
         self._cluster = cluster
         self._kv_transfers: dict[int, list[KvTransferEstimate]] = {}  # by the worker that computes the prompt
-        self.is_able = able_to_hold(pool, pool.is_listed, request.num_decode_blocks, request.block_size)
+        self.is_able = able_to_hold(request, pool, pool.is_listed, request.num_decode_blocks)
         self.num_sequences = pool.reported_units + pool.sent_units
         curve = pool.curve("decode")
         context = (pool.context_tokens + request.num_sequences * request.num_prompt_tokens) / (

@@ -32,9 +32,15 @@ class EncodeEstimate:
     """
 
     def __init__(
-        self, items: Sequence[ItemView], cluster: ClusterView, now: float, excluded: Collection[str] = ()
+        self,
+        items: Sequence[ItemView],
+        cluster: ClusterView,
+        now: float,
+        excluded: Collection[str] = (),
+        avoided: Collection[str] = (),
     ):
-        """Raises UnavailableError if no encoder can take one of the items."""
+        """Of encoders by replica id: those that are excluded take none of the items, those that are avoided
+        only what no other can take. Raises UnavailableError if no encoder can take one of the items."""
         pool = cluster.encoders
         self.replica_ids = pool.replica_ids
         self.items = items
@@ -44,7 +50,7 @@ class EncodeEstimate:
                 self.is_able[:, pool.slots[replica_id]] = False
         if items and not self.is_able.any(1).all():
             raise UnavailableError("no encode worker is ready", retry_after_s=1.0)
-        self.is_able = pool.preferred(self.is_able)
+        self.is_able = pool.preferred(self.is_able, avoided)
         self.num_bytes = np.array([float(item.num_bytes) for item in items]).reshape(-1, 1)
         self._links = cluster.feature_links.speeds
         factors = cluster.factors(pool)

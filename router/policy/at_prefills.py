@@ -210,21 +210,21 @@ def able_to_compute(request: RequestView, pool: WorkerPool) -> NDArray[np.bool_]
     is_able = pool.takes_any
     if request.is_plain:
         is_able = is_able | ~np.isnan(pool.own_curve("prefill").fixed_s)
-    return able_to_hold(pool, pool.is_listed & is_able, request.num_prefill_blocks, request.block_size)
+    return able_to_hold(request, pool, pool.is_listed & is_able, request.num_prefill_blocks)
 
 
 def able_to_hold(
-    pool: WorkerPool, is_able: NDArray[np.bool_], num_blocks: int, block_size: int
+    request: RequestView, pool: WorkerPool, is_able: NDArray[np.bool_], num_blocks: int
 ) -> NDArray[np.bool_]:
-    """[slots]: of the able workers. Raises UnavailableError if there is none, RequestError if the request is
-    too large for all of them."""
+    """[slots]: of the able workers, those that have so many blocks at all, as the request prefers them.
+    Raises UnavailableError if no worker is able, RequestError if the request is too large for all."""
     if not is_able.any():
         raise UnavailableError(f"no {pool.phase} worker is ready", retry_after_s=1.0)
     is_large = is_able & (pool.num_blocks >= num_blocks)
     if not is_large.any():
-        largest = int(pool.num_blocks[is_able].max()) * block_size
+        largest = int(pool.num_blocks[is_able].max()) * request.block_size
         raise RequestError(
-            f"the request needs {num_blocks * block_size} tokens of KV cache; "
+            f"the request needs {num_blocks * request.block_size} tokens of KV cache; "
             f"a {pool.phase} worker holds {largest}"
         )
-    return pool.preferred(is_large)
+    return pool.preferred(is_large, request.avoided)

@@ -34,7 +34,7 @@ class Estimate:
         """Raises UnavailableError with the empty pool, and RequestError if no worker is large enough."""
         self.request = request
         self.cluster = cluster
-        self.encoders = EncodeEstimate(request.media, cluster, now)
+        self.encoders = EncodeEstimate(request.media, cluster, now, avoided=request.avoided)
         self.earliest_s = self.encoders.earliest_s
         is_able = able_to_compute(request, cluster.prefills)
         steps = PromptSteps(cluster, request.block_size)

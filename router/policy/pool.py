@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,13 +156,20 @@ class WorkerPool:
             self._able[modality] = able
         return able & self.is_listed
 
-    def preferred(self, is_able: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """[…, slots]: of the able workers those that are not silent, and of these those that the phase is
-        assigned to. All of them if none is."""
-        for is_preferred in (~self.is_silent, self.is_assigned):
+    def preferred(
+        self, is_able: NDArray[np.bool_], avoided: Collection[str] = frozenset()
+    ) -> NDArray[np.bool_]:
+        """[…, slots]: of the able workers those that are not silent, of these those that are not avoided, and
+        of these those that the phase is assigned to. All of them if none is."""
+        for is_preferred in (~self.is_silent, self._is_not(avoided), self.is_assigned):
             both = is_able & is_preferred
             is_able = np.where(both.any(-1, keepdims=True), both, is_able)
         return is_able
+
+    def _is_not(self, avoided: Collection[str]) -> NDArray[np.bool_]:
+        others = np.ones(len(self), bool)
+        others[[self.slots[replica_id] for replica_id in avoided if replica_id in self.slots]] = False
+        return others
 
     def hardware_of(self, replica_id: str) -> tuple[Role, str]:
         """With its role: what predictions are corrected by."""

@@ -243,7 +243,17 @@ class _Gauges(Collector):
         for role in Role:
             silent.add_metric([role.value], sum(w.is_silent for w in flow.workers if w.role is role))
         yield silent
+        yield GaugeMetricFamily(
+            "epdg_door_unplaced",
+            "Requests, and rests of answers, that wait for a worker to join",
+            value=len(flow.continuation.unplaced),
+        )
         for name, text, value in (
+            (
+                "epdg_door_replays",
+                "Times that other workers took over from ones that failed",
+                flow.continuation.num_replays,
+            ),
             ("epdg_door_silences", "Times that a worker stopped making progress", flow.num_silences),
             (
                 "epdg_door_quarantined",

@@ -159,8 +159,10 @@ class ScriptedFlow:
         event = TokenEvent(name, token_ids, reason, choice_idx=choice)
         self.tell(role, Tokens((event,), LoadReport()))
 
-    def fail(self, role: Role, error: ClusterError | None = None, item_idx: int | None = None) -> None:
-        self.tell(role, Failed("r", to_info(error or UnavailableError(f"{role} gave up")), item_idx))
+    def fail(
+        self, role: Role, error: ClusterError | None = None, item_idx: int | None = None, name: str = "r"
+    ) -> None:
+        self.tell(role, Failed(name, to_info(error or UnavailableError(f"{role} gave up")), item_idx))
 
     # Clients
 

@@ -19,6 +19,7 @@ from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopP
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
 from router.dispatcher import Dispatcher
+from router.flow.continuation import MAX_REPLAYS
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
 from router.members import Peer
@@ -154,10 +155,14 @@ async def test_every_choice_of_a_refused_request_is_refused_though_read_late(doo
     assert door.sent == []
 
 
-async def test_a_serve_call_that_fails_ends_the_request(door):
+async def test_a_serve_call_that_fails_again_and_again_ends_the_request(door):
     (stream,) = door.streams(ONE)
     reading = await begin(stream)
-    door.calls["r"].set_exception(RuntimeError("too many requests"))
+    for name in ("r", *(f"r.{i}" for i in range(1, MAX_REPLAYS + 1))):
+        async with asyncio.timeout(HANG_S):
+            while name not in door.calls:
+                await asyncio.sleep(0)
+        door.calls[name].set_exception(RuntimeError("too many requests"))
     with pytest.raises(UnavailableError, match="refused the request: too many"):
         await asyncio.wait_for(reading, HANG_S)
 

@@ -126,21 +126,23 @@ def test_bad_media_ends_the_request_by_name(door):
     assert door.messages["language"][-1] == Cancel("r")
 
 
-def test_without_an_encoder_the_request_fails_by_name(door):
+@pytest.mark.parametrize("lost", ["encode", "language"])
+def test_a_request_waits_for_the_replacement_of_a_lost_worker(door, lost):
     reader = start(door)
-    door.lose("encode")
-    reader.check_error(UnavailableError, "encode worker was lost")
-    assert door.messages["language"][-1] == Cancel("r")
+    door.lose(lost)
+    other = "language" if lost == "encode" else "encode"
+    assert door.messages[other][-1] == Cancel("r") and not reader.has_ended
+    door.join(Role(lost), f"{lost}-2")
+    assert door.attempt("r.1").workers[0].replica_id == ("language-2" if lost == "language" else "language")
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_the_loss_of_its_worker_ends_the_request(door, is_late):
+def test_an_answer_goes_on_at_another_worker(door):
     reader = start(door)
-    if is_late:
-        door.token(Role.LANGUAGE, 5)
+    door.token(Role.LANGUAGE, 5)
     door.lose("language")
-    reader.check_error(UnavailableError, "the language worker was lost")
-    assert door.messages["encode"][-1] == Cancel("r")
+    door.join(Role.LANGUAGE, "language-2")
+    door.token("language-2", 6, reason=FinishReason.STOP, name="r.1")
+    assert reader.token_ids == [5, 6]
 
 
 def test_a_request_that_took_two_workers_with_it_is_refused(door):
@@ -148,12 +150,6 @@ def test_a_request_that_took_two_workers_with_it_is_refused(door):
     door.flow.quarantine.lost(door.attempt().content, "an earlier worker", door.now)
     door.lose("language")
     reader.check_error(QuarantinedError, "this prompt were lost")
-
-
-def test_what_the_worker_gives_up_ends_the_request(door):
-    reader = start(door)
-    door.fail(Role.LANGUAGE)
-    reader.check_error(UnavailableError, "language gave up")
 
 
 def test_a_cancelled_request_is_cancelled_everywhere_and_late_grants_go_back(door):

@@ -109,7 +109,7 @@ class Stage:
     def send(self, worker, message, attempt):
         self.messages.setdefault(worker.replica_id, []).append(message)
 
-    def fail(self, attempt, error):
+    def fail(self, attempt, error, *blamed):
         attempt.has_failed = True
         self.errors.append(error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cluster.errors import QuarantinedError, UnavailableError
+from cluster.errors import QuarantinedError
 from cluster.types.media import MediaGeometry, Modality, PlacedMedia
 from cluster.types.members import Role
 from cluster.types.messages import FinishReason
@@ -90,8 +90,7 @@ def test_a_request_that_took_two_workers_with_it_is_refused_when_it_comes_again(
 def test_the_first_loss_of_a_request_is_no_reason_to_refuse_it(door):
     reader = door.start()
     door.lose(Role.DECODE)
-    reader.check_error(UnavailableError, "decode worker was lost")
-    assert len(door.flow.quarantine) == 1
+    assert len(door.flow.quarantine) == 1 and not reader.has_ended
     door.join(Role.DECODE)
     assert len(door.flow.quarantine) == 0, "it is there again: only its connection was lost"
 
