@@ -107,7 +107,7 @@ class Watch:
 
     def __init__(self, folder: Path, doors: Doors, processes: Processes, expected: Mapping[str, int]):
         self._folder, self._doors, self._processes, self._expected = folder, doors, processes, expected
-        self._before = set(processes.by_kind())
+        self._before = processes.by_kind()
         self._sockets = self._side_channels()
         self._log_sizes = {path: path.stat().st_size for path in self._controller_logs()}
 
@@ -119,19 +119,21 @@ class Watch:
             fresh = [pid for pid, kind in kinds.items() if kind == fault.kind and pid not in self._before]
             if fresh:
                 self._note_process(fault, recovery, fresh[-1])
-            if fault.resumed_at is None or time.monotonic() >= fault.resumed_at:
-                is_there = any(
-                    kind == fault.kind and (pid != fault.pid or fault.signal == "stop") and not is_zombie(pid)
-                    for pid, kind in kinds.items()
-                )
-                if is_there and await self.are_all_joined():
-                    recovery.note("joined", time.monotonic() - fault.at)
-                    recovery.note("loaded", time.monotonic() - fault.at)  # between two looks
+            is_running = fault.resumed_at is None or time.monotonic() >= fault.resumed_at
+            if is_running and self._are_all_there(fault, kinds) and await self.are_all_joined():
+                recovery.note("joined", time.monotonic() - fault.at)
+                recovery.note("loaded", time.monotonic() - fault.at)  # between two looks
             await asyncio.sleep(PERIOD_S)
 
     async def are_all_joined(self) -> bool:
         pages = list((await self._doors.pages()).values())
         return len(pages) == self._expected["door"] and all(map(self._is_complete, pages))
+
+    def _are_all_there(self, fault: Fault, kinds: Mapping[int, str]) -> bool:
+        """As many processes of the kind live as before."""
+        dead = {fault.pid} if fault.signal == "kill" else set()
+        living = [pid for pid, kind in kinds.items() if kind == fault.kind and not is_zombie(pid)]
+        return len(set(living) - dead) >= list(self._before.values()).count(fault.kind)
 
     def _is_complete(self, page: str) -> bool:
         listed = WORKERS.findall(page)
