@@ -61,7 +61,7 @@ lint: $(STAMP)
 audit:
 	$(PYTHON) -m venv $(VENV)/audit
 	$(VENV)/audit/bin/pip install --quiet $(PIP_AUDIT)
-	$(VENV)/audit/bin/pip-audit --no-deps --disable-pip -r requirements/cpu.lock
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements/cpu.lock
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix $(PACKAGES)

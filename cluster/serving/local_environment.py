@@ -67,12 +67,14 @@ POOL_SLOTS = 16  # most replicas of one pool on this machine
 # has written:
 # * Statistics and metrics listen on loopback instead of every interface.
 # * A request goes to a door when its body has arrived, or as much of it as a buffer holds (`FRONT`): only then
-#   can HAProxy send it to another door. A client has a minute for this.
+#   can HAProxy send it to another door. A client has a minute for this. Connections to doors are not shared
+#   between clients, so that a retry does not meet another connection to the door that has just ended.
 # * Before Ray has told it any door, HAProxy does not listen: it would answer every request with 404.
 HAPROXY_SCRIPT = r"""#!/bin/sh
 set -e
 sed -i -e '/^frontend prometheus$/,/^frontend http_frontend$/ s/bind :/bind 127.0.0.1:/' \
        -e '/^listen stats$/,$ s/bind \*:/bind 127.0.0.1:/' \
+       -e 's/^    http-reuse always$/    http-reuse never/' \
        -e 's/^    option abortonclose$/&\n    option http-buffer-request\n    timeout http-request 60s/' "$3"
 grep -q '^ *use_backend ' "$3" || sed -i '/^frontend http_frontend$/,/^backend / s/^ *bind .*//' "$3"
 exec "$HAPROXY_BINARY" "$@"
@@ -85,11 +87,12 @@ FRONT = {
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
     # Ray replaces a HAProxy that has failed three checks in a row; default: 10, half a minute without service
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    # A request to a door that has ended before it sent a byte goes to another door. This is safe: a request
-    # changes nothing, and what the lost door had asked for is cancelled. A request that ends doors costs
-    # three of them at most.
+    # A request to a door that has ended before it sent a byte goes to another door, up to three times. This
+    # is safe: a request changes nothing, and what the lost door had asked for is cancelled.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-    "RAY_SERVE_HAPROXY_RETRIES": "2",
+    # A door that refuses a connection once is gone: without another door the request goes to Serve's fallback
+    # proxy, which waits for the next one. Checks, four a second, take a door in again. Default: 3
+    "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(32 << 10),  # the largest request that can be sent again
 }
 

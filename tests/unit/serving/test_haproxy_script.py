@@ -20,6 +20,8 @@ frontend http_frontend
     {route}
 backend default_backend
     http-request return status 404
+backend http-epdg
+    http-reuse always
 listen stats
   bind *:8404
 """
@@ -45,6 +47,7 @@ def test_only_loopback_is_listened_on(changed):
 
 def test_a_request_is_kept_until_its_body_has_come(changed):
     assert "    option http-buffer-request\n    timeout http-request 60s\n" in changed(ROUTE)
+    assert "    http-reuse never\n" in changed(ROUTE)
 
 
 def test_clients_are_taken_in_once_there_is_a_door(changed):
