@@ -10,7 +10,7 @@ Frames that are being decoded are not in the sum. They are bounded for each item
 number of threads bounds the items.
 
     put → a thread prepares the item → `on_done` → release, when the tensors are gone
-    put → withdraw (if a thread has the item, it stops at the next packet)
+    put → withdraw (if a thread has the item, it stops soon)
 
 Any thread may call any method, because a free thread takes the next item without waiting for the engine.
 """
@@ -107,8 +107,8 @@ class Preparation:
                 queue.push(ticket)
 
     def withdraw(self, media_hash: str) -> bool:
-        """Removes an item that waits. False: a thread has the item or had it. If it has, the thread stops
-        with NotWantedError between two packets, or finishes before."""
+        """Removes an item that waits. False: a thread has the item or had it. If it has, it
+        stops with NotWantedError soon, or finishes before."""
         with self._lock:
             item = self._waiting.pop(media_hash, None)
             if item is None:

@@ -13,6 +13,7 @@ import torch
 
 from cluster.errors import InternalError
 from cluster.media.decode import decode
+from cluster.media.decoders import Decoders
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import MediaItem, MediaOptions, Modality
@@ -50,9 +51,16 @@ class Piece:
 
 
 class EncoderRunner:
-    def __init__(self, model: EncoderModel, processor: MediaProcessor):
+    def __init__(
+        self,
+        model: EncoderModel,
+        processor: MediaProcessor,
+        decoders: Decoders | None = None,
+    ):
+        """`decoders`: None: files are trusted, and decoded in this process."""
         self._model = model
         self._processor = processor
+        self._decoders = decoders
 
     def prepare(self, item: MediaItem, is_wanted: Callable[[], bool] = lambda: True) -> Prepared:
         """Thread-safe; blocks. Raises MediaError for bytes that cannot be used, and NotWantedError soon after
@@ -61,7 +69,10 @@ class EncoderRunner:
         The error does not number the item: requests that share the item know it by different numbers, and
         their doors add them."""
         settings, options = self._processor.settings, item.options
-        array = decode(item.modality, item.data, settings, options, item_idx=None, is_wanted=is_wanted)
+        if self._decoders is None:
+            array = decode(item.modality, item.data, settings, options, item_idx=None)
+        else:
+            array = self._decoders.decode(item.modality, item.data, settings, options, is_wanted)
         return self.preprocess(item.modality, array, item.options)
 
     def preprocess(self, modality: Modality, array: np.ndarray, options: MediaOptions) -> Prepared:

@@ -10,6 +10,7 @@ from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
+from cluster.media.decoders import Decoders
 from cluster.media.processor import MediaProcessor
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.encoder import EncoderModel
@@ -33,7 +34,8 @@ logger = logging.getLogger(__name__)
 MAX_BATCH_ROWS = 16_384  # embedding rows in one encoder call; bounds its activation memory
 # Rows of a long item in one call: enough to keep a device busy, short enough for items that arrive meanwhile.
 MAX_PIECE_ROWS = 1024
-NUM_PREPARE_THREADS = 2  # threads that decode and preprocess beside the encoder
+# threads that preprocess beside the encoder, each with a process that decodes
+NUM_PREPARE_THREADS = 2
 
 
 class Encoder:
@@ -42,6 +44,7 @@ class Encoder:
     def __init__(self, args: ClusterArgs, setup: WorkerSetup, processor: MediaProcessor):
         """Loads the encoder half of the model. Blocks until it is loaded. Raises ConfigError."""
         self._args, self._processor = args, processor
+        self._decoders = Decoders(NUM_PREPARE_THREADS)  # first: they start while the model is read
         self.model = EncoderModel.load(
             args.model,
             dtype=setup.dtype,
@@ -85,7 +88,7 @@ class Encoder:
         prompts, too."""
         seat = process.encoder_seat
         self.executor = ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
-        runner = EncoderRunner(self.model, self._processor)
+        runner = EncoderRunner(self.model, self._processor, self._decoders)
         self.engine = EncoderEngine(
             runner,
             EmbeddingCache(self.memory, BlockPool(self.memory.num_blocks, self._args.block_size)),
@@ -122,6 +125,7 @@ class Encoder:
 
     def close(self) -> None:
         self.executor.shutdown(wait=False, cancel_futures=True)
+        self._decoders.close()
 
 
 class EncoderService(PhaseService):

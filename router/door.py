@@ -2,7 +2,7 @@
 
 Owns the text and media rooms, the members' connections, the dispatcher and the metrics. Everything lives on
 one event loop. Text is tokenised on threads of its own, beside which nothing else runs but arithmetic on
-media; files are opened in surveyor processes.
+media; files are opened in processes of their own.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
     python -m bench.encoder models  DIR                                       writes omni-encoders, random weights
     python -m bench.encoder curve   --out R.jsonl --models MODEL …            encoder calls of 1 to 32 items
     python -m bench.encoder tower   --out R.jsonl --models MODEL …            one item, part by part
+    python -m bench.encoder decoding --out R.jsonl                            files in processes of their own
     python -m bench.encoder merge   --out R.jsonl                             rows into a prompt's embeddings
     python -m bench.encoder overlap --out R.jsonl                             what hides behind a slow encoder
     python -m bench.encoder accuracy --out R.jsonl                            answers with fewer pixels, frames or rows
@@ -97,9 +98,12 @@ def _add_engine_commands(commands: argparse._SubParsersAction[argparse.ArgumentP
     overlap = commands.add_parser("overlap")
     overlap.add_argument("--model", default=DEMO)
     overlap.add_argument("--prompts", type=_numbers, default=[512, 2048, 3500], help="tokens of text")
-    for command in (curve, tower, merge):
+    decoding = commands.add_parser("decoding")
+    decoding.add_argument("--model", default=DEMO)
+    decoding.add_argument("--threads", type=int, default=max(1, num_cores() // 2), help="of the encoder")
+    for command in (curve, tower, merge, decoding):
         command.add_argument("--dtype", choices=DTYPES, default="float32")
-    for command in (curve, tower, merge, overlap):
+    for command in (curve, tower, merge, decoding, overlap):
         _add_results(command)
     accuracy = commands.add_parser("accuracy")
     accuracy.add_argument("--samples", type=int, default=200, help="of each task")
@@ -193,6 +197,14 @@ def _tower(args: argparse.Namespace) -> Iterable[Record]:
         yield from measure(path, dtype, sizes, modalities, args.repeats, args.threads)
 
 
+def _decoding(args: argparse.Namespace) -> Iterable[Record]:
+    import torch
+
+    from bench.encoder.decoding import measure
+
+    return measure(Path(args.model).resolve(), getattr(torch, args.dtype), args.repeats, args.threads)
+
+
 def _merge(args: argparse.Namespace) -> Iterable[Record]:
     import torch
 
@@ -283,7 +295,7 @@ def _words(text: str) -> list[str]:
 
 
 COMMANDS = {
-    "models": _models, "curve": _curve, "tower": _tower, "merge": _merge, "overlap": _overlap, "accuracy": _accuracy, "serve": _serve,
+    "models": _models, "curve": _curve, "tower": _tower, "decoding": _decoding, "merge": _merge, "overlap": _overlap, "accuracy": _accuracy, "serve": _serve,
     "synchronous": _synchronous, "mixed": _mixed, "reuse": _reuse, "single": _single, "flood": _flood, "table": _table, "plot": _plot,
 }  # fmt: skip
 

@@ -31,9 +31,9 @@ from bench.records import Record
 from bench.workload import png_bytes
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.fetch import FetchedMedia
+from cluster.media.opener import SurveyOrder, look
 from cluster.media.processor import MediaProcessor
 from cluster.media.sources import MediaSource, read_source
-from cluster.media.surveyor import SurveyOrder, look
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.text.defaults import GenerationDefaults, context_length
@@ -239,9 +239,7 @@ class EvaluatedModel:
     def _content(self, source: MediaSource) -> Content:
         settings = self._media.settings
         data, _ = read_source(source, settings.limits.max_bytes)
-        order = SurveyOrder(
-            source.modality, source.options, settings, len(data), settings.limits.max_decode_s
-        )
+        order = SurveyOrder(source.modality, source.options, settings, settings.limits.max_decode_s)
         return Content(FetchedMedia(data, hashlib.sha256(data).digest()), look(order, data))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from bench.records import Record
@@ -61,6 +62,25 @@ def tower_table(records: Iterable[Record]) -> list[str]:
             f"| {model} | {dtype}, {threads} | {modality} | {part} | {1e3 * _median(cell, 'seconds'):.1f} | "
             f"{1e3 * _median(cell, 'cpu_s'):.1f} | {ratio} |"
         )
+    return lines
+
+
+def decoding_table(records: Iterable[Record]) -> list[str]:
+    """Decoding in processes beside decoding in threads: the ratios are of items per second."""
+    cells = _cells(records, "model", "dtype", "threads", "kind", "way")
+    lines = _head(
+        "model", "dtype, threads", "item", "way", "ms alone", "together: items/s", "÷ thread",
+        "encoded: items/s", "÷ thread",
+    )  # fmt: skip
+    for (*rest, way), cell in cells.items():
+        model, dtype, threads, kind = rest
+        by_thread, num_items = cells[(*rest, "thread")], cell[0]["items"]
+        rates = [
+            f"{num_items / _median(cell, name):.1f} | {_ratio(by_thread, cell, itemgetter(name)):.3f}"
+            for name in ("together_s", "encoded_s")
+        ]
+        ms = 1e3 * _median(cell, "alone_s") / num_items
+        lines.append(f"| {model} | {dtype}, {threads} | {kind} | {way} | {ms:.2f} | {' | '.join(rates)} |")
     return lines
 
 
@@ -323,6 +343,7 @@ def _head(*columns: str) -> list[str]:
 TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {
     "curve": curve_table,
     "tower": tower_table,
+    "decoding": decoding_table,
     "merge": merge_table,
     "mixed": mixed_table,
     "reuse": reuse_table,

@@ -144,13 +144,25 @@ GROUP_RATES = (15.0, 20.0, 25.0, 30.0)
 
 @dataclass(frozen=True)
 class OverloadCase:
-    """Arrivals at so many times what the cluster serves, with the admission queue or without."""
+    """Arrivals at so many times what the cluster serves, with the admission queue or without. `layout`: its
+    name."""
 
     load: float
     has_admission: bool
     seed: int
     arrivals_s: float = 40.0
+    layout: str = "1E+4P+2D"
 
+
+OVERLOAD_LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout(1, 4, 2),
+        Layout(num_encode=1, num_language=6),
+        Layout(num_encode_prefill=5, num_decode=2),
+        Layout(num_whole=7),
+    )
+}
 
 Case = PolicyCase | SplitCase | GroupCase | OverloadCase
 NUM_SEEDS = 5
@@ -177,10 +189,12 @@ def all_cases(num_seeds: int = NUM_SEEDS) -> list[Case]:
         for seed in seeds
     ]
     cases += [
-        OverloadCase(load, has_admission, seed)
+        OverloadCase(load, has_admission, seed, layout=layout)
+        for layout in OVERLOAD_LAYOUTS
         for load in (0.75, 1.0, 2.0, 3.0)
         for has_admission in (True, False)
         for seed in seeds
+        if has_admission or layout == OverloadCase.layout
     ]
     return cases
 
@@ -195,4 +209,6 @@ def names(case: Case) -> dict[str, Any]:
         case GroupCase():
             return {"type": "groups", "split": case.split, "rate": case.rate}
         case OverloadCase():
-            return {"type": "overload", "load": case.load, "admission": case.has_admission}
+            return {
+                "type": "overload", "layout": case.layout, "load": case.load, "admission": case.has_admission
+            }  # fmt: skip

@@ -32,12 +32,16 @@ from cluster.types.media import Modality
 from cluster.types.members import Role
 from encoder_service.runner import EncoderRunner
 
-_PROMPTS = Curve(0.010, 2.5e-4, 5e-8)
 # Round figures; slow enough for two cores to do all that is real in less than half of the time.
+_ENCODE = dict.fromkeys((Modality.IMAGE, Modality.VIDEO), Curve(0.008, 8e-4))
+_PROMPTS, _ANSWERS = Curve(0.010, 2.5e-4, 5e-8), Curve(0.030, 5e-4, 2e-8)
 EMULATED: Mapping[Role, ServiceCurves] = {
-    Role.ENCODE: ServiceCurves(encode=dict.fromkeys((Modality.IMAGE, Modality.VIDEO), Curve(0.008, 8e-4))),
-    Role.PREFILL: ServiceCurves(prefill=_PROMPTS),
-    Role.DECODE: ServiceCurves(prefill=_PROMPTS, decode=Curve(0.030, 5e-4, 2e-8)),
+    role: ServiceCurves(
+        encode=_ENCODE if role.encodes else {},
+        prefill=_PROMPTS if role is not Role.ENCODE else None,
+        decode=_ANSWERS if role.decodes else None,
+    )
+    for role in Role
 }
 
 

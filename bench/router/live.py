@@ -1,9 +1,10 @@
-"""Policies side by side on a live cluster of small processes: 2 encoders, 2 prefill and 2 decode workers, a
-door for each policy.
+"""Policies side by side on a live cluster of small processes: 2 encoders, 2 prefill and 2 decode workers, or
+those that `--workers` names, and a door for each policy.
 
     python -m bench.router.live --out R.jsonl                     workers as fast as this CPU, which they share
     python -m bench.router.live --out R.jsonl --emulate           every call takes what a curve says: devices of their own
     python -m bench.router.live --out R.jsonl --record-for-simulator T.jsonl     emulated, and the trace to be replayed (see trace.py)
+    python -m bench.router.live --out R.jsonl --emulate --workers encode=1,language=3
     python -m bench.router.live --table R.jsonl                   the tables only
 
 Per phase (see loads.py) a closed loop finds out what the cluster can do; it is a door's warm-up, too. Then
@@ -112,6 +113,7 @@ class Measurement:
         block = {
             "type": "live", "devices": devices_name(self._options), "phase": phase.name, "policy": policy,
             "repetition": repetition, "seed": self._options.seed, "requests_per_s": rate, "load": self._options.load,
+            "workers": dict(self._options.workers),
         }  # fmt: skip
         if self._trace is not None:
             measured = await self._running.measured()
@@ -176,9 +178,9 @@ async def measure(options: argparse.Namespace) -> list[Record]:
     doors: Mapping[str, ClusterArgs] = {policy: cluster_args(policy) for policy in options.policies}
     trace = None
     if options.record_for_simulator is not None:
-        trace = Trace(options.record_for_simulator, EMULATED, next(iter(doors.values())), COUNTS)
+        trace = Trace(options.record_for_simulator, EMULATED, next(iter(doors.values())), options.workers)
     found: list[Record] = []
-    async with cluster(doors, specs(COUNTS, emulated)) as running:
+    async with cluster(doors, specs(options.workers, emulated)) as running:
         async for record in Measurement(running, options, trace).records():
             found.append(record)
             records.append(options.out, [record])
@@ -199,6 +201,7 @@ def make_parser() -> argparse.ArgumentParser:
     where.add_argument("--table", type=Path, nargs="+", help="of records that are there")
     parser.add_argument("--emulate", action="store_true")
     parser.add_argument("--record-for-simulator", type=Path, metavar="FILE")
+    parser.add_argument("--workers", type=_counts, default=COUNTS, metavar="ROLE=COUNT,…")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument(
         "--phases", nargs="+", type=by_name.__getitem__, default=list(PHASES), metavar="|".join(by_name)
@@ -210,9 +213,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _counts(text: str) -> dict[Role, int]:
+    return {Role(role): int(count) for role, count in (part.split("=") for part in text.split(","))}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    options = parser.parse_args(arguments)
     end_on_signals()
+    if options.record_for_simulator is not None and not options.workers.keys() <= COUNTS.keys():
+        parser.error(f"recorded are workers of {', '.join(COUNTS)} alone")
     options.emulate |= options.record_for_simulator is not None
     try:
         found = records.read(options.table) if options.table else asyncio.run(measure(options))

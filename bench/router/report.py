@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bench.records import Record
-from bench.router.cases import POLICY_NAMES, SLOS, SPLITS, Family
+from bench.router.cases import POLICY_NAMES, SLOS, SPLITS, Family, OverloadCase
 from bench.router.policies import ORACLE
 from cluster.simulator.charts import box, label, svg
 from cluster.simulator.results import interval
@@ -120,25 +120,23 @@ def group_table(records: Iterable[Record]) -> list[str]:
 def overload_table(records: Iterable[Record]) -> list[str]:
     """`good`: prompt tokens, a second, of the requests whose first token came in the time of arrivals and
     within what their class is promised."""
-    cells = _cells(records, "admission", "load")
+    cells = _cells([{"layout": OverloadCase.layout} | r for r in records], "layout", "admission", "load")
     lines = _head(
-        "admission", "load", "requests/s", "good, tokens/s", "÷ peak", "refused", "TTFT p99, ms",
+        "workers", "admission", "load", "requests/s", "good, tokens/s", "÷ peak", "refused", "TTFT p99, ms",
         "longest wait at the door, s",
     )  # fmt: skip
-    for has_admission in dict.fromkeys(key[0] for key in cells):
-        peak = max(_mean(cell, "good_work") for key, cell in cells.items() if key[0] is has_admission)
-        for (its, load), cell in cells.items():
-            if its is not has_admission:
-                continue
-            refused = sum(r["num_refused"] for r in cell.values()) / sum(
-                r["num_requests"] for r in cell.values()
-            )
+    for kind in dict.fromkeys(key[:2] for key in cells):
+        of_kind = {load: cell for (*its, load), cell in cells.items() if tuple(its) == kind}
+        peak = max(_mean(cell, "good_work") for cell in of_kind.values())
+        for load, cell in of_kind.items():
+            of_seeds = cell.values()
+            refused = sum(r["num_refused"] for r in of_seeds) / sum(r["num_requests"] for r in of_seeds)
             waits = [
-                f"{name} {max(r['longest_wait_s'][name] for r in cell.values()):.1f}"
-                for name in next(iter(cell.values()))["longest_wait_s"]
+                f"{name} {max(r['longest_wait_s'][name] for r in of_seeds):.1f}"
+                for name in next(iter(of_seeds))["longest_wait_s"]
             ]
             lines.append(
-                f"| {'yes' if has_admission else 'no'} | {load:g} | {_mean(cell, 'rate'):.0f} | "
+                f"| {kind[0]} | {'yes' if kind[1] else 'no'} | {load:g} | {_mean(cell, 'rate'):.0f} | "
                 f"{_values(cell, 'good_work', '{:,.0f}')} | {_mean(cell, 'good_work') / peak:.0%} | {refused:.0%} | "
                 f"{_milliseconds(cell, 'ttft_p99_s')} | {', '.join(waits)} |"
             )

@@ -85,10 +85,10 @@ def most(case: SplitCase) -> float:
     """Requests a second that the time of four devices allows, whatever runs where: what must be computed,
     with all that is read for it hidden."""
     wanted = demand(WORKLOADS[case.workload])
-    curves = workers(Layout(num_whole=1), case.model, case.accelerator)
-    encode, prefill, decode = curves[0].curves.encode, curves[1].curves.prefill, curves[1].curves.decode
-    assert prefill is not None and decode is not None
-    seconds = wanted.num_rows * next(iter(encode.values())).per_unit_s
+    (whole,) = workers(Layout(num_whole=1), case.model, case.accelerator)
+    prefill, decode = whole.curves.prefill, whole.curves.decode
+    assert whole.encoder is not None and prefill is not None and decode is not None
+    seconds = wanted.num_rows * next(iter(whole.encoder.encode.values())).per_unit_s
     seconds += wanted.num_tokens * prefill.per_unit_s + wanted.num_output_tokens * decode.per_unit_s
     return 4 / seconds
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from random import Random
 
 from bench.records import Record
-from bench.router.cases import OverloadCase
+from bench.router.cases import OVERLOAD_LAYOUTS, OverloadCase
 from bench.router.policies import maker
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from cluster.simulator.demand import capacity, demand
 from cluster.simulator.hardware import H200, VL_7B
-from cluster.simulator.layouts import Layout, workers
+from cluster.simulator.layouts import workers
 from cluster.simulator.outcome import Outcome
 from cluster.simulator.results import WARM_UP_SHARE, Slo, fields, summarise
 from cluster.simulator.simulation import Simulation
@@ -38,7 +38,7 @@ WORKLOAD = Workload("overload", drafts)
 
 
 def overload(case: OverloadCase) -> Record:
-    specs = workers(Layout(1, 4, 2), VL_7B, H200)
+    specs = workers(OVERLOAD_LAYOUTS[case.layout], VL_7B, H200)
     rate = case.load * capacity(specs, demand(WORKLOAD))
     args = AdmissionArgs(classes=CLASSES)
     simulation = Simulation(

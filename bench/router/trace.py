@@ -94,7 +94,7 @@ def cluster_fields(
         Role.DECODE: {"num_blocks": args.decode.kv_blocks, "max_batch": args.decode.max_batch_sequences, "cache_bytes": 0},
     }  # fmt: skip
     units = {Role.ENCODE: MAX_BATCH_ROWS, Role.PREFILL: args.prefill.max_batch_tokens, Role.DECODE: 0}
-    known = {role: msgspec.structs.replace(each, max_step_units=units[role]) for role, each in curves.items()}
+    known = {role: msgspec.structs.replace(curves[role], max_step_units=units[role]) for role in counts}
     return {
         "type": "cluster",
         "block_size": args.block_size,

@@ -44,6 +44,9 @@ SERVICES = {
     Role.ENCODE: "encoder_service.service:EncoderService",
     Role.PREFILL: "prefill_service.service:PrefillService",
     Role.DECODE: "decode_service.service:DecodeService",
+    Role.LANGUAGE: "decode_service.service:LanguageService",
+    Role.ENCODE_PREFILL: "cluster.whole:EncodePrefillService",
+    Role.WHOLE: "cluster.whole:WholeService",
 }
 
 
@@ -285,7 +288,7 @@ async def _serve(spec: WorkerSpec, args: ClusterArgs, device: Device, pipe: Conn
     service: Any = getattr(importlib.import_module(module), name)(args, spec.replica_id)
     member = await service.start()
     if spec.emulated is not None:  # a device of its own, whatever it is made of
-        member = msgspec.structs.replace(member, hardware="emulated", device=spec.replica_id)
+        member = msgspec.structs.replace(member, hardware="emulated")
     pipe.send(member)
     runs: set[asyncio.Task[None]] = set()
     is_over = asyncio.Event()

@@ -54,6 +54,12 @@ def child_environment(**overrides: str) -> dict[str, str]:
     return {**os.environ, **overrides}
 
 
+def bare_environment(**overrides: str) -> dict[str, str]:
+    """As `child_environment`, for a process that must not know secrets: only what a program is found by."""
+    kept = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME")
+    return {**{name: os.environ[name] for name in kept if name in os.environ}, **overrides}
+
+
 def replace_environment(variables: Mapping[str, str]) -> None:
     """Makes `variables` this process's whole environment, for a process that was forked and not started."""
     os.environ.clear()

@@ -13,6 +13,10 @@ An owner may release the copy early:
   room if there is some; otherwise they take this room over when the lease ends. The owner itself does the
   same when its encoder is lost (`renew`).
 
+If the door expects that the prefix cache has an item's tokens, the item has its place in the order and its
+room like any other, but no encoder is asked: only when the prompt's prefix has been looked up and the tokens
+are not there (`want`), or when another request needs the item, the room is granted.
+
 If an encoder of this process is to bring an item, its room is not leased. The encoder is told that there is
 room (`on_room`) and copies the rows into it (`deposit`), or gives up (`give_up`, and `renew` without a
 lease); then the room is granted like any other.
@@ -57,6 +61,7 @@ class _Consumer:
     on_room: Callable[[], None] | None = (
         None  # an encoder of this process brings the item: it is told of room
     )
+    is_wanted: bool = True  # False: the item's tokens are expected in the prefix cache
 
 
 @dataclass(eq=False)
@@ -67,7 +72,8 @@ class _FeatureCopy:
     consumers: dict[ItemKey, _Consumer] = field(default_factory=dict)  # in order of arrival
     block_ids: list[int] = field(default_factory=list)
     lease_id: str = ""  # while a lease is open
-    owner: ItemKey | None = None  # the consumer for which the lease was granted; it may have left
+    # The consumer for which the lease was granted; it may have left. None: no encoder was asked yet
+    owner: ItemKey | None = None
     phase: MediaPhase = MediaPhase.QUEUED
 
     def move(self, phase: MediaPhase) -> None:
@@ -115,12 +121,15 @@ class FeatureStore:
         ttl_s: float,
         tell: Tell,
         on_room: Callable[[], None] | None = None,
+        *,
+        is_wanted: bool = True,
     ) -> None:
         """Asks for embeddings. Any thread. `tell` is called
         * with `FeatureShared`, at once, if the embeddings come without the caller's help;
         * with `FeatureGranted`, if the caller's encoder has to send them: when there is room, which may be at
           once, or later, if the embeddings were shared but did not come.
-        `on_room`: the encoder is in this process; called when there is room, instead of a grant."""
+        `on_room`: the encoder is in this process; called when there is room, instead of a grant.
+        `is_wanted`: false if the item may not be needed; then neither happens before `want`."""
         with self._lock:
             name = (media_hash, num_rows)
             copies = self._by_name.setdefault(name, [])
@@ -129,11 +138,22 @@ class FeatureStore:
                 copies.append(_FeatureCopy(name))
                 self._queued.append(copies[-1])
             copy = copies[-1]
-            copy.consumers[key] = _Consumer(key, ttl_s, tell, None if is_shared else on_room)
+            is_brought = copy.owner is not None or any(each.is_wanted for each in copy.consumers.values())
+            copy.consumers[key] = _Consumer(key, ttl_s, tell, None if is_brought else on_room, is_wanted)
             self._items[key] = copy
-            if is_shared:
+            if is_brought and is_wanted:
                 tell(FeatureShared(*key))
+            self._ask_if_wanted(copy)
             self._grant_queued()
+
+    def want(self, key: ItemKey) -> None:
+        """The prefix cache does not have all tokens of the item. Items that are wanted already, or were
+        released, are ignored. Engine thread."""
+        with self._lock:
+            copy = self._items.get(key)
+            if copy is not None and not copy.consumers[key].is_wanted:
+                copy.consumers[key] = replace(copy.consumers[key], is_wanted=True)
+                self._ask_if_wanted(copy)
 
     def close_lease(self, lease_id: str, *, completed: bool) -> list[ItemKey]:
         """The encoder has finished or is gone. Returns all consumers whose embeddings have come. If they have
@@ -302,18 +322,22 @@ class FeatureStore:
             self._grant(self._queued.popleft(), block_ids)
 
     def _grant(self, copy: _FeatureCopy, block_ids: Sequence[int]) -> None:
-        """Lets the encoder of the first consumer write."""
         copy.move(MediaPhase.STAGING)
-        owner = next(iter(copy.consumers.values()))
-        copy.owner, copy.block_ids = owner.key, list(block_ids)
+        copy.owner, copy.block_ids = None, list(block_ids)
+        self._ask_if_wanted(copy)
+
+    def _ask_if_wanted(self, copy: _FeatureCopy) -> None:
+        """If the copy has room that was not granted yet, the encoder of the first consumer that wants the
+        item may write."""
+        owner = next((each for each in copy.consumers.values() if each.is_wanted), None)
+        if owner is None or copy.owner is not None or copy.phase is not MediaPhase.STAGING:
+            return
+        copy.owner = owner.key
         if owner.on_room is not None:
             self._filled_here[owner.key] = copy
             return owner.on_room()
         copy.lease_id = new_lease_id()
         self._by_lease[copy.lease_id] = copy
-        generations = self._blocks.generations(block_ids)
-        owner.tell(
-            FeatureGranted(
-                *owner.key, self._transfer_engine.grant(copy.lease_id, block_ids, generations, owner.ttl_s)
-            )
-        )
+        generations = self._blocks.generations(copy.block_ids)
+        grant = self._transfer_engine.grant(copy.lease_id, copy.block_ids, generations, owner.ttl_s)
+        owner.tell(FeatureGranted(*owner.key, grant))

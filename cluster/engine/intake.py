@@ -85,6 +85,10 @@ class Intake:
         request.move(LanguagePhase.COMPUTING)
         self._held.computing.add(request.request_id)
         self._lifecycle.count_missing(request)
+        if self._held.features is not None:
+            for item_idx, item in enumerate(request.main.prompt.media):
+                if item.end > request.main.num_computed_tokens:
+                    self._held.features.want((request.request_id, item_idx))
         for sequence in request.sequences:
             if not sequence.is_complete:
                 ticket = self._ticket(request, sequence.sequence_id, sequence.num_missing_tokens)

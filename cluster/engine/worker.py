@@ -255,7 +255,10 @@ class LanguageWorker(PhaseService):
             key, on_room = (request.request_id, item_idx), None
             if self._encoder is not None and item_idx in message.encodes:
                 on_room = functools.partial(self._encoder.on_room, *key)
-            features.reserve(key, item.media_hash, item.geometry.num_tokens, message.timeout_s, send, on_room)
+            num_rows, is_wanted = item.geometry.num_tokens, item_idx not in message.cached
+            features.reserve(
+                key, item.media_hash, num_rows, message.timeout_s, send, on_room, is_wanted=is_wanted
+            )
         return True
 
     def _on_ended(self, request_id: str) -> None:

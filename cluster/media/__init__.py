@@ -3,8 +3,9 @@
 * `sources`: a data URI to bytes. `fetch`: the bytes of any item, also remote ones (async; everything else may
   block).
 * `hashing`: the key of an item in every cache.
-* `survey`, `probe`: size and length of an item. `surveyors`, `surveyor`: the processes in which a door opens
-  files.
+* `survey`, `probe`: size and length of an item.
+* `processes`, `opener`, `confinement`: the processes in which files are opened; for doors by `surveyors`, for
+  encoders by `decoders`.
 * `processor`: exact placeholder counts from a probe (door), model inputs from decoded media (encoder).
 * `decode`: bytes to arrays, by `images`, `videos` and `sounds`. `sampling`: which frames of a video are
   taken.

@@ -7,7 +7,7 @@ import io
 import time
 from collections.abc import Callable
 
-from cluster.errors import MediaError, NotWantedError
+from cluster.errors import MediaError
 from cluster.media.settings import MediaLimits
 
 
@@ -19,25 +19,19 @@ class DecodeBudget:
         self,
         limits: MediaLimits,
         timeout_s: float | None = None,
-        is_wanted: Callable[[], bool] = lambda: True,
         now: Callable[[], float] = time.monotonic,
     ):
-        """`timeout_s`: replaces the time limit if it is shorter. `is_wanted`: whether anything still waits
-        for the result."""
+        """`timeout_s`: replaces the time limit if it is shorter."""
         self.limits = limits
         self._timeout_s = limits.max_decode_s if timeout_s is None else min(timeout_s, limits.max_decode_s)
-        self._is_wanted = is_wanted
         self._now = now
         self._ends_at = now() + self._timeout_s
         self._packets_left = limits.max_packets
 
     def check(self) -> None:
-        """Call it between frames, packets and reads. Raises MediaError when the time is over, and
-        NotWantedError."""
+        """Call it between frames, packets and reads. Raises MediaError when the time is over."""
         if self._now() > self._ends_at:
             raise MediaError(too_slow(self._timeout_s))
-        if not self._is_wanted():
-            raise NotWantedError("nothing waits for this item any more")
 
     def take_packet(self) -> None:
         self.check()

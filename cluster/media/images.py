@@ -64,12 +64,15 @@ def open_image(data: bytes, budget: DecodeBudget) -> OpenedImage:
 
 
 def decode_image(data: bytes, budget: DecodeBudget) -> np.ndarray:
-    """[height, width, 3] uint8."""
+    """[height, width, 3] uint8, read-only."""
     opened = open_image(data, budget)
-    image = ImageOps.exif_transpose(opened.image).convert("RGB")
+    image = opened.image
+    ImageOps.exif_transpose(image, in_place=True)  # otherwise, and by `convert`, it is copied in any case
+    if image.mode != "RGB":
+        image = image.convert("RGB")
     if image.size != (opened.width, opened.height):
         raise MediaError("its header and its content have different sizes")
-    return np.array(image)  # a writable copy, which torch can share
+    return np.asarray(image)
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:

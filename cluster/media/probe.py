@@ -12,7 +12,7 @@ from cluster.errors import MediaError
 from cluster.media.budget import DecodeBudget
 from cluster.media.images import open_image
 from cluster.media.settings import DEFAULT_OPTIONS, MediaSettings, naming
-from cluster.media.sounds import count_samples
+from cluster.media.sounds import sound_pieces
 from cluster.media.survey import MediaSurvey, probe_of
 from cluster.media.videos import survey_clip
 from cluster.types.media import MediaOptions, MediaProbe, Modality
@@ -33,7 +33,7 @@ def survey(
         case Modality.VIDEO:
             return survey_clip(data, settings, options, budget).survey
         case Modality.AUDIO:
-            return MediaSurvey(num_samples=count_samples(data, settings, budget))
+            return MediaSurvey(num_samples=sum(map(len, sound_pieces(data, settings, budget))))
 
 
 def probe(

@@ -12,6 +12,12 @@ from cluster.types.media import MediaOptions, Modality
 
 DEFAULT_OPTIONS = MediaOptions()
 
+# Address space of a process that opens media, beyond its own: an image is held up to four times at four bytes
+# a pixel beside what its decoder holds; a clip's decoder holds some twenty frames.
+BYTES_PER_PIXEL = 32
+OTHER_PROCESS_BYTES = 512 * 2**20  # stacks of a decoder's threads, free memory between blocks
+MAX_SURVEY_BYTES = 16 * 2**20
+
 
 class MediaLimits(msgspec.Struct, frozen=True):
     """The operator's limits for one item."""
@@ -26,6 +32,11 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_request_decode_s: float = 60.0  # wall time of all `probe`s of one request at a door
     max_packets: int = 300_000  # in the decoded stream, and in a file's index
     max_streams: int = 32  # in one container
+
+    @property
+    def max_process_bytes(self) -> int:
+        """Address space that opening one item may take."""
+        return OTHER_PROCESS_BYTES + 2 * self.max_bytes + BYTES_PER_PIXEL * self.max_pixels
 
 
 class VideoSampling(msgspec.Struct, frozen=True):
@@ -51,6 +62,12 @@ class MediaSettings(msgspec.Struct, frozen=True):
         """Most samples that an item may have."""
         cap = int(self.limits.max_audio_s * self.sampling_rate)
         return cap if self.max_audio_samples is None else min(cap, self.max_audio_samples)
+
+    @property
+    def max_result_bytes(self) -> int:
+        """Of the array or the survey of one item."""
+        num_pixels = max(self.limits.max_pixels, self.limits.max_video_pixels)
+        return max(3 * num_pixels, 4 * self.audio_cap(), MAX_SURVEY_BYTES)
 
 
 def item_name(modality: Modality, item_idx: int) -> str:

@@ -1,7 +1,7 @@
 """A sound, or the sound track of a video: one mono waveform at the model's rate.
 
 No header gives the exact number of samples after resampling. The door therefore decodes as well, without
-keeping the samples (`count_samples`).
+keeping the samples.
 """
 
 from __future__ import annotations
@@ -25,19 +25,9 @@ MONO_IS_THE_MEAN = {"rematrix_maxval": "1.0"}
 PIECE_SAMPLES = 1 << 14
 
 
-def count_samples(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> int:
-    """Number of samples that `decode_audio` returns. Raises MediaError."""
-    return sum(map(len, _pieces(data, settings, budget)))
-
-
-def decode_audio(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> np.ndarray:
-    """[num_samples] float32: the first audio stream, mixed to mono and resampled by FFmpeg. Raises
-    MediaError."""
-    return np.concatenate(list(_pieces(data, settings, budget)))
-
-
-def _pieces(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> Iterator[np.ndarray]:
-    """Consecutive pieces of the waveform, at least one. Raises MediaError if it is too long or not finite."""
+def sound_pieces(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> Iterator[np.ndarray]:
+    """Consecutive pieces of the waveform, at least one: [num_samples] float32 of the first audio stream,
+    mixed to mono and resampled by FFmpeg. Raises MediaError if it is too long or not finite."""
     num_samples, cap = 0, settings.audio_cap()
     for frame in _resampled(data, settings.sampling_rate, budget):
         piece = frame.to_ndarray().reshape(-1)

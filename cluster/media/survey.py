@@ -8,6 +8,8 @@ therefore opened once for any number of options, and survey and probe may be mad
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from cluster.errors import MediaError
@@ -27,6 +29,23 @@ class MediaSurvey(msgspec.Struct, frozen=True, array_like=True):
     key_idx: tuple[int, ...] = ()  # frames that are stored whole
     # first frames after cuts, strongest cut first; only looked for with the strategy "scenes"
     cut_idx: tuple[int, ...] = ()
+
+
+def check_survey(survey: MediaSurvey, modality: Modality, settings: MediaSettings) -> None:
+    """Raises ValueError for one that no accepted file has: the process that made it is not trusted."""
+    limits, num_frames = settings.limits, survey.num_frames
+    match modality:
+        case Modality.AUDIO:
+            is_possible = 0 < survey.num_samples <= settings.audio_cap()
+        case Modality.IMAGE:
+            is_possible = 0 < survey.width * survey.height <= limits.max_pixels
+        case Modality.VIDEO:
+            is_possible = 0 < survey.width * survey.height <= limits.max_pixels
+            is_possible &= 0 < num_frames <= limits.max_packets + 1 and 0 < survey.source_fps < math.inf
+            is_possible &= all(0 <= idx <= num_frames for idx in (*survey.key_idx, *survey.cut_idx))
+            is_possible = is_possible and num_frames / survey.source_fps <= limits.max_video_s
+    if not is_possible or survey.width < 0:
+        raise ValueError(f"not a survey of an accepted {modality}")
 
 
 def probe_of(

@@ -81,16 +81,16 @@ def plan_video(
     )
 
 
-def decode_video(data: bytes, plan: VideoPlan, budget: DecodeBudget) -> np.ndarray:
-    """[number of frames, height, width, 3] uint8. Raises MediaError."""
+def video_frames(data: bytes, plan: VideoPlan, budget: DecodeBudget) -> Iterator[np.ndarray]:
+    """[height, width, 3] uint8 each: the frames of the plan. Raises MediaError."""
     width, height = (plan.height, plan.width) if plan.turns % 2 else (plan.width, plan.height)
-    frames = np.empty((len(plan.frame_idx), plan.height, plan.width, 3), np.uint8)
+    frame = np.empty(0)
     for nth, picture in enumerate(_taken(open_clip(data, budget), plan)):
-        if nth and plan.frame_idx[nth] == plan.frame_idx[nth - 1]:
-            frames[nth] = frames[nth - 1]
-        else:
-            frames[nth] = np.rot90(picture.rgb(width, height), plan.turns)
-    return frames
+        if nth == 0 or plan.frame_idx[nth] != plan.frame_idx[nth - 1]:
+            frame = np.ascontiguousarray(np.rot90(picture.rgb(width, height), plan.turns))
+        if frame.shape != (plan.height, plan.width, 3):
+            raise MediaError("its header and its content have different sizes")
+        yield frame
 
 
 def _cuts(clip: Clip, timeline: Timeline) -> list[int]:

@@ -43,11 +43,10 @@ def demand(workload: Workload, seed: int = 0) -> Demand:
 
 def seconds(spec: WorkerSpec, wanted: Demand) -> float:
     """Of the worker's device for a mean request, when it is busy."""
-    curves = spec.curves
+    curves, busy_s = spec.curves, 0.0
     if spec.role.encodes:
-        curve = curves.encode[Modality.IMAGE]
-        return curve.fixed_s * wanted.num_items / ITEMS_PER_CALL + curve.per_unit_s * wanted.num_rows
-    busy_s = 0.0
+        curve = (spec.encoder or curves).encode[Modality.IMAGE]
+        busy_s += curve.fixed_s * wanted.num_items / ITEMS_PER_CALL + curve.per_unit_s * wanted.num_rows
     if spec.role.prefills and curves.prefill is not None:
         steps = wanted.num_tokens / TOKENS_PER_STEP
         busy_s += curves.prefill.seconds(wanted.num_tokens, wanted.num_tokens / 4)
@@ -60,17 +59,13 @@ def seconds(spec: WorkerSpec, wanted: Demand) -> float:
 
 
 def capacity(specs: Sequence[WorkerSpec], wanted: Demand) -> float:
-    """Requests a second of the narrowest phase; workers that share a device share its time in proportion to
-    what is asked of them."""
-    busy_s: dict[str, float] = {}
-    for spec in specs:
-        device = spec.device or spec.replica_id
-        busy_s[device] = busy_s.get(device, 0.0) + seconds(spec, wanted)
+    """Requests a second of the narrowest phase; a worker of several phases gives all of them its time in
+    proportion to what is asked of them."""
     rates = []
     for phase in Phase:
         able = [spec for spec in specs if phase in spec.role.phases]
         if able and seconds(able[0], wanted) > 0:
-            rates.append(sum(1 / busy_s[spec.device or spec.replica_id] for spec in able))
+            rates.append(sum(1 / seconds(spec, wanted) for spec in able))
         elif not able and (phase is not Phase.ENCODE or wanted.num_rows):
             return 0.0
     return min(rates)

@@ -81,6 +81,8 @@ class SimDoor:
         """A worker has started; it tells how fast it is."""
         self._run(self.flow.on_joined, member(spec, self._simulation.model))
         self.receive(spec.replica_id, Measured(spec.told or spec.curves))
+        if spec.encoder is not None:
+            self.receive(spec.replica_id, Measured(spec.encoder, is_of_encoder=True))
 
     def lose(self, replica_id: str) -> None:
         """The connection to the worker has ended."""
@@ -112,7 +114,6 @@ class SimDoor:
     def _send(self, replica_id: str, message: AnyMessage) -> None:
         if isinstance(message, Ping):
             return self.flow.on_message(replica_id, Pong(), self._loop.now)
-        worker = self._simulation.workers[replica_id]
         if isinstance(message, StartPrefill):
             attempt = self._start(message.request)
         elif isinstance(message, StartDecode):
@@ -125,7 +126,8 @@ class SimDoor:
             attempt = self._attempts[message.request_id]
         else:
             return
-        self._network.tell(worker.receive, attempt, message)
+        for part in self._simulation.parts(replica_id):
+            self._network.tell(part.receive, attempt, message)
 
     def _start(self, request: GenerateRequest) -> SimAttempt:
         """With the first message of an attempt."""

@@ -17,6 +17,7 @@ from cluster.simulator.device import Device, SimLink
 from cluster.simulator.events import EventLoop
 from cluster.simulator.worker import Network, WorkerSpec
 from cluster.simulator.workload import Item
+from cluster.types.members import Role
 from cluster.types.messages import (
     AnyMessage,
     CacheChanged,
@@ -142,6 +143,7 @@ class SimEncoder:
             num_running=len(self.batch),
             num_waiting=len(self.jobs) - len(self.batch),
             num_queued_units=self.num_queued_rows,
+            is_of_encoder=self.spec.role is not Role.ENCODE,
         )
         messages: list[AnyMessage] = [Tokens((), load)]
         if added or evicted:

@@ -3,7 +3,7 @@ requests that show an item at the same time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from cluster.simulator.attempt import Held
@@ -27,17 +27,30 @@ class Features:
         self._tell = tell
         self._copies: dict[str, _Copy] = {}
 
-    def reserve(self, held: Held) -> None:
-        """Room for all items. Those that an earlier consumer's encoder brings, or has brought, are shared."""
-        if not held.request.computes:
-            return
+    def reserve(self, held: Held, cached: Collection[int]) -> None:
+        """Room for all items but the `cached` ones. Those that an earlier consumer's encoder brings, or has
+        brought, are shared."""
+        for idx in range(len(held.attempt.request.media) if held.request.computes else 0):
+            if idx not in cached:
+                self._reserve(held, idx)
+
+    def want(self, held: Held) -> None:
+        """Room for the items that are not in the prefix cache after all."""
         for idx, item in enumerate(held.attempt.request.media):
-            copy = self._copies.setdefault(item.media_hash, _Copy())
-            copy.consumers.append((held, idx))
-            if len(copy.consumers) > 1:
-                if copy.is_here:
-                    held.sequence.items_ready.add(idx)
-                self._tell(held, FeatureShared(held.attempt.request_id, idx))
+            copy = self._copies.get(item.media_hash)
+            is_missing = item.end > held.sequence.num_computed_tokens and idx not in held.sequence.items_ready
+            if is_missing and (copy is None or (held, idx) not in copy.consumers):
+                self._reserve(held, idx)
+                if copy is None:
+                    self._tell(held, FeatureGranted(held.attempt.request_id, idx, GRANT))
+
+    def _reserve(self, held: Held, idx: int) -> None:
+        copy = self._copies.setdefault(held.attempt.request.media[idx].media_hash, _Copy())
+        copy.consumers.append((held, idx))
+        if len(copy.consumers) > 1:
+            if copy.is_here:
+                held.sequence.items_ready.add(idx)
+            self._tell(held, FeatureShared(held.attempt.request_id, idx))
 
     def arrived(self, media_hash: str) -> Iterator[Held]:
         """Its consumers have it now. Returns those that did not have it before."""

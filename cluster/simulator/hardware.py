@@ -135,18 +135,24 @@ def num_kv_blocks(model: Model, accelerator: Accelerator) -> int:
     return int(left / (model.kv_bytes_per_token * model.block_size))
 
 
-def curves(
-    model: Model, accelerator: Accelerator, phases: str, local: tuple[str, ...] = (), step_tokens: int = 0
-) -> ServiceCurves:
-    """Of a worker with the phases "e", "p", "d" or "pd" ("dp": decode, and plain prompts). `local`:
-    workers on the same device."""
-    encode = encode_curve(model, accelerator)
-    is_encoder = "e" in phases
+def curves(model: Model, accelerator: Accelerator, phases: str, step_tokens: int = 0) -> ServiceCurves:
+    """Of a worker with the phases "e", "p", "d" or "pd" ("dp": decode, and plain prompts)."""
+    if phases == "e":
+        return encoder_curves(model, accelerator)
     return ServiceCurves(
-        encode=dict.fromkeys((Modality.IMAGE, Modality.VIDEO), encode) if is_encoder else {},
-        prepare=dict.fromkeys((Modality.IMAGE, Modality.VIDEO), PREPARE) if is_encoder else {},
         prefill=prefill_curve(model, accelerator) if "p" in phases else None,
         decode=decode_curve(model, accelerator) if "d" in phases else None,
-        max_step_units=step_tokens or (4096 if is_encoder else accelerator.max_step_tokens),
-        links={"": NETWORK, **dict.fromkeys(local, LOCAL)},
+        max_step_units=step_tokens or accelerator.max_step_tokens,
+        links={"": NETWORK},
+    )
+
+
+def encoder_curves(model: Model, accelerator: Accelerator, beside: str = "") -> ServiceCurves:
+    """Of an encoder. `beside`: of which worker, if it does other phases, too."""
+    modalities = (Modality.IMAGE, Modality.VIDEO)
+    return ServiceCurves(
+        encode=dict.fromkeys(modalities, encode_curve(model, accelerator)),
+        prepare=dict.fromkeys(modalities, PREPARE),
+        max_step_units=4096,
+        links={"": NETWORK, **({beside: LOCAL} if beside else {})},
     )

@@ -13,7 +13,7 @@ all else in the simulator.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from cluster.clock import SystemClock
 from cluster.engine.events import first_events
@@ -115,22 +115,22 @@ class SimLanguage:
         if self.is_dead:
             return
         if isinstance(message, StartPrefill | StartDecode):
-            self._take(hold(attempt, self, self._loop.now))
+            self._take(hold(attempt, self, self._loop.now), message.cached)
         elif isinstance(message, DecodeTarget) and held is not None:
             self._kv_sender.granted(held)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, Cancel) and message.item_idx is None:
             attempt.is_cancelled = True
             if held is not None:
                 self.answers.advance()
                 self._end(held)
                 self.answers.replan()
 
-    def _take(self, held: Held) -> None:
+    def _take(self, held: Held, cached: Collection[int]) -> None:
         """Room for its embeddings is reserved at once."""
         self.coming.pop(held.attempt.request_id, None)
         self.held[held.attempt.request_id] = held
         self._num_answers += not held.request.sends
-        self._features.reserve(held)
+        self._features.reserve(held, cached)
         self._asked.append(held)
         self._go_on()
 
@@ -226,6 +226,7 @@ class SimLanguage:
         request.move(LanguagePhase.COMPUTING)
         self.num_queued_tokens -= sequence.num_cached_tokens
         self._features.release(held, sequence.num_cached_tokens)
+        self._features.want(held)
         self.planner.add(request, sequence, held.ticket(sequence.num_missing_tokens), ())
         self._note_waiting(held)
         if request.sends:

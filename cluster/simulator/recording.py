@@ -146,7 +146,6 @@ def _worker(fields: Fields, model: Model, step_target_s: float) -> WorkerSpec:
         msgspec.convert(fields["curves"], ServiceCurves),
         fields["num_blocks"],
         hardware="emulated",
-        device=fields["replica_id"],
         bytes_per_row=model.bytes_per_row,
         cache_bytes=fields["cache_bytes"],
         **limits,

@@ -58,14 +58,12 @@ class Simulation:
         self.on_outcome = on_outcome or self.outcomes.append
         self.scheduling = scheduling
         self._rng, self._noise = Random(f"noise {seed}"), noise
-        self._devices: dict[str, Device] = {}
         self.encoders: dict[str, SimEncoder] = {}
         self.languages: dict[str, SimLanguage] = {}
         for spec in specs:
             self._make(spec)
         self.prefills = {name: each for name, each in self.languages.items() if each.spec.role.prefills}
         self.decodes = {name: each for name, each in self.languages.items() if each.spec.role.decodes}
-        self.workers = {**self.encoders, **self.languages}
         self.doors = [
             SimDoor(
                 self,
@@ -93,12 +91,17 @@ class Simulation:
         return self.outcomes
 
     def set_curves(self, replica_id: str, curves: ServiceCurves, told: ServiceCurves) -> None:
-        """How fast a worker is from its next call on; all doors are told at once."""
-        worker = self.workers[replica_id]
+        """How fast a worker with a single engine is from its next call on; all doors are told at once."""
+        (worker,) = self.parts(replica_id)
         worker.spec = replace(worker.spec, curves=curves, told=told)
         if isinstance(worker, SimLanguage):
             worker.planner.budget = worker.budget()
         self._each_door(SimDoor.receive, replica_id, Measured(told))
+
+    def parts(self, replica_id: str) -> list[SimEncoder | SimLanguage]:
+        """The engines of a worker: an encoder, a language engine, or one of each."""
+        parts = (self.encoders.get(replica_id), self.languages.get(replica_id))
+        return [part for part in parts if part is not None]
 
     def _next_arrival(self) -> None:
         for door, request in self._arrivals:
@@ -113,12 +116,11 @@ class Simulation:
         return max(0.5, 1.0 + self._noise * self._rng.gauss(0.0, 1.0)) if self._noise else 1.0
 
     def _make(self, spec: WorkerSpec) -> None:
-        name = spec.device or spec.replica_id
-        device = self._devices.setdefault(name, Device(self.loop))
-        common = (self.loop, device, self.network)
-        if spec.role is Role.ENCODE:
-            self.encoders[spec.replica_id] = SimEncoder(spec, *common, self.scheduling, self._draw)
-        else:
+        common = (self.loop, Device(self.loop), self.network)
+        if spec.role.encodes:
+            its_encoder = replace(spec, curves=spec.encoder or spec.curves)
+            self.encoders[spec.replica_id] = SimEncoder(its_encoder, *common, self.scheduling, self._draw)
+        if spec.role is not Role.ENCODE:
             worker = SimLanguage(spec, *common, self.scheduling, self._draw, self.model)
             self.languages[spec.replica_id] = worker
 
@@ -139,17 +141,21 @@ class Simulation:
             call(door, *args)
 
     def _kill(self, spec: WorkerSpec) -> None:
-        worker = self.workers[spec.replica_id]
-        worker.is_dead = True
+        for part in self.parts(spec.replica_id):
+            part.is_dead = True
+        worker = self.languages.get(spec.replica_id)
         for decode in self.decodes.values():
-            if isinstance(worker, SimLanguage) and not decode.is_dead:
+            if worker is not None and not decode.is_dead:
                 decode.tell_tokens(worker)
         self.network.tell(self._each_door, SimDoor.lose, spec.replica_id)
 
     def _throttle(self, spec: WorkerSpec, factor: float) -> None:
-        self.workers[spec.replica_id].slowdown = factor
-        curves = slower(spec.curves, factor)
-        self.loop.after(MEASURES_AGAIN_S, self._each_door, SimDoor.receive, spec.replica_id, Measured(curves))
+        told = []
+        for part in self.parts(spec.replica_id):
+            part.slowdown = factor
+            is_beside = isinstance(part, SimEncoder) and spec.role is not Role.ENCODE
+            told.append(Measured(slower(part.spec.curves, factor), is_beside))
+        self.loop.after(MEASURES_AGAIN_S, self._each_door, SimDoor.receive, spec.replica_id, *told)
 
 
 def slower(curves: ServiceCurves, factor: float) -> ServiceCurves:

@@ -9,6 +9,7 @@ from cluster.errors import UnavailableError
 from router.policy import ClusterView, Decision, ItemPrediction, ItemView, Placement, Prediction, RequestView
 
 if TYPE_CHECKING:
+    from cluster.simulator.language import SimLanguage
     from cluster.simulator.simulation import Simulation
 
 # A request without its first token counts like so many with it, as in vLLM's data-parallel balancer.
@@ -31,20 +32,17 @@ class OneDevice:
         self._simulation = simulation
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
-        decodes = [decode for decode in self._simulation.decodes.values() if not decode.is_dead]
-        if not decodes:
+        left = [worker for worker in self._simulation.decodes.values() if not worker.is_dead]
+        if not left:
             raise UnavailableError("no device is left")
-        by_load = {decode.spec.device: self._load(decode.spec.device) for decode in decodes}
-        device = min(by_load, key=lambda name: (by_load[name], name))
-        language = f"pd:{device}"
-        placement = Placement((f"e:{device}",) * len(request.media), language, language)
-        return Decision(placement, unpredicted(len(request.media)))
+        name = min(left, key=lambda worker: (self._load(worker), worker.spec.replica_id)).spec.replica_id
+        num_items = len(request.media)
+        return Decision(Placement((name,) * num_items, name, name), unpredicted(num_items))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
         raise UnavailableError("the device is gone")
 
-    def _load(self, device: str) -> int:
-        worker = self._simulation.languages[f"pd:{device}"]
+    def _load(self, worker: SimLanguage) -> int:
         return WAITING_WEIGHT * (len(worker.held) - len(worker.answers)) + len(worker.answers)
 
 
@@ -59,6 +57,6 @@ class OneDeviceRoundRobin(OneDevice):
         self._num_placed += 1
         return super().decide(request, cluster, now)
 
-    def _load(self, device: str) -> int:
-        devices = [decode.spec.device for decode in self._simulation.decodes.values()]
-        return (devices.index(device) - self._num_placed) % len(devices)
+    def _load(self, worker: SimLanguage) -> int:
+        names = list(self._simulation.decodes)
+        return (names.index(worker.spec.replica_id) - self._num_placed) % len(names)

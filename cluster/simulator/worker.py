@@ -27,6 +27,7 @@ GRANT = Grant("simulated", b"", 0, 0, Contract(0, "", 0, (), "", ""), (), (), tt
 class WorkerSpec:
     """One replica. `curves` is how fast it is.
 
+    encoder               of a worker that encodes beside other phases: how fast its encoder is
     told                  how fast it says that it is; None: the truth
     ready_at              when it has started, in seconds of the run
     dies_at               when it is killed, if at all
@@ -43,8 +44,8 @@ class WorkerSpec:
     curves: ServiceCurves
     num_blocks: int = 0
     hardware: str = ""
-    device: str = ""
     bytes_per_row: int = 0
+    encoder: ServiceCurves | None = None
     told: ServiceCurves | None = None
     step_target_s: float = math.inf
     cache_bytes: int = 4 << 30
@@ -68,7 +69,7 @@ def member(spec: WorkerSpec, model: Model) -> Member:
         model=model.name,
         layout="",
         num_blocks=spec.num_blocks,
-        modalities=tuple(spec.curves.encode),
+        modalities=tuple((spec.encoder or spec.curves).encode),
         hardware=spec.hardware,
         block_bytes=model.kv_bytes_per_token * model.block_size,
         num_layers=model.num_layers,

@@ -4,14 +4,15 @@ One request, in call order (D decode, P prefill, E encoder):
 
     door → P  StartPrefill
     P → door  FeatureGranted per item (at once, if there is room), or FeatureShared
-    door → E  StartEncode per item
+    door → E  StartEncode per item, unless P is expected to have its tokens cached
     P → door  PrefillAdmitted (P holds the prompts' blocks)
     door → D  StartDecode
     D → door  DecodeGranted
     door → P  DecodeTarget (D's grant, as soon as it has come)
     door → E  EncodeTarget per item (P's grant)
     door → D, P  GrantPassed after each of these two, to the owner of the grant: these processes may write
-    door → E  Cancel per shared item; if P later sends a grant for it, StartEncode and EncodeTarget follow
+    door → E  Cancel per shared item; if P later sends a grant for it, or for a cached one, StartEncode and
+              EncodeTarget follow
     E → door  Encoded (the embeddings are in P's memory)
     P → door  Tokens (the first token)
     D → door  Tokens (one frame per decode step, for all requests of this door)
@@ -65,7 +66,7 @@ from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, ReceivedTotals, SentTotals, TierTotals
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 class FinishReason(StrEnum):
@@ -95,6 +96,7 @@ class StartDecode(ChannelMessage, frozen=True):
     prefills: bool = False
     codec: str = "raw"  # the codec in which KV shall travel where possible; raw: exactly as computed
     encodes: tuple[int, ...] = ()  # as in `StartPrefill`; if it prefills
+    cached: tuple[int, ...] = ()  # the same
 
 
 class DecodeGranted(ChannelMessage, frozen=True):
@@ -109,6 +111,9 @@ class StartPrefill(ChannelMessage, frozen=True):
     timeout_s: float  # until the first token
     # media items that this worker encodes itself (StartEncode): it grants no lease for their embeddings
     encodes: tuple[int, ...] = ()
+    # media items whose tokens the door expects in the worker's prefix cache: no encoder is asked for these.
+    # If the tokens are not there, FeatureGranted or another request's embeddings follow
+    cached: tuple[int, ...] = ()
 
 
 class PrefillAdmitted(ChannelMessage, frozen=True):

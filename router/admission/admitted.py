@@ -2,7 +2,8 @@
 
 A request holds encoder work until its media is encoded, prefill work until its first token, and KV blocks
 until it ends. Workers get as much work as keeps them busy: `max_outstanding_s` of predicted work each, or two
-requests. KV blocks are given as long as there are any.
+requests. This holds for encoders, for workers that prefill and, if some workers do both, for all of these
+together. KV blocks are given as long as there are any.
 """
 
 from __future__ import annotations
@@ -30,11 +31,6 @@ class _Load:
         """A request more (`step` 1) or less (-1)."""
         self.num_requests += step
         self.work_s = self.work_s + step * work_s if self.num_requests else 0.0
-
-    def is_below(self, max_outstanding_s: float, num_workers: float, reported_s: float = 0.0) -> bool:
-        if self.num_requests < max(1.0, REQUESTS_PER_WORKER * num_workers):
-            return True
-        return max(self.work_s, reported_s) < max_outstanding_s * num_workers
 
 
 @dataclass(slots=True)
@@ -77,16 +73,32 @@ class AdmittedWork:
         self._reported = Reported(*parts)
 
     def fits(self, ticket: AdmissionTicket) -> bool:
-        longest_s, doors = self._max_outstanding_s, self._num_doors
-        encoders, prefills = self.capacity.num_encoders / doors, self.capacity.num_prefills / doors
-        has_prefill = self._prefill.is_below(longest_s, prefills, self._reported.prefill_s)
-        if not has_prefill or not self.has_blocks(ticket):
+        if not self.has_blocks(ticket):
             return False
-        if ticket.is_text:
+        capacity, reported = self.capacity, self._reported
+        encode, prefill, num_kept = self._encode, self._prefill, 0.0
+        if not ticket.is_text:
+            num_kept = self._text_share * capacity.num_prefills
+            if ticket.encode_s and not self._has_time(capacity.num_encoders, reported.encode_s, encode):
+                return False
+            if not self._has_time(capacity.num_prefills - num_kept, 0.0, self._media_prefill):
+                return False
+        if not self._has_time(capacity.num_prefills, reported.prefill_s, prefill):
+            return False
+        if not capacity.num_both:
             return True
-        if not self._media_prefill.is_below(longest_s, prefills * (1 - self._text_share)):
+        if num_kept and not self._has_time(capacity.num_workers - num_kept, 0.0, self._media_prefill, encode):
             return False
-        return ticket.encode_s == 0 or self._encode.is_below(longest_s, encoders, self._reported.encode_s)
+        return self._has_time(capacity.num_workers, reported.encode_s + reported.prefill_s, prefill, encode)
+
+    def _has_time(self, num_workers: float, reported_s: float, *loads: _Load) -> bool:
+        """Whether so many workers of the cluster need more work than these loads to be busy. `reported_s`: by
+        themselves."""
+        num_workers /= self._num_doors
+        if max(load.num_requests for load in loads) < max(1.0, REQUESTS_PER_WORKER * num_workers):
+            return True
+        work_s = sum(load.work_s for load in loads)
+        return max(work_s, reported_s) < self._max_outstanding_s * num_workers
 
     def has_blocks(self, ticket: AdmissionTicket) -> bool:
         """A request that is larger than all memory is admitted alone; the cluster decides about it."""

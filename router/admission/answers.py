@@ -10,11 +10,26 @@ from cluster.errors import OverloadedError
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of the whole cluster, as this door sees it."""
+    """Of the whole cluster, as this door sees it. A worker counts by the part of its time that running
+    answers leave."""
 
-    num_encoders: int
-    num_prefills: int
-    num_blocks: int  # of all decode workers
+    num_encoders: float
+    num_prefills: float
+    num_blocks: int  # of all workers that decode
+    num_both: float = 0.0  # that are in both of the first two, and have their time only once
+
+    @property
+    def num_workers(self) -> float:
+        """That encode or prefill."""
+        return self.num_encoders + self.num_prefills - self.num_both
+
+    def seconds(self, encode_s: float, prefill_s: float) -> float:
+        """How long the whole cluster takes for work that any of its workers can do, each by its phases."""
+        return max(
+            encode_s / (self.num_encoders or 1.0),
+            prefill_s / (self.num_prefills or 1.0),
+            (encode_s + prefill_s) / (self.num_workers or 1.0),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ It is refused
 * while it waits (`expired`), if its time is over or a full queue gave its place to another request.
 
     predicted wait = cluster time of the requests ahead of it / speed
-    cluster time   = max(encode_s / encoders, prefill_s / prefill workers)
+    cluster time   = max(encode_s / encoders, prefill_s / prefill workers, both / workers that do either)
     speed          = cluster time of the requests that lately started from this queue, per second in which
                    requests waited in it; begins at 1
 
@@ -272,9 +272,7 @@ class AdmissionQueue:
         return RefusalReason.TARGET if latest_at == self._start_for_target(ticket) else RefusalReason.WAIT
 
     def _cost_s(self, ticket: AdmissionTicket) -> float:
-        capacity = self._admitted.capacity
-        encode_s = ticket.encode_s / max(1, capacity.num_encoders)
-        return max(encode_s, (ticket.work_s - ticket.encode_s) / max(1, capacity.num_prefills))
+        return self._admitted.capacity.seconds(ticket.encode_s, ticket.work_s - ticket.encode_s)
 
     def _wait_s(self, ticket: AdmissionTicket) -> float:
         """Predicted wait of a new ticket."""

@@ -61,7 +61,7 @@ class AttemptOwner(Protocol):
 
     def on_all_encoded(self, attempt: Attempt) -> None: ...
 
-    def on_landed(self, attempt: Attempt) -> None: ...
+    def on_landed(self, attempt: Attempt, now: float) -> None: ...
 
     def resume(self, attempt: Attempt, choice_idxs: Sequence[int], now: float) -> None:
         """These choices, with equal tokens, are to go on in another attempt."""
@@ -125,6 +125,7 @@ class Attempts:
             self._placer.returning(client.items),
             content_of(client.request, client.hashes, view.block_size),
             now,
+            self._placer.cached_items(view, placement.prefill),
         )
         self._attempts[request.request_id] = attempt
         for worker in attempt.workers:
@@ -226,13 +227,13 @@ class Attempts:
         if attempt.is_local:
             self._start_decode(attempt)
         else:
-            start = StartPrefill(attempt.request, self._timeout_s, attempt.own_items)
+            start = StartPrefill(attempt.request, self._timeout_s, attempt.own_items, attempt.cached)
             self.send(attempt.prompt_worker, start, attempt)
         self._media.start(attempt, now)
 
     def _start_decode(self, attempt: Attempt) -> None:
-        encodes = attempt.own_items if attempt.is_local else ()
-        start = StartDecode(attempt.request, self._timeout_s, attempt.is_local, attempt.codec, encodes)
+        media = (attempt.own_items, attempt.cached) if attempt.is_local else ()
+        start = StartDecode(attempt.request, self._timeout_s, attempt.is_local, attempt.codec, *media)
         self.send(attempt.decode, start, attempt)
         self._outputs.append(CallDecode(attempt.decode.replica_id, attempt.request_id))
 
@@ -318,7 +319,7 @@ class Attempts:
         if lands:
             if attempt.failure is not None:
                 self._owner.replay(attempt, attempt.failure, now)
-            self._owner.on_landed(attempt)
+            self._owner.on_landed(attempt, now)
 
     def _land(self, attempt: Attempt, now: float) -> None:
         """Every worker that may still hold something lets go. If decode has ended the request, the prompt

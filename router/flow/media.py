@@ -84,8 +84,9 @@ class MediaFlow:
     def on_granted(self, attempt: Attempt, granted: FeatureGranted, now: float) -> None:
         item_idx = granted.item_idx
         state = attempt.media[item_idx]
-        if state.is_shared:  # the other request has failed or left
+        if state.is_shared:  # the other request has failed or left, or the item was not cached
             state.is_shared = False
+            attempt.unencoded.add(item_idx)
             self._start_again(attempt, item_idx, now)
         elif state.lease_id and not state.is_held:  # what this encoder sent did not arrive
             state.num_attempts += 1

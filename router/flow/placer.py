@@ -18,7 +18,16 @@ from cluster.types.messages import (
 from cluster.types.request import GenerateRequest
 from router.admission.queue import AdmissionTicket, Capacity, Reported
 from router.flow.state import Attempt, ClientRequest
-from router.policy import ClusterView, Decision, ItemView, Policy, Prediction, RequestView, Worker
+from router.policy import (
+    ClusterView,
+    Decision,
+    ItemView,
+    Policy,
+    Prediction,
+    RequestView,
+    Worker,
+    free_shares,
+)
 
 ANSWER_TOKENS = 128.0  # expected of an answer before the first has ended
 FORGETTING = 0.05  # weight of a new observation
@@ -69,13 +78,13 @@ class Placer:
     ) -> AdmissionTicket:
         """What admission must know of a request; `class_name`: of a priority."""
         request = client.request
-        encode_s = sum(item.encode_s for item in prediction.items)
+        encode_s = sum(item.work_s for item in prediction.items)
         return AdmissionTicket(
             request_id=request.request_id,
             tenant=client.tenant,
             class_name=class_name(request.priority),
             is_text=not client.items,
-            work_s=prediction.prefill_s + encode_s,
+            work_s=prediction.work_s + encode_s,
             num_blocks=self._expected_blocks(request),
             ttft_s=prediction.high_s,
             arrived_at=client.timeline.arrived_at,
@@ -83,7 +92,7 @@ class Placer:
         )
 
     def capacity(self) -> Capacity:
-        cluster = self.cluster
+        cluster, shared = self.cluster, self.cluster.shared
         encoders, prefills, decodes = (
             pool.preferred(is_able)
             for pool, is_able in (
@@ -92,8 +101,12 @@ class Placer:
                 (cluster.decodes, cluster.decodes.is_listed),
             )
         )
+        shares = free_shares(cluster)
         return Capacity(
-            int(encoders.sum()), int(prefills.sum()), int(cluster.decodes.num_blocks[decodes].sum())
+            float(shared.of_prompts(shares, otherwise=1.0)[encoders].sum()),
+            float(shares[prefills].sum()),
+            int(cluster.decodes.num_blocks[decodes].sum()),
+            float((shares * shared.of_encoders(encoders.astype(float)))[prefills].sum()),
         )
 
     def reported(self) -> Reported:
@@ -113,6 +126,11 @@ class Placer:
         return frozenset(
             item.media_hash for item in items if item.is_returning or self.cluster.has_media(item.media_hash)
         )
+
+    def cached_items(self, view: RequestView, replica_id: str) -> tuple[int, ...]:
+        """Whose tokens the worker has in its prefix cache, as far as this door knows."""
+        num_tokens = self.cluster.num_cached_tokens(view, replica_id) if view.media else 0
+        return tuple(idx for idx, item in enumerate(view.media) if item.end <= num_tokens)
 
     def charge(self, view: RequestView, decision: Decision, now: float) -> None:
         """The request goes there now: its work counts until it has landed."""

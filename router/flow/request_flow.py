@@ -65,7 +65,7 @@ class RequestFlow:
         self._outputs: list[Output] = []
         self._workers: dict[str, WorkerState] = {}
         self._attempts = Attempts(self, placer, self._workers, self._outputs, timeouts.first_token_s)
-        self._watch = WorkerWatch(self._ping, self._on_silence, self._attempts.on_silent)
+        self._watch = WorkerWatch(self._ping, self._on_avoided, self._attempts.on_silent)
         self._clients: dict[str, ClientRequest] = {}  # that wait or run
         self._waiting: dict[str, RequestView] = {}  # of requests that wait for admission
         self.continuation = Continuation(placer, self._attempts, self.fail_choices)
@@ -254,9 +254,9 @@ class RequestFlow:
     def _ping(self, worker: WorkerState) -> None:
         self._outputs.append(Send(worker.replica_id, Ping()))
 
-    def _on_silence(self, worker: WorkerState) -> None:
-        """The worker makes no progress, or makes progress again."""
-        self._cluster.set_silent(worker.replica_id, worker.is_silent)
+    def _on_avoided(self, worker: WorkerState) -> None:
+        """Placements avoid the worker from now on, or do no longer."""
+        self._cluster.set_avoided(worker.replica_id, worker.is_avoided)
 
     # Requests
 
@@ -337,11 +337,10 @@ class RequestFlow:
             self._forget(client)
 
     def _set_first_deadline(self, client: ClientRequest) -> None:
-        if client.request_id in self._clients:
-            self._set_deadline(client, min(self._timeouts.first_token_s, self._timeouts.request_s))
+        self._set_deadline(client, min(self._timeouts.first_token_s, self._timeouts.request_s))
 
     def _set_deadline(self, client: ClientRequest, limit_s: float) -> None:
-        if limit_s < inf:
+        if limit_s < inf and client.request_id in self._clients:
             heappush(self._deadlines, (client.started_at + limit_s, client.request_id))
 
     def _end_overdue(self, client: ClientRequest, now: float) -> None:
@@ -355,8 +354,7 @@ class RequestFlow:
             if choice.is_open and not choice.is_over and not has_time:
                 self._deliver(client, choice_idx, reason)
                 self.close(client.request_id, choice_idx, now)
-        if client.request_id in self._clients:
-            self._set_deadline(client, self._timeouts.request_s)
+        self._set_deadline(client, self._timeouts.request_s)
 
     def _deliver(self, client: ClientRequest, choice_idx: int, event: TokenEvent | ClusterError) -> None:
         choice: ClientChoice = client.choices[choice_idx]
@@ -381,13 +379,18 @@ class RequestFlow:
     def on_all_encoded(self, attempt: Attempt) -> None:
         self._admission.encoded(attempt.client.request_id)
 
-    def on_landed(self, attempt: Attempt) -> None:
+    def on_landed(self, attempt: Attempt, now: float) -> None:
+        if not attempt.has_failed and attempt.is_read:
+            for worker in attempt.workers:
+                self._watch.succeeded(worker, now)
         self._forget_if_over(attempt.client)
 
     def resume(self, attempt: Attempt, choice_idxs: Sequence[int], now: float) -> None:
         self.continuation.resume(attempt, choice_idxs, now)
 
     def replay(self, attempt: Attempt, error: ClusterError, now: float) -> None:
+        for worker in attempt.blamed:
+            self._watch.failed(worker, now)
         self.continuation.replay(attempt, error, now)
 
     def fail_choices(self, client: ClientRequest, choice_idxs: Sequence[int], error: Exception) -> None:

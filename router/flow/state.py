@@ -31,7 +31,13 @@ class WorkerState:
     num_requests: int = 0  # attempts of this door that the worker may hold something for
     is_listed: bool = True  # Serve still names it
     is_silent: bool = False  # it has work and makes no progress: see `router.flow.watch`
+    is_failing: bool = False  # attempts keep failing with it
     is_lost: bool = False  # the connection has ended
+
+    @property
+    def is_avoided(self) -> bool:
+        """Placements use it only where there is no other."""
+        return self.is_silent or self.is_failing
 
     @property
     def replica_id(self) -> str:
@@ -48,7 +54,7 @@ class MediaItemState:
 
     encoder: WorkerState  # the encoder that is asked for the item
     lease_id: str = ""  # of the grant that this encoder has; empty: none yet
-    is_shared: bool = False  # the prompt worker has the embeddings, or gets them, for another request
+    is_shared: bool = False  # the prompt worker needs none, has them, or gets them for another request
     num_attempts: int = 1
     is_held: bool = False  # nothing has been sent: another suspect is at this encoder
     grant: Grant | None = None  # the prompt worker's, while the item is held
@@ -156,19 +162,22 @@ class Attempt:
         returning: frozenset[str],
         content: Hashable,
         started_at: float,
+        cached: tuple[int, ...] = (),
     ):
         """`choice_idxs`: the client's choice for each choice of `request`. `codec`: of the KV on the wire.
+        `cached`: items whose tokens the prompt worker is expected to have in its prefix cache.
         `returning`: hashes of items that were shown before, and so are expected again. `content`: see
         `router.flow.quarantine`."""
         self.client = client
         self.request = request
         self.items = client.items
         self.choice_idxs = choice_idxs
-        # Of equal items only the first is sent: the prompt worker shares its embeddings, or grants the others
-        # room after all.
+        # Of equal items only the first is sent, and cached ones are not: the prompt worker has, or shares,
+        # what they bring, or grants them room after all.
+        self.cached = cached
         hashes = [item.media_hash for item in client.items]
         self.media = [
-            MediaItemState(encoder, is_shared=hashes[idx] in hashes[:idx])
+            MediaItemState(encoder, is_shared=idx in cached or hashes[idx] in hashes[:idx])
             for idx, encoder in enumerate(encoders)
         ]
         self.prompt_worker = prompt_worker
@@ -178,7 +187,8 @@ class Attempt:
         self.content = content
         self.started_at = started_at
         self.choices = [ChoiceState() for _ in request.sampling]
-        self.unencoded = set(range(len(self.items)))  # items whose embeddings are not with the prompt worker
+        # Items whose embeddings are not with the prompt worker
+        self.unencoded = set(range(len(self.items))).difference(cached)
         self.has_memory = False  # at the prompt worker, if that is not decode
         self.num_tokens = 0  # that have come, of all choices
         self.has_decode_spoken = False

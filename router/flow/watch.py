@@ -1,4 +1,4 @@
-"""Which workers make progress, as this door sees it.
+"""Which workers make progress, as this door sees it, and which keep failing.
 
 A worker is silent while it reports so of its own threads (`Stalled`), or while it does not answer: its event
 loop is blocked, or its process is stopped. A worker is asked (`Ping`) only while this door has a request
@@ -10,6 +10,8 @@ worker are answer enough. So a worker that stops while it has no work is found w
     its own report                    silent: placements avoid it while there is another
     silent for MOVE_S                 what it has goes to other workers
     a message from it                 not silent any more, unless it has reported so itself
+    FAILURES attempts failed with it  avoided for a second, and after each further failure for twice as long;
+                                      an attempt that succeeds ends this
 
 From the stop of a worker to the move of its requests: QUIET_S + ANSWER_S and two looks, 1.75 s at most. What
 no other worker can take stays: it goes on when the worker does, or when another one joins after the worker
@@ -30,6 +32,8 @@ LOOK_EVERY_S = 0.25
 QUIET_S = 0.5
 ANSWER_S = 0.75
 MOVE_S = 10.0
+FAILURES = 3
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 64.0
 LATE_S = (
     0.5  # a look that is later than this found the door itself held up: it concludes nothing about workers
 )
@@ -45,6 +49,8 @@ class _Progress:
     is_stalled: bool = False
     silent_since: float = 0.0
     has_moved: bool = False
+    num_failures: int = 0  # attempts that failed with it, since one succeeded
+    paused_until: float = 0.0
 
 
 class WorkerWatch:
@@ -54,7 +60,7 @@ class WorkerWatch:
         on_changed: Callable[[WorkerState], None],
         on_long_silent: Callable[[WorkerState, float], None],
     ):
-        """`on_changed`: `WorkerState.is_silent` has changed. `on_long_silent`: once for each silence; with
+        """`on_changed`: `WorkerState.is_avoided` has changed. `on_long_silent`: once for each silence; with
         the time."""
         self._ping = ping
         self._on_changed = on_changed
@@ -87,6 +93,23 @@ class WorkerWatch:
             progress.is_stalled = is_stalled
             self._update(worker, progress, now)
 
+    def failed(self, worker: WorkerState, now: float) -> None:
+        """An attempt has failed, and this worker is blamed for it."""
+        progress = self._workers.get(worker)
+        if progress is None:
+            return
+        progress.num_failures += 1
+        if progress.num_failures >= FAILURES:
+            pause_s = FIRST_PAUSE_S * 2 ** (progress.num_failures - FAILURES)
+            progress.paused_until = now + min(pause_s, LONGEST_PAUSE_S)
+            self._update(worker, progress, now)
+
+    def succeeded(self, worker: WorkerState, now: float) -> None:
+        progress = self._workers.get(worker)
+        if progress is not None and progress.num_failures:
+            progress.num_failures, progress.paused_until = 0, 0.0
+            self._update(worker, progress, now)
+
     def begin(self, now: float) -> None:
         """There is a request. Looks go on until there is none."""
         if self.next_look_at is None:
@@ -111,6 +134,9 @@ class WorkerWatch:
         self._looked_at = now
         is_needed = False
         for worker, progress in list(self._workers.items()):
+            if progress.paused_until:
+                is_needed |= now < progress.paused_until
+                self._update(worker, progress, now)
             if worker.num_requests == 0:
                 continue
             is_needed = True
@@ -132,13 +158,17 @@ class WorkerWatch:
         return is_needed
 
     def _update(self, worker: WorkerState, progress: _Progress, now: float) -> None:
+        was_avoided = worker.is_avoided
         is_silent = progress.is_stalled or progress.is_unanswered
-        if is_silent == worker.is_silent:
-            return
-        worker.is_silent = is_silent
-        if is_silent:
-            self.num_silences += 1
-            progress.silent_since, progress.has_moved = now, False
-        name = f"{worker.role} worker {worker.replica_id}"
-        logger.info("%s %s", name, "makes no progress" if is_silent else "makes progress again")
-        self._on_changed(worker)
+        worker.is_failing = now < progress.paused_until
+        if not worker.is_failing:
+            progress.paused_until = 0.0
+        if is_silent != worker.is_silent:
+            worker.is_silent = is_silent
+            if is_silent:
+                self.num_silences += 1
+                progress.silent_since, progress.has_moved = now, False
+            name = f"{worker.role} worker {worker.replica_id}"
+            logger.info("%s %s", name, "makes no progress" if is_silent else "makes progress again")
+        if worker.is_avoided != was_avoided:
+            self._on_changed(worker)

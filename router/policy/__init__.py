@@ -19,6 +19,7 @@ from router.policy.calibration import CalibrationStatistics
 from router.policy.cluster import ClusterView
 from router.policy.joint import JointPolicy
 from router.policy.registry import Policy, make_policy
+from router.policy.shared import free_shares
 from router.policy.views import (
     Decision,
     ItemPrediction,
@@ -41,5 +42,6 @@ __all__ = [
     "Prediction",
     "RequestView",
     "Worker",
+    "free_shares",
     "make_policy",
 ]

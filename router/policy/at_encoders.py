@@ -150,7 +150,7 @@ class EncodeEstimate:
             else:
                 prepare_s = float(self.prepare_s[idx, encoder])
                 predictions.append(
-                    ItemPrediction(finish_s - own_s - prepare_s, prepare_s + own_s, transfer_s)
+                    ItemPrediction(finish_s - own_s - prepare_s, prepare_s + own_s, transfer_s, own_s)
                 )
         return predictions
 

@@ -3,7 +3,7 @@ hold, and what this door has sent them. All policies read this one object.
 
 It is driven from outside and has no clock:
 
-    add, remove, set_listed, set_silent                       workers join, drain, hang and leave
+    add, remove, set_listed, set_avoided                       workers join, drain, hang and leave
     assign, measured, reported, media_changed, blocks_changed messages of workers
     started, item_moved, item_done, prefilled, ended          this door's own requests, in this order
     observed                                                  the actual durations; before `ended`
@@ -100,10 +100,10 @@ class ClusterView:
         for pool in self._pools_of(replica_id):
             pool.is_listed[pool.slots[replica_id]] = is_listed
 
-    def set_silent(self, replica_id: str, is_silent: bool) -> None:
-        """A worker that has made no progress for a while is avoided as long as there is another one."""
+    def set_avoided(self, replica_id: str, is_avoided: bool) -> None:
+        """A worker that makes no progress, or keeps failing, is chosen only if there is no other."""
         for pool in self._pools_of(replica_id):
-            pool.is_silent[pool.slots[replica_id]] = is_silent
+            pool.is_avoided[pool.slots[replica_id]] = is_avoided
 
     # --- messages of workers
 
@@ -276,6 +276,10 @@ class ClusterView:
     def arriving_s(self, slot: int, media_hash: str, now: float) -> float:
         """How long an encoder that has taken an item on still needs for it."""
         return self._encoder_media.arriving_s(slot, media_hash, now)
+
+    def num_cached_tokens(self, request: RequestView, replica_id: str) -> int:
+        """Of the prompt, that a worker need not compute."""
+        return self._num_cached_blocks(request, self.prefills.slots[replica_id]) * request.block_size
 
     def num_queued_rows(self, modality: Modality | None = None) -> float:
         """Embedding rows queued at the least loaded encoder for the modality; zero if there is none."""

@@ -92,6 +92,7 @@ class Estimate:
             low_s=low_s,
             high_s=high_s,
             items=tuple(items),
+            work_s=float(self.prefills.work_s[prefill]),
         )
 
     def _ttft_of(self, prefill: int, items: Sequence[ItemPrediction]) -> float:

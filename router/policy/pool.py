@@ -69,8 +69,8 @@ class WorkerPool:
         self.replica_ids: list[str] = []  # by slot; "" where there is no worker
         self.hardware: list[tuple[Role, str]] = []  # role and hardware of the classes, by index
         self.is_listed = np.zeros(0, bool)
-        # No progress for a while: chosen only if all others are silent, too
-        self.is_silent = np.zeros(0, bool)
+        # No progress for a while, or failure after failure: chosen only if all others are avoided, too
+        self.is_avoided = np.zeros(0, bool)
         self.is_assigned = np.zeros(0, bool)  # to this phase: chosen before the others
         self.incarnations = np.zeros(0, np.int64)  # 0 where there is no worker
         self.classes = np.zeros(0, np.intp)  # index of the class
@@ -147,7 +147,7 @@ class WorkerPool:
         return slot
 
     def able(self, modality: str) -> NDArray[np.bool_]:
-        """[slots]: listed workers that take the modality, silent or not."""
+        """[slots]: listed workers that take the modality, avoided or not."""
         able = self._able.get(modality)
         if able is None:
             able = np.zeros(len(self), bool)
@@ -159,9 +159,9 @@ class WorkerPool:
     def preferred(
         self, is_able: NDArray[np.bool_], avoided: Collection[str] = frozenset()
     ) -> NDArray[np.bool_]:
-        """[…, slots]: of the able workers those that are not silent, of these those that are not avoided, and
-        of these those that the phase is assigned to. All of them if none is."""
-        for is_preferred in (~self.is_silent, self._is_not(avoided), self.is_assigned):
+        """[…, slots]: of the able workers those that are not avoided by all, of these those that this
+        request does not avoid, and of these those that the phase is assigned to. All of them if none is."""
+        for is_preferred in (~self.is_avoided, self._is_not(avoided), self.is_assigned):
             both = is_able & is_preferred
             is_able = np.where(both.any(-1, keepdims=True), both, is_able)
         return is_able

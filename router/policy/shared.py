@@ -59,9 +59,22 @@ class SharedWorkers:
         """[prefills], of [encoders]."""
         return _spread(values, self._encoder_slots, 0.0)
 
-    def of_prompts(self, values: Floats) -> Floats:
-        """[encoders], of [prefills]."""
-        return _spread(values, self._prompt_slots, 0.0)
+    def of_prompts(self, values: Floats, otherwise: float = 0.0) -> Floats:
+        """[encoders], of [prefills]. `otherwise`: for workers that do not prefill."""
+        return _spread(values, self._prompt_slots, otherwise)
+
+
+def free_shares(cluster: ClusterView) -> Floats:
+    """[prefills]: the part of a worker's time that running answers leave to prompts, and to its encoder."""
+    pause_s = cluster.scheduling.prompt_pause_s
+    return pause_s / (pause_s + cluster.shared.at_prefills(_answers_s(cluster.decodes)))
+
+
+def _answers_s(decodes: WorkerPool) -> Floats:
+    """[decodes]: how much longer a step with prompts is for the tokens of the answers that run there."""
+    curve = decodes.curve("decode")
+    context = decodes.context_tokens / np.maximum(1.0, decodes.reported_units)
+    return decodes.running_units * (curve.per_unit_s + curve.per_pair_s * context)
 
 
 class BesideEncoding(NamedTuple):
@@ -125,9 +138,7 @@ class PromptSteps:
         self.queued_token_s = self.per_token_s + self.per_pair_s * cluster.context_tokens
         self._queued = pool.reported_units + pool.sent_units
         decode = decodes.curve("decode")
-        num_running = decodes.running_units
-        context = decodes.context_tokens / np.maximum(1.0, decodes.reported_units)
-        answers_s = num_running * (decode.per_unit_s + decode.per_pair_s * context)
+        num_running, answers_s = decodes.running_units, _answers_s(decodes)
         self.num_sequences = shared.at_prefills(decodes.reported_units + decodes.sent_units)
         self.has_answers = shared.at_prefills(num_running) > 0
         self.answers_s = shared.at_prefills(answers_s)

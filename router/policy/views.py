@@ -81,6 +81,7 @@ class ItemPrediction:
     queue_s: float = 0.0  # until the encoder begins with the item
     encode_s: float = 0.0  # preparation and encoder calls
     transfer_s: float = 0.0
+    work_s: float = 0.0  # of the encoder's device alone
 
     @property
     def arrival_s(self) -> float:
@@ -100,6 +101,7 @@ class Prediction:
     low_s: float  # the first token comes between these with a probability of 90 %
     high_s: float
     items: tuple[ItemPrediction, ...] = ()  # per media item
+    work_s: float = 0.0  # of the prompt alone, at the worker that computes it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Reads a request's media, counts its bytes and opens it, before the prompt is planned.
 
-    take_in   read all items at once and keep equal contents once → surveyor processes open them, one after
-              the other
+    take_in   read all items at once and keep equal contents once → other processes open them, one after the
+              other
     release   when the request has ended, successfully or not: its bytes are no longer counted
 
 Limits per request: bytes and seconds of decoding. Limits per tenant and per door: bytes of all requests in
@@ -20,11 +20,11 @@ from cluster import overload
 from cluster.clock import Clock
 from cluster.errors import ClusterError, MediaError, OverloadedError, RequestError
 from cluster.media.fetch import FetchedMedia, Fetcher
+from cluster.media.opener import Surveyed, SurveyOrder
 from cluster.media.processor import MediaProcessor
 from cluster.media.settings import MediaSettings, naming
 from cluster.media.sources import MediaSource
 from cluster.media.survey import MediaSurvey
-from cluster.media.surveyor import Surveyed, SurveyOrder
 from cluster.media.surveyors import DecodeTime, SurveyorPool
 from cluster.types.media import MediaOptions, Modality
 from router.calls import ChatCall
@@ -190,7 +190,6 @@ class MediaIntake:
                 source.modality,
                 source.options,
                 settings,
-                len(media.data),
                 settings.limits.max_decode_s,
                 call.media_rules.omits_bad,
             )

@@ -1,7 +1,7 @@
 """Plans the media of one request: the size of each item, its reduction if needed, and the items for the
 encoders.
 
-    measure  lay out every item as the client asked; a surveyor process has opened it before
+    measure  lay out every item as the client asked; another process has opened it before
              (`router.prompts.intake`). An item that cannot be used is refused by name, or left out if the
              client prefers an answer without it
     reduce   if all items together need more tokens than there is room for, or if encoders are overloaded:
@@ -23,11 +23,11 @@ import msgspec
 from cluster.errors import ContextLengthError, MediaError, RequestError, UnsupportedError
 from cluster.media.fetch import FetchedMedia
 from cluster.media.hashing import media_hash
+from cluster.media.opener import Surveyed
 from cluster.media.processor import MediaProcessor
 from cluster.media.settings import item_name, naming
 from cluster.media.sources import MediaSource
 from cluster.media.survey import probe_of
-from cluster.media.surveyor import Surveyed
 from cluster.types.media import MediaGeometry, MediaItem, MediaLayout, MediaOptions, MediaProbe, Modality
 from router.calls import MediaNote, MediaRules
 from router.prompts.media_budget import Reduction, ReductionReason, fit

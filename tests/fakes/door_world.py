@@ -1,6 +1,6 @@
-"""A cluster behind an `AdmissionQueue` in virtual time: encoders, then prefill workers, each first come first
-served, then decode's memory for a while. Drives the queue as a door does and notes what becomes of every
-request."""
+"""A cluster behind an `AdmissionQueue` in virtual time: encoders, then prefill workers, or workers that do
+both, each first come first served, then decode's memory for a while. Drives the queue as a door does and
+notes what becomes of every request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Pool:
     def __init__(self, num_workers: int):
         self.free = num_workers
         self.num_workers = num_workers
-        self.waiting: deque[tuple[Story, Arrival]] = deque()
+        self.waiting: deque[tuple[int, Story, Arrival]] = deque()  # with the stage
         self.outstanding_s = 0.0
 
 
@@ -64,21 +64,26 @@ class DoorWorld:
         *classes: AdmissionClassArgs,
         num_prefills: int = 2,
         num_encoders: int = 1,
+        num_whole: int = 0,
         num_blocks: int = 10**9,
         text_share: float = 0.3,
         slowdown: float = 1.0,
         **args: float,
     ):
-        """`slowdown`: how much longer everything takes than is predicted."""
+        """`num_whole`: workers that encode and prefill, in place of the others. `slowdown`: how much longer
+        everything takes than is predicted."""
         self.now = 0.0
         self.stories: list[Story] = []
         self._slowdown = slowdown
-        self._pools = (_Pool(num_encoders), _Pool(num_prefills))
+        whole = _Pool(num_whole)
+        self._pools = (whole, whole) if num_whole else (_Pool(num_encoders), _Pool(num_prefills))
         self._events: list[tuple[float, int, object]] = []
         self._numbers = count()
         self._running: dict[str, tuple[Story, Arrival]] = {}
         settings = AdmissionArgs.model_validate({"classes": classes, **args} if classes else args)
-        self.queue = AdmissionQueue(settings, text_share, Capacity(num_encoders, num_prefills, num_blocks))
+        num_encoders, num_prefills = (pool.num_workers for pool in self._pools)
+        capacity = Capacity(num_encoders, num_prefills, num_blocks, num_whole)
+        self.queue = AdmissionQueue(settings, text_share, capacity)
 
     def run(self, arrivals: Iterable[Arrival]) -> list[Story]:
         """Until all has ended; every request has ended exactly once."""
@@ -136,18 +141,17 @@ class DoorWorld:
         self._enter(0 if arrival.encode_s else 1, story, arrival)
 
     def _enter(self, stage: int, story: Story, arrival: Arrival) -> None:
-        self._pools[stage].waiting.append((story, arrival))
-        self._start(stage)
+        self._pools[stage].waiting.append((stage, story, arrival))
+        self._start(self._pools[stage])
 
-    def _start(self, stage: int) -> None:
-        pool = self._pools[stage]
+    def _start(self, pool: _Pool) -> None:
         while pool.free and pool.waiting:
-            story, arrival = pool.waiting.popleft()
+            stage, story, arrival = pool.waiting.popleft()
             pool.free -= 1
             work_s = (arrival.encode_s, arrival.prefill_s)[stage]
             self._at(
                 self.now + work_s * self._slowdown,
-                lambda story=story, arrival=arrival, work_s=work_s: self._finish(
+                lambda stage=stage, story=story, arrival=arrival, work_s=work_s: self._finish(
                     stage, story, arrival, work_s
                 ),
             )
@@ -163,7 +167,7 @@ class DoorWorld:
             story.first_token_at = self.now
             self.queue.done(story.ticket.request_id)
             self._at(self.now + arrival.decode_s, lambda: self._leave(story))
-        self._start(stage)
+        self._start(pool)
 
     def _leave(self, story: Story) -> None:
         self.queue.leave(story.ticket.request_id)

@@ -77,24 +77,6 @@ async def test_bad_media_is_named_and_harms_no_neighbour():
     assert results[0] == results[2] and isinstance(results[0], str)
 
 
-async def test_a_lost_worker_ends_its_requests_with_a_named_error():
-    case = make_cases(4, 1)[0]
-    async with local_cluster(cluster_args(64), (1, 1, 2)) as cluster:
-        (choice,) = await cluster.door.chat(call_for(case, ignore_eos=True, max_tokens=2000))
-        deltas = aiter(choice)
-        await anext(deltas)
-        busy = next(w for w in cluster.door.workers if w.num_requests and w.role == "decode")
-        service = next(s for s in cluster.decodes if s.replica_id == busy.member.replica_id)
-        await service.stop()
-        with pytest.raises(UnavailableError, match="decode worker was lost"):
-            async for _ in deltas:
-                pass
-        await choice.aclose()
-        (again,) = await cluster.door.chat(call_for(case))
-        assert [delta.finish_reason async for delta in again][-1] in ("stop", "length")
-        await again.aclose()
-
-
 async def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
     case = make_cases(4, 1)[0]
     args = cluster_args(64).model_copy(

@@ -29,12 +29,23 @@ def media_cases() -> list[tuple[Case, str]]:
     return [(case, reference.answer(case, MAX_TOKENS).text) for case in cases]
 
 
-@pytest.mark.parametrize("role", [Role.ENCODE, Role.PREFILL, Role.DECODE])
+# Workers by role, and requests
+CLUSTERS = {
+    Role.ENCODE: ((2, 2, 2), NUM_CASES),
+    Role.PREFILL: ((2, 2, 2), NUM_CASES),
+    Role.DECODE: ((2, 2, 2), NUM_CASES),
+    Role.ENCODE_PREFILL: ((0, 0, 1, 0, 2), NUM_CASES // 2),
+    Role.WHOLE: ((0, 0, 0, 0, 0, 2), NUM_CASES // 2),
+}
+
+
+@pytest.mark.parametrize("role", CLUSTERS)
 async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, role):
-    cases, expected = zip(*media_cases, strict=True)
-    async with local_cluster(cluster_args(64), (2, 2, 2), num_doors=2) as cluster:
-        pools = {Role.ENCODE: cluster.encoders, Role.PREFILL: cluster.prefills, Role.DECODE: cluster.decodes}
-        leaving = pools[role][0]
+    num_replicas, num_cases = CLUSTERS[role]
+    cases, expected = zip(*media_cases[:num_cases], strict=True)
+    async with local_cluster(cluster_args(64), num_replicas, num_doors=2) as cluster:
+        workers = (*cluster.encoders, *cluster.prefills, *cluster.decodes)
+        leaving = next(worker for worker in workers if worker._member.role is role)
 
         def leaving_peers():
             peers = [peer for door in cluster.doors for peer in door.peers]
@@ -52,7 +63,7 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, ro
         step = leaving._engine.step
         # It finishes nothing before it must go; its thread is alive meanwhile.
         leaving._engine.step = lambda: step() if may_work.is_set() else 0.001
-        half = NUM_CASES // 2
+        half = num_cases // 2
         asking = [
             asyncio.ensure_future(answers_of(door, some))
             for door, some in zip(cluster.doors, (cases[:half], cases[half:]), strict=True)

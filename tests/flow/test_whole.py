@@ -15,6 +15,7 @@ from cluster.whole import WholeService
 from encoder_service.service import NUM_PREPARE_THREADS
 from kv_transfer.lease.receiver import Receiver
 from kv_transfer.lease.sender import Sender
+from router.flow import watch
 from router.policy import ClusterView, Decision, JointPolicy, RequestView
 from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
@@ -60,6 +61,25 @@ def right(answer: Answer) -> tuple[str, int]:
     return answer.text, len(answer.token_ids)
 
 
+class AtFirst(JointPolicy):
+    """Of the first placement: items are encoded at this worker, and all else is done by the first one."""
+
+    def __init__(self, encoder: int = 0):
+        super().__init__()
+        self._encoder = encoder
+        self._has_placed = False
+
+    def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
+        names = sorted(cluster.encoders.slots)
+        decision = super().decide(request, cluster, now)
+        if self._has_placed:
+            return decision
+        self._has_placed = True
+        encoders = (names[self._encoder],) * len(request.media)
+        where = replace(decision.placement, encoders=encoders, prefill=names[0], decode=names[0])
+        return replace(decision, placement=where)
+
+
 def encoded(cluster: LocalCluster) -> list[int]:
     return [whole._encoder.engine.load().encoded.num_encoded for whole in cluster.decodes]
 
@@ -72,7 +92,7 @@ async def test_nothing_is_leased_or_sent_while_one_worker_does_all_of_a_request(
         assert leases == []
         (whole,) = cluster.decodes
         totals = whole._encoder.engine.load().encoded
-        assert 0 < totals.num_encoded <= totals.num_cached  # the second time all of it was there
+        assert totals.num_encoded > totals.num_cached == 0  # the second time the prefix cache has all of it
         metrics = cluster.door.metrics().decode()
     for pool in ("encode", "whole"):
         assert f'epdg_worker_running{{pool="{pool}",replica="{whole.replica_id}"}} 0.0' in metrics
@@ -83,24 +103,32 @@ async def test_an_item_that_fails_at_one_worker_is_encoded_at_the_other(image, l
     """It travels only if that is not the worker that computes the prompt."""
     case, answer = image
 
-    class Placed(JointPolicy):
-        def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
-            names = sorted(cluster.encoders.slots)
-            decision = super().decide(request, cluster, now)
-            where = replace(decision.placement, encoders=(names[encoder],), prefill=names[0], decode=names[0])
-            return replace(decision, placement=where)
-
     def fail(*_: object) -> None:
         raise RuntimeError("out of order")
 
     async with local_cluster(cluster_args(48), TWO) as cluster:
-        cluster.door._flow._placer._policy = Placed()
+        cluster.door._flow._placer._policy = AtFirst(encoder)
         cluster.decodes[encoder]._encoder.engine._runner.prepare = fail
         assert await cluster.answer(case, MAX_TOKENS) == right(answer)
         assert encoded(cluster)[1 - encoder] == 1
         sent = [whole._process.feature_transfer_engine.sent.raw_bytes for whole in cluster.decodes]
         assert sent[0] == 0 and (sent[1] > 0) == (encoder == 0)
         assert ("fill_here" in leases) == (encoder == 1)
+
+
+async def test_what_a_worker_has_whose_encoder_hangs_goes_on_at_the_other(image, monkeypatch):
+    monkeypatch.setattr(watch, "MOVE_S", 0.1)
+    case, answer = image
+    async with local_cluster(cluster_args(48), TWO) as cluster:
+        cluster.door._flow._placer._policy = AtFirst()
+        engine, is_free = cluster.decodes[0]._encoder.engine, threading.Event()
+        step = engine.step
+        engine.step = lambda: step() if is_free.wait() else 0.0
+        try:
+            assert await cluster.answer(case, MAX_TOKENS) == right(answer)
+            assert encoded(cluster)[1] == 1
+        finally:
+            is_free.set()
 
 
 async def test_of_two_requests_with_one_image_the_first_may_leave(image):

@@ -135,6 +135,7 @@ def asked() -> list[tuple[Case, dict[str, object]]]:
         pytest.param("p0", (1, 2, 1), id="prefill"),
         pytest.param("d0", (1, 1, 2), id="decode"),
         pytest.param("l0", (1, 0, 0, 2), id="language"),
+        pytest.param("w0", (0, 0, 0, 0, 0, 2), id="whole"),
     ],
     indirect=["stand_in"],
 )
@@ -143,7 +144,7 @@ async def test_what_a_lost_worker_had_goes_on_at_another(stand_in, num_replicas,
     What others had granted the worker is free soon: the audit of `local_cluster` waits for a sixth of a
     lease's time."""
     async with local_cluster(cluster_args(64), num_replicas) as cluster:
-        if stand_in.name != "l0":
+        if stand_in.name in ("p0", "d0"):
             let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
         victim = next(
             worker

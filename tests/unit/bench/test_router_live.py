@@ -18,7 +18,7 @@ from bench.router.client import Answer, Call, take_line
 from bench.router.devices import EMULATED, Device, _Encoder, _Steps, num_rows, step_s
 from bench.router.driver import steady_rate
 from bench.router.loads import GROUP_SIZE, PHASES, arrivals, first_shapes, grouped
-from bench.router.workers import specs
+from bench.router.workers import SERVICES, specs
 from cluster.model.language import SequenceChunk
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.media import Modality
@@ -110,6 +110,14 @@ def test_a_steady_rate_leaves_out_what_began_and_ended_alone() -> None:
     assert steady_rate(ended_at, 2) == pytest.approx(10.0)
     with pytest.raises(ValueError, match="too few"):
         steady_rate([1.0, 2.0, 3.0], 1)
+
+
+def test_workers_of_any_role_can_be_named_and_do_what_their_role_says() -> None:
+    options = live.make_parser().parse_args(["--out", "r.jsonl", "--workers", "encode=1,whole=2"])
+    assert options.workers == {Role.ENCODE: 1, Role.WHOLE: 2}
+    assert SERVICES.keys() == EMULATED.keys() == set(Role)
+    for role, curves in EMULATED.items():
+        assert (bool(curves.encode), curves.decode is not None) == (role.encodes, role.decodes)
 
 
 def test_policies_take_turns_at_being_first() -> None:

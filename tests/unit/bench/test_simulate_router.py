@@ -142,8 +142,8 @@ def test_overload_is_measured_against_the_peak_of_its_own_kind() -> None:
         for has_admission, load, good in ((True, 1.0, 100.0), (True, 3.0, 95.0), (False, 1.0, 100.0), (False, 3.0, 20.0))
     ]  # fmt: skip
     lines = report.overload_table(records)
-    assert "| 95% | 25% |" in next(line for line in lines if line.startswith("| yes | 3"))
-    assert "| 20% | 25% |" in next(line for line in lines if line.startswith("| no | 3"))
+    assert "| 95% | 25% |" in next(line for line in lines if line.startswith("| 1E+4P+2D | yes | 3"))
+    assert "| 20% | 25% |" in next(line for line in lines if line.startswith("| 1E+4P+2D | no | 3"))
 
 
 def test_the_report_is_markdown_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ class Parts:
         self.grants: dict[tuple[str, int], Grant] = {}
         self.blocks_of: dict[str, list[int]] = {}  # per lease
 
-    def reserve(self, request_id, num_rows, item_idx=0, media_hash=""):
+    def reserve(self, request_id, num_rows, item_idx=0, media_hash="", *, is_wanted=True):
         """An item of its own, unless it is named."""
         key = (request_id, item_idx)
 
@@ -52,7 +52,7 @@ class Parts:
                 self.grants[key] = message.grant
                 self.blocks_of[message.grant.lease_id] = list(message.grant.block_ids)
 
-        self.store.reserve(key, media_hash or f"{key}", num_rows, 10.0, tell)
+        self.store.reserve(key, media_hash or f"{key}", num_rows, 10.0, tell, is_wanted=is_wanted)
 
     def close(self, request_id, completed=True):
         return self.store.close_lease(self.grants[request_id, 0].lease_id, completed=completed)

@@ -18,16 +18,20 @@ class Model(Parts):
         self.num_reserved = 0
         self.waiting: set[tuple[str, int]] = set()  # reserved, neither ready nor released
         self.ready: set[tuple[str, int]] = set()
+        self.unwanted: set[tuple[str, int]] = set()  # of the waiting ones: the prefix cache may have them
 
-    def arrive(self, name: str) -> None:
+    def arrive(self, name: str, is_wanted: bool) -> None:
         request_id = str(self.num_reserved)
         key = (request_id, 0)
         self.num_reserved += 1
-        can_share = not self.store._queued and any(
-            copy.name[0] == name for copy in self.store._items.values()
-        )
-        self.reserve(request_id, len(name) * 4, media_hash=name)
-        assert self.told[key][:1] == [SHARED] or not can_share
+        copies = self.store._by_name.get((name, len(name) * 4), [])
+        can_share = copies and not self.store._queued and not self.unwanted.issuperset(copies[-1].consumers)
+        self.reserve(request_id, len(name) * 4, media_hash=name, is_wanted=is_wanted)
+        if not is_wanted:
+            assert not self.told[key], "no encoder is asked, and none called off"
+            self.unwanted.add(key)
+        else:
+            assert self.told[key][:1] == [SHARED] or not can_share
         (self.ready if self.store.ready_items(request_id, 1) else self.waiting).add(key)
 
     def end_lease(self, nth: int, completed: bool) -> None:
@@ -43,6 +47,12 @@ class Model(Parts):
             self.waiting -= set(told)
             self.ready |= set(told)
 
+    def want(self, nth: int) -> None:
+        if self.unwanted:
+            key = sorted(self.unwanted)[nth % len(self.unwanted)]
+            self.store.want(key)
+            self.unwanted.discard(key)
+
     def lose_encoder(self, nth: int) -> None:
         keys = sorted(self.waiting | self.ready)
         if keys:
@@ -54,8 +64,8 @@ class Model(Parts):
         if keys:
             key = keys[nth % len(keys)]
             self.store.release(key, has_ended=has_ended)
-            self.waiting.discard(key)
-            self.ready.discard(key)
+            for keys in (self.waiting, self.ready, self.unwanted):
+                keys.discard(key)
 
     def owner_leaves(self, nth: int, has_ended: bool) -> None:
         owners = [copy.owner for copy in self.store._by_lease.values() if copy.owner in copy.consumers]
@@ -78,7 +88,11 @@ class Model(Parts):
             )
         for key in self.waiting:
             copy = items[key]
-            assert (copy in store._queued) != (store._by_lease.get(copy.lease_id) is copy)
+            is_asked = store._by_lease.get(copy.lease_id) is copy
+            if copy.phase is MediaPhase.STAGING and self.unwanted.issuperset(copy.consumers):
+                assert copy not in store._queued, "it may have a lease of a request that has left"
+            else:
+                assert (copy in store._queued) != is_asked
         queued = [int(name) for copy in store._queued for name, _ in copy.consumers]
         holding = [int(key[0]) for key, copy in items.items() if copy.block_ids]
         assert max(holding, default=-1) < min(queued, default=1 << 30), "a request waits for a younger one"
@@ -86,6 +100,7 @@ class Model(Parts):
     def end_well(self) -> None:
         """Encoders do their work and requests end in any order: all requests get embeddings."""
         for _ in range(2 * self.num_reserved):
+            self.want(0)
             self.end_lease(0, True)
             while self.ready:
                 self.store.release(self.ready.pop())
@@ -93,12 +108,12 @@ class Model(Parts):
         assert not self.waiting
 
 
-arrivals = st.tuples(st.just("arrive"), st.sampled_from(["a", "bb", "ccc"]))
+arrivals = st.tuples(st.just("arrive"), st.sampled_from(["a", "bb", "ccc"]), st.booleans())
 events = st.one_of(
     arrivals,
     arrivals,
     st.tuples(st.just("end_lease"), st.integers(0, 9), st.booleans()),
-    st.tuples(st.just("lose_encoder"), st.integers(0, 9)),
+    st.tuples(st.sampled_from(["lose_encoder", "want"]), st.integers(0, 9)),
     st.tuples(st.sampled_from(["leave", "owner_leaves"]), st.integers(0, 9), st.booleans()),
 )
 

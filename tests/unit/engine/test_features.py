@@ -240,6 +240,28 @@ def test_when_the_newest_copy_goes_an_older_one_is_found_again(parts):
     assert parts.close("a") == [("a", 0), ("c", 0)]
 
 
+def test_an_item_that_may_be_cached_keeps_its_place_and_is_asked_for_when_it_is_wanted(parts):
+    parts.reserve("cached", 12, is_wanted=False)
+    parts.reserve("next", 8)
+    assert not parts.told["cached", 0] and not parts.told["next", 0], "its room is taken"
+    parts.store.want(("cached", 0))
+    parts.store.want(("cached", 0))
+    assert parts.told["cached", 0] == [GRANTED]
+    parts.close("cached")
+    parts.store.release(("cached", 0))
+    assert parts.told["next", 0] == [GRANTED]
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_another_request_does_not_wait_for_an_item_that_may_be_cached(parts, is_needed):
+    parts.reserve("cached", 4, media_hash="m", is_wanted=False)
+    parts.reserve("b", 4, media_hash="m")
+    assert parts.told["b", 0] == [GRANTED] and len(parts.transfer_engine.granted) == 1
+    (parts.store.want if is_needed else parts.store.release)(("cached", 0))
+    assert parts.close("b") == [("cached", 0)] * is_needed + [("b", 0)]
+    assert not parts.told["cached", 0]
+
+
 def test_rows_that_are_made_in_the_process_need_no_lease_and_may_be_shared():
     parts, rooms = Parts(), []
     parts.store.reserve(("a", 0), "m", 4, 10.0, lambda _: None, lambda: rooms.append("a"))

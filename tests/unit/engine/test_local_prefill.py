@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cluster.types.messages import Cancel, Tokens
+from cluster.types.messages import Cancel, Failed, Tokens
 from tests.fakes.engines import POLICY, TIMEOUT_S
 from tests.fakes.language_runner import prompts_in
 from tests.fakes.requests import make_item, make_request
@@ -103,12 +103,16 @@ def test_a_prompt_computed_here_may_be_cancelled_at_any_moment(rig, relay, num_r
     assert rig.ended == ["r"] and rig.pools["decode"].num_referenced == 0
 
 
-def test_a_prompt_that_waits_too_long_to_be_computed_fails_by_name(rig, relay):
+def test_a_prompt_that_waits_too_long_to_be_computed_is_given_up_by_name(rig, relay):
+    """The door has it tried again, unless its own deadline has come: in here it has none."""
     story = relay.start(make_request("r", 17), prefills_locally=True)
     relay.play(2)
     rig.clock.at += TIMEOUT_S
-    relay.play(1)
-    assert story.error == "the request waited too long for embeddings or its turn to compute the prompt"
+    rig.decode.step()
+    (failed,) = [said for said in rig.decode.said if isinstance(said, Failed)]
+    assert "waited too long for embeddings or its turn to compute the prompt" in failed.error.message
+    relay.play()
+    assert rig.ended == ["r", "r.1"] and story.finish_reason is not None
 
 
 def test_media_are_not_begun_by_a_worker_that_has_no_room_for_embeddings(rig, relay):

@@ -7,14 +7,14 @@ import io
 
 import pytest
 
-from cluster.errors import MediaError, NotWantedError
+from cluster.errors import MediaError
 from cluster.media import container
 from cluster.media.boxes import check_index
 from cluster.media.budget import DecodeBudget
 from cluster.media.clips import ContainerClip
 from cluster.media.probe import probe
 from cluster.media.settings import MediaLimits, MediaSettings
-from cluster.media.sounds import count_samples
+from cluster.media.sounds import sound_pieces
 from cluster.types.media import Modality
 from tests.unit.media import files
 
@@ -26,9 +26,9 @@ SOUND = files.audio(1.0, form="mp3")
 class TickingBudget(DecodeBudget):
     """Each look at the clock is a second later; reading the file is no occasion to look."""
 
-    def __init__(self, timeout_s: float, is_wanted=lambda: True):
+    def __init__(self, timeout_s: float):
         self.num_seconds = 0
-        super().__init__(MediaLimits(), timeout_s, is_wanted, self._tick)
+        super().__init__(MediaLimits(), timeout_s, self._tick)
 
     def _tick(self) -> float:
         self.num_seconds += 1
@@ -41,7 +41,7 @@ class TickingBudget(DecodeBudget):
 LOOKS = {
     "packets of a clip": lambda budget: ContainerClip(CLIP, budget).timeline(),
     "pictures": lambda budget: list(ContainerClip(CLIP, budget).pictures(num_threads=1)),
-    "packets of a sound": lambda budget: count_samples(SOUND, SETTINGS, budget),
+    "packets of a sound": lambda budget: list(sound_pieces(SOUND, SETTINGS, budget)),
 }
 
 
@@ -50,13 +50,6 @@ def test_the_time_is_looked_at_between_packets(look):
     look(TickingBudget(60.0))
     with pytest.raises(MediaError, match="longer than 5 seconds"):
         look(TickingBudget(5.0))
-
-
-@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_a_look_that_is_not_wanted_any_more_ends_at_the_next_packet(look):
-    answers = iter([True, True, True])
-    with pytest.raises(NotWantedError):
-        look(TickingBudget(60.0, lambda: next(answers, False)))
 
 
 def test_the_time_is_looked_at_with_every_read_of_the_file():

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 
+import msgspec
 import pytest
 
 from cluster.errors import MediaError, UnavailableError
+from cluster.media.opener import Surveyed, SurveyOrder
 from cluster.media.probe import probe
+from cluster.media.processes import OpenerEndedError, OpenerPool, memory_file
 from cluster.media.settings import MediaSettings
 from cluster.media.survey import MediaSurvey, probe_of
-from cluster.media.surveyor import Surveyed, SurveyOrder
-from cluster.media.surveyors import DecodeTime, SurveyorEndedError, SurveyorPool, SurveyorProcess
+from cluster.media.surveyors import DecodeTime, SurveyorPool, _read
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 from tests.unit.media import files
 
@@ -22,19 +23,22 @@ SETTINGS = MediaSettings()
 PLAIN = MediaOptions()
 
 
-def order_of(modality: Modality, data: bytes = b"", options: MediaOptions = PLAIN, **fields) -> SurveyOrder:
-    return SurveyOrder(modality, options, SETTINGS, len(data), 60.0, **fields)
+def order_of(modality: Modality, options: MediaOptions = PLAIN, **fields) -> SurveyOrder:
+    return SurveyOrder(modality, options, SETTINGS, 60.0, **fields)
 
 
-class FakeProcess:
+class FakeOpener:
     """Answers when, and with what, a test says."""
+
+    is_filtered = True
+    has_ended = False
 
     def __init__(self):
         self.orders: list[SurveyOrder] = []
         self.answer: asyncio.Future = asyncio.get_running_loop().create_future()
         self.is_closed = False
 
-    async def ask(self, order, data):
+    async def ask(self, order, file, wait, read):
         assert not self.is_closed
         self.orders.append(order)
         answer, self.answer = await self.answer, asyncio.get_running_loop().create_future()
@@ -43,7 +47,7 @@ class FakeProcess:
         return answer
 
     def kill(self):
-        self.answer.set_result(SurveyorEndedError())
+        self.answer.set_result(OpenerEndedError())
 
     def close(self):
         self.is_closed = True
@@ -51,11 +55,11 @@ class FakeProcess:
 
 class Pool:
     def __init__(self):
-        self.processes: list[FakeProcess] = []
-        self.pool = SurveyorPool(self._start)  # pyright: ignore
+        self.processes: list[FakeOpener] = []
+        self.pool = SurveyorPool(OpenerPool(self._start))  # pyright: ignore
 
-    def _start(self) -> FakeProcess:
-        self.processes.append(FakeProcess())
+    def _start(self) -> FakeOpener:
+        self.processes.append(FakeOpener())
         return self.processes[-1]
 
     async def look(
@@ -90,9 +94,7 @@ async def test_long_looks_leave_a_process_to_other_tenants_and_one_to_the_header
     for task in long:
         task.cancel()
     await asyncio.wait(long)
-    assert made.pool.num_busy == 0 and made.num_alive == 1, (
-        "what was interrupted has ended, one is kept ready"
-    )
+    assert made.pool.num_busy == 0 and made.num_alive == 4 and len(made.processes) == 7, "those are replaced"
 
 
 async def test_a_look_that_is_not_wanted_any_more_ends_its_process_at_once():
@@ -109,13 +111,13 @@ async def test_a_look_that_is_not_wanted_any_more_ends_its_process_at_once():
 async def test_a_file_whose_process_dies_is_tried_once_more_and_then_refused():
     made = Pool()
     made.pool.warm_up()
-    made.processes[0].answer.set_result(SurveyorEndedError())
+    made.processes[0].answer.set_result(OpenerEndedError())
     task = await made.look(Modality.IMAGE)
     made.processes[1].answer.set_result(ANSWER)
     assert await task is ANSWER
-    made.processes[1].answer.set_result(SurveyorEndedError())
+    made.processes[1].answer.set_result(OpenerEndedError())
     task = await made.look(Modality.IMAGE)
-    made.processes[2].answer.set_result(SurveyorEndedError())
+    made.processes[2].answer.set_result(OpenerEndedError())
     with pytest.raises(MediaError, match="the process that opens it dies"):
         await task
     assert made.pool.num_busy == 0
@@ -153,7 +155,7 @@ def pool():
 async def survey(
     pool: SurveyorPool, modality: Modality, data: bytes, options: MediaOptions = PLAIN, **fields
 ):
-    return await pool.survey("", order_of(modality, data, options, **fields), data, DecodeTime(60.0))
+    return await pool.survey("", order_of(modality, options, **fields), data, DecodeTime(60.0))
 
 
 async def test_another_process_finds_what_this_one_does(pool):
@@ -161,7 +163,7 @@ async def test_another_process_finds_what_this_one_does(pool):
     clip = files.video_of(files.scenes(5, 9, 6), sound_s=1.0)
     for modality, data, options in [
         (Modality.IMAGE, files.rotated_jpeg(30, 20), PLAIN),
-        (Modality.IMAGE, files.image(1500, 1200), PLAIN),  # more than a socket holds at once
+        (Modality.IMAGE, files.image(1500, 1200), PLAIN),  # more than is copied at once
         (Modality.AUDIO, files.audio(0.7), PLAIN),
         (Modality.VIDEO, clip, scenes),
         (Modality.VIDEO, clip, MediaOptions(strategy=FrameStrategy.KEYFRAMES)),
@@ -181,28 +183,23 @@ async def test_what_cannot_be_opened_is_a_media_error_and_the_process_goes_on(po
     ]:
         with pytest.raises(MediaError):
             await survey(pool, modality, data, **fields)
-    (process,) = pool._idle
-    assert process._process.poll() is None
+    (opener,) = pool._pool._idle
+    assert not opener.has_ended
 
 
-async def test_a_process_that_is_killed_over_a_file_harms_no_look(pool):
-    await survey(pool, Modality.IMAGE, files.image())
-    (process,) = pool._idle
-    os.kill(process._process.pid, signal.SIGKILL)
-    process._process.wait()
-    found = await survey(pool, Modality.IMAGE, files.image(40, 30))
-    assert (found.survey.width, found.survey.height) == (40, 30)
-
-
-async def test_a_process_that_does_not_start_is_unavailable():
-    process = SurveyorProcess("cluster.no_such_module")
-    with pytest.raises(UnavailableError, match="did not start"):
-        await process.ask(order_of(Modality.IMAGE), b"")
-    process.close()
-
-
-async def test_a_process_ends_with_its_door():
-    process = SurveyorProcess()
-    process._socket.close()
-    await asyncio.to_thread(process._process.wait, 60)
-    assert process._process.returncode is not None
+@pytest.mark.parametrize(
+    ("modality", "lie"),
+    [
+        (Modality.IMAGE, MediaSurvey(10**5, 10**5)),
+        (Modality.IMAGE, MediaSurvey(-3, -4)),
+        (Modality.AUDIO, MediaSurvey(num_samples=10**12)),
+        (Modality.VIDEO, MediaSurvey(30, 20, num_frames=10**9, source_fps=1e9)),
+        (Modality.VIDEO, MediaSurvey(30, 20, num_frames=10, source_fps=float("nan"))),
+        (Modality.VIDEO, MediaSurvey(30, 20, num_frames=10, source_fps=5.0, key_idx=(11,))),
+    ],
+)
+def test_a_survey_that_no_file_can_have_is_not_believed(modality, lie):
+    content = msgspec.msgpack.encode(Surveyed(lie))
+    with memory_file() as result, pytest.raises(ValueError):
+        os.write(result, content)
+        _read(order_of(modality), (len(content),), result)

@@ -33,6 +33,7 @@ from router.flow.outputs import CallDecode, Deliver, Drained, Output, Placed, Se
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
 from router.flow.state import Attempt, ClientRequest
+from router.flow.watch import LONGEST_PAUSE_S
 from router.policy import ClusterView, JointPolicy, Policy
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.placement import EPD
@@ -222,5 +223,5 @@ class ScriptedFlow:
                 m.request_id for m in messages if isinstance(m, Cancel) and m == Cancel(m.request_id)
             ]
             assert len(cancelled) == len(set(cancelled)), f"{name} is told twice to let go"
-        self.wait(1.0)
+        self.wait(1.0 + LONGEST_PAUSE_S)
         assert self.flow.next_timer() is None, "an idle door has no timer"

@@ -88,6 +88,16 @@ def test_who_comes_back_when_told_to_finds_room_once_the_load_has_stopped():
     assert len(done(came_back)) >= 0.9 * len(came_back) > 100
 
 
+def test_workers_that_do_both_keep_their_goodput_and_refuse_at_once_what_waits_in_vain():
+    world = DoorWorld(one_class(target_ttft_s=5.0), num_whole=2)
+    stories = world.run(poisson(1, 12, 200, MEAN_S, encode_s=0.25))
+    good = [story for story in done(stories) if story.ttft_s <= 5.0]
+    late = [story for story in refused(stories) if story.refused_at > story.offered_at]
+    assert work_s(good) >= 0.95 * 2 * 200 and len(late) <= 0.02 * len(refused(stories))
+    # Admitted are a second of work for each worker, and what the last request of each exceeds it
+    assert max(story.ttft_s - story.wait_s for story in done(stories)) <= 1.0 + 2 * (LONGEST_S + 0.25)
+
+
 # Shares
 
 

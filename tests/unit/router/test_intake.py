@@ -13,10 +13,10 @@ from bench.media_files import image
 from cluster.clock import SystemClock
 from cluster.errors import MediaError, OverloadedError
 from cluster.media.fetch import FetchedMedia
+from cluster.media.opener import Surveyed
 from cluster.media.settings import MediaLimits, MediaSettings
 from cluster.media.sources import MediaSource, read_source
 from cluster.media.survey import MediaSurvey
-from cluster.media.surveyor import Surveyed
 from cluster.types.media import MediaOptions, Modality
 from cluster.types.request import SamplingParams
 from router.calls import ChatCall, MediaRules, StopRules

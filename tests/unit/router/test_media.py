@@ -11,9 +11,9 @@ import pytest
 from bench.media_files import audio, image, scenes, video, video_of
 from cluster.errors import ContextLengthError, MediaError, RequestError, UnsupportedError
 from cluster.media.fetch import FetchedMedia
+from cluster.media.opener import SurveyOrder, look
 from cluster.media.settings import MediaSettings, naming
 from cluster.media.sources import MediaSource
-from cluster.media.surveyor import SurveyOrder, look
 from cluster.types.media import FrameStrategy, MediaGeometry, MediaLayout, MediaOptions, MediaProbe, Modality
 from router.calls import MediaNote, MediaRules
 from router.prompts.media import Content, MeasuredItem, MediaPlanner, _with_reduction
@@ -82,7 +82,7 @@ def content_of(
 ) -> Content:
     """Opened in this process, by the code of the others."""
     settings = FakeProcessor.settings
-    order = SurveyOrder(modality, options, settings, len(media.data), settings.limits.max_decode_s, decodes)
+    order = SurveyOrder(modality, options, settings, settings.limits.max_decode_s, decodes)
     return Content(media, look(order, media.data))
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from cluster import overload
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
-from router.admission.answers import AdmissionRefusal, Capacity, Queued, RefusalReason
+from router.admission.answers import AdmissionRefusal, Admitted, Capacity, Queued, RefusalReason
 from router.admission.fair_queue import AdmissionTicket
-from router.admission.queue import PLANNED_SHARE, AdmissionQueue
+from router.admission.queue import PLANNED_SHARE, SPEED_WINDOW_S, AdmissionQueue
 from router.openai.render import error_body
 
 PAGE = Path(__file__).parents[3] / "docs" / "admission.md"
@@ -73,6 +73,31 @@ def test_a_predicted_wait_is_refused_with_the_wait_the_class_and_its_limit():
     expected = overload.would_wait(3.0 / 1.1, "all", 3.0, PLANNED_SHARE * 3.0)  # 1.1: the queue's speed
     assert refusal(queue, ticket("next", work_s=2.5)) == expected
     assert refusal(queue, ticket("long", num_blocks=60)).endswith(overload.lacks_blocks(60, 50, 100))
+
+
+# Workers that encode, that prefill, and that do both
+TOPOLOGIES = {"E/PD": (1, 2, 0), "EP/D": (2, 2, 2), "EPD": (3, 3, 3), "E and EPD": (2, 1, 1)}
+
+
+@pytest.mark.parametrize(("topology", "cluster_s"), [*zip(TOPOLOGIES, (1.0, 0.75, 0.5, 0.75), strict=True)])
+def test_a_predicted_wait_counts_the_time_of_a_worker_once(topology, cluster_s):
+    """Of requests with a second of encoding and half a second of prefill. `cluster_s`: what the cluster takes
+    for one of them while all workers have work."""
+    num_encoders, num_prefills, num_both = TOPOLOGIES[topology]
+    num_admitted = 2 * min(num_encoders, num_prefills)  # one in work and one behind it
+    speed = 1 + (num_admitted - 1) * cluster_s / SPEED_WINDOW_S
+    max_wait_s = 15.5 * cluster_s / speed / PLANNED_SHARE
+    only = AdmissionClassArgs(name="all", max_wait_s=max_wait_s)
+    capacity = Capacity(num_encoders, num_prefills, 1000, num_both)
+    queue = AdmissionQueue(AdmissionArgs(classes=(only,)), 0.0, capacity)
+    offered = [
+        AdmissionTicket(f"r{idx}", "", "all", False, 1.5, 1, 1.5, 0.0, encode_s=1.0)
+        for idx in range(num_admitted + 17)
+    ]
+    answers = [queue.offer(each, 0.0) for each in offered]
+    assert answers[:-1] == [Admitted()] * num_admitted + [Queued()] * 16
+    expected = overload.would_wait(16 * cluster_s / speed, "all", max_wait_s, PLANNED_SHARE * max_wait_s)
+    assert isinstance(answers[-1], AdmissionRefusal) and answers[-1].to_error().message == expected
 
 
 def test_a_target_that_would_be_missed_is_named_with_what_it_leaves():

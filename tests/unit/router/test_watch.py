@@ -7,7 +7,16 @@ import pytest
 from cluster.types.members import Member, Role
 from cluster.types.messages import Pong, Stalled
 from router.flow.state import WorkerState
-from router.flow.watch import ANSWER_S, LOOK_EVERY_S, MOVE_S, QUIET_S, WorkerWatch
+from router.flow.watch import (
+    ANSWER_S,
+    FAILURES,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    LOOK_EVERY_S,
+    MOVE_S,
+    QUIET_S,
+    WorkerWatch,
+)
 from tests.fakes.placement import EPD
 
 
@@ -26,7 +35,7 @@ class World:
         self.workers = {name: Worker(name) for name in ("a", "b")}
         self.watch = WorkerWatch(
             self._ping,
-            lambda worker: self.changes.append((worker.replica_id, worker.is_silent)),
+            lambda worker: self.changes.append((worker.replica_id, worker.is_avoided)),
             lambda worker, _: self.moved.append(worker.replica_id),
         )
         for worker in self.workers.values():
@@ -120,6 +129,35 @@ def test_what_a_worker_says_of_its_threads_counts_though_it_answers(world):
     assert world.changes == [("a", True), ("a", False)]
 
 
+def test_a_worker_that_keeps_failing_is_avoided_for_longer_and_longer(world):
+    failing = world.workers["a"].state
+    for _ in range(FAILURES - 1):
+        world.watch.failed(failing, world.now)
+    assert world.changes == []
+    for pause_s in (FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S):
+        world.watch.failed(failing, world.now)
+        assert world.changes.pop() == ("a", True)
+        world.wait(pause_s - LOOK_EVERY_S)
+        assert world.changes == [] and world.moved == []
+        world.wait(LOOK_EVERY_S)
+        assert world.changes.pop() == ("a", False)
+    for _ in range(20):
+        world.watch.failed(failing, world.now)
+    world.changes.clear()
+    world.wait(LONGEST_PAUSE_S)
+    assert world.changes == [("a", False)]
+
+
+def test_a_worker_that_succeeds_starts_from_the_beginning(world):
+    failing = world.workers["a"].state
+    for _ in range(FAILURES + 3):
+        world.watch.failed(failing, world.now)
+    world.watch.succeeded(failing, world.now)
+    assert world.changes == [("a", True), ("a", False)]
+    world.watch.failed(failing, world.now)
+    assert len(world.changes) == 2
+
+
 def test_a_worker_that_is_gone_is_forgotten(world):
     world.workers["a"].is_stopped = True
     world.watch.remove(world.workers["a"].state)
@@ -131,11 +169,11 @@ def test_a_worker_that_is_gone_is_forgotten(world):
 def test_a_stalled_worker_is_silent_in_the_policys_eyes_until_it_moves(door):
     pool = door.cluster.decodes
     door.tell(Role.DECODE, Stalled(("engine",)))
-    assert pool.is_silent[pool.slots["decode"]]
+    assert pool.is_avoided[pool.slots["decode"]]
     door.tell(Role.DECODE, Pong())
-    assert pool.is_silent[pool.slots["decode"]], "its event loop answers, its engine does not"
+    assert pool.is_avoided[pool.slots["decode"]], "its event loop answers, its engine does not"
     door.tell(Role.DECODE, Stalled(()))
-    assert not pool.is_silent.any()
+    assert not pool.is_avoided.any()
 
 
 def test_the_last_worker_of_a_pool_serves_though_it_is_silent(door):

@@ -12,13 +12,18 @@ from hypothesis import strategies as st
 from cluster.errors import UnavailableError
 from cluster.types.curves import Link
 from cluster.types.members import Phase, Role
+from router.admission.queue import Capacity
+from router.flow.placer import Placer
 from router.policy import ClusterView, JointPolicy, Placement, RequestView, Worker, make_policy
 from router.policy.estimate import Estimate
 from router.policy.registry import BASELINES, POLICIES
 from tests.fakes.placement import (
+    BLOCK,
     DECODE,
+    ENCODE,
     KV_BYTES,
     LINK,
+    MAX_TOKENS,
     PREFILL,
     SCHEDULING,
     add,
@@ -221,7 +226,7 @@ def test_a_language_worker_that_leaves_is_forgotten_in_both_phases():
 
 def test_a_silent_language_worker_is_avoided_for_both_phases():
     cluster = cluster_of(1, 0, 0, 2)
-    cluster.set_silent("l0", True)
+    cluster.set_avoided("l0", True)
     for policy in NAMES:
         placement = decide(media(400), cluster, policy).placement
         assert (placement.prefill, placement.decode) == ("l1", "l1")
@@ -259,7 +264,7 @@ def test_a_phase_that_no_worker_is_assigned_to_goes_to_any():
         cluster.assign(replica_id, [Phase.DECODE])
     assert decide(media(400), cluster).placement.prefill in ("l0", "l1")
     assert decide(text(160), cluster).placement.is_local, "a decode worker computes texts of its own"
-    cluster.set_silent("d0", True)
+    cluster.set_avoided("d0", True)
     assert decide(media(400), cluster).placement.decode in ("l0", "l1")
     cluster.assign("l0", [Phase.PREFILL, Phase.DECODE])
     assert decide(media(400), cluster).placement.prefill == "l0"
@@ -267,9 +272,7 @@ def test_a_phase_that_no_worker_is_assigned_to_goes_to_any():
 
 def test_an_item_of_the_prompts_worker_does_not_travel_and_shares_its_device():
     cluster = cluster_of(0, 0, 0, 0)
-    cluster.add(Worker("w0", Role.WHOLE, 10_000))
-    cluster.measured("w0", curves_of(Role.LANGUAGE))
-    cluster.measured("w0", curves_of(Role.ENCODE), is_of_encoder=True)
+    add_whole(cluster, "w0")
 
     def queues_s() -> tuple[float, float]:
         """Of an item, and of a prompt of text."""
@@ -286,3 +289,34 @@ def test_an_item_of_the_prompts_worker_does_not_travel_and_shares_its_device():
     cluster.reported("w0", load(4000, 4, is_of_encoder=True), 0.0)
     with_items = queues_s()
     assert with_prompts[0] > idle[0] and with_items[1] > idle[1]
+
+
+def add_whole(cluster: ClusterView, replica_id: str, role: Role = Role.WHOLE) -> None:
+    """A worker of a role that encodes and prefills."""
+    cluster.add(Worker(replica_id, role, 10_000))
+    cluster.measured(replica_id, curves_of(Role.LANGUAGE if role.decodes else Role.PREFILL))
+    cluster.measured(replica_id, curves_of(Role.ENCODE), is_of_encoder=True)
+
+
+def test_admission_counts_a_workers_time_once_and_without_what_its_answers_take():
+    cluster = cluster_of(1, 1, 1, 1)
+    placer = Placer(JointPolicy(), cluster, BLOCK)
+    assert placer.capacity() == Capacity(1, 2, 20_000)
+    add_whole(cluster, "w0")
+    add_whole(cluster, "x0", Role.ENCODE_PREFILL)
+    assert placer.capacity() == Capacity(3, 4, 30_000, num_both=2)
+    cluster.reported("w0", load(100, 100), 0.0)
+    answers_s = 100 * DECODE.per_unit_s
+    share = SCHEDULING.prompt_pause_s / (SCHEDULING.prompt_pause_s + answers_s)
+    found = placer.capacity()
+    assert [found.num_encoders, found.num_prefills, found.num_both] == pytest.approx(
+        [2 + share, 3 + share, 1 + share]
+    )
+    cluster.assign("w0", [Phase.PREFILL])
+    assert (placer.capacity().num_encoders, placer.capacity().num_both) == (2, 1)
+    request = text(160)
+    assert decide(request, cluster).prediction.work_s == pytest.approx(
+        160 * PREFILL.per_unit_s + 160 / MAX_TOKENS * PREFILL.fixed_s
+    )
+    (item,) = decide(media(400), cluster).prediction.items
+    assert item.work_s == pytest.approx(ENCODE.seconds(400))

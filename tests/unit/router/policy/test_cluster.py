@@ -124,7 +124,7 @@ def test_a_silent_worker_is_avoided_while_there_is_another():
     for role in EPD:
         cluster = cluster_of()
         for silent in (f"{role[0]}0", f"{role[0]}1"):
-            cluster.set_silent(silent, True)
+            cluster.set_avoided(silent, True)
             for policy in map(make_policy, (*POLICIES, *BASELINES)):
                 chosen = policy.decide(media(400), cluster, 0.0).placement
                 of_role = {
@@ -136,14 +136,14 @@ def test_a_silent_worker_is_avoided_while_there_is_another():
                     assert of_role[role] == f"{role[0]}1"
                 else:  # both are
                     assert of_role[role] in (f"{role[0]}0", f"{role[0]}1")
-        cluster.set_silent(f"{role[0]}0", False)
+        cluster.set_avoided(f"{role[0]}0", False)
         chosen = JointPolicy().decide(media(400), cluster, 0.0).placement
         assert f"{role[0]}0" in (*chosen.encoders, chosen.prefill, chosen.decode)
 
 
 def test_a_silent_encoder_gets_an_item_that_no_other_may_have():
     cluster = cluster_of(num_encoders=2)
-    cluster.set_silent("e1", True)
+    cluster.set_avoided("e1", True)
     (item,) = media(400).media
     assert JointPolicy().place_item(item, cluster, 0.0, ("e0",)) == "e1"
     assert JointPolicy().place_item(item, cluster, 0.0, ()) == "e0"

@@ -1,0 +1,72 @@
+"""An encoder's way to decode a file: in a process of its own (`processes`). A codec library that crashes
+there, takes too much memory or does not return costs the item that it decodes.
+
+Pixels and samples come in shared memory. It is mapped where it lies, once its size and shape have been
+checked, and freed with the array. Any thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from cluster.media.opener import DecodeOrder
+from cluster.media.processes import OpenerPool, append, memory_file, run_blocking, seal, wait_while
+from cluster.media.settings import MediaSettings
+from cluster.types.media import MediaOptions, Modality
+
+
+class Decoders:
+    def __init__(self, num_openers: int, pool: OpenerPool | None = None):
+        """Starts them without waiting."""
+        self._pool = pool or OpenerPool()
+        self._pool.warm_up(num_openers)
+
+    def decode(
+        self,
+        modality: Modality,
+        data: bytes,
+        settings: MediaSettings,
+        options: MediaOptions,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> np.ndarray:
+        """As `cluster.media.decode.decode`, for an item without a number; the array is private to the caller.
+        Blocks no longer than the item `is_wanted`. Raises MediaError, NotWantedError and UnavailableError."""
+        order = DecodeOrder(modality, options, settings, settings.limits.max_decode_s)
+        read = functools.partial(mapped, modality, settings)
+        with memory_file() as file:
+            append(file, data)
+            seal(file)
+            return run_blocking(self._pool.ask(order, file, wait_while(is_wanted), read))
+
+    def close(self) -> None:
+        """Running calls fail."""
+        self._pool.close()
+
+
+def mapped(modality: Modality, settings: MediaSettings, shape: tuple[int, ...], result: int) -> np.ndarray:
+    """The array in the file `result`, which is sealed. Raises ValueError if it is not one that `modality`
+    and `settings` allow."""
+    limits, dtype = settings.limits, np.dtype(np.float32 if modality is Modality.AUDIO else np.uint8)
+    match modality, shape:
+        case (Modality.IMAGE, (height, width, 3)):
+            is_allowed = height * width <= limits.max_pixels
+        case (Modality.VIDEO, (num_frames, height, width, 3)):
+            is_allowed = num_frames * height * width <= limits.max_video_pixels
+        case (Modality.AUDIO, (num_samples,)):
+            is_allowed = num_samples <= settings.audio_cap()
+        case _:
+            is_allowed = False
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not is_allowed or min(shape) < 1 or os.fstat(result).st_size != num_bytes:
+        raise ValueError(f"an array of shape {shape} is not accepted")
+    memory = mmap.mmap(result, num_bytes, mmap.MAP_PRIVATE)
+    array = np.frombuffer(memory, dtype).reshape(shape)
+    if modality is Modality.AUDIO and not np.isfinite(array).all():
+        raise ValueError("samples that are not finite numbers")
+    return array

@@ -1,0 +1,271 @@
+"""Files are decoded in other processes: what comes back is what this process would have decoded, and whatever
+a file does there, it costs its item and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import fuzz_media
+from cluster.errors import MediaError, NotWantedError, RequestError, UnavailableError
+from cluster.media.decode import decode
+from cluster.media.decoders import Decoders
+from cluster.media.opener import DecodeOrder
+from cluster.media.processes import (
+    Opener,
+    OpenerEndedError,
+    OpenerPool,
+    OpenerServer,
+    memory_file,
+    run_blocking,
+    wait_while,
+)
+from cluster.media.settings import MediaLimits, MediaSettings
+from cluster.types.media import MediaOptions, Modality
+from tests.fakes import hostile_opener
+from tests.fakes.hostile_opener import pid_of
+from tests.unit.media import files
+
+IMAGE, AUDIO = Modality.IMAGE, Modality.AUDIO
+PLAIN = MediaOptions()
+SMALL = MediaSettings(MediaLimits(max_pixels=10_000, max_video_pixels=100_000, max_bytes=1 << 20))
+
+
+class Pool:
+    """An encoder's decoders, and how many openers they have started."""
+
+    def __init__(self, server: OpenerServer):
+        self.openers: list[Opener] = []
+        self._server = server
+        self.pool = OpenerPool(self._start)
+        self.decoders = Decoders(1, self.pool)
+
+    def _start(self) -> Opener:
+        self.openers.append(Opener(self._server))
+        return self.openers[-1]
+
+    def decode(
+        self, data: bytes | str, modality: Modality = IMAGE, settings=SMALL, is_wanted=lambda: True
+    ) -> np.ndarray:
+        data = data if isinstance(data, bytes) else data.encode()
+        return self.decoders.decode(modality, data, settings, PLAIN, is_wanted)
+
+    def check(self) -> None:
+        """The pool does its work, and nothing is left of what has ended."""
+        assert self.decode("good").shape == (2, 2, 3) and self.pool.num_busy == 0
+        alive = [opener for opener in self.openers if opener._socket.fileno() >= 0]
+        assert alive == self.pool._idle
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    server = OpenerServer("tests.fakes.hostile_opener")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def made(hostile):
+    made = Pool(hostile)
+    made.decode("warm")
+    num_others = _num_files() - 2  # of an opener: a socket and its process
+    yield made
+    made.check()
+    num_own = sum(1 + (opener._process is not None) for opener in made.pool._idle)
+    assert _num_files() - num_others == num_own, "a file or a socket is left"
+    made.decoders.close()
+    assert not made.pool._idle and made.pool.num_busy == 0
+
+
+def _num_files() -> int:
+    gc.collect()  # the array of an answer that was refused hangs on its error
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _ends(process: int) -> bool:
+    """Whether the process of this descriptor ends."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    has_ended = bool(poll.poll(60_000))
+    os.close(process)
+    return has_ended
+
+
+def test_files_of_every_format_give_what_this_process_decodes():
+    decoders, settings = Decoders(1), MediaSettings()
+    try:
+        for name, modality, data in [
+            *fuzz_media.good_files(),
+            ("large", IMAGE, files.image(700, 500)),
+            ("no image", IMAGE, b"nothing"),
+            ("a cut image", IMAGE, files.image(96, 96, "JPEG")[:3000]),
+            ("no sound", AUDIO, files.image()),
+        ]:
+            try:
+                expected = decode(modality, data, settings, item_idx=None)
+            except RequestError as error:
+                with pytest.raises(type(error)) as caught:
+                    decoders.decode(modality, data, settings, PLAIN)
+                assert str(caught.value) == str(error), name
+            else:
+                got = decoders.decode(modality, data, settings, PLAIN)
+                assert got.dtype == expected.dtype and np.array_equal(got, expected), name
+                got[...] = 0  # private, and writable
+        (opener,) = decoders._pool._idle
+        assert opener._process is not None
+    finally:
+        decoders.close()
+
+
+@pytest.mark.parametrize("way", ["crash", "abort", "exit", "unsealed", "nan", *hostile_opener.LIES])
+def test_a_file_that_ends_two_processes_is_refused(made, way):
+    lies = way in hostile_opener.LIES
+    with pytest.raises(MediaError, match="the process that opens it dies"):
+        made.decode(f"lie:{way}" if lies else way, AUDIO if way == "nan" else IMAGE)
+    assert len(made.openers) == 3, "each that ended was replaced"
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [("memory", "too large"), ("result without end", "too large"), ("blame the server", "not now")],
+)
+def test_too_much_memory_costs_the_item_and_no_process(made, way, says):
+    with pytest.raises(MediaError, match=says):
+        made.decode(way)
+    assert len(made.openers) == 1
+
+
+def test_a_process_that_is_killed_over_a_file_is_replaced_and_the_file_decoded(made):
+    num_asked = 0
+
+    def is_wanted() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            (opener,) = made.pool._busy
+            os.kill(pid_of(opener), signal.SIGKILL)
+            assert _ends(os.dup(opener._process))
+        return num_asked < 3
+
+    with pytest.raises(NotWantedError):  # it hangs in the second process, too
+        made.decode("hang", is_wanted=is_wanted)
+    assert len(made.openers) == 3
+
+
+def test_a_process_that_ends_while_it_is_idle_costs_no_file(made):
+    (opener,) = made.openers
+    process = os.dup(opener._process)
+    opener.kill()
+    assert _ends(process)
+    assert made.decode("crash?").shape == (2, 2, 3) and len(made.openers) == 2
+
+
+def test_a_file_that_is_not_wanted_any_more_or_takes_too_long_ends_its_process(made):
+    process = os.dup(made.openers[0]._process)
+    with pytest.raises(NotWantedError):
+        made.decode("hang", is_wanted=lambda: False)
+    assert _ends(process)
+
+    async def over(*_: object) -> None:
+        raise TimeoutError
+
+    made.check()  # the second has started
+    process = os.dup(made.openers[1]._process)
+    order = DecodeOrder(IMAGE, PLAIN, SMALL, 5.0)
+    with memory_file() as file, pytest.raises(MediaError, match="longer than 5 seconds"):
+        os.write(file, b"hang")
+        run_blocking(made.pool.ask(order, file, over, lambda *_: None))
+    assert _ends(process) and len(made.openers) == 3
+
+
+def test_a_crash_costs_no_other_item(made):
+    made.pool.warm_up(2)
+    results: list[np.ndarray] = []
+
+    def decode_good_ones() -> None:
+        results.extend(made.decode("good") for _ in range(20))
+
+    thread = threading.Thread(target=decode_good_ones)
+    thread.start()
+    for way in ("crash", "abort") * 2:
+        with pytest.raises(MediaError):
+            made.decode(way)
+    thread.join(60)
+    assert len(results) == 20
+
+
+def test_a_process_that_is_taken_over_can_do_nothing_but_answer(made):
+    (opener,) = made.openers
+    if not opener.is_filtered:
+        pytest.skip("this kernel filters no system calls")
+    refused = made.decode("escapes")[0, :, 0]
+    done = [name for name, is_refused in zip(hostile_opener.ESCAPES, refused, strict=True) if not is_refused]
+    assert not done
+    status = Path(f"/proc/{pid_of(opener)}/status").read_text()
+    assert "NoNewPrivs:\t1" in status and "Seccomp:\t2" in status
+
+
+def test_a_process_has_limits(made):
+    made.decode("good")
+    values = Path(f"/proc/{pid_of(made.openers[0])}/limits").read_text()
+    soft = {line[:25].strip(): line[25:].split()[0] for line in values.splitlines()[1:]}
+    space = int(soft["Max address space"]) - SMALL.limits.max_process_bytes
+    assert 0 < space < 2 << 30, "what it has before the first file"
+    assert int(soft["Max file size"]) == SMALL.max_result_bytes
+    assert int(soft["Max cpu time"]) > 60 and int(soft["Max open files"]) == 16
+    assert soft["Max core file size"] == "0"
+
+
+def test_a_kernel_without_filters_is_named_in_the_log_once(hostile, caplog):
+    made = Pool(hostile)
+    for _ in range(2):
+        made.decode("good")
+        made.openers[0].is_filtered = False
+    made.decode("good")
+    assert caplog.text.count("filters no system calls") == 1
+    made.decoders.close()
+
+
+def test_what_does_not_start_is_unavailable_and_a_server_that_ends_is_started_again(hostile):
+    server = OpenerServer("cluster.no_such_module")
+    made = Pool(server)
+    with pytest.raises(UnavailableError, match="did not start"):
+        made.decode("good")
+    made.decoders.close()
+    server.close()
+    made = Pool(hostile)
+    made.decode("good")
+    process = os.dup(made.openers[0]._process)
+    hostile._process.kill()
+    assert _ends(process), "an opener ends with its server"
+    hostile._process.wait()
+    made.check()
+    made.decoders.close()
+
+
+def test_nothing_is_left_of_a_process_that_is_killed():
+    command = [sys.executable, "-m", "tests.fakes.hostile_opener", "ask"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as asker:
+        processes = [os.pidfd_open(int(pid)) for pid in asker.stdout.readline().split()]
+        asker.kill()
+    assert len(processes) == 2 and all(map(_ends, processes))
+
+
+async def test_an_opener_that_was_closed_before_it_started_ends(hostile):
+    opener = Opener(hostile)
+    opener.close()
+    other = Opener(hostile)
+    with memory_file() as file, pytest.raises(OpenerEndedError):
+        order = DecodeOrder(IMAGE, PLAIN, SMALL, 60.0)
+        os.write(file, b"exit")
+        await other.ask(order, file, wait_while(lambda: True), lambda *_: None)
+    other.close()
