@@ -1,10 +1,10 @@
 """Kills and stops every kind of process of a running cluster under load, and compares every answer with the
 undisturbed one. Linux only.
 
-    python -m bench.chaos --out FOLDER                       a short run: one kill of each kind
-    python -m bench.chaos --out FOLDER --signals kill stop --times 3 --requests 34     the long one, 800 requests
-    python -m bench.chaos --kinds controller proxy haproxy gcs raylet agent            Ray's processes
-    python -m bench.chaos --table FILE                       the tables of a record
+    python -m bench.chaos --out FOLDER                               a short run: one kill of each kind
+    python -m bench.chaos --signals kill stop --times 3 --requests 34          800 requests and more
+    python -m bench.chaos --kinds controller proxy haproxy gcs raylet agent    Ray's processes
+    python -m bench.chaos --table FILE                               the tables of a record
 
 Starts its clusters by `epdg serve`'s own code. Writes records (JSON lines) and tables. Exit status 1 if an
 answer was wrong, something was held or a request was lost that a fault of its kind must not cost.

@@ -1,7 +1,7 @@
 """The processes of a cluster on this machine by kind, from /proc. Linux only.
 
-A kind is what a process is for users of this command: `encode`, `prefill`, `decode` and `door` are replicas of
-this application; the others belong to Ray (`KINDS`).
+A kind is what a process is for users of this command: `encode`, `prefill`, `decode` and `door` are replicas
+of this application; the others belong to Ray (`KINDS`).
 """
 
 from __future__ import annotations

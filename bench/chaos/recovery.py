@@ -56,9 +56,11 @@ class Fault:
 
 @dataclass
 class Recovery:
-    """Seconds after the fault; None: not seen."""
+    """Seconds after the fault; None: not seen. `gone_s`: the killed process had no connection any more."""
 
     stages: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(STAGES))
+    gone_s: float = 0.0
+    is_gone: bool = False
 
     def note(self, stage: str, seconds: float) -> None:
         if self.stages[stage] is None:
@@ -115,6 +117,8 @@ class Watch:
         """Notes the stages until the cluster is whole or the time is over."""
         while time.monotonic() < fault.at + timeout_s and not recovery.is_whole:
             self._note_detected(fault, recovery)
+            if fault.signal == "kill" and not recovery.is_gone:
+                recovery.gone_s, recovery.is_gone = time.monotonic() - fault.at, is_zombie(fault.pid)
             kinds = self._processes.by_kind()
             fresh = [pid for pid, kind in kinds.items() if kind == fault.kind and pid not in self._before]
             if fresh:

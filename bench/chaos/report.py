@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from bench.chaos.recovery import STAGES
 from bench.records import Record
 
-HEAD = ("fault", "sent", "right", "wrong", "lost: open", "lost: later", "refused", "pause s", "TTFT s", "front away s",
-        *(f"{stage} s" for stage in STAGES), "held", "processes")  # fmt: skip
+HEAD = (
+    *("fault", "sent", "right", "wrong", "lost: open", "lost: later", "refused"),
+    *("pause s", "TTFT s", "front away s"),
+    *(f"{stage} s" for stage in STAGES),
+    *("held", "processes"),
+)
 
 
 def tables(records: Sequence[Record]) -> str:

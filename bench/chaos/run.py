@@ -184,8 +184,17 @@ class Experiment:
             each for each in complete if (each.choices, each.num_tokens) != self._right[each.call.number]
         ]
         at = done.fault.at
-        losses = [{"when": when_lost(each, at), "why": each.loss, "kind": each.call.kind,
-                   "streamed": each.call.is_streamed, "after_s": round(each.ended_at - at, 2)} for each in lost]  # fmt: skip
+        gone_at = at + done.recovery.gone_s
+        losses = [
+            {
+                "when": when_lost(each, gone_at),
+                "why": each.loss,
+                "kind": each.call.kind,
+                "streamed": each.call.is_streamed,
+                "after_s": round(each.ended_at - at, 2),
+            }
+            for each in lost
+        ]
         when = Counter(loss["when"] for loss in losses)
         first = [each.chunks_at[0] - each.started_at for each in complete if each.chunks_at]
         return {
@@ -221,14 +230,19 @@ class Experiment:
                 (i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b),
                 min(len(got), len(wanted)),
             )
-            found |= {"at_character": same, "of": len(wanted), "got": got[same : same + 40], "wanted": wanted[same : same + 40],
-                      "finish": [reason, wanted_reason]}  # fmt: skip
+            found |= {
+                "at_character": same,
+                "of": len(wanted),
+                "got": got[same : same + 40],
+                "wanted": wanted[same : same + 40],
+                "finish": [reason, wanted_reason],
+            }
         return found | {"tokens": [sending.num_tokens, num_tokens], "streamed": sending.call.is_streamed}
 
 
-def when_lost(sending: Sending, at: float) -> str:
-    """`open`: it was in flight at the fault. `refused`: the front did not take the connection."""
-    if sending.started_at <= at:
+def when_lost(sending: Sending, gone_at: float) -> str:
+    """`open`: it was sent before the killed process was gone. `refused`: the front took no connection."""
+    if sending.started_at <= gone_at:
         return "open"
     return "refused" if sending.loss.startswith("ClientConnectorError") else "later"
 

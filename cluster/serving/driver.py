@@ -76,8 +76,8 @@ def start_dashboard(node: Any) -> str:
 
 
 def keep_gcs(node: Any, is_stopping: threading.Event, now: Callable[[], float] = time.monotonic) -> None:
-    """A thread: starts the GCS again, on its port and with its tables, until `is_stopping`. One that ends soon
-    after its start is given up; then Ray ends the cluster."""
+    """A thread: starts the GCS again, on its port and with its tables, until `is_stopping`. One that ends
+    soon after its start is given up; then Ray ends the cluster."""
     while True:
         started_at = now()
         node.all_processes["gcs_server"][0].process.wait()

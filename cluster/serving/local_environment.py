@@ -63,19 +63,20 @@ ONE_LOOP = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 POOL_SLOTS = 16  # most replicas of one pool on this machine
-# Ray starts this script instead of HAProxy (arguments: -db -f FILE …). It changes the configuration that Ray
-# has written:
+# Ray starts this script instead of HAProxy (arguments: -db -f FILE …). It changes the file that Ray has
+# written:
 # * Statistics and metrics listen on loopback instead of every interface.
-# * A request goes to a door when its body has arrived, or as much of it as a buffer holds (`FRONT`): only then
-#   can HAProxy send it to another door. A client has a minute for this. Connections to doors are not shared
-#   between clients, so that a retry does not meet another connection to the door that has just ended.
+# * A request goes to a door when its body has arrived, or as much of it as a buffer holds (`FRONT`): only
+#   then can HAProxy send it to another door. A client has a minute for this. Connections to doors are not
+#   shared between clients: a retry would meet another connection to the door that has just ended.
 # * Before Ray has told it any door, HAProxy does not listen: it would answer every request with 404.
 HAPROXY_SCRIPT = r"""#!/bin/sh
 set -e
 sed -i -e '/^frontend prometheus$/,/^frontend http_frontend$/ s/bind :/bind 127.0.0.1:/' \
        -e '/^listen stats$/,$ s/bind \*:/bind 127.0.0.1:/' \
        -e 's/^    http-reuse always$/    http-reuse never/' \
-       -e 's/^    option abortonclose$/&\n    option http-buffer-request\n    timeout http-request 60s/' "$3"
+       -e 's/^    option abortonclose$/&\n    option http-buffer-request/' \
+       -e 's/http-buffer-request$/&\n    timeout http-request 60s/' "$3"
 grep -q '^ *use_backend ' "$3" || sed -i '/^frontend http_frontend$/,/^backend / s/^ *bind .*//' "$3"
 exec "$HAPROXY_BINARY" "$@"
 """

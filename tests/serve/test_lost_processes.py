@@ -1,4 +1,5 @@
-"""kill -9 of a door, and of the HAProxy in front of it: only what is open there ends, and nothing stays held."""
+"""kill -9 of a door and of the HAProxy in front of it: only what is open there ends, and nothing stays held.
+kill -9 of Serve's controller and of the GCS: no request notices, and no replica is replaced."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import signal
 import httpx
 import pytest
 
-from bench.chaos.processes import Processes
+from bench.chaos.processes import REPLICAS, Processes
 from cluster.serving.launch import LocalCluster
+from cluster.serving.local_environment import ray_headers
 from tests.serve.conftest import audit
 from tests.serve.test_replicas import HANG_S, pid_of
 
@@ -62,3 +64,30 @@ async def test_a_killed_haproxy_is_replaced(cluster: LocalCluster) -> None:
             assert answer.status_code == 200, answer.text  # refused or right; never 404
             break
     audit(cluster)
+
+
+@pytest.mark.parametrize("kind", ["controller", "gcs"])
+async def test_requests_and_replicas_do_not_notice(cluster: LocalCluster, kind: str) -> None:
+    processes = Processes(cluster.folder)
+    (old,) = processes.of(kind)
+    before = {replica: processes.of(replica) for replica in REPLICAS}
+    async with asyncio.timeout(HANG_S), httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S) as client:
+        answer = asyncio.create_task(client.post("/v1/chat/completions", json=body(LONG)))
+        os.kill(old, signal.SIGKILL)
+        while processes.of(kind) in ([], [old]):
+            assert (await client.post("/v1/chat/completions", json=body(SHORT))).status_code == 200
+        assert (await answer).status_code == 200
+        await until_taken_over(cluster, client)
+    assert {replica: processes.of(replica) for replica in REPLICAS} == before
+
+
+async def until_taken_over(cluster: LocalCluster, client: httpx.AsyncClient) -> None:
+    """Serve's controller lists all replicas as running."""
+    while (url := cluster.dashboard_url()) is None:
+        await asyncio.sleep(0.2)
+    states: list[str] = []
+    while len(states) < len(REPLICAS) or set(states) != {"RUNNING"}:
+        answer = await client.get(f"{url}/api/serve/applications/", headers=ray_headers(cluster.folder))
+        deployments = answer.json()["applications"]["epdg"]["deployments"] if answer.is_success else {}
+        states = [each["state"] for deployment in deployments.values() for each in deployment["replicas"]]
+        await asyncio.sleep(0.2)
