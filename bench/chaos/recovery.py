@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -113,9 +113,11 @@ class Watch:
         self._sockets = self._side_channels()
         self._log_sizes = {path: path.stat().st_size for path in self._controller_logs()}
 
-    async def whole(self, fault: Fault, recovery: Recovery, timeout_s: float) -> None:
-        """Notes the stages until the cluster is whole or the time is over."""
-        while time.monotonic() < fault.at + timeout_s and not recovery.is_whole:
+    async def whole(
+        self, fault: Fault, recovery: Recovery, timeout_s: float, has_ended: Callable[[], bool]
+    ) -> None:
+        """Notes the stages until the cluster is whole or has ended, or the time is over."""
+        while time.monotonic() < fault.at + timeout_s and not recovery.is_whole and not has_ended():
             self._note_detected(fault, recovery)
             if fault.signal == "kill" and not recovery.is_gone:
                 recovery.gone_s, recovery.is_gone = time.monotonic() - fault.at, is_zombie(fault.pid)

@@ -136,7 +136,7 @@ class Experiment:
             watch = Watch(self._cluster.folder, self._doors, self._processes, plan.expected)
             fault, recovery = self._strike(kind, signal), Recovery()
             resuming = asyncio.create_task(self._resume(fault))
-            await watch.whole(fault, recovery, plan.whole_s)
+            await watch.whole(fault, recovery, plan.whole_s, self._cluster.has_ended)
             await resuming
             if not recovery.is_whole:
                 notes.append(f"not whole after {plan.whole_s:.0f} s")
