@@ -63,7 +63,7 @@ async def send(
             if response.status != 200:
                 sending.loss = f"HTTP {response.status}: {_message(await response.text())}"
             elif sending.call.is_streamed:
-                await _read_stream(response.content, sending)
+                await read_stream(response.content, sending)
             else:
                 _take_whole(await response.json(), sending)
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError) as error:
@@ -72,7 +72,7 @@ async def send(
     return sending
 
 
-async def _read_stream(lines: AsyncIterable[bytes], sending: Sending) -> None:
+async def read_stream(lines: AsyncIterable[bytes], sending: Sending) -> None:
     """Raises ValueError for data that is not JSON, KeyError for an event of another form."""
     texts: dict[int, list[str]] = {}
     reasons: dict[int, str | None] = {}
