@@ -1,5 +1,5 @@
-"""Items whose tokens are in the prefix cache of the worker that computes the prompt: they are neither encoded nor
-sent, and a door that expects too much of a cache costs time only. The audit stands in `local_cluster`."""
+"""Items whose tokens are in the prefix cache of the worker that computes the prompt: they are neither encoded
+nor sent, and a door that expects too much of a cache costs time only. The audit stands in `local_cluster`."""
 
 from __future__ import annotations
 
