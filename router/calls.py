@@ -13,7 +13,7 @@ import msgspec
 
 from cluster.media.sources import MediaSource
 from cluster.text.chat import ChatMessage
-from cluster.types.request import SamplingParams
+from cluster.types.request import LogitChanges, SamplingParams
 
 
 class StopRules(msgspec.Struct, frozen=True):
@@ -23,6 +23,7 @@ class StopRules(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]  # includes the model's end-of-sequence ids unless the client ignores them
     strings: tuple[str, ...]
     min_tokens: int = 0
+    shows_match: bool = False  # the stop string, or the stop token's text, is part of the answer
 
 
 class GuidanceRules(msgspec.Struct, frozen=True):
@@ -45,10 +46,16 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     sampling: tuple[SamplingParams, ...]  # one per choice; choice i of every prompt draws with sampling[i]
     stop: StopRules
+    changes: LogitChanges | None = None  # without bad words
+    bad_words: tuple[str, ...] = ()
+    num_logprobs: int | None = None  # as in `GenerateRequest`
+    skips_special: bool = True  # special tokens have no text
+    returns_token_ids: bool = False  # of the prompt and of the answer
     guidance: GuidanceRules | None = None
     priority: int = 0
     stream: bool = False
     include_usage: bool = False  # streams only: a last chunk with the usage
+    usage_in_events: bool = False  # … and the usage so far in each chunk
     tenant: str = ""  # is charged for the request, and may use the files that were fetched for it
     cache_salt: str = ""  # tenant and client's salt: only KV and embeddings under the same salt are reused
     trace_parent: str = ""  # the client's span
@@ -64,12 +71,29 @@ class CompletionCall(Call, frozen=True, kw_only=True):
     prompts: tuple[str | tuple[int, ...], ...]
 
 
+class ScoredToken(msgspec.Struct, frozen=True):
+    piece: bytes  # what it adds to the text; may be a part of a character
+    logprob: float  # natural logarithm
+
+
+class TokenScores(msgspec.Struct, frozen=True):
+    """Log-probabilities at one position of an answer."""
+
+    drawn: ScoredToken
+    top: tuple[ScoredToken, ...]  # the most probable tokens, as many as the client wants
+    offset: int  # characters of the answer before the token
+
+
 class TextDelta(msgspec.Struct, frozen=True):
     """A piece of one choice's text. Only the last one carries the finish reason; its text may be empty."""
 
     text: str
     num_tokens: int = 0
     finish_reason: Literal["stop", "length"] | None = None
+    # Of the tokens whose text ends in this piece, or later if a stop string cuts it. The last piece also has
+    # those of tokens without text
+    scores: tuple[TokenScores, ...] = ()
+    token_ids: tuple[int, ...] = ()  # of all tokens that this piece is about, if the client wants them
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from cluster.clock import Clock, SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, DoorArgs
@@ -28,9 +30,10 @@ from cluster.text.defaults import GenerationDefaults, context_length
 from cluster.text.stop import StopStrings
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.members import Member, Phase, Role
-from cluster.types.request import GenerateRequest, StopParams
+from cluster.types.request import GenerateRequest, LogitChanges, StopParams
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
+from router.answer_text import AnswerText
 from router.calls import ChatCall, CompletionCall, StopRules
 from router.dispatcher import DecodeCaller, Dispatcher
 from router.flow.placer import Placer
@@ -144,9 +147,10 @@ class Door:
 
     async def chat(self, call: ChatCall) -> list[Choice]:
         timeline = RequestTimeline(self._clock.now(), call.trace_parent)
+        changes = await self._changes(call)
         prompt = await self.prepare(call, timeline)
         try:
-            return self._generate(prompt, call, timeline)
+            return self._generate(prompt, call, changes, timeline)
         except BaseException:
             prompt.release()
             raise
@@ -154,11 +158,12 @@ class Door:
     async def complete(self, call: CompletionCall) -> list[Choice]:
         choices: list[Choice] = []
         arrived_at = self._clock.now()
+        changes = await self._changes(call)
         for prompt in call.prompts:
             timeline = RequestTimeline(arrived_at, call.trace_parent)
             prepared = await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
             timeline.prepared(arrived_at, self._clock.now())
-            choices += self._generate(prepared, call, timeline)
+            choices += self._generate(prepared, call, changes, timeline)
         return choices
 
     async def prepare(self, call: ChatCall, timeline: RequestTimeline) -> PreparedPrompt:
@@ -177,22 +182,39 @@ class Door:
         """Of its tokens that new media keeps while encoders are behind."""
         return load_share(self._cluster.num_queued_rows(), self._reduce_from_rows)
 
+    async def _changes(self, call: ChatCall | CompletionCall) -> LogitChanges | None:
+        """With the tokens of bad words."""
+        if not call.bad_words:
+            return call.changes
+        word_ids = await self._off_loop(self._text.word_ids, call.bad_words)
+        return msgspec.structs.replace(call.changes or LogitChanges(), bad_words=word_ids)
+
     def _generate(
-        self, prompt: PreparedPrompt, call: ChatCall | CompletionCall, timeline: RequestTimeline
+        self,
+        prompt: PreparedPrompt,
+        call: ChatCall | CompletionCall,
+        changes: LogitChanges | None,
+        timeline: RequestTimeline,
     ) -> list[Choice]:
         """One request with all choices of a prompt: they share its computation and its KV."""
         rules = call.stop
         max_tokens = self._max_tokens(prompt, rules)
         stop = StopParams(max_tokens, rules.token_ids, min(rules.min_tokens, max_tokens))
         request = GenerateRequest(
-            new_request_id(), prompt.prompt, call.sampling, stop, prompt.guidance, call.priority
+            new_request_id(),
+            prompt.prompt,
+            call.sampling,
+            stop,
+            prompt.guidance,
+            call.priority,
+            changes=changes,
+            num_logprobs=call.num_logprobs,
         )
         return [
             Choice(
                 prompt,
                 tokens,
-                self._text.detokenizer(),
-                StopStrings(rules.strings),
+                self._answer_text(call),
                 self._metrics,
                 self._clock,
                 timeline,
@@ -203,6 +225,15 @@ class Door:
                 self._dispatcher.generate(request, prompt.items, prompt.block_hashes, timeline, call.tenant)
             )
         ]
+
+    def _answer_text(self, call: ChatCall | CompletionCall) -> AnswerText:
+        return AnswerText(
+            self._text.detokenizer(skips_special=call.skips_special),
+            StopStrings(call.stop.strings, keeps_match=call.stop.shows_match),
+            self._text.pieces,
+            shows_stop_token=call.stop.shows_match,
+            returns_token_ids=call.returns_token_ids,
+        )
 
     def _max_tokens(self, prompt: PreparedPrompt, rules: StopRules) -> int:
         longest = prompt.num_tokens

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from cluster.clock import Clock
 from cluster.errors import ClusterError
-from cluster.text.detokenizer import Detokenizer
-from cluster.text.stop import StopStrings
-from cluster.types.messages import FinishReason, TokenEvent
+from cluster.types.messages import TokenEvent
+from router.answer_text import AnswerText
 from router.calls import MediaNote, TextDelta, Usage
 from router.prompts.builder import PreparedPrompt
 from router.streams import TokenStream
@@ -27,8 +26,7 @@ class Choice:
         self,
         prompt: PreparedPrompt,
         tokens: TokenStream,
-        detokenizer: Detokenizer,
-        stop_strings: StopStrings,
+        text: AnswerText,
         metrics: DoorMetrics,
         clock: Clock,
         timeline: RequestTimeline,
@@ -40,8 +38,7 @@ class Choice:
         where it goes in the end."""
         self._prompt = prompt
         self._tokens = tokens
-        self._detokenizer = detokenizer
-        self._stop_strings = stop_strings
+        self._text = text
         self._metrics = metrics
         self._clock = clock
         self.timeline = timeline
@@ -62,6 +59,10 @@ class Choice:
         )
 
     @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self._prompt.prompt.token_ids
+
+    @property
     def media_notes(self) -> Sequence[MediaNote]:
         return self._prompt.media_notes
 
@@ -69,7 +70,7 @@ class Choice:
         try:
             async for event in self._tokens:
                 self._measure(event)
-                delta = self._delta(event)
+                delta = self._text.push(event)
                 if delta.finish_reason is not None:
                     self._outcome = delta.finish_reason
                     await self._tokens.aclose()  # a stop string was found here; the pools do not know it
@@ -103,17 +104,3 @@ class Choice:
         self._metrics.generation_tokens.inc(len(event.token_ids))
         self._last_at = now
         self._num_tokens += len(event.token_ids)
-
-    def _delta(self, event: TokenEvent) -> TextDelta:
-        text, matched = self._stop_strings.push(self._detokenizer.push(event.token_ids))
-        if matched is None and event.finish_reason is not None:
-            more, matched = self._stop_strings.push(self._detokenizer.flush())
-            text += more
-            if matched is None:
-                text += self._stop_strings.flush()
-        if matched is not None:
-            return TextDelta(text, len(event.token_ids), "stop")
-        if event.finish_reason is None:
-            return TextDelta(text, len(event.token_ids))
-        reason = "stop" if event.finish_reason is FinishReason.STOP else "length"
-        return TextDelta(text, len(event.token_ids), reason)

@@ -32,7 +32,7 @@ from cluster.types.media import MediaGeometry, MediaItem, MediaOptions, Modality
 from encoder_service.runner import EncoderRunner, Piece
 from encoder_service.service import NUM_PREPARE_THREADS
 
-NUM_FILES = {"JPEG 224²": 32, "JPEG 1024²": 12, "clip 5 s": 2, "sound 10 s": 6}
+NUM_FILES = {"JPEG 224²": 24, "JPEG 1024²": 8, "clip 5 s": 2, "sound 10 s": 4}
 CLIP_FPS = 25
 CLIP_SIZE = (360, 640)
 Decode = Callable[..., np.ndarray]

@@ -29,8 +29,8 @@ from cluster.errors import ConfigError, RequestError, from_info, to_info
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.processor import MediaProcessor
+from cluster.model.changes import forbid
 from cluster.model.encoder import EncoderModel
-from cluster.model.guidance import forbid
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.types.media import MediaItem
 from cluster.types.messages import FinishReason, TokenEvent
@@ -133,7 +133,7 @@ class SynchronousEngine:
             if chunk.num_logits:
                 row = next(logits)
                 stop = waiting.request.stop
-                forbid(row, [stop.stop_token_ids if stop.min_tokens > 0 else ()])
+                forbid(row, [(0, stop.stop_token_ids if stop.min_tokens > 0 else ())])
                 self._end(waiting, int(row.argmax()))
 
     def _admit(self, waiting: QueuedRequest) -> None:

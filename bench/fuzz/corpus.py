@@ -52,6 +52,16 @@ def seeds(model_id: str) -> list[Seed]:
             "on_media_error": "omit",
         },
         {"logprobs": False, "tools": [], "metadata": {"a": "b"}, "response_format": {"type": "text"}},
+        {
+            "logprobs": True,
+            "top_logprobs": 2,
+            "logit_bias": {"5": -1},
+            "repetition_penalty": 1.1,
+            "presence_penalty": 0.5,
+            "bad_words": ["x"],
+            "allowed_token_ids": [5, 6, 7],
+            "return_token_ids": True,
+        },
     ]
     system = {"role": "system", "content": "be brief"}
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "name": "a"}]

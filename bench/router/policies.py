@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.simulator.oracle import Oracle
+from bench.router.one_device import OneDevice, OneDeviceRoundRobin
+from bench.router.oracle import Oracle
 from cluster.simulator.simulation import MakePolicy, Simulation
-from cluster.simulator.whole import OneDevice, OneDeviceRoundRobin
 from router.policy import Policy
 from router.policy.registry import policy_class
 

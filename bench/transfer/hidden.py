@@ -31,7 +31,7 @@ from cluster.config.settings import ClusterArgs
 from cluster.engine import engine as language_engine
 from cluster.engine import forward, kv_output
 from cluster.engine.kv_output import send_computed
-from cluster.engine.state import LanguageRequest
+from cluster.engine.state import FirstTokens, LanguageRequest
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from decode_service.service import DecodeService
@@ -149,9 +149,9 @@ async def cluster(args: ClusterArgs, link: EmulatedLink, times: RequestTimes):
 def _watch(prefill: PrefillService, decode: DecodeService, times: RequestTimes) -> None:
     report, on_event = prefill._engine._on_prompt, decode._process.transfer_engine._on_event
 
-    def report_first_tokens(request: LanguageRequest, token_ids: tuple[int, ...]) -> None:
+    def report_first_tokens(request: LanguageRequest, first: FirstTokens) -> None:
         times.prefilled_at = time.perf_counter()
-        report(request, token_ids)
+        report(request, first)
 
     def on_lease(event: Any) -> None:
         if isinstance(event, Completed):

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from cluster.clock import Clock
 from cluster.engine.lifecycle import EngineState, Lifecycle
-from cluster.engine.state import LanguagePhase, LanguageRequest
+from cluster.engine.state import LanguagePhase, LanguageRequest, WorkResult
 from cluster.engine.tables import free_blocks_behind_window, register_computed, share_prompts, try_grow
 from cluster.scheduling.running import choose_victim, select_batch
 from cluster.types.messages import TokenEvent
@@ -76,10 +76,13 @@ class Answers:
         self.running.append(request)
         self._held.counts.run(request)
 
-    def advance(self, request: LanguageRequest, tokens: Sequence[Sequence[int]]) -> None:
+    def advance(self, request: LanguageRequest, result: WorkResult) -> None:
         """A step has drawn these tokens, per live choice."""
         step_s = request.take_first_step_s(self._clock.now())
-        for choice, drawn in zip(request.live_choices, tokens, strict=True):
+        choices = request.live_choices
+        for choice, drawn, logprobs in zip(
+            choices, result.tokens, result.logprobs or [()] * len(choices), strict=True
+        ):
             finish_reason, first_new = None, len(choice.token_ids)
             for token_id in drawn:
                 finish_reason = choice.append(token_id)
@@ -91,7 +94,10 @@ class Answers:
                 sequence.num_computed_tokens += len(new)
                 register_computed(sequence, self._held.blocks)
             self._held.counts.count_context(choice)
-            event = TokenEvent(request.request_id, new, finish_reason, choice_idx=choice.idx, step_s=step_s)
+            told = logprobs[: len(new)]
+            event = TokenEvent(
+                request.request_id, new, finish_reason, choice_idx=choice.idx, step_s=step_s, logprobs=told
+            )
             self._outbox.token(request.door, event)
             if finish_reason is None:
                 free_blocks_behind_window(choice, self._held.blocks, self._window)

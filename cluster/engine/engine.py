@@ -42,7 +42,7 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.planner import PromptPlanner
 from cluster.engine.prefix_loader import PrefixLoader
 from cluster.engine.runner import LanguageRunner
-from cluster.engine.state import AnswerWork, LanguagePhase, LanguageRequest, PromptWork
+from cluster.engine.state import AnswerWork, FirstTokens, LanguagePhase, LanguageRequest, PromptWork
 from cluster.engine.tables import register_computed
 from cluster.engine.timing import Part
 from cluster.errors import UnavailableError
@@ -258,7 +258,7 @@ class LanguageEngine:
         self._forward.learn([work for work, _ in done], is_long)
         for work, result in done:
             if isinstance(work, AnswerWork):
-                self._blame.run(work.request.request_id, self._answers.advance, work.request, result.tokens)
+                self._blame.run(work.request.request_id, self._answers.advance, work.request, result)
             elif work.request.request_id in self._computing:
                 self._blame.run(work.request.request_id, self._advance_prompt, work, result.logits)
         self._end_prompts([request for request in requests if request.request_id in self._computing])
@@ -295,27 +295,27 @@ class LanguageEngine:
         undrawn = [request for request in complete if not request.first_tokens]
         if undrawn:
             draw = self._runner.first_tokens
-            for request, tokens in self._blame.together(undrawn, draw, _id_of, self._forward.probe):
-                self._blame.run(request.request_id, self._on_prompt, request, tokens)
+            for request, first in self._blame.together(undrawn, draw, _id_of, self._forward.probe):
+                self._blame.run(request.request_id, self._on_prompt, request, first)
         for request in complete:
             if request not in undrawn:  # the sender of the KV has drawn the tokens, and told them
                 self._blame.run(request.request_id, self._answers.begin, request)
 
-    def _on_prompt(self, request: LanguageRequest, token_ids: tuple[int, ...]) -> None:
+    def _on_prompt(self, request: LanguageRequest, first: FirstTokens) -> None:
         """The prompts are computed, and the first tokens are drawn: they go out at once."""
-        events = first_events(request, token_ids, self._clock.now())
+        events = first_events(request, first, self._clock.now())
         for event in events:
             if request.sends or not request.choices[event.choice_idx].is_done:
                 self._outbox.token(request.door, event)
         for sequence in request.sequences:
             sequence.last_logits = None
         if not request.sends:
-            request.first_tokens = token_ids
+            request.first_tokens = first.token_ids
             return self._answers.begin(request)
         self._computing.discard(request.request_id)
         request.move(LanguagePhase.SENDING)
         if any(event.finish_reason is None for event in events):
-            request.first_tokens = token_ids
+            request.first_tokens = first.token_ids
             self._send_computed(request)
         # Otherwise the door's Cancel ends the request. If the lease were aborted here, decode's failure could
         # overtake these tokens.

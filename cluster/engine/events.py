@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from cluster.engine.state import LanguageRequest, finish_reason
+from cluster.engine.state import FirstTokens, LanguageRequest, finish_reason
 from cluster.types.messages import TokenEvent
 
 
-def first_events(request: LanguageRequest, token_ids: Sequence[int], now: float) -> list[TokenEvent]:
+def first_events(request: LanguageRequest, first: FirstTokens, now: float) -> list[TokenEvent]:
     """One event per choice, with its first token. The event of choice 0 also tells where the request's time
     went."""
     return [
@@ -19,6 +17,7 @@ def first_events(request: LanguageRequest, token_ids: Sequence[int], now: float)
             request.main.num_cached_tokens,
             choice_idx,
             request.stopwatch.timing(now) if choice_idx == 0 else None,
+            logprobs=first.logprobs[choice_idx : choice_idx + 1],
         )
-        for choice_idx, token_id in enumerate(token_ids)
+        for choice_idx, token_id in enumerate(first.token_ids)
     ]

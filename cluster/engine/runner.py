@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from cluster.engine.draw_state import ConstraintMasks
+from cluster.engine.drawing import Choices, Drawer, Drawn
 from cluster.engine.features import FeatureStore
 from cluster.engine.kv_output import Ready
 from cluster.engine.speculation import Speculator, accept
 from cluster.engine.state import (
     AnswerChoice,
     AnswerWork,
+    FirstTokens,
     LanguageRequest,
     PromptWork,
     TokenSequence,
@@ -23,10 +26,10 @@ from cluster.engine.state import (
 )
 from cluster.engine.tables import uncut_spans
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.guidance import forbid, guide
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.model.sampling import sample
 from cluster.model.step_model import StepModel
+from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import SamplingParams
 
 OnLayer = Callable[[int, Ready], None]
@@ -40,14 +43,17 @@ class LanguageRunner:
         kv: BlockMemory,
         features: FeatureStore | None = None,
         speculator: Speculator | None = None,
+        masks: ConstraintMasks | None = None,
     ):
         """`steps` computes the model's steps: the model itself, unless it runs on several ranks or is
-        recorded. `features`: where embeddings are; None: no prompt with media is computed here."""
+        recorded. `features`: where embeddings are; None: no prompt with media is computed here. `masks`: of
+        constraints; None: no request has one."""
         self._model = model
         self._steps = steps
         self._kv = kv
         self._features = features
         self._speculator = speculator
+        self._drawer = Drawer(masks)
         self.num_drafted = 0  # tokens, since the start
         self.num_accepted = 0  # drafts that were right
 
@@ -76,6 +82,7 @@ class LanguageRunner:
         answers = [work.request for work in works if isinstance(work, AnswerWork)]
         prompts = [work for work in works if isinstance(work, PromptWork)]
         choices = [(request, choice) for request in answers for choice in request.live_choices]
+        self._drawer.begin(choices)
         if prompts or any(choice.drafts for _, choice in choices):
             chunks = [
                 _answer_chunk(choice, sequence) for _, choice in choices for sequence in choice.sequences
@@ -87,28 +94,26 @@ class LanguageRunner:
         else:
             logits = self._decode([choice for _, choice in choices])
             num_rows = len(logits)
-        drawn = iter(self._draw(_guided(logits[:num_rows], choices), [choice for _, choice in choices]))
+        drawn = self._drawer.next_tokens(logits[:num_rows], choices)
+        accepted = iter(self._accept(drawn, choices))
         last = iter(logits[num_rows:].split(1))
         return [
-            WorkResult(tokens=[self._accept(choice, drawn) for choice in work.request.live_choices])
+            _answer_result([next(accepted) for _ in work.request.live_choices])
             if isinstance(work, AnswerWork)
             else WorkResult(logits=next(last) if _is_last(work) else None)
             for work in works
         ]
 
     @torch.inference_mode()
-    def first_tokens(self, requests: Sequence[LanguageRequest]) -> list[tuple[int, ...]]:
-        """For each request, all of whose prompts are computed: one token for each choice. Synchronises the
-        device."""
-        rows, params, positions = [], [], []
+    def first_tokens(self, requests: Sequence[LanguageRequest]) -> list[FirstTokens]:
+        """For each request, all of whose prompts are computed. Synchronises the device."""
+        drawn = self._drawer.first_tokens(requests)
+        first: list[FirstTokens] = []
+        end = 0
         for request in requests:
-            logits = _final_logits(request)
-            for sampling in request.request.sampling:
-                rows.append(logits)
-                params.append(sampling)
-                positions.append(request.main.num_prompt_tokens)
-        drawn = iter(sample(torch.cat(rows), params, positions))
-        return [tuple(next(drawn) for _ in request.request.sampling) for request in requests]
+            start, end = end, end + len(request.request.sampling)
+            first.append(FirstTokens(tuple(drawn.tokens[start:end]), drawn.logprobs_of(start, end)))
+        return first
 
     @torch.inference_mode()
     def warm_up_prompt(self, num_tokens: int, block_table: Sequence[int]) -> None:
@@ -146,22 +151,21 @@ class LanguageRunner:
             self._kv,
         )
 
-    def _accept(self, choice: AnswerChoice, drawn: Iterator[int]) -> list[int]:
-        tokens = accept(choice.drafts, [next(drawn) for _ in range(len(choice.drafts) + 1)])
-        if choice.drafts and self._speculator is not None:
-            self.num_drafted += len(choice.drafts)
-            self.num_accepted += len(tokens) - 1
-            self._speculator.observe(choice.request_id, len(choice.drafts), len(tokens) - 1)
-        choice.drafts = []
-        return tokens
-
-    def _draw(self, logits: Tensor, choices: Sequence[AnswerChoice]) -> list[int]:
-        """logits: [one row per choice and draft + 1, vocab_size], as the model gave them."""
-        if not choices:
-            return []
-        allowed = forbid(logits, [ids for choice in choices for ids in _forbidden(choice)])
-        params = [choice.sampling for choice in choices for _ in range(len(choice.drafts) + 1)]
-        return sample(allowed, params, [position for choice in choices for position in _positions(choice)])
+    def _accept(
+        self, drawn: Drawn, choices: Choices
+    ) -> Iterator[tuple[list[int], tuple[TokenLogprobs, ...]]]:
+        """For each choice, the tokens to append, and their log-probabilities if they are wanted."""
+        start = 0
+        for _, choice in choices:
+            drafts, end = choice.drafts, start + len(choice.drafts) + 1
+            tokens = accept(drafts, drawn.tokens[start:end])
+            if drafts and self._speculator is not None:
+                self.num_drafted += len(drafts)
+                self.num_accepted += len(tokens) - 1
+                self._speculator.observe(choice.request_id, len(drafts), len(tokens) - 1)
+            choice.drafts = []
+            yield tokens, drawn.logprobs_of(start, start + len(tokens))
+            start = end
 
     def _prompt_chunk(self, work: PromptWork) -> SequenceChunk:
         sequence, prompt = work.sequence, work.sequence.prompt
@@ -205,38 +209,5 @@ def _answer_chunk(choice: AnswerChoice, sequence: TokenSequence) -> SequenceChun
     )
 
 
-def _final_logits(request: LanguageRequest) -> Tensor:
-    """[1, vocab_size], ready to draw from."""
-    last = [sequence.last_logits for sequence in request.sequences]
-    logits, *negative = [logits for logits in last if logits is not None]
-    guidance, stop = request.request.guidance, request.request.stop
-    if guidance is not None:
-        logits = guide(logits, negative[0], guidance.scale)
-    return forbid(logits, [stop.stop_token_ids if stop.min_tokens > 0 else ()])
-
-
-def _guided(logits: Tensor, choices: Sequence[tuple[LanguageRequest, AnswerChoice]]) -> Tensor:
-    """The two rows of each guided choice become one."""
-    if not any(request.request.guidance for request, _ in choices):
-        return logits
-    out, row = [], 0
-    for request, choice in choices:
-        guidance, num_rows = request.request.guidance, len(choice.drafts) + 1
-        if guidance is None:
-            out.append(logits[row : row + num_rows])
-            row += num_rows
-        else:
-            out.append(guide(logits[row : row + 1], logits[row + 1 : row + 2], guidance.scale))
-            row += 2
-    return torch.cat(out)
-
-
-def _positions(choice: AnswerChoice) -> range:
-    """The index that each token drawn in this step will have."""
-    first = len(choice.token_ids)
-    return range(first, first + len(choice.drafts) + 1)
-
-
-def _forbidden(choice: AnswerChoice) -> Iterator[Sequence[int]]:
-    for num_generated in range(choice.num_generated, choice.num_generated + len(choice.drafts) + 1):
-        yield choice.stop.stop_token_ids if num_generated < choice.stop.min_tokens else ()
+def _answer_result(accepted: Sequence[tuple[list[int], tuple[TokenLogprobs, ...]]]) -> WorkResult:
+    return WorkResult([tokens for tokens, _ in accepted], logprobs=[logprobs for _, logprobs in accepted])

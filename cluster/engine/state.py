@@ -30,12 +30,14 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from cluster.engine.timing import Stopwatch
+from cluster.types.logprobs import TokenLogprobs
 from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 
 if TYPE_CHECKING:  # the simulator keeps these records without torch
     from torch import Tensor
 
+    from cluster.engine.draw_state import DrawState
     from cluster.kvcache.hashing import BlockHashes
     from cluster.model.language import PromptPositions
     from cluster.worker.outbox import DoorId
@@ -146,6 +148,7 @@ class AnswerChoice:
     # Under the prompt, then under the negative prompt.
     sequences: list[TokenSequence] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # guesses of the next tokens, to be verified in this step
+    draw_state: DrawState | None = None  # None: the request is plain, or no step has drawn for it yet
     is_done: bool = False
     num_counted_tokens: int = 0  # tokens of this choice in `SequenceCounts.num_context_tokens`
 
@@ -161,6 +164,8 @@ class AnswerChoice:
     def append(self, token_id: int) -> FinishReason | None:
         """Takes a newly drawn token. Returns why the choice ends with it; None: it goes on."""
         self.token_ids.append(token_id)
+        if self.draw_state is not None:
+            self.draw_state.accept(token_id)
         return finish_reason(token_id, self.num_generated, self.stop)
 
 
@@ -182,6 +187,7 @@ class LanguageRequest:
     stopwatch: Stopwatch  # runs since the request's message arrived
     computes: bool  # the prompts are computed here; otherwise their KV is received
     sends: bool  # the KV is sent to another worker; otherwise the answer is generated here
+    is_plain: bool = field(init=False)  # as of `GenerateRequest`
     codec: str = "raw"  # in which KV is received, where possible
     phase: LanguagePhase = LanguagePhase.WAITING
     # One per prompt, until the choices take them over.
@@ -199,6 +205,7 @@ class LanguageRequest:
     num_counted_tokens: int = 0  # tokens of this request in `Lifecycle.num_missing_tokens`
 
     def __post_init__(self) -> None:
+        self.is_plain = self.request.is_plain
         if self.sends:
             return
         request, prompt = self.request, self.request.prompt.token_ids
@@ -305,3 +312,12 @@ class WorkResult:
 
     tokens: Sequence[Sequence[int]] = ()  # of an answer: the new tokens of each live choice, at least one
     logits: Tensor | None = None  # [1, vocab_size]: of a prompt whose last token was computed
+    logprobs: Sequence[Sequence[TokenLogprobs]] = ()  # of the tokens, if the request wants them
+
+
+@dataclass(frozen=True)
+class FirstTokens:
+    """Of a request whose prompts are computed: one per choice."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # if the request wants them

@@ -39,7 +39,8 @@ _CLONE3 = 435  # on both. glibc falls back to clone, whose flags a filter can re
 # system call: (number on x86-64, on aarch64)
 _ALLOWED = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "lseek": (8, 62), "pread64": (17, 67),
-    "pwrite64": (18, 68), "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211),
+    "pwrite64": (18, 68), "ftruncate": (77, 46), "sendto": (44, 206), "recvfrom": (45, 207),
+    "sendmsg": (46, 211),
     "recvmsg": (47, 212), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216), "madvise": (28, 233),
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
     "sigaltstack": (131, 132), "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293),

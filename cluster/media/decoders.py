@@ -1,8 +1,8 @@
 """An encoder's way to decode a file: in a process of its own (`processes`). A codec library that crashes
 there, takes too much memory or does not return costs the item that it decodes.
 
-Pixels and samples come in shared memory. It is mapped where it lies, once its size and shape have been
-checked, and freed with the array. Any thread.
+Pixels and samples come in shared memory. Large ones are mapped where they lie, once their size and shape
+have been checked, and freed with the array; others are copied from memory that the process keeps. Any thread.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cluster.media.opener import DecodeOrder
-from cluster.media.processes import OpenerPool, append, memory_file, run_blocking, seal, wait_while
+from cluster.media.opener import MAX_COPIED_BYTES, DecodeOrder
+from cluster.media.processes import (
+    OpenerPool,
+    append,
+    check_size,
+    open_memory_file,
+    run_blocking,
+    seal,
+    wait_while,
+)
 from cluster.media.settings import MediaSettings
 from cluster.types.media import MediaOptions, Modality
 
@@ -38,8 +46,8 @@ class Decoders:
         """As `cluster.media.decode.decode`, for an item without a number; the array is private to the caller.
         Blocks no longer than the item `is_wanted`. Raises MediaError, NotWantedError and UnavailableError."""
         order = DecodeOrder(modality, options, settings, settings.limits.max_decode_s)
-        read = functools.partial(mapped, modality, settings)
-        with memory_file() as file:
+        read = functools.partial(read_array, modality, settings)
+        with open_memory_file() as file:
             append(file, data)
             seal(file)
             return run_blocking(self._pool.ask(order, file, wait_while(is_wanted), read))
@@ -49,9 +57,11 @@ class Decoders:
         self._pool.close()
 
 
-def mapped(modality: Modality, settings: MediaSettings, shape: tuple[int, ...], result: int) -> np.ndarray:
-    """The array in the file `result`, which is sealed. Raises ValueError if it is not one that `modality`
-    and `settings` allow."""
+def read_array(
+    modality: Modality, settings: MediaSettings, shape: tuple[int, ...], result: int
+) -> np.ndarray:
+    """The array in the file `result`. Raises ValueError if it is not one that `modality` and `settings`
+    allow."""
     limits, dtype = settings.limits, np.dtype(np.float32 if modality is Modality.AUDIO else np.uint8)
     match modality, shape:
         case (Modality.IMAGE, (height, width, 3)):
@@ -63,10 +73,15 @@ def mapped(modality: Modality, settings: MediaSettings, shape: tuple[int, ...], 
         case _:
             is_allowed = False
     num_bytes = math.prod(shape) * dtype.itemsize
-    if not is_allowed or min(shape) < 1 or os.fstat(result).st_size != num_bytes:
+    if not is_allowed or min(shape) < 1:
         raise ValueError(f"an array of shape {shape} is not accepted")
-    memory = mmap.mmap(result, num_bytes, mmap.MAP_PRIVATE)
-    array = np.frombuffer(memory, dtype).reshape(shape)
+    check_size(result, num_bytes)
+    if num_bytes > MAX_COPIED_BYTES:
+        array = np.frombuffer(mmap.mmap(result, num_bytes, mmap.MAP_PRIVATE), dtype).reshape(shape)
+    else:
+        array = np.empty(shape, dtype)
+        if os.preadv(result, [array], 0) < num_bytes:
+            raise ValueError("the result was cut")
     if modality is Modality.AUDIO and not np.isfinite(array).all():
         raise ValueError("samples that are not finite numbers")
     return array

@@ -8,8 +8,8 @@ Two kinds of processes, both with one thread of Python:
 * An opener confines itself (`confinement`) and answers orders (`serve`). It knows nothing but the current
   order, and whatever it does, only its item is lost.
 
-    asker → opener  an order, and two files without names: the media file, sealed, and one for the result
-    opener → asker  Written: the result is in its file, sealed; or Refused
+    asker → opener  an order, and two files in memory: the media file, sealed, and one for the result
+    opener → asker  Written: the result is in its file, which is sealed if it is large; or Refused
 
 An opener ends when its asker closes the socket, or at once with the server, which ends with its asker.
 Imports neither torch nor transformers.
@@ -37,6 +37,9 @@ from cluster.types.media import MediaOptions, Modality
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 MAX_MESSAGE_BYTES = 1 << 16
+# A result up to this size is copied, and its file used again: new memory costs more than copying. A larger
+# one stays where it is.
+MAX_COPIED_BYTES = 16 << 20
 # An opener cannot import: these, and all that Pillow and PyAV would import for some file.
 IMPORTS = (
     "cluster.media.confinement", "cluster.media.decode", "cluster.media.probe",
@@ -117,13 +120,16 @@ def open_file(order: DecodeOrder, data: bytes) -> Iterator[np.ndarray]:
 
 
 def write(order: DecodeOrder, parts: Iterator[np.ndarray], result: int) -> tuple[int, ...]:
-    """Returns the shape of the whole."""
+    """Replaces what is in the file. Returns the shape of the whole."""
     place, shapes = 0, []
     for part in parts:
         if os.pwrite(result, part, place) < part.nbytes:
             raise MediaError("too large to decode")
         place += part.nbytes
         shapes.append(part.shape)
+    os.ftruncate(result, place)
+    if place > MAX_COPIED_BYTES:
+        fcntl.fcntl(result, fcntl.F_ADD_SEALS, SEALS)
     if isinstance(order, SurveyOrder):
         return (place,)
     match order.modality:
@@ -154,7 +160,6 @@ def serve(end: socket.socket, open_file: Open, forked_by: int) -> None:
             with naming(order.modality, None):
                 data = os.pread(file, os.lseek(file, 0, os.SEEK_END), 0)
                 answer = Written(write(order, open_file(order, data), result))
-                fcntl.fcntl(result, fcntl.F_ADD_SEALS, SEALS)
         except ClusterError as error:
             answer = Refused(to_info(error))
         data = b""

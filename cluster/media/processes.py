@@ -8,9 +8,9 @@
 * If an order takes too long, or is cancelled, its opener is killed at once.
 * An opener that has ended is replaced at once, so that an idle one is ready before it is needed.
 
-An opener is taken for hostile: it has read hostile files. Its answers have a fixed type and a fixed size, and
-results are read only when they are sealed, so that nothing can change them any more, and checked by the
-asker. Nothing outlives the asker's process.
+An opener is taken for hostile: it has read hostile files. Its answers have a fixed type and a bounded size.
+Results are copied, or mapped when they are sealed, so that nothing can change them any more, and then
+checked. Nothing outlives the asker's process.
 
 Orders run on any thread. `ask` is a coroutine that waits in one place only: a door passes `wait_on_loop` and
 awaits it, an encoder's thread passes a wait that blocks, and runs it with `run_blocking`.
@@ -39,7 +39,16 @@ import msgspec
 from cluster.config.environment import bare_environment
 from cluster.errors import MediaError, NotWantedError, RequestError, UnavailableError, from_info
 from cluster.media.budget import too_slow
-from cluster.media.opener import MAX_MESSAGE_BYTES, SEALS, DecodeOrder, OpenerReady, Refused, Written, encoder
+from cluster.media.opener import (
+    MAX_COPIED_BYTES,
+    MAX_MESSAGE_BYTES,
+    SEALS,
+    DecodeOrder,
+    OpenerReady,
+    Refused,
+    Written,
+    encoder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +134,7 @@ class Opener:
             server.fork(theirs)
         self._socket.setblocking(False)
         self._process: int | None = None  # its descriptor, once it has started
+        self._result = memory_file()
         self.is_filtered = True
 
     async def ask(self, order: DecodeOrder, file: int, wait: Wait, read: Read[T]) -> T:
@@ -132,19 +142,20 @@ class Opener:
         RequestError for a file that cannot be used, UnavailableError if the process does not start."""
         if self._process is None:
             await self._start_up(wait)
-        with memory_file() as result:
-            try:
-                socket.send_fds(self._socket, [encoder.encode(order)], [file, result])
-                await wait(self._socket, order.timeout_s + GRACE_S)
-                answer = _answers.decode(self._socket.recv(MAX_MESSAGE_BYTES))
-                if isinstance(answer, Written):
-                    if fcntl.fcntl(result, fcntl.F_GET_SEALS) & SEALS != SEALS:
-                        raise ValueError("the result is not sealed")
-                    return read(answer.shape, result)
-            except TimeoutError:
-                raise
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
-                raise OpenerEndedError from error
+        try:
+            socket.send_fds(self._socket, [encoder.encode(order)], [file, self._result])
+            await wait(self._socket, order.timeout_s + GRACE_S)
+            answer = _answers.decode(self._socket.recv(MAX_MESSAGE_BYTES))
+            if isinstance(answer, Written):
+                return read(answer.shape, self._result)
+        except TimeoutError:
+            raise
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            raise OpenerEndedError from error
+        finally:
+            if os.fstat(self._result).st_size > MAX_COPIED_BYTES:
+                os.close(self._result)
+                self._result = memory_file()
         refusal = from_info(answer.error)
         raise refusal if isinstance(refusal, RequestError) else MediaError(refusal.message)
 
@@ -164,6 +175,7 @@ class Opener:
     def close(self) -> None:
         """Do not call it while `ask` runs."""
         self._socket.close()
+        os.close(self._result)
         if self._process is not None:
             _kill(self._process)
             os.close(self._process)
@@ -263,10 +275,14 @@ class OpenerPool:
         self.warm_up(num_openers)
 
 
+def memory_file() -> int:
+    """An empty file in memory. It is freed when all its descriptors and mappings are gone."""
+    return os.memfd_create("media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
 @contextmanager
-def memory_file() -> Iterator[int]:
-    """An empty file without a name. It is freed when all its descriptors and mappings are gone."""
-    file = os.memfd_create("media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def open_memory_file() -> Iterator[int]:
+    file = memory_file()
     try:
         yield file
     finally:
@@ -282,6 +298,14 @@ def append(file: int, data: bytes | memoryview) -> None:
 def seal(file: int) -> None:
     """From now on nothing can change it."""
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+
+
+def check_size(file: int, num_bytes: int) -> None:
+    """Raises ValueError if the file has another size, or is large and not sealed."""
+    if os.fstat(file).st_size != num_bytes:
+        raise ValueError("the result has another size")
+    if num_bytes > MAX_COPIED_BYTES and fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        raise ValueError("the result is not sealed")
 
 
 async def wait_on_loop(end: socket.socket, timeout_s: float) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from cluster import overload
 from cluster.errors import MediaError, OverloadedError
 from cluster.media.opener import Surveyed, SurveyOrder
-from cluster.media.processes import OpenerPool, append, memory_file, seal, wait_on_loop
+from cluster.media.processes import OpenerPool, append, check_size, open_memory_file, seal, wait_on_loop
 from cluster.media.settings import MAX_SURVEY_BYTES
 from cluster.media.slots import FairSlots
 from cluster.media.survey import check_survey
@@ -80,7 +80,7 @@ class SurveyorPool:
             bounded, loop = time.bound(order), asyncio.get_running_loop()
             began_at = loop.time()
             try:
-                file = slots.enter_context(memory_file())
+                file = slots.enter_context(open_memory_file())
                 for start in range(0, len(data), PIECE_BYTES):
                     append(file, memoryview(data)[start : start + PIECE_BYTES])
                     await asyncio.sleep(0)
@@ -99,6 +99,7 @@ def _read(order: SurveyOrder, shape: tuple[int, ...], result: int) -> Surveyed:
     (num_bytes,) = shape
     if not 0 < num_bytes <= MAX_SURVEY_BYTES:
         raise ValueError(f"a survey of {num_bytes} bytes")
+    check_size(result, num_bytes)
     surveyed = _decoder.decode(os.pread(result, num_bytes, 0))
     check_survey(surveyed.survey, order.modality, order.settings)
     if surveyed.sound is not None:

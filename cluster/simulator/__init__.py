@@ -10,5 +10,6 @@ A request: `workload` makes it, `client` asks a door for it, `door` drives the r
 `language` compute it by turns of their `device`, `answers` are generated, `outcome` says what became of it.
 Doors and workers exchange the cluster's real messages (`cluster.types.messages`); `attempt` is what the
 workers keep of one attempt. `simulation` puts it together, `layouts` says which workers there are, `results`
-condenses the outcomes, `planner` searches for the best layout.
+condenses the outcomes, `planner` searches for the best layout. Experiments, policies to compare with and the
+comparison with a live run are in `bench.router`.
 """

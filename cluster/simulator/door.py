@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from cluster.config.settings import AdmissionArgs
 from cluster.errors import InternalError, OverloadedError
-from cluster.simulator.admission import OpenAdmission
 from cluster.simulator.attempt import SimAttempt
 from cluster.simulator.client import SimClient, make_client, name_of
-from cluster.simulator.placer import SimPlacer
+from cluster.simulator.placer import UNLIMITED, SimPlacer
 from cluster.simulator.worker import WorkerSpec, member
 from cluster.simulator.workload import SimRequest
 from cluster.types.messages import (
@@ -38,6 +38,7 @@ from cluster.types.messages import (
 )
 from cluster.types.request import GenerateRequest
 from router.admission.controller import AdmissionController
+from router.admission.queue import AdmissionQueue
 from router.flow.outputs import Deliver, Output, Send
 from router.flow.request_flow import RequestFlow, Timeouts
 from router.policy import ClusterView, Policy
@@ -48,18 +49,18 @@ if TYPE_CHECKING:
 
 class SimDoor:
     def __init__(
-        self, simulation: Simulation, policy: Policy, cluster: ClusterView, admission: AdmissionController
+        self, simulation: Simulation, policy: Policy, cluster: ClusterView, admission: AdmissionArgs | None
     ):
         self.cluster = cluster
-        self._simulation, self._admission = simulation, admission
+        queue = AdmissionQueue(admission or AdmissionArgs(), cluster.scheduling.text_share, UNLIMITED)
+        self._simulation, self._admission = simulation, AdmissionController(queue)
         self._loop, self._network = simulation.loop, simulation.network
         self._clients: dict[str, SimClient] = {}
         self._attempts: dict[str, SimAttempt] = {}  # of these clients, the last one each
         self._num_submitted = 0
         self._timer_at = inf
-        has_admission = not isinstance(admission, OpenAdmission)
-        placer = SimPlacer(self, simulation, policy, has_admission)
-        self.flow = RequestFlow(placer, admission, Timeouts(inf, inf))
+        placer = SimPlacer(self, simulation, policy, admission is not None)
+        self.flow = RequestFlow(placer, self._admission, Timeouts(inf, inf))
 
     @property
     def is_idle(self) -> bool:

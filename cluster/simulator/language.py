@@ -356,14 +356,14 @@ class SimLanguage:
         if self._asked or self._arrivals or self._admission.heads():
             self._go_on()
 
-    def tell_tokens(self, prefill: SimLanguage) -> None:
-        """The tokens so far of answers whose prompts that worker has computed. Doors hear of tokens only when
-        something depends on them: at the end of an answer, at a preemption, or, as here, before the worker
-        that computed the prompt is lost."""
+    def tell_tokens(self, lost: SimLanguage) -> None:
+        """The tokens so far of answers in which that worker has a part. Doors hear of tokens only when
+        something depends on them: at the end of an answer, at a preemption, or, as here, before a worker is
+        lost."""
         self.answers.advance()
         for held in self.answers.running.values():
             num_generated = self.answers.num_generated(held)
-            if held.attempt.prefill is prefill and num_generated > 1 + held.num_told:
+            if lost in (self, held.attempt.prefill) and num_generated > 1 + held.num_told:
                 self._tell(held, self._tokens(held, num_generated))
 
     def _tokens(self, held: Held, num_generated: int, finish_reason: FinishReason | None = None) -> Tokens:

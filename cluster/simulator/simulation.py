@@ -10,7 +10,6 @@ from random import Random
 
 from cluster.config.settings import AdmissionArgs
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.simulator.admission import admission_controller
 from cluster.simulator.device import Device
 from cluster.simulator.door import SimDoor
 from cluster.simulator.encoder import SimEncoder
@@ -18,10 +17,9 @@ from cluster.simulator.events import EventLoop
 from cluster.simulator.hardware import Model
 from cluster.simulator.language import SimLanguage
 from cluster.simulator.outcome import Outcome
-from cluster.simulator.overheads import slowed
 from cluster.simulator.worker import NETWORK_S, Network, WorkerSpec
 from cluster.simulator.workload import SimRequest
-from cluster.types.curves import ServiceCurves
+from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Role
 from cluster.types.messages import Measured
 from router.policy import ClusterView, Policy
@@ -69,7 +67,7 @@ class Simulation:
                 self,
                 make(self),
                 ClusterView(scheduling, model.kv_bytes_per_token, model.num_layers),
-                admission_controller(admission, scheduling.text_share),
+                admission,
             )
             for make in policies
         ]
@@ -141,12 +139,12 @@ class Simulation:
             call(door, *args)
 
     def _kill(self, spec: WorkerSpec) -> None:
-        for part in self.parts(spec.replica_id):
-            part.is_dead = True
         worker = self.languages.get(spec.replica_id)
         for decode in self.decodes.values():
             if worker is not None and not decode.is_dead:
                 decode.tell_tokens(worker)
+        for part in self.parts(spec.replica_id):
+            part.is_dead = True
         self.network.tell(self._each_door, SimDoor.lose, spec.replica_id)
 
     def _throttle(self, spec: WorkerSpec, factor: float) -> None:
@@ -168,3 +166,8 @@ def slower(curves: ServiceCurves, factor: float) -> ServiceCurves:
         max_step_units=curves.max_step_units,
         links=curves.links,
     )
+
+
+def slowed(curve: Curve, factor: float, more_s: float = 0.0) -> Curve:
+    """So many times longer, and then so much for each call."""
+    return Curve(factor * curve.fixed_s + more_s, factor * curve.per_unit_s, factor * curve.per_pair_s)

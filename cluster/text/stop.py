@@ -6,16 +6,19 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cuts a stream before the first stop string. Holds back only text that could still become a stop string.
+    """Cuts a stream before the first stop string, or behind it. Holds back only text that could still become
+    a stop string.
 
     The first match is the one that ends first; of several with the same end, the one that starts first. Only
     this rule does not depend on how the text is split into pieces.
     """
 
-    def __init__(self, stops: Sequence[str]):
+    def __init__(self, stops: Sequence[str], *, keeps_match: bool = False):
+        """`keeps_match`: the stop string is part of the text."""
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
+        self._keeps_match = keeps_match
         self._held = ""
         self._matched: str | None = None
 
@@ -30,7 +33,7 @@ class StopStrings:
         if match := self._first_match(text):
             start, self._matched = match
             self._held = ""
-            return text[:start], self._matched
+            return text[: start + len(self._matched) * self._keeps_match], self._matched
         cut = self._hold_from(text)
         self._held = text[cut:]
         return text[:cut], None

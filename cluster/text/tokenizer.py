@@ -33,6 +33,7 @@ from cluster.config.checkpoint import check_tokenizer, placeholder_ids, read_con
 from cluster.errors import ConfigError, RequestError
 from cluster.text.chat import ChatMessage, ChatText, LaidOutMedia, media_order
 from cluster.text.detokenizer import Detokenizer
+from cluster.text.pieces import TokenPieces
 from cluster.types.media import Modality, PlacedMedia
 from cluster.types.request import Prompt
 
@@ -60,6 +61,8 @@ class TextProcessor:
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         self._decode = _decoder(tokenizer)
+        (*_, plain) = tokenizer.encode("a", add_special_tokens=False) or [0]
+        self.pieces = TokenPieces(self._decode, tokenizer.convert_ids_to_tokens, plain)
 
     @classmethod
     def load(cls, path: str | Path, processor: Any = None) -> TextProcessor:
@@ -109,8 +112,22 @@ class TextProcessor:
             raise RequestError("media placeholder tokens must not be written by hand", param="prompt")
         return list(token_ids)
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._decode, self._special_ids)
+    def detokenizer(self, *, skips_special: bool = True) -> Detokenizer:
+        return Detokenizer(self._decode, self._special_ids if skips_special else ())
+
+    def word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that write these words, at the beginning of a text and behind a space. As in
+        vLLM: behind a space only if that is another sequence of the same length."""
+        found: dict[tuple[int, ...], None] = {}
+        with self._encoding:
+            for word in words:
+                bare = self._tokenizer.encode(word.lstrip(), add_special_tokens=False)
+                spaced = self._tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+                found[tuple(bare)] = None
+                if len(spaced) == len(bare) and spaced[:1] != bare[:1]:
+                    found[tuple(spaced)] = None
+        found.pop((), None)
+        return tuple(found)
 
     def _rendered(self, messages: Sequence[ChatMessage]) -> str:
         """The output of the template, in which special tokens typed by a client are marked."""

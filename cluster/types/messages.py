@@ -61,6 +61,7 @@ import msgspec
 
 from cluster.errors import ErrorInfo
 from cluster.types.curves import ServiceCurves
+from cluster.types.logprobs import TokenLogprobs
 from cluster.types.media import MediaItem
 from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
@@ -283,6 +284,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     # with the first token of the first choice, from the worker that computed the prompt
     timing: PrefillTiming | None = None
     step_s: float = 0.0  # with a request's first tokens from decode: seconds since its KV was complete
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the request wants them
 
 
 class DecodeTotals(msgspec.Struct, frozen=True, array_like=True):

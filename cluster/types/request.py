@@ -42,6 +42,11 @@ class Prompt(msgspec.Struct, frozen=True):
     num_generated: int = 0  # tokens at the end that an earlier attempt generated
 
     @property
+    def num_asked(self) -> int:
+        """Tokens that no attempt generated."""
+        return len(self.token_ids) - self.num_generated
+
+    @property
     def as_asked(self) -> Prompt:
         """The prompt without generated tokens."""
         if self.num_generated == 0:
@@ -58,6 +63,27 @@ class Guidance(msgspec.Struct, frozen=True):
     negative_prompt: Prompt  # text only, at least one token
 
 
+class LogitChanges(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Changes of logits before a token is drawn, the same for every choice, in the order of these fields.
+    Each change is a function of the prompt and of the tokens generated before."""
+
+    bias: tuple[tuple[int, float], ...] = ()  # token id, what is added to its logit; each id once
+    # Above 0. The logit of each token of prompt or answer is divided by it, or multiplied if it is negative
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0  # is subtracted for each time that the answer has the token …
+    presence_penalty: float = 0.0  # … and for having it at all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the answer does not contain
+    allowed_token_ids: tuple[int, ...] = ()  # no others are drawn; empty: all may be
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+
+    @property
+    def counts_tokens(self) -> bool:
+        return self.penalties != (1, 0, 0)
+
+
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One prompt and the choices to generate for it, as the engines see it. At every worker the choices and
     their negative sequences start and end together."""
@@ -69,6 +95,19 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     guidance: Guidance | None = None
     priority: int = 0  # lower runs sooner; waiting time compensates for it
     waited_s: float = 0.0  # time since the client asked, when the door sent this
+    changes: LogitChanges | None = None
+    # Log-probabilities are wanted: of each drawn token, and of this many of the most probable ones. None: no
+    num_logprobs: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Tokens are drawn from the logits as they are, and nothing else is told."""
+        return (
+            self.guidance is None
+            and self.changes is None
+            and self.num_logprobs is None
+            and self.stop.min_tokens == 0
+        )
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -108,8 +147,15 @@ class GenerateRequest(msgspec.Struct, frozen=True):
             self.stop.stop_token_ids,
             max(0, self.stop.min_tokens - num_done),
         )
-        prompt, sampling = _extended(self.prompt, token_ids), tuple(self.sampling[idx] for idx in choice_idxs)
-        return GenerateRequest(request_id, prompt, sampling, stop, guidance, self.priority, waited_s)
+        return msgspec.structs.replace(
+            self,
+            request_id=request_id,
+            prompt=_extended(self.prompt, token_ids),
+            sampling=tuple(self.sampling[idx] for idx in choice_idxs),
+            stop=stop,
+            guidance=guidance,
+            waited_s=waited_s,
+        )
 
 
 def num_window_blocks(window: int, block_size: int) -> int:

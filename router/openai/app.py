@@ -91,7 +91,7 @@ class _Routes:
                 door.limits,
             ),
         )
-        answer = render.ChatFormat(_new_id("chatcmpl"), int(time.time()), door.model_id, call.include_usage)
+        answer = render.ChatFormat(_new_id("chatcmpl"), int(time.time()), door.model_id, call)
         return await self._answer(request, call, door.chat, answer)
 
     async def complete(self, request: Request) -> Response:
@@ -107,7 +107,7 @@ class _Routes:
                 door.limits,
             ),
         )
-        answer = render.CompletionFormat(_new_id("cmpl"), int(time.time()), door.model_id, call.include_usage)
+        answer = render.CompletionFormat(_new_id("cmpl"), int(time.time()), door.model_id, call)
         return await self._answer(request, call, door.complete, answer)
 
     async def models(self, request: Request) -> Response:

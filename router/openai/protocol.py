@@ -29,6 +29,11 @@ class Generation(Protocol):
     """One choice."""
 
     @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """With media placeholders expanded; the same for all choices of a prompt."""
+        ...
+
+    @property
     def media_notes(self) -> Sequence[MediaNote]:
         """The same for all choices of a prompt."""
         ...

@@ -1,6 +1,7 @@
 """Answers and stream events, as bytes. Pure.
 
-A stream's events differ only in index, text and finish reason, so everything else is encoded once per stream.
+A stream's events differ only in index, text and finish reason, and in what a client has asked for beside
+them, so everything else is encoded once per stream.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from cluster.errors import ClusterError, InternalError
-from router.calls import MediaNote, Usage
+from router.calls import Call, ScoredToken, TextDelta, TokenScores, Usage
+from router.openai.protocol import Generation
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -54,33 +56,56 @@ def model_fields(model_id: str, created: int, max_model_len: int) -> dict[str, A
     return {**fields, "max_model_len": max_model_len}
 
 
+class WholeChoice(msgspec.Struct, frozen=True):
+    """One choice, whole."""
+
+    text: str
+    finish_reason: str
+    scores: Sequence[TokenScores] = ()
+    token_ids: Sequence[int] = ()
+
+
 class ResponseFormat(ABC):
     """The JSON of one response. The events of a stream differ only in their choice."""
 
     _kind: ClassVar[str]  # of a whole answer
     _event_kind: ClassVar[str]
 
-    def __init__(self, response_id: str, created: int, model: str, include_usage: bool = False):
+    def __init__(self, response_id: str, created: int, model: str, call: Call):
         self._head = {"id": response_id, "created": created, "model": model}
-        self._prefix, self._suffix = _frame(self._head, self._event_kind, include_usage)
+        self._prefix, self._suffix = _frame(self._head, self._event_kind, call.include_usage)
+        self._has_logprobs = call.num_logprobs is not None
+        self._has_token_ids = call.returns_token_ids
+        self._has_usage = call.usage_in_events
 
     def body(
         self,
-        texts: Sequence[str],
-        finish_reasons: Sequence[str],
-        usage: dict[str, Any],
-        notes: Sequence[MediaNote] = (),
+        answers: Sequence[WholeChoice],
+        generations: Sequence[Generation],
+        num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
     ) -> bytes:
-        """`timelines`: the fields of the timelines, one per prompt, if the client asked for them."""
+        """`generations`: of these answers. `timelines`: the fields of the timelines, one per prompt, if the
+        client asked for them."""
         choices = [
-            {"index": idx, **self._content(text), "logprobs": None, "finish_reason": reason}
-            for idx, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
+            {
+                "index": idx,
+                **self._content(answer.text),
+                "logprobs": self._logprobs(answer.scores) if self._has_logprobs else None,
+                "finish_reason": answer.finish_reason,
+                **({"token_ids": answer.token_ids} if self._has_token_ids else {}),
+            }
+            for idx, answer in enumerate(answers)
         ]
-        more: dict[str, Any] = {"media": notes} if notes else {}
+        usage = usage_fields([generation.usage for generation in generations], num_choices)
+        whole: dict[str, Any] = {**self._head, "object": self._kind, "choices": choices, "usage": usage}
+        if self._has_token_ids:
+            self._add_prompts(whole, generations)
+        if notes := generations[0].media_notes:
+            whole["media"] = notes
         if timelines:
-            more["ledger"] = timelines
-        return _encode({**self._head, "object": self._kind, "choices": choices, "usage": usage, **more})
+            whole["ledger"] = timelines
+        return _encode(whole)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         return b'%b[],"usage":%b}\n\n' % (self._prefix, _encode(usage))
@@ -89,66 +114,129 @@ class ResponseFormat(ABC):
         return b'%b[],"ledger":%b%b' % (self._prefix, _encode(timelines), self._suffix)
 
     @abstractmethod
-    def first(self, index: int, notes: Sequence[MediaNote] = ()) -> bytes:
-        """The event before a choice's first text; empty if there is none."""
+    def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
+        """The event before a choice's first text; empty if there is none. `has_notes`: it tells what has been
+        changed in the media."""
+
+    def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
+        logprobs = _encode(self._logprobs(delta.scores)) if delta.scores else b"null"
+        token_ids = b',"token_ids":%b' % _encode(delta.token_ids) if self._has_token_ids else b""
+        return b'%b[{"index":%d,%b,"logprobs":%b,"finish_reason":null%b}]%b' % (
+            self._prefix, index, self._piece(delta.text), logprobs, token_ids, self._end(generation),
+        )  # fmt: skip
+
+    def finish(self, index: int, reason: str, generation: Generation) -> bytes:
+        return b'%b[{"index":%d,%b,"logprobs":null,"finish_reason":"%b"}]%b' % (
+            self._prefix, index, self._nothing, reason.encode(), self._end(generation),
+        )  # fmt: skip
+
+    def _end(self, generation: Generation) -> bytes:
+        """Of an event that is about this choice."""
+        if not self._has_usage:
+            return self._suffix
+        return b',"usage":%b}\n\n' % _encode(usage_fields([generation.usage], 1))
+
+    _nothing: ClassVar[bytes]  # the text fields of an event without text
 
     @abstractmethod
-    def text(self, index: int, text: str) -> bytes: ...
-
-    @abstractmethod
-    def finish(self, index: int, reason: str) -> bytes: ...
+    def _piece(self, text: str) -> bytes:
+        """The text fields of an event."""
 
     @abstractmethod
     def _content(self, text: str) -> dict[str, Any]:
         """The text fields of a choice in a whole answer."""
+
+    @abstractmethod
+    def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _add_prompts(self, whole: dict[str, Any], generations: Sequence[Generation]) -> None:
+        """Adds the prompts' token ids to a whole answer."""
 
 
 class ChatFormat(ResponseFormat):
     """/v1/chat/completions."""
 
     _kind, _event_kind = "chat.completion", "chat.completion.chunk"
+    _nothing = b'"delta":{}'
 
-    def first(self, index: int, notes: Sequence[MediaNote] = ()) -> bytes:
+    def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
         delta = (
             b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}]'
         )
-        suffix = b',"media":%b%b' % (_encode(notes), self._suffix) if notes else self._suffix
-        return b'%b[{"index":%d,%b%b' % (self._prefix, index, delta, suffix)
+        if has_notes and generation.media_notes:
+            delta += b',"media":%b' % _encode(generation.media_notes)
+        if self._has_token_ids:
+            delta += b',"prompt_token_ids":%b' % _encode(generation.prompt_token_ids)
+        return b'%b[{"index":%d,%b%b' % (self._prefix, index, delta, self._end(generation))
 
-    def text(self, index: int, text: str) -> bytes:
-        return b'%b[{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b' % (
-            self._prefix, index, _encode(text), self._suffix,
-        )  # fmt: skip
-
-    def finish(self, index: int, reason: str) -> bytes:
-        return b'%b[{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b"}]%b' % (
-            self._prefix, index, reason.encode(), self._suffix,
-        )  # fmt: skip
+    def _piece(self, text: str) -> bytes:
+        return b'"delta":{"content":%b}' % _encode(text)
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]:
+        content = [
+            {**_scored(each.drawn), "top_logprobs": [_scored(other) for other in each.top]} for each in scores
+        ]
+        return {"content": content, "refusal": None}
+
+    def _add_prompts(self, whole: dict[str, Any], generations: Sequence[Generation]) -> None:
+        whole["prompt_token_ids"] = generations[0].prompt_token_ids
 
 
 class CompletionFormat(ResponseFormat):
     """/v1/completions. It has no media, so there are no notes."""
 
     _kind = _event_kind = "text_completion"
+    _nothing = b'"text":""'
 
-    def first(self, index: int, notes: Sequence[MediaNote] = ()) -> bytes:
-        return b""
-
-    def text(self, index: int, text: str) -> bytes:
-        return b'%b[{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]%b' % (
-            self._prefix, index, _encode(text), self._suffix,
+    def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
+        if not self._has_token_ids:
+            return b""
+        return b'%b[{"index":%d,"text":"","logprobs":null,"finish_reason":null,"prompt_token_ids":%b}]%b' % (
+            self._prefix, index, _encode(generation.prompt_token_ids), self._end(generation),
         )  # fmt: skip
 
-    def finish(self, index: int, reason: str) -> bytes:
-        return b'%b[{"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}]%b' % (
-            self._prefix, index, reason.encode(), self._suffix,
-        )  # fmt: skip
+    def _piece(self, text: str) -> bytes:
+        return b'"text":%b' % _encode(text)
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
+
+    def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]:
+        """The drawn token is among the most probable ones even if it is none of them."""
+        return {
+            "tokens": [_name(each.drawn) for each in scores],
+            "token_logprobs": [_finite(each.drawn.logprob) for each in scores],
+            "top_logprobs": [
+                {_name(token): _finite(token.logprob) for token in (*each.top, each.drawn)} for each in scores
+            ],
+            "text_offset": [each.offset for each in scores],
+        }
+
+    def _add_prompts(self, whole: dict[str, Any], generations: Sequence[Generation]) -> None:
+        for choice, generation in zip(whole["choices"], generations, strict=True):
+            choice["prompt_token_ids"] = generation.prompt_token_ids
+
+
+def _scored(token: ScoredToken) -> dict[str, Any]:
+    text = token.piece.decode(errors="replace")
+    return {"token": text, "logprob": _finite(token.logprob), "bytes": list(token.piece)}
+
+
+def _name(token: ScoredToken) -> str:
+    """As OpenAI writes it: a key for each token, also for a part of a character."""
+    try:
+        return token.piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.piece)
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes this for it."""
+    return max(logprob, -9999.0)
 
 
 def _frame(head: dict[str, Any], kind: str, include_usage: bool) -> tuple[bytes, bytes]:

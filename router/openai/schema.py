@@ -23,8 +23,12 @@ from router.openai.limits import MAX_INT
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
+MAX_LOGPROBS = 20  # tokens at one position, beside the one that was drawn
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 128
+MAX_ALLOWED = 4096  # token ids
 MAX_PRIORITY = 8
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of all messages
@@ -36,6 +40,9 @@ Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]  # the vocabulary is checked with the whole call
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 # Field → values that change nothing; None is always one of them
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -44,12 +51,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "suffix": ("",),
     "echo": (False,),
@@ -63,8 +65,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "prompt_logprobs": (),
     "prompt_embeds": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -75,15 +75,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "add_special_tokens": (),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "return_token_ids": (False,),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "return_tokens_as_token_ids": (False,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
+    "truncation_side": (),
 }
 HARMLESS = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "user", "metadata", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prediction", "parallel_tool_calls", "request_id", "session_id",
     "spaces_between_special_tokens",
 )  # fmt: skip
@@ -162,7 +165,7 @@ class InputMessage(_Strict):
 class StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: Harmless = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None  # the usage so far in every chunk
 
 
 FrameCount = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
@@ -202,6 +205,7 @@ class EndpointRequest(_Strict):
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Unit | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
@@ -218,6 +222,18 @@ class EndpointRequest(_Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    # by token id, in decimal
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None
+    ) = None
+    return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs sooner
     guidance_scale: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     negative_prompt: Annotated[str, Field(min_length=1)] | None = None
@@ -229,7 +245,9 @@ class EndpointRequest(_Strict):
 
 class ChatRequest(EndpointRequest):
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    add_special_tokens: Literal[False] | None = None  # the chat template writes them
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None
     max_media_tokens: Count | None = None  # of all items together; more is reduced
@@ -266,6 +284,9 @@ class CompletionRequest(EndpointRequest):
             custom_error_message="Input should be a string, a list of strings, or token ids",
         ),
     ]
+    logprobs: NumLogprobs | None = None
+    best_of: Count | None = None  # must equal n: answers are not ranked
+    add_special_tokens: Literal[True] | None = None
 
 
 Request = TypeVar("Request", bound=EndpointRequest)
@@ -285,7 +306,7 @@ def parse(model: type[Request], body: bytes) -> Request:
         if name in HARMLESS:
             continue
         if name not in NEUTRAL:
-            near = difflib.get_close_matches(name[:64], [*known, *NEUTRAL, *HARMLESS], n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name[:64], [*known, *NEUTRAL, *HARMLESS], n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise RequestError(f"unknown field {name[:64]!r}{hint}", param=name[:64])
         if value is not None and not any(_is_same(value, neutral) for neutral in NEUTRAL[name]):
@@ -309,12 +330,28 @@ def _refusal(error: pydantic.ValidationError) -> RequestError:
         return UnsupportedError(f"{path}: not supported by this server", param=path)
     if details["type"] in ("model_type", "dict_type"):
         return RequestError(f"{path}: Input should be an object", param=path)
+    if limit := _limit(details):
+        return RequestError(f"{path}: this server accepts {limit}", param=path)
     if details["type"] == "extra_forbidden":
         return RequestError(f"unknown field {path!r}", param=path)
     if details["type"] == "union_tag_invalid":
         expected = details.get("ctx", {}).get("expected_tags", "")
         return RequestError(f"{path}: unknown part type; known are {expected}", param=path)
     return RequestError(f"{path}: {details['msg']}", param=path)
+
+
+def _limit(details: Any) -> str:
+    """What a value or a list is bounded by; empty if it is something else that is wrong."""
+    bounds = details.get("ctx", {})
+    match details["type"]:
+        case "less_than_equal":
+            return f"at most {bounds['le']:g}"
+        case "greater_than_equal":
+            return f"at least {bounds['ge']:g}"
+        case "too_long":
+            return f"at most {bounds['max_length']} items"
+        case _:
+            return ""
 
 
 _BRANCHES = {"text", "parts", "image_url", "video_url", "audio_url", "input_audio"}

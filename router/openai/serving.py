@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from cluster.errors import ClusterError, InternalError
-from router.calls import TextDelta
+from router.calls import TextDelta, TokenScores
 from router.openai import render
 from router.openai.protocol import Generation
 
@@ -82,13 +82,11 @@ async def whole(
         raise _first(errors) from errors
     finally:
         await close_all(generations)
-    texts, reasons = zip(*(task.result() for task in tasks), strict=True)
-    usage = render.usage_fields([generation.usage for generation in generations], num_choices)
     timelines = []
     if report is not None:
         report.begin(generations[0])
         timelines = report.fields(generations, num_choices)
-    return answer.body(texts, reasons, usage, generations[0].media_notes, timelines)
+    return answer.body([task.result() for task in tasks], generations, num_choices, timelines)
 
 
 async def stream(
@@ -106,17 +104,18 @@ async def stream(
     try:
         async with contextlib.aclosing(_merged(generations)) as deltas:
             async for index, delta in deltas:
-                notes = () if started else generations[index].media_notes
-                events = b"" if index in started else answer.first(index, notes)
-                started.add(index)
-                if delta.text:
-                    events += answer.text(index, delta.text)
+                generation, events = generations[index], b""
+                if index not in started:
+                    events = answer.first(index, generation, has_notes=not started)
+                    started.add(index)
+                if delta.text or delta.scores or delta.token_ids:
+                    events += answer.text(index, delta, generation)
                 if delta.finish_reason is not None:
-                    events += answer.finish(index, delta.finish_reason)
+                    events += answer.finish(index, delta.finish_reason, generation)
                 if events:
                     if report is not None and not has_told:
                         has_told = True
-                        report.begin(generations[index])
+                        report.begin(generation)
                     yield events
         if report is not None:
             yield answer.timelines(report.fields(generations, num_choices))
@@ -142,12 +141,16 @@ async def _close_all(generations: Sequence[Generation]) -> None:
             log.error("closing a generation failed", exc_info=result)
 
 
-async def _collect(generation: Generation) -> tuple[str, str]:
+async def _collect(generation: Generation) -> render.WholeChoice:
     pieces: list[str] = []
+    scores: list[TokenScores] = []
+    token_ids: list[int] = []
     async for delta in generation:
         pieces.append(delta.text)
+        scores += delta.scores
+        token_ids += delta.token_ids
         if delta.finish_reason is not None:
-            return "".join(pieces), delta.finish_reason
+            return render.WholeChoice("".join(pieces), delta.finish_reason, scores, token_ids)
     raise InternalError("a generation ended without a finish reason")
 
 

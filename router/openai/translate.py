@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from cluster.errors import ContextLengthError, ModelNotFoundError, RequestError
+from cluster.errors import ContextLengthError, ModelNotFoundError, RequestError, UnsupportedError
 from cluster.media.sources import MediaSource
 from cluster.text.chat import ChatMedia, ChatMessage, ChatText
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
-from cluster.types.request import SamplingParams
+from cluster.types.request import LogitChanges, SamplingParams
 from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules
 from router.openai import schema
 from router.openai.limits import Limits
@@ -23,6 +24,7 @@ from router.openai.schema import (
     ChatRequest,
     CompletionRequest,
     EndpointRequest,
+    StreamOptions,
 )
 
 SEED_MASK = 2**64 - 1
@@ -41,9 +43,6 @@ def chat_call(
 ) -> ChatCall:
     """`tenant`: the client, by its credentials."""
     _check(request, model_id, limits)
-    max_tokens = request.max_completion_tokens or request.max_tokens
-    if request.max_tokens not in (None, max_tokens):
-        raise RequestError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
     _check_messages(request.messages, limits)
     media: list[MediaSource] = []
     options = _media_options(request)
@@ -52,17 +51,16 @@ def chat_call(
         messages=messages,
         media=tuple(media),
         sampling=_sampling(request, defaults, limits),
-        stop=_stop(request, max_tokens, defaults),
+        stop=_stop(request, _max_tokens(request), defaults),
+        num_logprobs=_num_logprobs(request),
         guidance=_guidance(request, lambda text: _negative(messages, text)),
-        priority=request.priority or 0,
-        stream=bool(request.stream),
-        include_usage=_wants_usage(request),
         media_rules=MediaRules(
             request.max_media_tokens, bool(request.exact_media), request.on_media_error == "omit"
         ),
         tenant=tenant,
         cache_salt=_salt(request, tenant, limits),
         trace_parent=trace_parent,
+        **_common(request, limits),
     )
 
 
@@ -76,18 +74,68 @@ def completion_call(
 ) -> CompletionCall:
     """`tenant`: the client, by its credentials."""
     _check(request, model_id, limits)
+    if request.best_of not in (None, request.n or 1):
+        raise UnsupportedError("best_of: answers are not ranked; it must equal n", param="best_of")
     return CompletionCall(
         prompts=_prompts(request.prompt, limits),
         sampling=_sampling(request, defaults, limits),
-        stop=_stop(request, request.max_tokens or DEFAULT_COMPLETION_TOKENS, defaults),
+        stop=_stop(request, _max_tokens(request) or DEFAULT_COMPLETION_TOKENS, defaults),
+        num_logprobs=request.logprobs,
         guidance=_guidance(request, lambda text: text),
-        priority=request.priority or 0,
-        stream=bool(request.stream),
-        include_usage=_wants_usage(request),
         tenant=tenant,
         cache_salt=_salt(request, tenant, limits),
         trace_parent=trace_parent,
+        **_common(request, limits),
     )
+
+
+def _common(request: EndpointRequest, limits: Limits) -> dict[str, Any]:
+    """The fields that need nothing but the request."""
+    options = request.stream_options or StreamOptions()
+    return {
+        "priority": request.priority or 0,
+        "stream": bool(request.stream),
+        "include_usage": bool(options.include_usage),
+        "usage_in_events": bool(options.include_usage and options.continuous_usage_stats),
+        "changes": _changes(request, limits),
+        "bad_words": tuple(request.bad_words or ()),
+        "skips_special": request.skip_special_tokens is not False,
+        "returns_token_ids": bool(request.return_token_ids),
+    }
+
+
+def _max_tokens(request: EndpointRequest) -> int | None:
+    max_tokens = request.max_completion_tokens or request.max_tokens
+    if request.max_tokens not in (None, max_tokens):
+        raise RequestError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
+    return max_tokens
+
+
+def _num_logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    return None
+
+
+def _changes(request: EndpointRequest, limits: Limits) -> LogitChanges | None:
+    biases: dict[int, float] = {}
+    for key, bias in (request.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 12):
+            raise RequestError("logit_bias: keys must be token ids", param="logit_bias")
+        biases[int(key)] = bias
+    allowed = tuple(dict.fromkeys(request.allowed_token_ids or ()))
+    _check_ids(list(biases), "logit_bias", limits)
+    _check_ids(allowed, "allowed_token_ids", limits)
+    changes = LogitChanges(
+        bias=tuple((token_id, bias) for token_id, bias in biases.items() if bias),
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        allowed_token_ids=allowed,
+    )
+    return None if changes == LogitChanges() else changes
 
 
 def _check(request: EndpointRequest, model_id: str, limits: Limits) -> None:
@@ -237,7 +285,9 @@ def _stop(request: EndpointRequest, max_tokens: int | None, defaults: Generation
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError("min_tokens is larger than max_tokens", param="min_tokens")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    return StopRules(max_tokens, tuple(token_ids), strings, min_tokens)
+    return StopRules(
+        max_tokens, tuple(token_ids), strings, min_tokens, bool(request.include_stop_str_in_output)
+    )
 
 
 def _guidance(
@@ -264,10 +314,6 @@ def _text_of(message: ChatMessage) -> str:
     if isinstance(message.content, str):
         return message.content
     return "".join(part.text for part in message.content if isinstance(part, ChatText))
-
-
-def _wants_usage(request: EndpointRequest) -> bool:
-    return request.stream_options is not None and bool(request.stream_options.include_usage)
 
 
 def _prompts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 import resource
@@ -19,7 +20,7 @@ import numpy as np
 
 from cluster.errors import UnavailableError
 from cluster.media.decoders import Decoders
-from cluster.media.opener import SEALS, DecodeOrder, Written, encoder, main
+from cluster.media.opener import DecodeOrder, Written, encoder, main
 from cluster.media.processes import Opener, OpenerPool, OpenerServer
 from cluster.media.settings import MediaSettings
 from cluster.types.media import MediaOptions, Modality
@@ -41,7 +42,7 @@ ESCAPES: dict[str, Callable[[], object]] = {
     "be signalled by its socket": lambda: fcntl.fcntl(3, fcntl.F_SETOWN, 1),
     "lift its own limits": lambda: resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2),
 }
-LIMITS = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE")
+LARGE = (2400, 2400, 3)  # is not copied
 # What an opener says that has been taken over, and what it leaves in the result's file before.
 LIES: dict[str, tuple[object, bytes]] = {
     "of another size": (Written((2, 2, 3)), bytes(11)),
@@ -95,21 +96,20 @@ def open_file(order: DecodeOrder, data: bytes) -> Iterator[np.ndarray]:
                 yield np.zeros((1024, 1024, 3), np.uint8)
         case "nan":
             yield np.array([0.0, np.nan], np.float32)
-        case "limits":
-            limits = [resource.getrlimit(getattr(resource, name)) for name in LIMITS]
-            yield np.array([[limits]], np.int64).view(np.uint8).reshape(1, -1, 8)[..., :3]
         case "escapes":
             refused = [_is_refused(escape) for escape in ESCAPES.values()]
             yield np.array([[[is_refused] * 3 for is_refused in refused]], np.uint8)
         case "lie":
             said, content = LIES[rest]
             os.pwrite(result, content, 0)
-            fcntl.fcntl(result, fcntl.F_ADD_SEALS, SEALS)
+            os.ftruncate(result, len(content))
             _say(said)
             time.sleep(1000)
-        case "unsealed":
-            os.pwrite(result, bytes(12), 0)
-            _say(Written((2, 2, 3)))
+        case "large":
+            yield np.ones(LARGE, np.uint8)
+        case "large and not sealed":
+            os.ftruncate(result, math.prod(LARGE))
+            _say(Written(LARGE))
             time.sleep(1000)
         case "blame the server":
             raise UnavailableError("not now")

@@ -11,7 +11,15 @@ import torch
 
 from cluster.engine.features import FeatureStore
 from cluster.engine.speculation import accept
-from cluster.engine.state import AnswerChoice, AnswerWork, LanguageRequest, PromptWork, Work, WorkResult
+from cluster.engine.state import (
+    AnswerChoice,
+    AnswerWork,
+    FirstTokens,
+    LanguageRequest,
+    PromptWork,
+    Work,
+    WorkResult,
+)
 from cluster.kvcache.memory import BlockMemory
 from cluster.worker.blame import bookkeeping
 from tests.fakes.kv_rows import check_tokens, write_token
@@ -104,10 +112,10 @@ class ScriptedRunner:
         return answer
 
     @staticmethod
-    def _first_tokens(requests: Sequence[LanguageRequest]) -> list[tuple[int, ...]]:
-        tokens: list[tuple[int, ...]] = []
+    def _first_tokens(requests: Sequence[LanguageRequest]) -> list[FirstTokens]:
+        tokens: list[FirstTokens] = []
         for request in requests:
             assert request.is_complete
             token_id = first_token(request.main.prompt.token_ids[-1])
-            tokens.append((token_id,) * len(request.request.sampling))
+            tokens.append(FirstTokens((token_id,) * len(request.request.sampling)))
         return tokens

@@ -34,8 +34,8 @@ CLUSTERS = {
     Role.ENCODE: ((2, 2, 2), NUM_CASES),
     Role.PREFILL: ((2, 2, 2), NUM_CASES),
     Role.DECODE: ((2, 2, 2), NUM_CASES),
-    Role.ENCODE_PREFILL: ((0, 0, 1, 0, 2), NUM_CASES // 2),
-    Role.WHOLE: ((0, 0, 0, 0, 0, 2), NUM_CASES // 2),
+    Role.ENCODE_PREFILL: ((0, 0, 1, 0, 2), NUM_CASES // 4),
+    Role.WHOLE: ((0, 0, 0, 0, 0, 2), NUM_CASES // 4),
 }
 
 

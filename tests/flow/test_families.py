@@ -194,7 +194,7 @@ def test_a_text_that_decode_computes_in_stretches_equals_generate(family: Split,
         end.num_computed_tokens += work.num_tokens
         end.last_logits = result.logits
     (first,) = runner.first_tokens([request])
-    sequence = Sequence(family.text, [], torch.empty(0), 0, table, (), len(token_ids), [*first])
+    sequence = Sequence(family.text, [], torch.empty(0), 0, table, (), len(token_ids), [*first.token_ids])
     assert decode(family.language, kv, [sequence]) == [family.expected_text]
 
 

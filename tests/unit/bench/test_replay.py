@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.simulator.__main__ import main
-from cluster.simulator.overheads import Overheads, measure
-from cluster.simulator.recording import NUM_PREPARE_THREADS, Recording, read
-from cluster.simulator.replay import NUM_RUNS, Replayed, as_placed, known_from, replay, replayed_curves, table
+from bench.router.__main__ import main
+from bench.router.overheads import Overheads, measure
+from bench.router.recording import NUM_PREPARE_THREADS, Recording, read
+from bench.router.replay import NUM_RUNS, Replayed, as_placed, known_from, replay, replayed_curves, table
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.media import Modality
 

@@ -27,6 +27,7 @@ from bench.router.cases import (
 from bench.router.decisions import decisions, loaded_cluster, table
 from bench.router.policies import ORACLE, maker
 from bench.router.run import record
+from bench.router.scale import scale
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from cluster.errors import ConfigError
 from cluster.simulator import __main__ as simulate_main
@@ -36,7 +37,6 @@ from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.plan_report import plan_plot, plan_table
 from cluster.simulator.planner import divisions, neighbours, plan
 from cluster.simulator.results import Slo
-from cluster.simulator.scale import scale
 from cluster.simulator.simulation import Simulation
 from cluster.simulator.workload import WORKLOADS, Workload, fixed_text, image_prompts
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from bench.router.one_device import unpredicted
 from cluster.errors import UnavailableError
 from cluster.simulator.attempt import SimAttempt
 from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B, Accelerator
 from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.simulation import SCHEDULING, Simulation
-from cluster.simulator.whole import unpredicted
 from cluster.simulator.workload import SimRequest, images
 from cluster.types.messages import AnyMessage, Encoded, FeatureShared, Pong, TokenEvent, Tokens
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView

@@ -25,7 +25,7 @@ from cluster.media.processes import (
     OpenerEndedError,
     OpenerPool,
     OpenerServer,
-    memory_file,
+    open_memory_file,
     run_blocking,
     wait_while,
 )
@@ -77,10 +77,10 @@ def hostile():
 def made(hostile):
     made = Pool(hostile)
     made.decode("warm")
-    num_others = _num_files() - 2  # of an opener: a socket and its process
+    num_others = _num_files() - 3  # of an opener: a socket, its process, the result
     yield made
     made.check()
-    num_own = sum(1 + (opener._process is not None) for opener in made.pool._idle)
+    num_own = sum(2 + (opener._process is not None) for opener in made.pool._idle)
     assert _num_files() - num_others == num_own, "a file or a socket is left"
     made.decoders.close()
     assert not made.pool._idle and made.pool.num_busy == 0
@@ -126,7 +126,7 @@ def test_files_of_every_format_give_what_this_process_decodes():
         decoders.close()
 
 
-@pytest.mark.parametrize("way", ["crash", "abort", "exit", "unsealed", "nan", *hostile_opener.LIES])
+@pytest.mark.parametrize("way", ["crash", "abort", "exit", "nan", *hostile_opener.LIES])
 def test_a_file_that_ends_two_processes_is_refused(made, way):
     lies = way in hostile_opener.LIES
     with pytest.raises(MediaError, match="the process that opens it dies"):
@@ -142,6 +142,17 @@ def test_too_much_memory_costs_the_item_and_no_process(made, way, says):
     with pytest.raises(MediaError, match=says):
         made.decode(way)
     assert len(made.openers) == 1
+
+
+def test_a_large_result_is_mapped_if_it_is_sealed(hostile):
+    made = Pool(hostile)
+    array = made.decode("large", settings=MediaSettings())
+    assert array.shape == hostile_opener.LARGE and array.min() == 1 and array.base is not None
+    assert os.fstat(made.openers[0]._result).st_size == 0, "its file is not kept"
+    with pytest.raises(MediaError, match="the process that opens it dies"):
+        made.decode("large and not sealed", settings=MediaSettings())
+    made.check()
+    made.decoders.close()
 
 
 def test_a_process_that_is_killed_over_a_file_is_replaced_and_the_file_decoded(made):
@@ -181,7 +192,7 @@ def test_a_file_that_is_not_wanted_any_more_or_takes_too_long_ends_its_process(m
     made.check()  # the second has started
     process = os.dup(made.openers[1]._process)
     order = DecodeOrder(IMAGE, PLAIN, SMALL, 5.0)
-    with memory_file() as file, pytest.raises(MediaError, match="longer than 5 seconds"):
+    with open_memory_file() as file, pytest.raises(MediaError, match="longer than 5 seconds"):
         os.write(file, b"hang")
         run_blocking(made.pool.ask(order, file, over, lambda *_: None))
     assert _ends(process) and len(made.openers) == 3
@@ -264,7 +275,7 @@ async def test_an_opener_that_was_closed_before_it_started_ends(hostile):
     opener = Opener(hostile)
     opener.close()
     other = Opener(hostile)
-    with memory_file() as file, pytest.raises(OpenerEndedError):
+    with open_memory_file() as file, pytest.raises(OpenerEndedError):
         order = DecodeOrder(IMAGE, PLAIN, SMALL, 60.0)
         os.write(file, b"exit")
         await other.ask(order, file, wait_while(lambda: True), lambda *_: None)

@@ -12,7 +12,7 @@ import pytest
 from cluster.errors import MediaError, UnavailableError
 from cluster.media.opener import Surveyed, SurveyOrder
 from cluster.media.probe import probe
-from cluster.media.processes import OpenerEndedError, OpenerPool, memory_file
+from cluster.media.processes import OpenerEndedError, OpenerPool, open_memory_file
 from cluster.media.settings import MediaSettings
 from cluster.media.survey import MediaSurvey, probe_of
 from cluster.media.surveyors import DecodeTime, SurveyorPool, _read
@@ -200,6 +200,6 @@ async def test_what_cannot_be_opened_is_a_media_error_and_the_process_goes_on(po
 )
 def test_a_survey_that_no_file_can_have_is_not_believed(modality, lie):
     content = msgspec.msgpack.encode(Surveyed(lie))
-    with memory_file() as result, pytest.raises(ValueError):
+    with open_memory_file() as result, pytest.raises(ValueError):
         os.write(result, content)
         _read(order_of(modality), (len(content),), result)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from cluster.text.defaults import GenerationDefaults
-from router.calls import ChatCall, CompletionCall, MediaNote, TextDelta, Usage
+from router.calls import ChatCall, CompletionCall, MediaNote, ScoredToken, TextDelta, TokenScores, Usage
 from router.openai.limits import Limits
 
 
@@ -21,8 +21,10 @@ class FakeTimeline:
 class FakeGeneration:
     timeline = FakeTimeline()
 
-    def __init__(self, door: FakeDoor, words: Sequence[str]):
-        self._door, self._words = door, words
+    prompt_token_ids = (1, 2, 3)
+
+    def __init__(self, door: FakeDoor, words: Sequence[str], call: ChatCall | CompletionCall):
+        self._door, self._words, self._call = door, words, call
         self.usage = Usage(prompt_tokens=7, completion_tokens=0, cached_tokens=4)
         self.media_notes = door.media_notes
         self.num_closed = 0
@@ -34,7 +36,14 @@ class FakeGeneration:
                 raise self._door.error
             self.usage = Usage(7, idx + 1, 4)
             reason = "stop" if idx == len(self._words) - 1 else None
-            yield TextDelta(word, 1, reason)
+            scores = self._scores(idx) if self._call.num_logprobs is not None else ()
+            yield TextDelta(word, 1, reason, scores, (idx,) if self._call.returns_token_ids else ())
+
+    def _scores(self, idx: int) -> tuple[TokenScores, ...]:
+        """The token's own, and those of half a character, which has no probability."""
+        drawn = ScoredToken(self._words[idx].encode(), -0.5)
+        top = (drawn, ScoredToken(b"\xf0\x9f", -float("inf")))
+        return (TokenScores(drawn, top[: self._call.num_logprobs], sum(map(len, self._words[:idx]))),)
 
     async def aclose(self) -> None:
         self.num_closed += 1
@@ -81,5 +90,5 @@ class FakeDoor:
             raise
         if self.error is not None and self.fail_at is None:
             raise self.error
-        self.generations = [FakeGeneration(self, self.words) for _ in range(num)]
+        self.generations = [FakeGeneration(self, self.words, call) for _ in range(num)]
         return self.generations

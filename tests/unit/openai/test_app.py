@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 
+from cluster.types.request import LogitChanges
 from router.openai.app import build_api
 from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
 from tests.unit.openai.fake_door import FakeDoor
@@ -66,7 +67,18 @@ def test_unknown_paths_and_methods_have_openais_error_form(door, method, path, s
         ({"n": True}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"2048": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [3, 2048]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words[0]"),
         ({"stop": 5}, "stop"),
         ({"stop_token_ids": [2048]}, "stop_token_ids"),
         ({"max_tokens": 4097}, "max_tokens"),
@@ -97,7 +109,10 @@ def test_a_wrong_field_is_named(door, fields, param):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stop": ["a"] * 5}, "stop: List should have at most 4 items after validation, not 5"),
+        ({"stop": ["a"] * 17}, "stop: this server accepts at most 16 items"),
+        ({"n": 9}, "n: this server accepts at most 8"),
+        ({"temperature": -1}, "temperature: this server accepts at least 0"),
+        ({"foo": 1}, "unknown field 'foo'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:"}]}]},
             "messages[0].content[0].image_url: Input should be an object",
@@ -138,13 +153,9 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_name(door):
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
         {"response_format": {"type": "json_object"}},
-        {"logprobs": True},
-        {"top_logprobs": 2},
-        {"logit_bias": {"5": 1}},
-        {"frequency_penalty": 0.5},
-        {"presence_penalty": -1},
         {"modalities": ["text", "audio"]},
-        {"bad_words": ["x"]},
+        {"store": True},
+        {"service_tier": "flex"},
         {"suffix": "x"},
         {"echo": True},
         {"best_of": 2},
@@ -167,11 +178,51 @@ def test_values_that_change_nothing_are_accepted(door):
         "tools": [],
         "response_format": {"type": "text"},
         "logprobs": False,
-        "logit_bias": {},
+        "logit_bias": {"7": 0},
+        "bad_words": [],
         "min_tokens": 0,
+        "repetition_penalty": 1,
+        "include_reasoning": True,
+        "add_special_tokens": False,
+        "top_logprobs": 0,
+        "store": False,
+        "service_tier": "auto",
     }
-    harmless = {"user": "x", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "logprobs": None}
+    harmless = {"user": "x", "metadata": {"a": "b"}, "vllm_xargs": None, "truncation_side": None}
     assert chat(door, frequency_penalty=0.0, presence_penalty=0, **neutral | harmless).status_code == 200
+    assert door.calls[0].changes is None and door.calls[0].num_logprobs is None
+
+
+def test_sampling_fields_reach_the_door(door):
+    chat(
+        door,
+        logit_bias={"5": -100, "9": 2.5},
+        frequency_penalty=0.5,
+        presence_penalty=-2,
+        repetition_penalty=1.2,
+        allowed_token_ids=[9, 5, 9],
+        bad_words=["no"],
+        logprobs=True,
+        top_logprobs=3,
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+    )
+    (call_,) = door.calls
+    assert call_.changes == LogitChanges(((5, -100.0), (9, 2.5)), 1.2, 0.5, -2.0, allowed_token_ids=(9, 5))
+    assert (call_.bad_words, call_.num_logprobs) == (("no",), 3)
+    assert not call_.skips_special and call_.stop.shows_match
+    body = {
+        "model": "org/demo",
+        "prompt": "x",
+        "logprobs": 0,
+        "n": 2,
+        "best_of": 2,
+        "max_completion_tokens": 5,
+    }
+    assert call(door, "POST", "/v1/completions", json=body).status_code == 200
+    assert (door.calls[1].num_logprobs, door.calls[1].stop.max_tokens) == (0, 5)
+    refused = error_of(call(door, "POST", "/v1/completions", json={**body, "best_of": 3}))
+    assert (refused["code"], refused["param"]) == ("unsupported_parameter", "best_of")
 
 
 def test_a_request_that_leaves_fields_out_gets_the_models_own(door):

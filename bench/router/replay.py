@@ -25,14 +25,14 @@ from typing import Any
 
 import msgspec
 
+from bench.router.one_device import unpredicted
+from bench.router.overheads import Overheads, links_of
+from bench.router.recording import Block, Recorded, Recording
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import UnavailableError
 from cluster.simulator.client import name_of
-from cluster.simulator.overheads import Overheads, links_of, slowed
-from cluster.simulator.recording import Block, Recorded, Recording
 from cluster.simulator.results import percentile
-from cluster.simulator.simulation import NOISE, MakePolicy, Simulation
-from cluster.simulator.whole import unpredicted
+from cluster.simulator.simulation import NOISE, MakePolicy, Simulation, slowed
 from cluster.types.curves import ServiceCurves
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView, make_policy
 
@@ -155,7 +155,8 @@ def table(replayed: Sequence[Replayed]) -> list[str]:
     policies = list(dict.fromkeys(each.block.policy for each in replayed))
     phases = list(dict.fromkeys(each.block.phase for each in replayed))
     lines = [
-        "| phase | policy | requests | p50 live | simulated | ratio | p90 live | simulated | ratio | off by more than 15 % | MAPE simulated |",
+        "| phase | policy | requests | p50 live | simulated | ratio | p90 live | simulated | ratio "
+        "| off by more than 15 % | MAPE simulated |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
     ]
     for phase in [*phases, "all"]:

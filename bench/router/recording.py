@@ -85,8 +85,8 @@ def read(path: Path) -> Recording:
             by_block.setdefault(line["block"], []).append(_recorded(line))
     cluster = lines[0]
     model = Model(
-        "recorded", 0.0, cluster["num_layers"], 0, cluster["kv_bytes_per_token"], 0.0, cluster["feature_bytes_per_row"],
-        cluster["block_size"],
+        "recorded", 0.0, cluster["num_layers"], 0, cluster["kv_bytes_per_token"], 0.0,
+        cluster["feature_bytes_per_row"], cluster["block_size"],
     )  # fmt: skip
     return Recording(
         model,

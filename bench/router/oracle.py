@@ -5,11 +5,12 @@ For each item it takes the encoder at which the item would be ready first: the e
 and its calls are run ahead with the true durations. Then it runs every prefill worker ahead, step by step
 with the real chunk scheduler and the true instants at which the embeddings of all prompts will come, until
 all first tokens are out, with the request and without it, and takes the worker where the sum of all times to
-first token grows least. The decode worker is the one whose next step, with the request in it, is shortest.
+first token grows least. Workers may have several phases: the answer is generated where the KV's way, which is
+none to the prompt's own worker, and the next step, with the request in it, are shortest.
 
 It is greedy: it knows neither what will arrive nor how much a single step will vary, and its encoders are
 chosen before its prefill worker, for the request alone. So it is no lower bound: a policy can be better by
-chance. It takes devices to be exclusive: a call of another stage on the same device is not seen.
+chance. Where a worker encodes beside its prompts, it does not see that the two take turns.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
+from bench.router.one_device import unpredicted
 from cluster.errors import UnavailableError
 from cluster.scheduling.chunks import ChunkScheduler, usable_prefix
 from cluster.scheduling.keys import OrderKey, Ticket, order_key
 from cluster.simulator.attempt import hold
 from cluster.simulator.encoder import SimEncoder
 from cluster.simulator.language import SimLanguage
-from cluster.simulator.whole import unpredicted
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 if TYPE_CHECKING:
@@ -101,7 +102,15 @@ class Oracle:
         )
         prefill, ttft_s = prefills[place], estimates[place][1] - now + self._network_s
         num_tokens = request.num_prompt_tokens
-        decode = min(decodes, key=lambda d: (d.true_step_s((), 1, num_tokens), d.blocks.num_used))
+        num_bytes = num_tokens * self._simulation.model.kv_bytes_per_token
+
+        def second_token_s(decode: SimLanguage) -> float:
+            sent_s = (
+                0.0 if decode is prefill else prefill.spec.link(decode.spec.replica_id).seconds(num_bytes)
+            )
+            return sent_s + decode.true_step_s((), 1, num_tokens)
+
+        decode = min(decodes, key=lambda d: (second_token_s(d), d.blocks.num_used))
         placement = Placement(tuple(chosen), prefill.spec.replica_id, decode.spec.replica_id)
         return Decision(placement, replace(unpredicted(len(request.media)), ttft_s=ttft_s))
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from cluster.simulator.recording import Block, Recorded, Recording
-from cluster.types.curves import Curve, Link, ServiceCurves
+from bench.router.recording import Block, Recorded, Recording
+from cluster.simulator.simulation import slowed
+from cluster.types.curves import Link, ServiceCurves
 
 NO_LINK = Link(0.0, float("inf"))  # of a worker that has not sent anything yet
 
@@ -40,11 +41,6 @@ def measure(recording: Recording, blocks: Sequence[Block]) -> Overheads:
         _median(step_s for block, each in requests for step_s in _prefill_part(recording, block, each)),
         _median(step_s for block in blocks for step_s in _decode_parts(recording, block)),
     )
-
-
-def slowed(curve: Curve, factor: float, more_s: float = 0.0) -> Curve:
-    """So many times longer, and then so much for each call."""
-    return Curve(factor * curve.fixed_s + more_s, factor * curve.per_unit_s, factor * curve.per_pair_s)
 
 
 def links_of(curves: ServiceCurves, more_s: float = 0.0) -> dict[str, Link]:

@@ -19,9 +19,8 @@ WAITING_WEIGHT = 4
 def unpredicted(num_items: int) -> Prediction:
     """Of a policy that predicts nothing."""
     items = (ItemPrediction(),) * num_items
-    return Prediction(
-        media_s=0.0, queue_s=0.0, prefill_s=0.0, ttft_s=0.0, transfer_s=0.0, first_step_s=0.0, low_s=0.0, high_s=0.0, items=items
-    )  # fmt: skip
+    nothing = (0.0,) * 8  # of each duration
+    return Prediction(*nothing, items=items)
 
 
 class OneDevice:

@@ -1,0 +1,84 @@
+"""What the draw of one choice's tokens depends on beside logits and sampling parameters: the tokens so far,
+counted and matched as its request asks.
+
+A state is made from the prompt and the generated tokens when the choice is first drawn here, and is told each
+token that the choice gets. So it is the same on every worker, and behind a preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from cluster.model.token_counts import TokenCounts
+from cluster.types.request import GenerateRequest, LogitChanges
+
+NO_CHANGES = LogitChanges()
+
+
+class Constraint(Protocol):
+    """Which tokens may come next in one choice, by the tokens before them: the state of a grammar."""
+
+    def accept(self, token_id: int) -> None:
+        """The choice has got this token."""
+        ...
+
+
+class ConstraintMasks(Protocol):
+    """Makes constraints and fills their masks. In each step: `start`, the forward, `take`. A step that fails
+    is repeated from `start`, and nothing of the failed one is taken."""
+
+    def constraint(self, request: GenerateRequest, generated: Sequence[int]) -> Constraint | None:
+        """Of a choice that has these tokens already. None: any token may come."""
+        ...
+
+    def start(self, wanted: Sequence[tuple[Constraint, Sequence[int]]]) -> None:
+        """Masks are wanted of these constraints: of each as it is, and with each of its drafts behind it.
+        Should not wait; may fill them on another thread while the forward runs."""
+        ...
+
+    def take(self) -> np.ndarray:
+        """[masks, words] int32: 1 + number of drafts for each constraint, in the order of `start`. Token t
+        may be drawn if bit t % 32 of word t // 32 is set. Nothing is drawn from masks behind a draft that may
+        not come. Waits until all are filled."""
+        ...
+
+
+class DrawState:
+    def __init__(self, request: GenerateRequest, generated: Sequence[int], masks: ConstraintMasks | None):
+        """`generated`: tokens of the choice, those of earlier attempts included."""
+        self.request = request
+        self.changes = changes = request.changes or NO_CHANGES
+        self.constraint = None if masks is None else masks.constraint(request, generated)
+        self.bias = (
+            np.array([token_id for token_id, _ in changes.bias], dtype=np.int64),
+            np.array([added for _, added in changes.bias], dtype=np.float32),
+        )
+        self.allowed = np.array(changes.allowed_token_ids, dtype=np.int64)
+        self.counts: TokenCounts | None = None
+        if changes.counts_tokens:
+            prompt = request.prompt
+            seen = prompt.token_ids[: prompt.num_asked] if changes.repetition_penalty != 1 else ()
+            self.counts = TokenCounts(seen, generated)
+        self._generated = list(generated) if changes.bad_words else []
+
+    def accept(self, token_id: int) -> None:
+        """The choice has got this token."""
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
+        if self.counts is not None:
+            self.counts.add(token_id)
+        if self.changes.bad_words:
+            self._generated.append(token_id)
+
+    def forbidden(self, num_generated: int, drafts: Sequence[int]) -> list[int]:
+        """Tokens that may not come behind these drafts: ends of bad words, and stop tokens before
+        `min_tokens`. `num_generated`: tokens of this attempt before the drafts."""
+        stop, bad_words = self.request.stop, self.changes.bad_words
+        found = [*stop.stop_token_ids] if num_generated + len(drafts) < stop.min_tokens else []
+        if bad_words:
+            last = [*self._generated[-max(map(len, bad_words)) :], *drafts]
+            found += [end for *start, end in bad_words if last[len(last) - len(start) :] == start]
+        return found

@@ -1,0 +1,181 @@
+"""Every draw of a language engine: the first tokens behind a prompt, and the next tokens in each step.
+
+A request that asks for nothing special is drawn from the logits as they are. For others, in this order, which
+is transformers':
+
+    log-probabilities        are read, as the model gave them
+    guidance                 the rows of a choice and of its negative sequence become one
+    bias
+    penalties                repetition, then frequency and presence
+    tokens that cannot come  the ends of bad words, and stop tokens before `min_tokens`
+    allowed tokens           of the request, then of the choice's constraint
+    temperature, filters     `cluster.model.sampling`, which draws
+
+A row is changed by what stands before it alone: the prompt, what was generated, and the drafts before the
+row. So a drawn token is a function of the request and its position: on every worker, after a preemption and
+with any drafts. What this needs of a choice is in its `DrawState`. Used on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cluster.engine.draw_state import ConstraintMasks, DrawState
+from cluster.engine.state import AnswerChoice, LanguageRequest
+from cluster.model.changes import add_bias, allow, apply_masks, forbid, guide, penalize
+from cluster.model.logprobs import RawLogprobs
+from cluster.model.sampling import sample
+from cluster.types.logprobs import TokenLogprobs
+
+Choices = Sequence[tuple[LanguageRequest, AnswerChoice]]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index of the token, where wanted
+
+    def logprobs_of(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
+        """Of tokens [start, end), of one request; empty if it does not want them."""
+        return tuple(self.logprobs[i] for i in range(start, end)) if start in self.logprobs else ()
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Successive rows of one choice that is not plain: behind its last token, and behind each draft."""
+
+    first: int  # among the rows that are drawn from
+    raw: int  # among the model's, where the row of a negative sequence follows
+    state: DrawState
+    num_generated: int = 0  # tokens of this attempt before the first row
+    drafts: Sequence[int] = ()
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + len(self.drafts) + 1)
+
+    def forbidden(self) -> Iterator[tuple[int, list[int]]]:
+        for num_drafts, row in enumerate(self.rows):
+            yield row, self.state.forbidden(self.num_generated, self.drafts[:num_drafts])
+
+
+class Drawer:
+    def __init__(self, masks: ConstraintMasks | None = None):
+        """`masks`: None: no request has a constraint."""
+        self._masks = masks
+
+    def begin(self, choices: Choices) -> None:
+        """A step for these choices begins; their drafts are set."""
+        if self._masks is None:
+            return
+        changed = [(request, choice) for request, choice in choices if not request.is_plain]
+        _start(self._masks, [(self._state_of(*each), each[1].drafts) for each in changed])
+
+    def next_tokens(self, logits: Tensor, choices: Choices) -> Drawn:
+        """A token behind the last one of each choice, and behind each of its drafts. logits: [rows, V]
+        float32 as the model gave them, one row for each of these tokens, and behind it that of the negative
+        sequence if there is one. May change them. Synchronises the device."""
+        if not choices:
+            return Drawn([])
+        params = [choice.sampling for _, choice in choices for _ in range(len(choice.drafts) + 1)]
+        positions = [position for _, choice in choices for position in _positions(choice)]
+        if all(request.is_plain for request, _ in choices):
+            return Drawn(sample(logits, params, positions))
+        changed, first, raw = [], 0, 0
+        for request, choice in choices:
+            if not request.is_plain:
+                state = self._state_of(request, choice)
+                changed.append(_Rows(first, raw, state, choice.num_generated, choice.drafts))
+            first += len(choice.drafts) + 1
+            raw += (len(choice.drafts) + 1) * len(request.request.prompts)
+        logprobs = _raw_logprobs(logits, changed)
+        tokens = sample(self._changed(logits, changed), params, positions)
+        return Drawn(tokens, logprobs.of(range(len(tokens)), tokens))
+
+    def first_tokens(self, requests: Sequence[LanguageRequest]) -> Drawn:
+        """A token behind the prompt for each choice of each request, all of whose prompts are computed.
+        Synchronises the device."""
+        changed, raw = [], 0
+        for first, request in enumerate(requests):
+            if not request.is_plain:
+                changed.append(_Rows(first, raw, self._first_state(request)))
+            raw += len(request.sequences)
+        if self._masks is not None:
+            _start(self._masks, [(each.state, ()) for each in changed])
+        # A copy: it is changed, and a draw that fails is repeated
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        logits = torch.cat([each.last_logits for each in sequences if each.last_logits is not None])
+        logprobs = _raw_logprobs(logits, changed)
+        logits = self._changed(logits, changed)
+        row_of = [row for row, request in enumerate(requests) for _ in request.request.sampling]
+        params = [sampling for request in requests for sampling in request.request.sampling]
+        positions = [requests[row].main.num_prompt_tokens for row in row_of]
+        tokens = sample(logits if len(row_of) == len(requests) else logits[row_of], params, positions)
+        return Drawn(tokens, logprobs.of(row_of, tokens))
+
+    def _state_of(self, request: LanguageRequest, choice: AnswerChoice) -> DrawState:
+        if choice.draw_state is None:
+            generated = choice.token_ids[request.request.prompt.num_asked :]
+            choice.draw_state = DrawState(request.request, generated, self._masks)
+        return choice.draw_state
+
+    def _first_state(self, request: LanguageRequest) -> DrawState:
+        """Of every choice, before its first token."""
+        prompt = request.request.prompt
+        return DrawState(request.request, prompt.token_ids[prompt.num_asked :], self._masks)
+
+    def _changed(self, logits: Tensor, changed: Sequence[_Rows]) -> Tensor:
+        """[rows that are drawn from, V]. May change `logits`."""
+        logits = _guided(logits, changed)
+        rows = [(row, each.state) for each in changed for row in each.rows]
+        counts = [
+            (row, *counts, each.state.changes)
+            for each in changed
+            if each.state.counts is not None
+            for row, counts in zip(each.rows, each.state.counts.rows(each.drafts), strict=True)
+        ]
+        add_bias(logits, [(row, *state.bias) for row, state in rows if state.changes.bias])
+        penalize(logits, counts)
+        forbid(logits, [forbidden for each in changed for forbidden in each.forbidden()])
+        allow(logits, [(row, state.allowed) for row, state in rows if len(state.allowed)])
+        masked = [row for row, state in rows if state.constraint is not None]
+        if masked and self._masks is not None:
+            apply_masks(logits, masked, self._masks.take())
+        return logits
+
+
+def _start(masks: ConstraintMasks, states: Sequence[tuple[DrawState, Sequence[int]]]) -> None:
+    wanted = [(state.constraint, drafts) for state, drafts in states if state.constraint is not None]
+    if wanted:
+        masks.start(wanted)
+
+
+def _positions(choice: AnswerChoice) -> range:
+    """The index that each token drawn in this step will have."""
+    first = len(choice.token_ids)
+    return range(first, first + len(choice.drafts) + 1)
+
+
+def _guided(logits: Tensor, changed: Sequence[_Rows]) -> Tensor:
+    """The two rows of each guided choice, which has no drafts, become one."""
+    guided = [each for each in changed if each.state.request.guidance is not None]
+    if not guided:
+        return logits
+    negative = {each.raw + 1 for each in guided}
+    out = logits[[row for row in range(len(logits)) if row not in negative]]
+    for each in guided:
+        if (guidance := each.state.request.guidance) is not None:
+            out[each.first] = guide(logits[each.raw], logits[each.raw + 1], guidance.scale)
+    return out
+
+
+def _raw_logprobs(logits: Tensor, changed: Sequence[_Rows]) -> RawLogprobs:
+    wanted: dict[int, tuple[int, int]] = {}
+    for each in changed:
+        if (num_top := each.state.request.num_logprobs) is not None:
+            wanted |= {row: (each.raw + i, num_top) for i, row in enumerate(each.rows)}
+    return RawLogprobs(logits, wanted)

@@ -1,0 +1,180 @@
+"""A drawn token is a function of its request and position: at every worker, with any drafts, behind a
+preemption. The model is a table: a token's logits depend on the token before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from cluster.engine.drawing import Drawer
+from cluster.engine.speculation import accept
+from cluster.engine.state import LanguageRequest, TokenSequence
+from cluster.engine.timing import Stopwatch
+from cluster.model.sampling import sample
+from cluster.types.logprobs import TokenLogprobs
+from cluster.types.request import GenerateRequest, LogitChanges, Prompt, SamplingParams, StopParams
+
+VOCAB, NUM_TOKENS = 40, 24
+PROMPT = (3, 7, 7, 21, 5)
+STOP = 11
+CHANGES = LogitChanges(
+    bias=((4, 1.5), (STOP, 2.0), (30, -100.0)),
+    repetition_penalty=1.2,
+    frequency_penalty=0.4,
+    presence_penalty=-0.3,
+    bad_words=((9,), (4, 17), (STOP, 2, 4)),
+)
+torch.manual_seed(5)
+TABLE = torch.randn(VOCAB, VOCAB) * 2
+WAYS = {"greedy": SamplingParams(), "sampled": SamplingParams(temperature=1.2, top_p=0.9, seed=4)}
+
+
+def request_of(sampling: SamplingParams, **fields: object) -> GenerateRequest:
+    stop = StopParams(NUM_TOKENS, (STOP,), 10)
+    request = GenerateRequest("r", Prompt(PROMPT), (sampling,), stop, changes=CHANGES)
+    return msgspec.structs.replace(request, **fields)
+
+
+def held(request: GenerateRequest, *, sends: bool) -> LanguageRequest:
+    held = LanguageRequest(request, 1, 1.0, 0.0, Stopwatch(0.0), computes=sends, sends=sends)
+    last = TABLE[[request.prompt.token_ids[-1]]]
+    held.sequences = [TokenSequence("r/0", request.prompt, last_logits=last)]
+    return held
+
+
+def drawn(
+    request: GenerateRequest, drafts: Sequence[int] = (), masks: Digits | None = None
+) -> tuple[list[int], list[TokenLogprobs]]:
+    """The answer, whose first token another worker draws; with up to two of the next tokens of `drafts`, one
+    of them wrong, guessed in each step."""
+    here, there = Drawer(masks), Drawer(masks)
+    first = here.first_tokens([held(request, sends=True)])
+    answering = held(request, sends=False)
+    (choice,) = answering.choices
+    told, is_over = list(first.logprobs_of(0, 1)), choice.append(first.tokens[0])
+    while is_over is None:
+        done = choice.num_generated
+        choice.drafts = [*drafts[done : done + 1], 1] if drafts else []
+        there.begin([(answering, choice)])
+        logits = TABLE[[choice.token_ids[-1], *choice.drafts]]
+        step = there.next_tokens(logits, [(answering, choice)])
+        new = accept(choice.drafts, step.tokens)
+        told += step.logprobs_of(0, len(new))
+        for token_id in new:
+            is_over = choice.append(token_id)
+            if is_over is not None:
+                break
+    return choice.token_ids[len(request.prompt.token_ids) :], told[: choice.num_generated]
+
+
+def expected(sampling: SamplingParams) -> list[int]:
+    """By transformers' processors; OpenAI's penalties by their formula."""
+    bias = [[[token_id], added] for token_id, added in CHANGES.bias]
+    before = LogitsProcessorList(
+        [SequenceBiasLogitsProcessor(bias), RepetitionPenaltyLogitsProcessor(CHANGES.repetition_penalty)]
+    )
+    behind = LogitsProcessorList(
+        [
+            NoBadWordsLogitsProcessor([list(word) for word in CHANGES.bad_words]),
+            MinNewTokensLengthLogitsProcessor(len(PROMPT), 10, [STOP]),
+        ]
+    )
+    answer: list[int] = []
+    while len(answer) < NUM_TOKENS and (not answer or answer[-1] != STOP):
+        ids = torch.tensor([[*PROMPT, *answer]])
+        scores = before(ids, TABLE[[int(ids[0, -1])]])
+        counts = torch.bincount(ids[0, len(PROMPT) :], minlength=VOCAB)
+        scores = scores - counts * CHANGES.frequency_penalty - (counts > 0) * CHANGES.presence_penalty
+        answer += sample(behind(ids, scores), [sampling], [len(PROMPT) + len(answer)])
+    return answer
+
+
+@pytest.mark.parametrize("sampling", WAYS.values(), ids=WAYS)
+def test_changed_logits_are_those_of_transformers_at_every_position(sampling):
+    wanted, request = expected(sampling), request_of(sampling)
+    assert drawn(request)[0] == wanted and len(set(wanted)) > 5
+    assert drawn(request, wanted)[0] == wanted  # with drafts
+    for num_done in (1, 4, 9):  # what is left of it at another worker
+        rest = request.resumed("again", (0,), tuple(wanted[:num_done]), 0.0)
+        assert drawn(rest)[0] == wanted[num_done:] == drawn(rest, wanted[num_done:])[0]
+    plain = drawn(msgspec.structs.replace(request, changes=None))[0]
+    assert plain != wanted
+
+
+def test_rows_do_not_change_each_other():
+    asked = [
+        request_of(WAYS["sampled"]),
+        request_of(WAYS["greedy"], changes=LogitChanges(presence_penalty=2.0)),
+        request_of(WAYS["greedy"], changes=None, stop=StopParams(NUM_TOKENS)),
+        request_of(WAYS["greedy"], changes=LogitChanges(allowed_token_ids=(6, 39, 12)), num_logprobs=2),
+    ]
+    requests = [held(request, sends=True) for request in asked]
+    together = Drawer().first_tokens(requests).tokens
+    assert together == [Drawer().first_tokens([request]).tokens[0] for request in requests]
+    answering = [held(request, sends=False) for request in asked]
+    pairs = [(request, request.choices[0]) for request in answering]
+    for (_, choice), token_id in zip(pairs, together, strict=True):
+        choice.append(token_id)
+    rows = TABLE[[choice.token_ids[-1] for _, choice in pairs]]
+    alone = [Drawer().next_tokens(rows[[i]].clone(), [pair]).tokens[0] for i, pair in enumerate(pairs)]
+    assert Drawer().next_tokens(rows, pairs).tokens == alone and alone[3] in (6, 39, 12)
+
+
+def test_log_probabilities_are_the_models_own():
+    sampling = WAYS["sampled"]
+    wanted, told = drawn(request_of(sampling, num_logprobs=3), expected(sampling))
+    assert wanted == expected(sampling) and len(told) == len(wanted)
+    for before, token_id, each in zip([PROMPT[-1], *wanted], wanted, told, strict=False):
+        own = TABLE[before].log_softmax(-1)
+        assert each.drawn == pytest.approx(float(own[token_id]), abs=1e-6)
+        assert list(each.top_ids) == own.argsort(descending=True)[:3].tolist()
+        assert each.top == pytest.approx(own[list(each.top_ids)].tolist(), abs=1e-6)
+    assert not drawn(request_of(sampling))[1]
+    assert [each.top for each in drawn(request_of(sampling, num_logprobs=0))[1]] == [()] * len(wanted)
+
+
+class Alternating:
+    """Allows odd tokens behind even ones, and even ones behind odd ones."""
+
+    def __init__(self, last: int):
+        self.last = last
+
+    def accept(self, token_id: int) -> None:
+        self.last = token_id
+
+
+class Digits:
+    def __init__(self) -> None:
+        self.num_started = 0
+
+    def constraint(self, request: GenerateRequest, generated: Sequence[int]) -> Alternating:
+        return Alternating(generated[-1] if generated else 0)
+
+    def start(self, wanted: Sequence[tuple[Alternating, Sequence[int]]]) -> None:
+        self.num_started += 1
+        self.lasts = [last for state, drafts in wanted for last in (state.last, *drafts)]
+
+    def take(self) -> np.ndarray:
+        return np.array(
+            [[0x55555555 if last % 2 else -0x55555556] * 2 for last in self.lasts], dtype=np.int32
+        )
+
+
+def test_a_constraint_masks_first_tokens_steps_and_drafts():
+    request, masks = request_of(WAYS["sampled"]), Digits()
+    answer, _ = drawn(request, masks=masks)
+    assert [token_id % 2 for token_id in answer] == [1, 0] * (len(answer) // 2) + [1] * (len(answer) % 2)
+    assert masks.num_started == len(answer)
+    assert drawn(request, answer, masks)[0] == answer
+    assert drawn(request.resumed("again", (0,), tuple(answer[:3]), 0.0), answer[3:], masks)[0] == answer[3:]

@@ -1,0 +1,87 @@
+"""What a client gets beside the text if it asks: log-probabilities, token ids, the usage so far."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from router.openai.app import build_api
+from tests.unit.openai.fake_door import FakeDoor
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+HALF = {"token": "\ufffd", "logprob": -9999.0, "bytes": [0xF0, 0x9F]}
+
+
+async def post(door: FakeDoor, path: str, **fields: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(build_api(door))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        response = await client.post(path, json={"model": "org/demo", **fields})
+    assert response.status_code == 200, response.text
+    return response
+
+
+async def events(door: FakeDoor, path: str, **fields: Any) -> list[dict[str, Any]]:
+    text = (await post(door, path, stream=True, **fields)).text
+    return [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+
+
+@pytest.fixture
+def door() -> FakeDoor:
+    return FakeDoor()
+
+
+async def test_chat_log_probabilities_have_openais_form(door):
+    drawn = {"token": " wör", "logprob": -0.5, "bytes": [*" wör".encode()]}
+    fields = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    choice = (await post(door, "/v1/chat/completions", **fields)).json()["choices"][0]
+    assert len(choice["logprobs"]["content"]) == len(door.words) and choice["logprobs"]["refusal"] is None
+    assert choice["logprobs"]["content"][1] == {**drawn, "top_logprobs": [drawn, HALF]}
+    streamed = [event["choices"][0] for event in await events(door, "/v1/chat/completions", **fields)]
+    told = [choice["logprobs"] for choice in streamed]
+    assert told[0] is None and told[-1] is None  # the first has the role, the last the finish reason
+    assert [each for logprobs in told[1:-1] for each in logprobs["content"]] == choice["logprobs"]["content"]
+    plain = (await post(door, "/v1/chat/completions", **CHAT)).json()["choices"][0]
+    assert plain["logprobs"] is None
+
+
+async def test_completion_log_probabilities_have_openais_form(door):
+    expected = {
+        "tokens": ["Hello", " wör", "ld", ""],
+        "token_logprobs": [-0.5] * 4,
+        "top_logprobs": [{word: -0.5, "bytes:\\xf0\\x9f": -9999.0} for word in door.words],
+        "text_offset": [0, 5, 9, 11],
+    }
+    (choice,) = (await post(door, "/v1/completions", prompt="x", logprobs=2)).json()["choices"]
+    assert choice["logprobs"] == expected
+    streamed = [
+        event["choices"][0] for event in await events(door, "/v1/completions", prompt="x", logprobs=2)
+    ]
+    for name, values in expected.items():
+        assert [each for choice in streamed[:-1] for each in choice["logprobs"][name]] == values
+    (choice,) = (await post(door, "/v1/completions", prompt="x", logprobs=0)).json()["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [
+        {word: -0.5} for word in door.words
+    ]  # the drawn token alone
+
+
+async def test_token_ids_are_returned_if_the_client_wants_them(door):
+    chat = (await post(door, "/v1/chat/completions", **CHAT, return_token_ids=True)).json()
+    assert chat["prompt_token_ids"] == [1, 2, 3] and chat["choices"][0]["token_ids"] == [0, 1, 2, 3]
+    fields = {"prompt": ["x", "y"], "return_token_ids": True}
+    for choice in (await post(door, "/v1/completions", **fields)).json()["choices"]:
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == ([1, 2, 3], [0, 1, 2, 3])
+    first, *rest = await events(door, "/v1/chat/completions", **CHAT, return_token_ids=True)
+    assert first["prompt_token_ids"] == [1, 2, 3]
+    assert [token_id for event in rest[:-1] for token_id in event["choices"][0]["token_ids"]] == [0, 1, 2, 3]
+    first, *rest = await events(door, "/v1/completions", prompt="x", return_token_ids=True)
+    assert first["choices"][0]["prompt_token_ids"] == [1, 2, 3]
+
+
+async def test_every_chunk_has_the_usage_so_far_if_the_client_wants_it(door):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    told = await events(door, "/v1/chat/completions", **CHAT, stream_options=options)
+    assert [event["usage"]["completion_tokens"] for event in told] == [1, 1, 2, 3, 4, 4]
+    assert all(event["usage"]["prompt_tokens"] == 7 for event in told) and not told[-1]["choices"]
