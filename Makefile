@@ -2,6 +2,7 @@
 # make test      what CI runs: lint, types, import contracts, tests
 # make test-all  also the tests marked slow, as a nightly run does
 # make lint      without the tests
+# make audit     known vulnerabilities of the pinned packages, as a nightly run does; needs the network
 # make fmt       let ruff write
 # make env       the environment alone, in .venv
 # make clean     remove what make made
@@ -19,13 +20,14 @@ CONFIG ?= deploy/cluster.yaml
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2# each takes a core and about 2 GB
 PYTEST = $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
+PIP_AUDIT := pip-audit==2.10.1
 OPENAI_2 := openai==2.54.0 distro==1.9.0# the examples are tested with this major version of the client, too
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cluster router encoder_service prefill_service decode_service kv_transfer bench deploy tests
 STAMP := $(VENV)/.installed-$(shell cat requirements/cpu.lock pyproject.toml | sha256sum | cut -c1-16)
 
-.PHONY: serve test test-all lint fmt clean env help
+.PHONY: serve test test-all lint audit fmt clean env help
 env: $(STAMP)
 
 help:
@@ -55,6 +57,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
+
+audit:
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/pip install --quiet $(PIP_AUDIT)
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements/cpu.lock
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix $(PACKAGES)
