@@ -3,6 +3,7 @@
 # make test-all  also the tests marked slow, as a nightly run does
 # make histories 100,000 random histories of whole clusters, and a crash at every step; HISTORIES=N: so many
 # make lint      without the tests
+# make audit     known vulnerabilities of the pinned packages, as a nightly run does; needs the network
 # make fmt       let ruff write
 # make env       the environment alone, in .venv
 # make clean     remove what make made
@@ -20,6 +21,7 @@ CONFIG ?= deploy/cluster.yaml
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2# each takes a core and about 2 GB
 PYTEST = $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
+PIP_AUDIT := pip-audit==2.10.1
 OPENAI_2 := openai==2.54.0 distro==1.9.0# the examples are tested with this major version of the client, too
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +30,7 @@ STAMP := $(VENV)/.installed-$(shell cat requirements/cpu.lock pyproject.toml | s
 
 HISTORIES ?= 100000
 
-.PHONY: serve test test-all histories lint fmt clean env help
+.PHONY: serve test test-all histories lint audit fmt clean env help
 env: $(STAMP)
 
 help:
@@ -62,6 +64,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
+
+audit:
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/pip install --quiet $(PIP_AUDIT)
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements/cpu.lock
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix $(PACKAGES)

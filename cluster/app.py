@@ -35,6 +35,7 @@ from cluster.config import ClusterArgs, read_environment, resolve
 from cluster.config.checkpoint import check_checkpoint, takes_media
 from cluster.serving.door import DoorReplica
 from cluster.serving.exposure import require_authentication
+from cluster.serving.held_check import HOLD_S
 from cluster.serving.hook_router import HookRouter
 from cluster.serving.replicas import DecodeReplica, Replica
 from cluster.types.members import Role
@@ -55,10 +56,9 @@ API = "router.openai.app:build_api"
 # The engines admit and refuse requests. Serve's default of 5 would queue requests that the engines do not
 # see.
 MAX_ONGOING_REQUESTS = 1_000_000
-HEALTH_CHECK_PERIOD_S = (
-    5.0  # doors notice a death at once, by end-of-file; Serve's check replaces the replica
-)
-HEALTH_CHECK_TIMEOUT_S = 5.0
+# A check stays open for HOLD_S, and the next one follows at once (`cluster.serving.held_check`).
+HEALTH_CHECK_PERIOD_S = HOLD_S / 2
+HEALTH_CHECK_TIMEOUT_S = HOLD_S + 4.0  # a replica that does not answer three in a row is replaced
 DRAIN_TIMEOUT_S = 20.0  # time for a replica that is being removed to finish its requests and stop
 
 

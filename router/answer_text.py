@@ -43,7 +43,7 @@ class AnswerText:
                 text += self._stop_strings.flush()
         self._num_out += len(text)
         reason = None
-        if matched is not None or event.finish_reason is FinishReason.STOP:
+        if matched is not None or event.finish_reason in (FinishReason.STOP, FinishReason.COMPLETE):
             reason = "stop"
         elif event.finish_reason is not None:
             reason = "length"

@@ -14,6 +14,7 @@ import msgspec
 from cluster.media.sources import MediaSource
 from cluster.text.chat import ChatMessage
 from cluster.types.request import LogitChanges, SamplingParams
+from cluster.types.structure import Structure
 
 
 class StopRules(msgspec.Struct, frozen=True):
@@ -45,6 +46,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that both endpoints have."""
 
     sampling: tuple[SamplingParams, ...]  # one per choice; choice i of every prompt draws with sampling[i]
+    structure: Structure | None = None  # the form of each answer
     stop: StopRules
     changes: LogitChanges | None = None  # without bad words
     bad_words: tuple[str, ...] = ()

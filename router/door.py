@@ -26,6 +26,8 @@ from cluster.media.fetch import Fetcher, FetchPolicy
 from cluster.media.processor import MediaProcessor
 from cluster.media.surveyors import SurveyorPool
 from cluster.scheduling.keys import SchedulingPolicy
+from cluster.structure.checker import StructureChecker
+from cluster.structure.vocabulary import VocabularySource
 from cluster.text.defaults import GenerationDefaults, context_length
 from cluster.text.stop import StopStrings
 from cluster.text.tokenizer import TextProcessor
@@ -104,6 +106,9 @@ class Door:
         self._members = self._dispatcher.members
         self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._flow)
         self._tracing = _tracing(args, self._clock)
+        self._structures = StructureChecker(
+            lambda: VocabularySource.load(args.model, self._text.vocab_size, self.defaults.eos_token_ids)
+        )
         self._text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="door-text")
 
     def update_members(self, role: Role, members: list[Member]) -> None:
@@ -115,6 +120,7 @@ class Door:
         await self._intake.aclose()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+        self._structures.close()
         self._text_threads.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -147,6 +153,7 @@ class Door:
 
     async def chat(self, call: ChatCall) -> list[Choice]:
         timeline = RequestTimeline(self._clock.now(), call.trace_parent)
+        await self._check_structure(call)
         changes = await self._changes(call)
         prompt = await self.prepare(call, timeline)
         try:
@@ -158,6 +165,7 @@ class Door:
     async def complete(self, call: CompletionCall) -> list[Choice]:
         choices: list[Choice] = []
         arrived_at = self._clock.now()
+        await self._check_structure(call)
         changes = await self._changes(call)
         for prompt in call.prompts:
             timeline = RequestTimeline(arrived_at, call.trace_parent)
@@ -165,6 +173,11 @@ class Door:
             timeline.prepared(arrived_at, self._clock.now())
             choices += self._generate(prepared, call, changes, timeline)
         return choices
+
+    async def _check_structure(self, call: ChatCall | CompletionCall) -> None:
+        """Raises ClusterError."""
+        if call.structure is not None:
+            await self._structures.check(call.structure, call.tenant)
 
     async def prepare(self, call: ChatCall, timeline: RequestTimeline) -> PreparedPrompt:
         """What `chat` generates from; to be released. Raises ClusterError."""
@@ -209,6 +222,7 @@ class Door:
             call.priority,
             changes=changes,
             num_logprobs=call.num_logprobs,
+            structure=call.structure,
         )
         return [
             Choice(

@@ -21,8 +21,22 @@ NO_CHANGES = LogitChanges()
 class Constraint(Protocol):
     """Which tokens may come next in one choice, by the tokens before them: the state of a grammar."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow."""
+        ...
+
     def accept(self, token_id: int) -> None:
         """The choice has got this token."""
+        ...
+
+    def completes(self, token_id: int) -> bool:
+        """Whether it is complete with this token. Changes nothing."""
+        ...
+
+    def drafts(self, guessed: Sequence[int], limit: int) -> list[int]:
+        """The tokens that follow for certain, if there are any, at most `limit`. Otherwise the longest prefix
+        of the guessed ones that may come."""
         ...
 
 
@@ -64,14 +78,15 @@ class DrawState:
             self.counts = TokenCounts(seen, generated)
         self._generated = list(generated) if changes.bad_words else []
 
-    def accept(self, token_id: int) -> None:
-        """The choice has got this token."""
+    def accept(self, token_id: int) -> bool:
+        """The choice has got this token. Returns whether its constraint is complete with it."""
         if self.constraint is not None:
             self.constraint.accept(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
         if self.changes.bad_words:
             self._generated.append(token_id)
+        return self.constraint is not None and self.constraint.is_complete
 
     def forbidden(self, num_generated: int, drafts: Sequence[int]) -> list[int]:
         """Tokens that may not come behind these drafts: ends of bad words, and stop tokens before

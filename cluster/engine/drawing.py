@@ -38,6 +38,7 @@ Choices = Sequence[tuple[LanguageRequest, AnswerChoice]]
 class Drawn:
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index of the token, where wanted
+    complete: frozenset[int] = frozenset()  # indices of first tokens with which a choice is complete
 
     def logprobs_of(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
         """Of tokens [start, end), of one request; empty if it does not want them."""
@@ -115,7 +116,18 @@ class Drawer:
         params = [sampling for request in requests for sampling in request.request.sampling]
         positions = [requests[row].main.num_prompt_tokens for row in row_of]
         tokens = sample(logits if len(row_of) == len(requests) else logits[row_of], params, positions)
-        return Drawn(tokens, logprobs.of(row_of, tokens))
+        constraints = {each.first: each.state.constraint for each in changed}
+        complete = frozenset(
+            i
+            for i, row in enumerate(row_of)
+            if (constraint := constraints.get(row)) is not None and constraint.completes(tokens[i])
+        )
+        return Drawn(tokens, logprobs.of(row_of, tokens), complete)
+
+    def constrain(self, request: LanguageRequest) -> None:
+        """The request has a structure, which is known to the masks; no choice has a token yet."""
+        for choice in request.choices:
+            self._state_of(request, choice)
 
     def _state_of(self, request: LanguageRequest, choice: AnswerChoice) -> DrawState:
         if choice.draw_state is None:

@@ -54,6 +54,7 @@ from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.fit import StepFit
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.scheduling.queue import WaitingQueue
+from cluster.structure.constraints import Constraints
 from cluster.types.messages import (
     BlocksChanged,
     DecodeTotals,
@@ -91,13 +92,14 @@ class LanguageEngine:
         *,
         features: FeatureStore | None = None,
         tier: KvTier | None = None,
+        constraints: Constraints | None = None,
         allows_recompute: bool = False,
         on_ended: Callable[[str], None] = lambda request_id: None,
     ):
         """`features`: where embeddings arrive; None: prompts with media are not computed here.
-        `tier`: the second one of the KV cache. `allows_recompute`: see `KvInput`. `on_ended(request_id)` is
-        called, on this thread, once for each request whose answer was to be generated here, when it leaves
-        the engine."""
+        `tier`: the second one of the KV cache. `constraints`: those of `runner`. `allows_recompute`: see
+        `KvInput`. `on_ended(request_id)` is called, on this thread, once for each request whose answer was
+        to be generated here, when it leaves the engine."""
         self._runner = runner
         self._blocks = blocks
         self._features = features
@@ -120,7 +122,7 @@ class LanguageEngine:
         admission, arrivals = PromptAdmission(policy, blocks.num_blocks), WaitingQueue(policy)
         held = EngineState(
             self._requests, blocks, admission, arrivals, self._counts, self._computing, runner, features,
-            self._kv_input, self._kv_output, self._loader,
+            self._kv_input, self._kv_output, self._loader, constraints,
         )  # fmt: skip
         self._lifecycle = Lifecycle(held, outbox, self._unschedule, on_ended)
         self._blame = Blame(self._lifecycle.fail_named)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.engine.state import FirstTokens, LanguageRequest, finish_reason
+from cluster.engine.state import FirstTokens, LanguageRequest
 from cluster.types.messages import TokenEvent
 
 
@@ -13,7 +13,7 @@ def first_events(request: LanguageRequest, first: FirstTokens, now: float) -> li
         TokenEvent(
             request.request_id,
             (token_id,),
-            finish_reason(token_id, 1, request.request.stop),
+            first.finish_reason(choice_idx, request.request.stop),
             request.main.num_cached_tokens,
             choice_idx,
             request.stopwatch.timing(now) if choice_idx == 0 else None,

@@ -15,7 +15,7 @@ from cluster.engine.planner import PromptPlanner
 from cluster.engine.state import LanguagePhase, LanguageRequest, TokenSequence
 from cluster.engine.tables import try_allocate_prompts, uncut_spans
 from cluster.engine.timing import Part, Stopwatch
-from cluster.errors import InternalError, RequestError
+from cluster.errors import ClusterError, InternalError, RequestError
 from cluster.kvcache.hashing import BlockHashes
 from cluster.model.language import LanguageModel
 from cluster.scheduling.admission import heads
@@ -119,6 +119,26 @@ class Intake:
         self._lifecycle.count_missing(request)
         self._check_size(request)
         self._held.requests.deadlines.add(request.request_id, request.timeout_s)
+        if (structure := request.request.structure) is None:
+            return self._load(request)
+        if self._held.constraints is None:
+            raise InternalError("this worker holds no structures")
+        self._held.constraints.prepare(request.request, structure, self._on_structure)
+
+    def _on_structure(self, request_id: str, error: ClusterError | None) -> None:
+        """The grammar of the request is here. Requests that have ended meanwhile are ignored."""
+        if (request := self._held.requests.live(request_id)) is None:
+            return
+        if error is not None:
+            return self._blame.take(request_id, error)
+        self._blame.run(request_id, self._constrain, request)
+
+    def _constrain(self, request: LanguageRequest) -> None:
+        self._held.runner.constrain(request)
+        self._load(request)
+
+    def _load(self, request: LanguageRequest) -> None:
+        """A prefix from the second tier, if there is one; then the request waits for blocks."""
         loader, num_spare = self._held.loader, self._held.counts.num_admitted
         if (
             loader is None

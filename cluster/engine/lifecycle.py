@@ -22,6 +22,7 @@ from cluster.errors import ClusterError, OverwrittenError, UnavailableError, to_
 from cluster.kvcache.blocks import BlockPool
 from cluster.scheduling.admission import PromptAdmission
 from cluster.scheduling.queue import WaitingQueue
+from cluster.structure.constraints import Constraints
 from cluster.types.messages import Failed, FinishReason, Preempted, TokenEvent
 from cluster.worker.blame import bookkeeping
 from cluster.worker.outbox import Outbox
@@ -51,6 +52,7 @@ class EngineState:
     kv_input: KvInput
     kv_output: KvOutput
     loader: PrefixLoader | None  # None: the KV cache has no second tier
+    constraints: Constraints | None  # None: no request may have a structure
 
 
 class Lifecycle:
@@ -187,6 +189,8 @@ class Lifecycle:
         self._held.admission.remove(request.request_id)
         self._held.arrivals.remove(request.request_id)
         self._held.requests.remove(request.request_id)
+        if request.request.structure is not None and self._held.constraints is not None:
+            self._held.constraints.forget(request.request_id)
         if not request.sends:
             self._on_ended(request.request_id)
 

@@ -57,21 +57,30 @@ class LanguageRunner:
         self.num_drafted = 0  # tokens, since the start
         self.num_accepted = 0  # drafts that were right
 
+    def constrain(self, request: LanguageRequest) -> None:
+        """See `Drawer.constrain`."""
+        self._drawer.constrain(request)
+
     def propose(self, requests: Sequence[LanguageRequest]) -> None:
-        """Sets the drafts of every live choice. Choices with guidance get none: their two sequences advance
-        one token at a time."""
-        if self._speculator is None:
+        """Sets the drafts of every live choice: of speculation, or what its constraint forces. Choices with
+        guidance get none: their two sequences advance one token at a time."""
+        if self._speculator is None and all(request.is_plain for request in requests):
             return
         choices = [choice for r in requests if r.request.guidance is None for choice in r.live_choices]
         room = [choice.stop.max_tokens - choice.num_generated - 1 for choice in choices]
+        for choice, drafts, limit in zip(choices, self._guessed(choices, room), room, strict=True):
+            constraint = None if choice.draw_state is None else choice.draw_state.constraint
+            choice.drafts = drafts if constraint is None else constraint.drafts(drafts, limit)
+
+    def _guessed(self, choices: Sequence[AnswerChoice], room: Sequence[int]) -> list[list[int]]:
+        if self._speculator is None:
+            return [[] for _ in choices]
         try:
-            proposed = self._speculator.propose(choices, room)
+            return self._speculator.propose(choices, room)
         except Exception:  # the proposer's state of these choices may be incomplete
             for choice in choices:
                 self._speculator.forget(choice.request_id)
             raise
-        for choice, drafts in zip(choices, proposed, strict=True):
-            choice.drafts = drafts
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work], on_layer: OnLayer) -> list[WorkResult]:
@@ -112,7 +121,8 @@ class LanguageRunner:
         end = 0
         for request in requests:
             start, end = end, end + len(request.request.sampling)
-            first.append(FirstTokens(tuple(drawn.tokens[start:end]), drawn.logprobs_of(start, end)))
+            complete = frozenset(i - start for i in drawn.complete if start <= i < end)
+            first.append(FirstTokens(tuple(drawn.tokens[start:end]), drawn.logprobs_of(start, end), complete))
         return first
 
     @torch.inference_mode()

@@ -164,15 +164,19 @@ class AnswerChoice:
     def append(self, token_id: int) -> FinishReason | None:
         """Takes a newly drawn token. Returns why the choice ends with it; None: it goes on."""
         self.token_ids.append(token_id)
-        if self.draw_state is not None:
-            self.draw_state.accept(token_id)
-        return finish_reason(token_id, self.num_generated, self.stop)
+        is_complete = self.draw_state is not None and self.draw_state.accept(token_id)
+        return finish_reason(token_id, self.num_generated, self.stop, is_complete)
 
 
-def finish_reason(token_id: int, num_generated: int, stop: StopParams) -> FinishReason | None:
-    """Why a choice ends with this token, its `num_generated`-th; None: it goes on."""
+def finish_reason(
+    token_id: int, num_generated: int, stop: StopParams, is_complete: bool = False
+) -> FinishReason | None:
+    """Why a choice ends with this token, its `num_generated`-th; None: it goes on. `is_complete`: under the
+    request's structure, with this token."""
     if token_id in stop.stop_token_ids:
         return FinishReason.STOP
+    if is_complete:
+        return FinishReason.COMPLETE
     return FinishReason.LENGTH if num_generated >= stop.max_tokens else None
 
 
@@ -321,3 +325,7 @@ class FirstTokens:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # if the request wants them
+    complete: frozenset[int] = frozenset()  # choices whose structure is complete with their token
+
+    def finish_reason(self, choice_idx: int, stop: StopParams) -> FinishReason | None:
+        return finish_reason(self.token_ids[choice_idx], 1, stop, choice_idx in self.complete)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from cluster.clock import Clock
 from cluster.config.checkpoint import placeholder_ids, read_config
 from cluster.config.settings import ClusterArgs
 from cluster.engine.engine import LanguageEngine
@@ -32,6 +33,10 @@ from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.language import LanguageModel
 from cluster.scheduling.keys import SchedulingPolicy
+from cluster.structure.compiler import GrammarCompiler
+from cluster.structure.constraints import Constraints
+from cluster.structure.vocabulary import VocabularySource
+from cluster.text.defaults import GenerationDefaults
 from cluster.types.members import Member, Role
 from cluster.types.messages import (
     AnyMessage,
@@ -129,7 +134,8 @@ class LanguageWorker(PhaseService):
         )
         self._features = None if feature_memory is None else _feature_store(feature_memory, process, args)
         speculator = _speculator(args, model) if role.decodes else None
-        runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator)
+        masks = self._constraints = _constraints(args, model.vocab_size, process.clock)
+        runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator, masks)
         blocks = BlockPool(sizes.num_kv_blocks, args.block_size)
         self._tier = open_tier(args, language, blocks, process.clock)
         self._engine = LanguageEngine(
@@ -144,19 +150,20 @@ class LanguageWorker(PhaseService):
             process.seat.cpu_slots,
             features=self._features,
             tier=self._tier,
+            constraints=masks,
             allows_recompute=args.transfer.recompute == "auto",
             on_ended=self._on_ended,
         )
         self._process, self._model = process, model
         self._warm_up(runner, blocks, limits, role)
+        self._take_seats(process, role)
+        super().__init__(process, self._own_member(role, sizes.num_kv_blocks))
+
+    def _take_seats(self, process: WorkerProcess, role: Role) -> None:
         self._granting_engines: list[BlockTransfer] = [
             *([process.kv_transfer_engine] if role.decodes else []),
             *([process.feature_transfer_engine] if role.prefills else []),
         ]
-        self._take_seats(process)
-        super().__init__(process, self._own_member(role, sizes.num_kv_blocks))
-
-    def _take_seats(self, process: WorkerProcess) -> None:
         process.seat.attach(self._engine)
         if self._encoder is not None and self._features is not None:
             self._encoder.attach(process, OwnEmbeddings(self._features, self._engine, process))
@@ -179,12 +186,14 @@ class LanguageWorker(PhaseService):
     async def start(self) -> Member:
         if self._tier is not None:
             self._tier.start(self._process.loop.call)
+        self._constraints.attach(self._process.loop.call)
         return await super().start()
 
     async def stop(self) -> None:
         await super().stop()
         if self._encoder is not None:
             self._encoder.close()
+        self._constraints.close()
         if self._tier is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.wrap_future(self._tier.close()), STOP_TIMEOUT_S)
@@ -270,6 +279,12 @@ def _feature_memory(
 ) -> BlockMemory:
     layout = feature_layout(model.feature_width, args.block_size, setup.dtype)
     return BlockMemory(layout, max(1, num_bytes // layout.block_bytes), setup.device)
+
+
+def _constraints(args: ClusterArgs, vocab_size: int, clock: Clock) -> Constraints:
+    """The tokenizer is read when the first request with a structure comes."""
+    end_ids = GenerationDefaults.load(args.model).eos_token_ids
+    return Constraints(GrammarCompiler(lambda: VocabularySource.load(args.model, vocab_size, end_ids), clock))
 
 
 def _feature_store(memory: BlockMemory, process: WorkerProcess, args: ClusterArgs) -> FeatureStore:

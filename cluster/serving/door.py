@@ -28,11 +28,13 @@ from cluster.types.members import Member, Role
 class DoorReplica:
     async def __init__(self, args: ClusterArgs, door: str, api: str, pools: dict[str, DeploymentHandle]):
         """`pools`: handles of all worker pools, by role. `door` and `api` are import paths."""
+        from cluster.serving.held_check import HeldCheck
         from cluster.serving.replicas import freeze_what_is_loaded, load
 
         bind_to_node_address()
         self._pools = {Role(name): handle.options(_by_reference=False) for name, handle in pools.items()}
         self._role_of: dict[str, Role] = {}  # of each replica that generates answers
+        self._held_check = HeldCheck()
         door_class = load(door)
         self._door: Any = await asyncio.to_thread(door_class, args, self._call_decode)
         self._api = load(api)(self._door)
@@ -44,6 +46,9 @@ class DoorReplica:
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
+
+    async def check_health(self) -> None:
+        await self._held_check.hold()
 
     def _update_members(self, role: Role, members: list[Member]) -> None:
         if role.decodes:

@@ -6,6 +6,9 @@
 * It writes Serve's status into FOLDER until the applications run (`status` reads it).
 * Ray's dashboard starts after that, and its autoscaler never: each takes CPU time from the start of a cluster
   that has one host. Ray has no public settings for this.
+* It starts the GCS again when that has ended. Its tables are on disk (`local_environment`), so nothing else
+  ends with it.
+* It ends when the raylet, which starts all processes, has ended and a pool is lost.
 
 Life cycle: it ends with SIGINT like `serve run`, and the fork server ends with it.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +27,11 @@ import yaml
 
 from cluster.config.environment import child_environment
 from cluster.serving import fork_server
-from cluster.serving.status import are_running, write_status
+from cluster.serving.status import are_running, is_healthy, write_status
 
 PERIOD_S = 0.1
+GCS_MIN_LIFE_S = 5.0
+HEALTH_PERIOD_S = 0.5
 
 
 def main(config: Path, folder: Path, model: str) -> None:
@@ -34,34 +40,69 @@ def main(config: Path, folder: Path, model: str) -> None:
     # threads after its imports; replicas set the number of their threads themselves.
     subprocess.Popen(server, stdin=subprocess.PIPE, env=child_environment(OMP_NUM_THREADS="1"))
     sys.executable = fork_server.write_client(folder)  # Ray starts all its Python processes with it
+    is_stopping = threading.Event()
     try:
-        start_dashboard = start_ray()
+        node = start_ray()
+        threading.Thread(target=keep_gcs, args=(node, is_stopping), daemon=True).start()
         follow(deploy(config), folder)
-        sys.stderr.write(f"dashboard at {start_dashboard()}\n")
-        threading.Event().wait()
+        sys.stderr.write(f"dashboard at {start_dashboard(node)}\n")
+        wait_for_raylet(node, config)
     except KeyboardInterrupt:
         from ray import serve
 
         serve.shutdown()
+    finally:
+        is_stopping.set()
 
 
-def start_ray() -> Callable[[], str]:
-    """Returns what starts the dashboard and returns its address."""
+def start_ray() -> Any:
+    """Ray's node object, which has started the processes of this host."""
     import ray
     from ray._private.node import Node
     from ray.serve._private.constants import SERVE_NAMESPACE
 
-    start_dashboard = Node.start_api_server
+    start_api_server, start_monitor = Node.start_api_server, Node.start_monitor
     Node.start_api_server = _skip_dashboard
     Node.start_monitor = lambda node: None
     ray.init(address="local", namespace=SERVE_NAMESPACE)
-    node = ray._private.worker._global_node
+    Node.start_api_server, Node.start_monitor = start_api_server, start_monitor
+    return ray._private.worker._global_node
 
-    def start() -> str:
-        start_dashboard(node, include_dashboard=None, raise_on_failure=False)
-        return node.webui_url
 
-    return start
+def start_dashboard(node: Any) -> str:
+    """Returns its address."""
+    node.start_api_server(include_dashboard=None, raise_on_failure=False)
+    return node.webui_url
+
+
+def keep_gcs(node: Any, is_stopping: threading.Event, now: Callable[[], float] = time.monotonic) -> None:
+    """A thread: starts the GCS again, on its port and with its tables, until `is_stopping`. One that ends
+    soon after its start is given up; then Ray ends the cluster."""
+    while True:
+        started_at = now()
+        node.all_processes["gcs_server"][0].process.wait()
+        if is_stopping.is_set():
+            return
+        if now() - started_at < GCS_MIN_LIFE_S:
+            sys.stderr.write("the GCS ends again and again\n")
+            return
+        sys.stderr.write("the GCS has ended and is started again\n")
+        node.kill_gcs_server(check_alive=False)
+        node.start_gcs_server()
+
+
+def wait_for_raylet(node: Any, config: Path) -> None:
+    """Raises SystemExit when the raylet has ended and then a pool is lost. Until then the cluster answers: it
+    needs the raylet only to start processes."""
+    from cluster.serving import preflight
+
+    node.all_processes["raylet"][0].process.wait()
+    sys.stderr.write("Ray's raylet has ended: the cluster answers until a pool is lost\n")
+    host, port = preflight.address_of(preflight.read_serve_file(config))
+    pause = threading.Event()
+    while is_healthy(f"http://{host}:{port}"):
+        pause.wait(HEALTH_PERIOD_S)
+    raise SystemExit("Ray's raylet has ended, and what is lost cannot be replaced")
 
 
 def deploy(config: Path) -> Any:

@@ -25,8 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -36,13 +34,17 @@ import yaml
 from cluster.config.environment import child_environment
 from cluster.serving import preflight
 from cluster.serving.local_environment import cluster_environment
-from cluster.serving.status import ClusterFailed, StartProgress, are_running, own_message, read_status
+from cluster.serving.status import (
+    ClusterFailed,
+    StartProgress,
+    are_running,
+    is_healthy,
+    own_message,
+    read_status,
+)
 
 READY_TIMEOUT_S = 1800.0  # large models on slow disks take long; failures are noticed much sooner
 POLL_S = 0.1
-HEALTH_TIMEOUT_S = (
-    10.0  # asked when Serve says that all deployments run; each timeout leaves a line in Serve's log
-)
 STOP_TIMEOUT_S = 30.0  # for running requests and Serve to end, before remaining processes are killed
 NOISE_LINES = 60
 
@@ -109,7 +111,7 @@ class LocalCluster:
             applications = read_status(self.folder)
             for line in progress.update(applications, time.time()):
                 self._say(line)
-            if are_running(applications) and self._is_healthy():
+            if are_running(applications) and is_healthy(self.url):
                 return
             time.sleep(POLL_S)
 
@@ -181,13 +183,6 @@ class LocalCluster:
         for entry in self.folder.iterdir():
             if entry.name not in (self._log.name, "logs", "cluster.yaml"):
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
-
-    def _is_healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=HEALTH_TIMEOUT_S) as answer:
-                return answer.status == 200
-        except (urllib.error.URLError, OSError):
-            return False
 
     def _end(self, number: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -63,14 +63,39 @@ ONE_LOOP = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 POOL_SLOTS = 16  # most replicas of one pool on this machine
-# In the configuration that Ray writes for HAProxy, statistics and metrics listen on every interface. Ray
-# starts this script instead of HAProxy (arguments: -db -f FILE …), and the script changes both to loopback.
+# Ray starts this script instead of HAProxy (arguments: -db -f FILE …). It changes the file that Ray has
+# written:
+# * Statistics and metrics listen on loopback instead of every interface.
+# * A request goes to a door when its body has arrived, or as much of it as a buffer holds (`FRONT`): only
+#   then can HAProxy send it to another door. A client has a minute for this. Connections to doors are not
+#   shared between clients: a retry would meet another connection to the door that has just ended.
+# * Before Ray has told it any door, HAProxy does not listen: it would answer every request with 404.
 HAPROXY_SCRIPT = r"""#!/bin/sh
 set -e
 sed -i -e '/^frontend prometheus$/,/^frontend http_frontend$/ s/bind :/bind 127.0.0.1:/' \
-       -e '/^listen stats$/,$ s/bind \*:/bind 127.0.0.1:/' "$3"
+       -e '/^listen stats$/,$ s/bind \*:/bind 127.0.0.1:/' \
+       -e 's/^    http-reuse always$/    http-reuse never/' \
+       -e 's/^    option abortonclose$/&\n    option http-buffer-request/' \
+       -e 's/http-buffer-request$/&\n    timeout http-request 60s/' "$3"
+grep -q '^ *use_backend ' "$3" || sed -i '/^frontend http_frontend$/,/^backend / s/^ *bind .*//' "$3"
 exec "$HAPROXY_BINARY" "$@"
 """
+# HAProxy in front of the doors.
+FRONT = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy would relay every chunk of every stream
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # otherwise every stop takes 30 s
+    # longest time for a client's headers, and without any read or write; default: an hour
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
+    # Ray replaces a HAProxy that has failed three checks in a row; default: 10, half a minute without service
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # A request to a door that has ended before it sent a byte goes to another door, up to three times. This
+    # is safe: a request changes nothing, and what the lost door had asked for is cancelled.
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    # A door that refuses a connection once is gone: without another door the request goes to Serve's fallback
+    # proxy, which waits for the next one. Checks, four a second, take a door in again. Default: 3
+    "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(32 << 10),  # the largest request that can be sent again
+}
 
 
 def cluster_environment(folder: Path) -> dict[str, str]:
@@ -99,6 +124,9 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         ),
         RAY_TMPDIR=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
+        # The GCS keeps its tables in this folder, and `driver` starts it again; default: in its memory
+        RAY_gcs_storage="rocksdb",
+        RAY_gcs_storage_path=str(folder / "gcs"),
         # only small objects pass through it; default: 30 % of RAM
         RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",
         **QUIET,
@@ -106,10 +134,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         # machine go before the threads that compute.
         RAY_worker_niceness="0",
         **ONE_LOOP,
-        RAY_SERVE_ENABLE_HA_PROXY="1",  # the Python proxy would relay every chunk of every stream
-        RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="0",  # otherwise every stop takes 30 s
-        # longest time for a client's headers, and without any read or write; default: an hour
-        RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S="60",
+        **FRONT,
         # the default ports are fixed: a second cluster could not start
         RAY_SERVE_HAPROXY_STATS_PORT=str(free_port()),
         RAY_SERVE_HAPROXY_METRICS_PORT=str(free_port()),

@@ -6,7 +6,7 @@ Life cycle:
    that composes the application. It may block: nothing else runs in the replica before it ends. All other
    steps must not block.
 2. `record_replica_metadata` opens the side channel and publishes the service's `Member`.
-3. `check_health` runs every period.
+3. `check_health` is open nearly all the time (`held_check`).
 4. `reconfigure` assigns phases to it, at the start and again at any time.
 5. Serve removes the replica from its list and drains its calls.
 6. `__del__` waits until the doors, which see the list, have no requests left here, and stops the service. The
@@ -30,6 +30,7 @@ from ray import serve
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError, UnavailableError
 from cluster.serving.exposure import bind_to_node_address
+from cluster.serving.held_check import HeldCheck
 from cluster.serving.published import encode_member
 from cluster.types.members import Member
 
@@ -79,7 +80,7 @@ class Replica:
         if args.side_channel == "tcp":
             args = args.model_copy(update={"host": ray.util.get_node_ip_address()})
         self._service = load(service)(args, replica_id)
-        self._is_stopping = False
+        self._held_check = HeldCheck()
 
     async def record_replica_metadata(self) -> dict[str, str]:
         member = await self._service.start()
@@ -96,6 +97,7 @@ class Replica:
         self._service.assign(by_rank[min(rank.rank, len(by_rank) - 1)] if by_rank else None)
 
     async def check_health(self) -> None:
+        await self._held_check.hold()
         self._service.check_health()
 
     async def __del__(self) -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 STATUS_NAME = "status.json"
+HEALTH_TIMEOUT_S = 10.0  # each one that passes leaves a line in Serve's log
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR_LINE = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit))(?:: (.*))?$")
 _BY_NAME_ALONE = ("ConfigError",)  # our own messages need no class name
@@ -75,6 +77,15 @@ class StartProgress:
 
 def are_running(applications: Mapping[str, Any]) -> bool:
     return bool(applications) and all(each.get("status") == "RUNNING" for each in applications.values())
+
+
+def is_healthy(url: str) -> bool:
+    """Whether a door answers there that it has workers for every phase."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
 
 
 def own_message(text: str) -> str:

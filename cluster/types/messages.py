@@ -72,6 +72,7 @@ PROTOCOL_VERSION = 13
 
 class FinishReason(StrEnum):
     STOP = "stop"  # a stop token
+    COMPLETE = "complete"  # nothing may follow under the request's structure; the last token is text
     LENGTH = "length"  # max_tokens reached
     CANCELLED = "cancelled"  # by the door
 
@@ -124,8 +125,7 @@ class PrefillAdmitted(ChannelMessage, frozen=True):
 
 
 class FeatureGranted(ChannelMessage, frozen=True):
-    """Destination of the embeddings of `prompt.media[item_idx]`. Sent as soon as the worker that computes the
-    prompt has room for them."""
+    """Destination of the embeddings of `prompt.media[item_idx]`. Sent when the prompt's worker has room."""
 
     request_id: str
     item_idx: int
@@ -156,15 +156,13 @@ class StartEncode(ChannelMessage, frozen=True):
     timeout_s: float
     priority: int = 0  # the request's; lower goes sooner
     waited_s: float = 0.0  # time since the client asked, when the door sent this
-    # rows, before pooling, of the request's items that precede this one in the prompt: prefill needs those
-    # sooner
+    # rows, before pooling, of the request's items before this one in the prompt: prefill needs those sooner
     num_rows_before: int = 0
     keep: bool = True  # another use is expected; False: these embeddings are evicted before others
 
 
 class EncodeTarget(ChannelMessage, frozen=True):
-    """Prefill's grant for one item, passed on to the encoder. May come before or after the end of
-    encoding."""
+    """Prefill's grant for one item, passed on to the encoder: before or after the end of encoding."""
 
     request_id: str
     item_idx: int

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from cluster.types.media import PlacedMedia
+from cluster.types.structure import Structure
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -98,6 +99,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     changes: LogitChanges | None = None
     # Log-probabilities are wanted: of each drawn token, and of this many of the most probable ones. None: no
     num_logprobs: int | None = None
+    structure: Structure | None = None  # the form of each choice's text
 
     @property
     def is_plain(self) -> bool:
@@ -106,6 +108,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
             self.guidance is None
             and self.changes is None
             and self.num_logprobs is None
+            and self.structure is None
             and self.stop.min_tokens == 0
         )
 

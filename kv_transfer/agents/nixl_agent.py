@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import logging.config
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,13 +87,27 @@ def load_nixl() -> tuple[ModuleType, ModuleType]:
     failures: list[str] = []
     for name in names:
         try:
-            return importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")
+            with keeping_log_handlers():
+                return importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")
         except ImportError as error:
             failures.append(f"{name}: {error}")
     reasons = "; ".join(failures)
     raise ConfigError(
         f"the NIXL transport needs the package nixl-cu12 or nixl-cu13; none can be imported ({reasons})"
     )
+
+
+@contextmanager
+def keeping_log_handlers() -> Iterator[None]:
+    """NIXL configures Python's logging when it is imported, and `dictConfig` closes every handler of the
+    process. Serve then loses a replica's log, and after a restart of its controller it takes the replica for
+    broken and replaces it. Inside, `dictConfig` does nothing."""
+    configure, raises = logging.config.dictConfig, logging.raiseExceptions
+    logging.config.dictConfig = lambda config: None
+    try:
+        yield
+    finally:
+        logging.config.dictConfig, logging.raiseExceptions = configure, raises
 
 
 class NixlAgent:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from cluster.errors import RequestError, UnsupportedError
 from router.openai.limits import MAX_INT
+from router.openai.structure import StructureFields
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -50,7 +51,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
     "length_penalty": (1,),
     "suffix": ("",),
@@ -65,11 +65,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "prompt_logprobs": (),
     "prompt_embeds": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
@@ -199,7 +194,7 @@ class MediaLoading(_Strict):
     audio: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
 
-class EndpointRequest(_Strict):
+class EndpointRequest(_Strict, StructureFields):
     """The fields that both endpoints have."""
 
     model: str

@@ -26,6 +26,7 @@ from router.openai.schema import (
     EndpointRequest,
     StreamOptions,
 )
+from router.openai.structure import structure_of
 
 SEED_MASK = 2**64 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring choices get seeds far apart
@@ -97,6 +98,7 @@ def _common(request: EndpointRequest, limits: Limits) -> dict[str, Any]:
         "stream": bool(request.stream),
         "include_usage": bool(options.include_usage),
         "usage_in_events": bool(options.include_usage and options.continuous_usage_stats),
+        "structure": structure_of(request),
         "changes": _changes(request, limits),
         "bad_words": tuple(request.bad_words or ()),
         "skips_special": request.skip_special_tokens is not False,

@@ -219,11 +219,7 @@ class SimulatedLanguage(LanguageWorker):
         )  # fmt: skip
         self._engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last
         self._process, self._model = process, model
-        self._granting_engines = [
-            *([process.kv_transfer_engine] if role.decodes else []),
-            *([process.feature_transfer_engine] if role.prefills else []),
-        ]
-        self._take_seats(process)
+        self._take_seats(process, role)
         if self._tier is not None:
             self._tier.start(process.loop.call)
 

@@ -150,8 +150,16 @@ class Alternating:
     def __init__(self, last: int):
         self.last = last
 
+    is_complete = False
+
     def accept(self, token_id: int) -> None:
         self.last = token_id
+
+    def completes(self, token_id: int) -> bool:
+        return False
+
+    def drafts(self, guessed: Sequence[int], limit: int) -> list[int]:
+        return list(guessed)
 
 
 class Digits:

@@ -152,7 +152,6 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_name(door):
     [
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
-        {"response_format": {"type": "json_object"}},
         {"modalities": ["text", "audio"]},
         {"store": True},
         {"service_tier": "flex"},

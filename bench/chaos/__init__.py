@@ -1,0 +1,1 @@
+"""Processes of a running cluster are killed and stopped under load; see README.md."""

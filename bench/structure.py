@@ -1,0 +1,253 @@
+"""Are answers under a JSON schema valid, and what do structures cost?
+
+    python -m bench.structure check [--schemas 2000] [--streams 16] [--max-tokens 400] [--blanks] [--random]
+    python -m bench.structure speed [--schemas 64] [--streams 16] [--rounds 5]
+    python -m bench.structure hostile [--streams 16]
+
+One process, no cluster: a door and one language worker with the demo model (`--random`: the same with random
+weights), temperature 1. Schemas come from `bench.schemas`; the library `jsonschema`, which has no part in the
+server, judges the answers.
+
+check    per class of schemas: valid, invalid, cut off by --max-tokens, refused. Exit status 1 if one is
+         invalid.
+speed    tokens per second when every answer has a structure, beside the same number of tokens of the same
+         prompts without one. Rounds of the two take turns; the ratio is the median over the rounds.
+hostile  how long the door takes to refuse structures that are hard to compile, and the gap between two
+         tokens of other answers meanwhile, beside the gap without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.in_process import started
+from bench.schemas import Schema, schemas
+from cluster.config.settings import ClusterArgs
+from cluster.errors import RequestError
+from decode_service.service import LanguageService
+from router.door import Door
+from router.openai.schema import ChatRequest
+from router.openai.translate import chat_call
+
+MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
+PROMPT = "Describe a thing as JSON."
+HOSTILE: dict[str, dict[str, Any]] = {
+    "a pattern of many counted repetitions": {
+        "guided_regex": "(?s).*a.{0,3000}(b.{0,3000}c.{0,3000}){0,50}d"
+    },
+    "a grammar 60,000 brackets deep": {"guided_grammar": "start: " + "(" * 60_000 + '"a"' + ")" * 60_000},
+    "5,000 choices that overlap": {"guided_choice": ["ab" * (i % 90) + str(i) for i in range(5000)]},
+    "200 patterns with negated neighbours": {
+        "guided_json": {
+            "type": "object",
+            "patternProperties": {f"^{'a?' * 12}{i}x{{1,90}}$": {"type": "string"} for i in range(200)},
+        }
+    },
+}
+
+
+@dataclass(frozen=True)
+class Answered:
+    text: str
+    num_tokens: int
+    finish_reason: str | None
+    gaps_s: tuple[float, ...]
+
+
+@contextlib.asynccontextmanager
+async def serving(model: Path) -> AsyncIterator[Door]:
+    args = ClusterArgs.model_validate(
+        {"model": str(model), "model_id": "demo", "transport": "in_process", "dtype": "float32"}
+    )
+    worker = LanguageService(args, "language-0")
+
+    async def call_decode(replica_id: str, request_id: str) -> None:
+        await worker.run(request_id)
+
+    door = Door(args, call_decode)
+    async with started(door, [worker]):
+        yield door
+
+
+def random_model(folder: Path) -> Path:
+    """The demo model with random weights."""
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("training", "examples"))
+    torch.manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.ndim > 1:
+            weights[name] = torch.randn(weight.shape).mul_(2 * weight.float().std()).to(weight.dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+async def answer(door: Door, seed: int, max_tokens: int, **fields: Any) -> Answered:
+    """Raises RequestError for a structure that is refused."""
+    body = {
+        "model": "demo", "messages": [{"role": "user", "content": f"{PROMPT} Number {seed}."}],
+        "temperature": 1.0, "seed": seed, "max_tokens": max_tokens, **fields,
+    }  # fmt: skip
+    (choice,) = await door.chat(chat_call(ChatRequest.model_validate(body), "demo", door.defaults))
+    texts, gaps, reason, last_at = [], [], None, time.perf_counter()
+    try:
+        async for delta in choice:
+            now = time.perf_counter()
+            gaps.append(now - last_at)
+            texts.append(delta.text)
+            reason, last_at = delta.finish_reason, now
+        return Answered("".join(texts), choice.usage.completion_tokens, reason, tuple(gaps[1:]))
+    finally:
+        await choice.aclose()
+
+
+def wanted(schema: Schema, with_blanks: bool = False) -> dict[str, Any]:
+    """Without blanks more answers end before they are cut: neither model was trained to write JSON."""
+    if not with_blanks:
+        return {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
+    named = {"name": "thing", "strict": True, "schema": schema}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def verdict(schema: Schema, answered: Answered) -> str:
+    if answered.finish_reason != "stop":
+        return "cut"
+    try:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(answered.text))
+    except (ValueError, jsonschema.ValidationError) as error:
+        print(f"INVALID {json.dumps(schema)}\n    {answered.text!r}\n    {str(error)[:200]}", file=sys.stderr)
+        return "invalid"
+    return "valid"
+
+
+async def check(door: Door, args: argparse.Namespace) -> int:
+    slots = asyncio.Semaphore(args.streams)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+
+    async def one(number: int, kind: str, schema: Schema) -> None:
+        async with slots:
+            try:
+                counts[kind][
+                    verdict(
+                        schema, await answer(door, number, args.max_tokens, **wanted(schema, args.blanks))
+                    )
+                ] += 1
+            except RequestError as error:
+                print(f"refused ({kind}): {error.message}", file=sys.stderr)
+                counts[kind]["refused"] += 1
+
+    async with asyncio.TaskGroup() as group:
+        for number, (kind, schema) in enumerate(schemas(args.schemas)):
+            group.create_task(one(number, kind, schema))
+    columns = ("valid", "invalid", "cut", "refused")
+    print(f"{'class':16}" + "".join(f"{column:>9}" for column in columns))
+    for kind, count in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
+        print(f"{kind:16}" + "".join(f"{count[column]:9}" for column in columns))
+    return int(any(count["invalid"] for count in counts.values()))
+
+
+async def rate(door: Door, streams: int, bodies: Sequence[dict[str, Any]]) -> tuple[float, float, list[int]]:
+    """Tokens per second, per second of processor time of this process, and of each answer."""
+    slots = asyncio.Semaphore(streams)
+
+    async def one(seed: int, body: dict[str, Any]) -> int:
+        async with slots:
+            return (await answer(door, seed, **body)).num_tokens
+
+    began_at, used_s = time.perf_counter(), time.process_time()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(seed, body)) for seed, body in enumerate(bodies)]
+    num_tokens = [task.result() for task in tasks]
+    took_s, used_s = time.perf_counter() - began_at, time.process_time() - used_s
+    return sum(num_tokens) / took_s, sum(num_tokens) / used_s, num_tokens
+
+
+async def speed(door: Door, args: argparse.Namespace) -> int:
+    """The first round compiles grammars and is not counted."""
+    structured = [
+        {"max_tokens": args.max_tokens, **wanted(schema, args.blanks)} for _, schema in schemas(args.schemas)
+    ]
+    rounds: list[tuple[float, ...]] = []
+    for round_idx in range(args.rounds + 1):
+        with_it, used, num_tokens = await rate(door, args.streams, structured)
+        plain = [{"max_tokens": count, "ignore_eos": True} for count in num_tokens]
+        without, used_without, _ = await rate(door, args.streams, plain)
+        if round_idx:
+            rounds.append((with_it, without, used, used_without))
+    columns = list(zip(*rounds, strict=True))
+    for name, of, other in (("second", *columns[:2]), ("second of processor time", *columns[2:])):
+        ratios = [one / two for one, two in zip(of, other, strict=True)]
+        print(
+            f"tokens per {name}, medians of {args.rounds} rounds: {statistics.median(of):.0f} with, "
+            f"{statistics.median(other):.0f} without; ratio {statistics.median(ratios):.3f}, "
+            f"{min(ratios):.3f} to {max(ratios):.3f}"
+        )
+    return 0
+
+
+async def hostile(door: Door, args: argparse.Namespace) -> int:
+    async def gaps() -> list[float]:
+        plain = [answer(door, seed, 200, ignore_eos=True) for seed in range(args.streams)]
+        return sorted(gap for each in await asyncio.gather(*plain) for gap in each.gaps_s)
+
+    await gaps()
+    alone = await gaps()
+    other = asyncio.ensure_future(gaps())
+    for name, body in HOSTILE.items():
+        began_at = time.perf_counter()
+        try:
+            await answer(door, 0, 16, **body)
+            outcome = "answered"
+        except RequestError as error:
+            outcome = f"refused ({error.status}): {error.message[:90]}"
+        print(f"{name:40} {time.perf_counter() - began_at:6.3f} s  {outcome}")
+    beside = await other
+    for name, of in (("alone", alone), ("beside them", beside)):
+        print(
+            f"gap between tokens, {name}: p50 {1e3 * of[len(of) // 2]:.2f} ms, "
+            f"p99 {1e3 * of[len(of) * 99 // 100]:.2f} ms"
+        )
+    return 0
+
+
+async def run(args: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(Path(folder) / "model") if args.random else MODEL
+        async with serving(model) as door:
+            return await {"check": check, "speed": speed, "hostile": hostile}[args.what](door, args)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("check", "speed", "hostile"))
+    parser.add_argument("--schemas", type=int, help="2000 for check, 64 for speed")
+    parser.add_argument("--streams", type=int, default=16, help="answers at once")
+    parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blanks", action="store_true", help="check: white space is allowed")
+    parser.add_argument("--random", action="store_true", help="random weights")
+    args = parser.parse_args()
+    args.schemas = args.schemas or (2000 if args.what == "check" else 64)
+    sys.exit(asyncio.run(run(args)))
+
+
+if __name__ == "__main__":
+    main()

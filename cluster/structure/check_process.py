@@ -1,0 +1,142 @@
+"""The process in which a door has structures compiled before any worker hears of them.
+
+    door → here  VocabularySource, once; then one Structure at a time
+    here → door  Checked, also when the vocabulary is loaded
+
+Each structure is compiled in a fork of this process, which has the vocabulary: exactly what a worker will do,
+with a limit of processor time and of memory. A structure that takes too long, needs too much or crashes the
+library ends its fork alone. A regular expression of a few characters can do each of these.
+
+The process imports neither torch nor transformers, opens no file and no address. It ends when its socket
+ends, also when the door is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import BinaryIO
+
+import msgspec
+
+from cluster.errors import ClusterError
+from cluster.structure.grammar import compile_structure
+from cluster.structure.matcher import Matcher
+from cluster.structure.vocabulary import Vocabulary, VocabularySource
+from cluster.types.structure import Structure
+
+HEADER_BYTES = 4  # length of a frame, little endian
+CPU_S = 0.7  # of one structure; 2,000 schemas like those that clients send take 5 ms each at most
+WALL_S = 10.0  # on a machine that is busy with other work
+MAX_BYTES = 1 << 30  # of address space, beside what the vocabulary has
+NUM_PROBES, PROBE_TOKENS = 4, 24
+STACK_BYTES = 4 << 20  # half of what the threads of workers have
+NICENESS = 10
+
+
+class Checked(msgspec.Struct, frozen=True):
+    error: str | None = None  # why it is refused
+
+
+def framed(message: VocabularySource | Structure | Checked) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return len(payload).to_bytes(HEADER_BYTES, "little") + payload
+
+
+def check(structure: Structure, vocabulary: Vocabulary) -> str | None:
+    """Compiles it in a fork. Why it is refused; None: it can be used."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _compile_and_exit(structure, vocabulary, writing)
+    os.close(writing)
+    with open(reading, "rb", buffering=0) as pipe:
+        has_ended, _, _ = select.select([pipe], [], [], WALL_S)
+        answer = pipe.read(1 << 16) if has_ended else b""
+    if not answer:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if answer:
+        return answer[1:].decode() or None
+    if not has_ended or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+        return "it takes too long to compile"
+    return "it needs too much memory or is nested too deeply"
+
+
+def _compile_and_exit(structure: Structure, vocabulary: Vocabulary, writing: int) -> None:
+    """In the fork, which ends here whatever happens."""
+    try:
+        os.nice(NICENESS)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MAX_BYTES,) * 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust says when it ends a process
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+        threading.stack_size(STACK_BYTES)
+        thread = threading.Thread(target=_compile, args=(structure, vocabulary, writing))
+        thread.start()
+        thread.join()
+    finally:
+        os._exit(0)
+
+
+def _compile(structure: Structure, vocabulary: Vocabulary, writing: int) -> None:
+    error = ""
+    try:
+        _probe(Matcher(compile_structure(structure, vocabulary), vocabulary, (vocabulary.end_id,)))
+    except ClusterError as refusal:
+        error = refusal.message
+    os.write(writing, b"=" + error.encode()[:4096])
+
+
+def _probe(root: Matcher) -> None:
+    """The beginnings of some answers. Raises StructureError if a limit is reached there."""
+    dice = random.Random(0)
+    for _ in range(NUM_PROBES):
+        matcher, num_tokens = root.copy(), 0
+        while not matcher.is_complete and num_tokens < PROBE_TOKENS:
+            matcher.accept(int(dice.choice(matcher.allowed())))
+            num_tokens += 1
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def serve(stream: BinaryIO) -> None:
+    """Answers until the other end closes."""
+    payload = _received(stream)
+    if payload is None:
+        return
+    try:
+        vocabulary, answer = Vocabulary(msgspec.msgpack.decode(payload, type=VocabularySource)), Checked()
+    except ClusterError as error:
+        vocabulary, answer = None, Checked(error.message)
+    stream.write(framed(answer))
+    stream.flush()
+    while vocabulary is not None and (payload := _received(stream)) is not None:
+        stream.write(framed(Checked(check(msgspec.msgpack.decode(payload, type=Structure), vocabulary))))
+        stream.flush()
+
+
+def _received(stream: BinaryIO) -> bytes | None:
+    header = stream.read(HEADER_BYTES)
+    return stream.read(int.from_bytes(header, "little")) if len(header) == HEADER_BYTES else None
+
+
+def main() -> None:
+    door_is_gone = contextlib.suppress(BrokenPipeError, ConnectionResetError)
+    with door_is_gone, socket.socket(fileno=int(sys.argv[1])) as end, end.makefile("rwb") as stream:
+        serve(stream)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A door's check of structures: what no worker could hold is refused before anything is generated.
+
+Each new structure is compiled once, in a process of its own (`check_process`), and what came of it is kept.
+One structure is checked at a time; tenants take turns. The process starts with the first structure; if it
+ends, the next structure starts another one.
+
+`check` belongs to one event loop. One thread talks to the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from cluster.config.environment import child_environment
+from cluster.errors import UnavailableError, UnsupportedError
+from cluster.media.slots import FairSlots
+from cluster.structure.check_process import HEADER_BYTES, WALL_S, Checked, framed
+from cluster.structure.matcher import StructureError
+from cluster.structure.vocabulary import VocabularySource
+from cluster.types.structure import Structure
+
+START_TIMEOUT_S = 60.0  # a large vocabulary takes a second on an idle machine
+ANSWER_TIMEOUT_S = WALL_S + 5.0
+WAIT_TIMEOUT_S = 60.0  # for the structures of other requests
+MAX_KEPT = 1024
+MAX_KEPT_CHARS = 8 << 20  # of all structures whose answer is kept
+
+Key = tuple[str, str]
+
+
+class StructureChecker:
+    def __init__(self, load: Callable[[], VocabularySource]):
+        """`load` is called once, off the event loop."""
+        self._process = CheckProcess(load)
+        self._thread = ThreadPoolExecutor(1, "structure-check")
+        self._slots = FairSlots(1, 1)
+        self._known: OrderedDict[Key, str | None] = OrderedDict()  # why it is refused
+        self._num_chars = 0
+        self._is_closed = False
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._process.close()
+
+    async def check(self, structure: Structure, tenant: str) -> None:
+        """Raises StructureError, or UnavailableError if it cannot be checked now. May be cancelled."""
+        if self._is_closed:
+            raise UnavailableError("the server is shutting down")
+        if structure.key not in self._known:
+            try:
+                async with asyncio.timeout(WAIT_TIMEOUT_S), self._slots.slot(tenant):
+                    if structure.key not in self._known:
+                        self._keep(structure.key, await self._ask(structure))
+            except TimeoutError:
+                raise UnavailableError("too many structures wait to be compiled", retry_after_s=5.0) from None
+        self._known.move_to_end(structure.key)
+        if (error := self._known[structure.key]) is not None:
+            raise StructureError(f"{structure.param}: {error}", param=structure.param)
+
+    async def _ask(self, structure: Structure) -> str | None:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._process.ask, structure)
+
+    def _keep(self, key: Key, error: str | None) -> None:
+        self._known[key] = error
+        self._num_chars += len(key[1])
+        while len(self._known) > MAX_KEPT or (self._num_chars > MAX_KEPT_CHARS and len(self._known) > 1):
+            oldest, _ = self._known.popitem(last=False)
+            self._num_chars -= len(oldest[1])
+
+
+class CheckProcess:
+    """Used on one thread, `close` on any."""
+
+    def __init__(self, load: Callable[[], VocabularySource]):
+        self._load = load
+        self._source: VocabularySource | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._is_closed = False
+
+    def ask(self, structure: Structure) -> str | None:
+        """Why the structure is refused; None: it is not. Raises UnavailableError."""
+        for _ in range(2):
+            if self._is_closed:
+                break
+            try:
+                return self._exchange(self._socket or self._start(), structure).error
+            except (OSError, EOFError, msgspec.DecodeError):
+                self._end()
+        raise UnavailableError("the process that compiles structures does not answer", retry_after_s=5.0)
+
+    def close(self) -> None:
+        """Ends the process for good. A running `ask` raises."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
+        end, process = self._socket, self._process
+        self._socket = self._process = None
+        if end is not None:
+            end.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _start(self) -> socket.socket:
+        self._source = self._source or self._load()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cluster.structure.check_process", str(theirs.fileno())],
+                env=child_environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # the terminal's Ctrl-C must reach the door only
+            )
+        self._socket = ours
+        ours.settimeout(START_TIMEOUT_S)
+        if (error := self._exchange(ours, self._source).error) is not None:
+            self._end()
+            raise UnsupportedError(error)
+        ours.settimeout(ANSWER_TIMEOUT_S)
+        return ours
+
+    @staticmethod
+    def _exchange(end: socket.socket, message: VocabularySource | Structure) -> Checked:
+        end.sendall(framed(message))
+        return msgspec.msgpack.decode(
+            _read(end, int.from_bytes(_read(end, HEADER_BYTES), "little")), type=Checked
+        )
+
+
+def _read(end: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        piece = end.recv(num_bytes - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)

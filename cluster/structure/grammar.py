@@ -1,0 +1,71 @@
+"""A structure to llguidance's grammar, and the limits under which it is compiled and matched. Blocks; any
+thread; releases the GIL while it compiles."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import TYPE_CHECKING
+
+from cluster.structure.matcher import StructureError, one_line
+from cluster.structure.schema import held_schema
+from cluster.structure.vocabulary import Vocabulary
+from cluster.types.structure import Structure, StructureKind
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits
+
+# Between tokens of JSON: a blank, or a new line and its indentation. With any white space allowed, weak
+# models write it until `max_tokens`.
+WHITESPACE = r"\x20|\x0A\x20{0,16}"
+
+
+def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher:
+    """At the start of an answer. Raises StructureError, which says what is not supported."""
+    from llguidance import LLMatcher
+
+    try:
+        native = LLMatcher(vocabulary.native, _grammar(structure), log_level=0, limits=_limits())
+    except StructureError as error:
+        raise StructureError(error.message, param=structure.param) from None
+    except (ValueError, RecursionError) as error:  # llguidance raises ValueError
+        raise StructureError(one_line(str(error)), param=structure.param) from error
+    if not native.is_error():
+        native.compute_bitmask()  # a part of a grammar is built only now
+    if native.is_error():
+        raise StructureError(one_line(native.get_error()), param=structure.param)
+    return native
+
+
+@cache
+def _limits() -> LLParserLimits:
+    """A lexer state takes one to two kilobytes, and every choice has its own."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=20_000,
+        max_lexer_states=25_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def _grammar(structure: Structure) -> str:
+    from llguidance import LLMatcher, grammar_from
+
+    match structure.kind:
+        case StructureKind.JSON_SCHEMA:
+            blanks = (
+                {"whitespace_flexible": False} if structure.is_compact else {"whitespace_pattern": WHITESPACE}
+            )
+            return LLMatcher.grammar_from_json_schema(
+                held_schema(structure.text, is_strict=structure.is_strict),
+                overrides={**blanks, "coerce_one_of": False, "lenient": False},
+            )
+        case StructureKind.REGEX:
+            return LLMatcher.grammar_from_regex(structure.text)
+        case StructureKind.CHOICE:
+            choices = " | ".join(json.dumps(choice) for choice in json.loads(structure.text))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+        case StructureKind.GRAMMAR:
+            return grammar_from("grammar", structure.text)

@@ -1,0 +1,93 @@
+"""kill -9 of a door and of the HAProxy in front of it: only what is open there ends, and nothing stays held.
+kill -9 of Serve's controller and of the GCS: no request notices, and no replica is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+import httpx
+import pytest
+
+from bench.chaos.processes import REPLICAS, Processes
+from cluster.serving.launch import LocalCluster
+from cluster.serving.local_environment import ray_headers
+from tests.serve.conftest import audit
+from tests.serve.test_replicas import HANG_S, pid_of
+
+LONG, SHORT = 1500, 4
+
+
+def body(num_tokens: int, **more: object) -> dict:
+    messages = [{"role": "user", "content": "hello"}]
+    fields = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+    return {"model": "demo_model", "messages": messages, **fields, **more}
+
+
+async def test_a_killed_door_costs_its_streams_and_holds_nothing(cluster: LocalCluster) -> None:
+    async with (
+        asyncio.timeout(4 * HANG_S),
+        httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S) as client,
+        client.stream("POST", "/v1/chat/completions", json=body(LONG, stream=True)) as stream,
+    ):
+        lines = stream.aiter_lines()
+        assert json.loads((await anext(lines)).removeprefix("data:"))["choices"]
+        whole = asyncio.create_task(client.post("/v1/chat/completions", json=body(LONG)))
+        await until_two_are_in_work(client)
+        os.kill(pid_of(cluster, "Door"), signal.SIGKILL)
+        with pytest.raises(httpx.RemoteProtocolError):
+            async for _ in lines:
+                pass
+        answer = await whole  # no byte of it had been sent, so HAProxy asked the next door
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == LONG
+    audit(cluster)
+
+
+async def until_two_are_in_work(client: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(HANG_S):
+        while "epdg_door_flights 2.0" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_killed_haproxy_is_replaced(cluster: LocalCluster) -> None:
+    (old,) = Processes(cluster.folder).of("haproxy")
+    os.kill(old, signal.SIGKILL)
+    async with asyncio.timeout(HANG_S), httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S) as client:
+        while True:
+            try:
+                answer = await client.post("/v1/chat/completions", json=body(SHORT))
+            except httpx.TransportError:
+                await asyncio.sleep(0.1)
+                continue
+            assert answer.status_code == 200, answer.text  # refused or right; never 404
+            break
+    audit(cluster)
+
+
+@pytest.mark.parametrize("kind", ["controller", "gcs"])
+async def test_requests_and_replicas_do_not_notice(cluster: LocalCluster, kind: str) -> None:
+    processes = Processes(cluster.folder)
+    (old,) = processes.of(kind)
+    before = {replica: processes.of(replica) for replica in REPLICAS}
+    async with asyncio.timeout(HANG_S), httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S) as client:
+        answer = asyncio.create_task(client.post("/v1/chat/completions", json=body(LONG)))
+        os.kill(old, signal.SIGKILL)
+        while processes.of(kind) in ([], [old]):
+            assert (await client.post("/v1/chat/completions", json=body(SHORT))).status_code == 200
+        assert (await answer).status_code == 200
+        await until_taken_over(cluster, client)
+    assert {replica: processes.of(replica) for replica in REPLICAS} == before
+
+
+async def until_taken_over(cluster: LocalCluster, client: httpx.AsyncClient) -> None:
+    """Serve's controller lists all replicas as running."""
+    while (url := cluster.dashboard_url()) is None:
+        await asyncio.sleep(0.2)
+    states: list[str] = []
+    while len(states) < len(REPLICAS) or set(states) != {"RUNNING"}:
+        answer = await client.get(f"{url}/api/serve/applications/", headers=ray_headers(cluster.folder))
+        deployments = answer.json()["applications"]["epdg"]["deployments"] if answer.is_success else {}
+        states = [each["state"] for deployment in deployments.values() for each in deployment["replicas"]]
+        await asyncio.sleep(0.2)
