@@ -147,7 +147,7 @@ class Lifecycle:
                 self.fail(request, OverwrittenError(why))
 
     def release_merged(self, request: LanguageRequest) -> None:
-        """Releases items whose embeddings no further step reads: they are computed, or in the cached prefix."""
+        """Releases items that no further step reads: they are computed, or in the cached prefix."""
         if self._held.features is None:
             return
         for item_idx, item in enumerate(request.main.prompt.media):

@@ -61,7 +61,8 @@ class HistoryError(AssertionError):
     def __init__(self, seed: int, world: World, error: BaseException):
         self.seed, self.world = seed, world
         super().__init__(
-            f"seed {seed}: {error or repr(error)}\n    see it again: python -m tests.histories run {seed} --trace"
+            f"seed {seed}: {error or repr(error)}\n"
+            f"    see it again: python -m tests.histories run {seed} --trace"
         )
 
 

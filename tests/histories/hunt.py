@@ -15,7 +15,8 @@ MAX_SEEDS = 300
 # product makes up for the bug within its deadlines
 OPEN = frozenset(
     {
-        "lease_time_from_open", "no_margin", "late_write_ignored", "late_embeddings_ignored", "unwanted_grant_kept",
+        "lease_time_from_open", "no_margin", "late_write_ignored", "late_embeddings_ignored",
+        "unwanted_grant_kept",
         "early_tokens_lost", "lost_worker_unnoticed", "needs_no_worker", "stale_tier", "registered_too_early",
         "encoder_lost_ignored", "suspect_held_for_ever", "deadline_ignored",
     }

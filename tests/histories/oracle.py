@@ -51,7 +51,7 @@ def _check_leases(worker: SimulatedWorker) -> None:
                 seen.add(block_id)
                 content = receiver._incoming.memory, block_id, generation
                 first = worker.granted.setdefault(content, lease.lease_id)
-                # An item that the worker encodes itself after all leaves its room, ungranted, to another encoder
+                # Room of an item that the worker was to encode itself may go to another encoder
                 assert first == lease.lease_id or worker.encoder is not None, (
                     f"generation {generation} of block {block_id} was granted before, by {first}"
                 )

@@ -1,4 +1,4 @@
-"""Histories: the whole cluster in virtual time, with everything that can go wrong. `tests/histories/history.py`
+"""Histories: the whole cluster in virtual time, with all that can go wrong. `tests/histories/history.py`
 says what one is; `make histories` runs 100,000."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Worker processes: the product's engines, transfer engines, feature memory and message handling, on simulated
-threads, with a chain in place of the model (`tests.histories.model`).
+"""Worker processes: the product's engines, transfer engines, feature memory and message handling, on
+simulated threads, with a chain in place of the model (`tests.histories.model`).
 
 Only what touches the outside is replaced: sockets, threads, the clock, transports, models.
 

@@ -228,8 +228,8 @@ class World(WorkerHost):
         worker.shell._on_message(connection, message)
 
     def check_landing(self, write: SimulatedWrite) -> None:
-        """A write lands in blocks under a lease of this writer; or late because its process was stopped or the
-        grant was on its way for longer than the margin."""
+        """A write lands in blocks under a lease of this writer; or late because its process was stopped or
+        the grant was on its way for longer than the margin."""
         target = next(worker for worker in self.live_workers if worker.process is write.target.thread.process)
         receiver = target.transfer_engines[write.target.name]._receiver
         assert receiver is not None
