@@ -107,6 +107,17 @@ class Usage(msgspec.Struct, frozen=True):
     audio_tokens: int = 0  # of the prompt
 
 
+class TokenizeCall(msgspec.Struct, frozen=True):
+    what: str | ChatCall  # a text, or a conversation's prompt
+    names: bool  # the tokens' names are wanted
+    adds_special: bool = False  # a text gets the tokens that the tokenizer adds
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+    names: list[str] | None  # as the vocabulary writes the tokens, if the client wants them
+
+
 class MediaNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """A change to one media item that the client did not ask for, in `media` of the answer."""
 

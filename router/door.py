@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -36,7 +36,7 @@ from cluster.types.request import GenerateRequest, LogitChanges, StopParams
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
 from router.answer_text import AnswerText
-from router.calls import ChatCall, CompletionCall, StopRules
+from router.calls import ChatCall, CompletionCall, StopRules, TokenizeCall, Tokenized
 from router.dispatcher import DecodeCaller, Dispatcher
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
@@ -173,6 +173,19 @@ class Door:
             timeline.prepared(arrived_at, self._clock.now())
             choices += self._generate(prepared, call, changes, timeline)
         return choices
+
+    async def tokenize(self, call: TokenizeCall) -> Tokenized:
+        """Raises ClusterError."""
+        if isinstance(call.what, str):
+            ids = await self._off_loop(self._text.tokens, call.what, call.adds_special)
+        else:
+            prepared = await self.prepare(call.what, RequestTimeline(self._clock.now()))
+            prepared.release()
+            ids = list(prepared.prompt.token_ids)
+        return Tokenized(ids, await self._off_loop(self._text.names, ids) if call.names else None)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await self._off_loop(self._text.text, token_ids)
 
     async def _check_structure(self, call: ChatCall | CompletionCall) -> None:
         """Raises ClusterError."""

@@ -1,11 +1,11 @@
 """What an opener process (`opener`) takes from itself before it reads the first file, so that code which a
 hostile file brings into it can do little more than return wrong pixels.
 
-* No privileges, no core dump, no more files than it needs; it ends with the process that forked it.
+* No privileges, no core dump; it ends with the process that forked it.
 * A filter of system calls (seccomp): memory, threads, and the files that it has been given. It cannot open a
   file or a socket, start a process or a program, send a signal, or make memory executable. A call that is
   not allowed fails with EPERM.
-* For each item (`Confinement.bound`): address space, CPU time, and bytes of the result.
+* For each item (`Confinement.bound`): files, address space, CPU time, and bytes of the result.
 
 One thread, in the opener. Linux on x86-64 and aarch64. Where the kernel has no such filter, the limits
 remain, and the asker logs a warning.
@@ -78,13 +78,15 @@ class Confinement:
             os._exit(1)  # it has ended before
         libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
         _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_NOFILE, NUM_FILES)
         libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         libc.capset(struct.pack("Ii", _CAPABILITIES_3, 0), bytes(24))  # of root's capabilities none is left
         self.is_filtered = _install_filter(libc)
 
     def bound(self, settings: MediaSettings, timeout_s: float) -> None:
-        """Before an item. The limits of bytes can only fall from one item to the next."""
+        """Before an item. The limits of bytes can only fall from one item to the next. The limit of files is
+        set here, after the opener has sent its last descriptor: the kernel compares it also with the
+        descriptors that all processes of the user have under way."""
+        _limit(resource.RLIMIT_NOFILE, NUM_FILES)
         _limit(resource.RLIMIT_AS, self._base_bytes + settings.limits.max_process_bytes)
         _limit(resource.RLIMIT_FSIZE, settings.max_result_bytes)
         num_cpus = len(os.sched_getaffinity(0))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from cluster.clock import SystemClock
 from cluster.engine.events import first_events
 from cluster.engine.planner import PromptPlanner
-from cluster.engine.state import LanguagePhase, PromptWork
+from cluster.engine.state import FirstTokens, LanguagePhase, PromptWork
 from cluster.engine.timing import Part
 from cluster.scheduling.admission import PromptAdmission, heads
 from cluster.scheduling.budget import StepBudget
@@ -290,7 +290,7 @@ class SimLanguage:
         self.planner.remove(sequence)
         self._num_prompts -= 1
         held.is_counted = False
-        (event,) = first_events(request, ONE_TOKEN, self._loop.now)
+        (event,) = first_events(request, FirstTokens(ONE_TOKEN), self._loop.now)
         self._tell(held, Tokens((event,)))
         if event.finish_reason is not None:  # an answer of one token
             self._end(held)

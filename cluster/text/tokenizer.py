@@ -112,6 +112,19 @@ class TextProcessor:
             raise RequestError("media placeholder tokens must not be written by hand", param="prompt")
         return list(token_ids)
 
+    def tokens(self, text: str, adds_special: bool) -> list[int]:
+        """Of any text; special tokens in it count. `adds_special`: with those that the tokenizer adds."""
+        with self._encoding:
+            return self._tokenizer.encode(text, add_special_tokens=adds_special)
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """As the vocabulary writes them; empty for ids that it does not have."""
+        return [name or "" for name in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Special tokens included."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
     def detokenizer(self, *, skips_special: bool = True) -> Detokenizer:
         return Detokenizer(self._decode, self._special_ids if skips_special else ())
 

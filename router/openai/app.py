@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ClusterError, ModelNotFoundError, RequestError
-from router.calls import ChatCall, CompletionCall
+from router.calls import ChatCall, CompletionCall, TokenizeCall
 from router.openai import render
 from router.openai.bodies import BodyBudget, BodyTimeoutError, read_body
 from router.openai.edge import Edge, HttpMetrics, lease_of, tenant_of
@@ -32,6 +33,14 @@ from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
 from router.openai.protocol import DoorProtocol
 from router.openai.schema import ChatRequest, CompletionRequest, parse
 from router.openai.serving import ClientGoneError, TimelineReport, stream, until_disconnect, whole
+from router.openai.tokens import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenized,
+    ids_to_detokenize,
+    tokenize_call,
+    tokenized,
+)
 from router.openai.translate import chat_call, completion_call
 
 log = logging.getLogger(__name__)
@@ -75,6 +84,9 @@ class _Routes:
         api.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
         api.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         api.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
+        api.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
+        api.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=None)
+        api.add_api_route("/version", self.version, methods=["GET"], response_model=None)
         api.add_api_route("/health", self.health, methods=["GET", "HEAD"], response_model=None)
         api.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
 
@@ -121,6 +133,28 @@ class _Routes:
     def _card(self) -> dict[str, Any]:
         door = self._door
         return render.model_fields(door.model_id, door.created, door.limits.max_model_len)
+
+    async def tokenize(self, request: Request) -> Response:
+        door, tenant = self._door, tenant_of(request)
+        call: TokenizeCall = await self._call(
+            request,
+            lambda body: tokenize_call(
+                parse(TokenizeRequest, body), door.model_id, door.defaults, tenant, door.limits
+            ),
+        )
+        found = await until_disconnect(request, door.tokenize(call))
+        return _json(tokenized(found, door.limits.max_model_len))
+
+    async def detokenize(self, request: Request) -> Response:
+        door = self._door
+        token_ids: list[int] = await self._call(
+            request,
+            lambda body: ids_to_detokenize(parse(DetokenizeRequest, body), door.model_id, door.limits),
+        )
+        return _json(detokenized(await door.detokenize(token_ids)))
+
+    async def version(self) -> Response:
+        return _json(msgspec.json.encode({"version": version("epdg")}))
 
     async def health(self) -> Response:
         return Response(status_code=200 if self._door.is_ready() else 503)

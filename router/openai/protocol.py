@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from cluster.text.defaults import GenerationDefaults
-from router.calls import ChatCall, CompletionCall, MediaNote, TextDelta, Usage
+from router.calls import ChatCall, CompletionCall, MediaNote, TextDelta, TokenizeCall, Tokenized, Usage
 from router.openai.limits import Limits
 
 
@@ -70,6 +70,12 @@ class DoorProtocol(Protocol):
     async def complete(self, call: CompletionCall) -> list[Generation]:
         """Choices of the first prompt, then of the second, and so on. Raises ClusterError."""
         ...
+
+    async def tokenize(self, call: TokenizeCall) -> Tokenized:
+        """Raises ClusterError."""
+        ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
 
     def is_ready(self) -> bool:
         """Whether every pool that the model needs has a member."""

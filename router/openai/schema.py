@@ -87,44 +87,44 @@ HARMLESS = (
 )  # fmt: skip
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class TextPart(_Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class _Url(_Strict):
+class _Url(StrictModel):
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None  # the processor's own size rule applies
 
 
-class ImagePart(_Strict):
+class ImagePart(StrictModel):
     type: Literal["image_url"]
     image_url: _Url
     uuid: Harmless = None
 
 
-class VideoPart(_Strict):
+class VideoPart(StrictModel):
     type: Literal["video_url"]
     video_url: _Url
     uuid: Harmless = None
 
 
-class AudioUrlPart(_Strict):
+class AudioUrlPart(StrictModel):
     type: Literal["audio_url"]
     audio_url: _Url
     uuid: Harmless = None
 
 
-class _InputAudio(_Strict):
+class _InputAudio(StrictModel):
     data: str
     format: Annotated[str, Field(pattern=r"^[a-zA-Z0-9.+-]{1,32}$")]
 
 
-class InputAudioPart(_Strict):
+class InputAudioPart(StrictModel):
     type: Literal["input_audio"]
     input_audio: _InputAudio
     uuid: Harmless = None
@@ -139,7 +139,7 @@ def _content_kind(value: Any) -> str:
     return "text" if isinstance(value, str) else "parts"
 
 
-class InputMessage(_Strict):
+class InputMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[str, Tag("text")]
@@ -157,7 +157,7 @@ class InputMessage(_Strict):
     reasoning_content: Harmless = None
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: Harmless = None
     continuous_usage_stats: bool | None = None  # the usage so far in every chunk
@@ -167,7 +167,7 @@ FrameCount = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
 FramesPerSecond = Annotated[float, Field(ge=0.001, le=240, allow_inf_nan=False)]
 
 
-class ProcessorOptions(_Strict):
+class ProcessorOptions(StrictModel):
     """`mm_processor_kwargs`: options of the model's processor for all images and clips of the request."""
 
     min_pixels: Count | None = None
@@ -178,7 +178,7 @@ class ProcessorOptions(_Strict):
     spatial_pooling: Annotated[int, Field(ge=1, le=8)] | None = None
 
 
-class VideoLoading(_Strict):
+class VideoLoading(StrictModel):
     fps: FramesPerSecond | None = None
     num_frames: FrameCount | None = None
     min_frames: FrameCount | None = None
@@ -186,7 +186,7 @@ class VideoLoading(_Strict):
     strategy: Literal["uniform", "keyframes", "scenes"] | None = None
 
 
-class MediaLoading(_Strict):
+class MediaLoading(StrictModel):
     """`media_io_kwargs`: which part of a file is read, per modality."""
 
     video: VideoLoading | None = None
@@ -194,7 +194,7 @@ class MediaLoading(_Strict):
     audio: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
 
-class EndpointRequest(_Strict, StructureFields):
+class EndpointRequest(StrictModel, StructureFields):
     """The fields that both endpoints have."""
 
     model: str
@@ -238,8 +238,11 @@ class EndpointRequest(_Strict, StructureFields):
     stream_options: StreamOptions | None = None
 
 
+Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatRequest(EndpointRequest):
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     add_special_tokens: Literal[False] | None = None  # the chat template writes them
@@ -284,7 +287,7 @@ class CompletionRequest(EndpointRequest):
     add_special_tokens: Literal[True] | None = None
 
 
-Request = TypeVar("Request", bound=EndpointRequest)
+Request = TypeVar("Request", bound=StrictModel)
 
 
 def parse(model: type[Request], body: bytes) -> Request:

@@ -142,8 +142,7 @@ def _changes(request: EndpointRequest, limits: Limits) -> LogitChanges | None:
 
 def _check(request: EndpointRequest, model_id: str, limits: Limits) -> None:
     """Checks the fields whose limits depend on the model and on its operator."""
-    if request.model != model_id:
-        raise ModelNotFoundError(f"the model {request.model[:200]!r} does not exist", param="model")
+    check_model(request.model, model_id)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if (request.priority or 0) < limits.min_priority:
@@ -161,9 +160,27 @@ def _check(request: EndpointRequest, model_id: str, limits: Limits) -> None:
             )
 
 
+def check_model(name: str, model_id: str) -> None:
+    """Raises ModelNotFoundError."""
+    if name != model_id:
+        raise ModelNotFoundError(f"the model {name[:200]!r} does not exist", param="model")
+
+
 def _check_ids(token_ids: Sequence[int], param: str, limits: Limits) -> None:
     if token_ids and max(token_ids) >= limits.vocab_size:
         raise RequestError(f"{param}: token ids must be between 0 and {limits.vocab_size - 1}", param=param)
+
+
+def check_prompt(prompt: str | Sequence[int], param: str, limits: Limits) -> None:
+    """A text, or token ids."""
+    if isinstance(prompt, str):
+        return _check_text(len(prompt), param, limits)
+    _check_ids(prompt, param, limits)
+    if len(prompt) > limits.max_model_len:
+        raise ContextLengthError(
+            f"{param}: {len(prompt)} tokens do not fit this model's context of {limits.max_model_len}",
+            param=param,
+        )
 
 
 def _check_text(num_chars: int, param: str, limits: Limits) -> None:
@@ -323,15 +340,7 @@ def _prompts(
 ) -> tuple[str | tuple[int, ...], ...]:
     prompts = _listed(prompt)
     for each in prompts:
-        if isinstance(each, str):
-            _check_text(len(each), "prompt", limits)
-            continue
-        _check_ids(each, "prompt", limits)
-        if len(each) > limits.max_model_len:
-            raise ContextLengthError(
-                f"prompt: {len(each)} tokens do not fit this model's context of {limits.max_model_len}",
-                param="prompt",
-            )
+        check_prompt(each, "prompt", limits)
     return prompts
 
 

@@ -204,13 +204,20 @@ class PrefillEstimate:
         self.is_needed = (ends > self.num_cached).reshape(shape)
 
 
-def able_to_compute(request: RequestView, pool: WorkerPool) -> NDArray[np.bool_]:
-    """[prefills]: workers that can compute the prompt, at least for an answer of their own. Raises what
-    `able_to_hold` raises."""
+def able_to_compute(
+    request: RequestView, pool: WorkerPool, can_decode: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """[prefills]: workers that can compute the prompt: for any answer, or, of those that `can_decode` it, for
+    an answer of their own. Raises what `able_to_hold` raises."""
     is_able = pool.takes_any
     if request.is_plain:
-        is_able = is_able | ~np.isnan(pool.own_curve("prefill").fixed_s)
+        is_able = is_able | (can_decode & ~np.isnan(pool.own_curve("prefill").fixed_s))
     return able_to_hold(request, pool, pool.is_listed & is_able, request.num_prefill_blocks)
+
+
+def able_to_send(request: RequestView, pool: WorkerPool) -> NDArray[np.bool_]:
+    """[prefills]: workers that can compute the prompt for any answer. Raises what `able_to_hold` raises."""
+    return able_to_hold(request, pool, pool.is_listed & pool.takes_any, request.num_prefill_blocks)
 
 
 def able_to_hold(

@@ -17,7 +17,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.errors import UnavailableError
+from router.policy.at_prefills import able_to_send
 from router.policy.cluster import ClusterView
 from router.policy.estimate import Estimate
 from router.policy.joint import place_item
@@ -34,10 +34,7 @@ class StagedPolicy(ABC):
         estimate = Estimate(request, cluster, now)
         decode = self._least(self._decode_scores(estimate), estimate.decodes.is_able)
         encoders = self._encoders(estimate)
-        sends = estimate.prefills.is_able & estimate.prefills.takes_any
-        if not sends.any():
-            raise UnavailableError("no prefill worker is ready", retry_after_s=1.0)
-        prefill = self._least(self._prefill_scores(estimate), sends)
+        prefill = self._least(self._prefill_scores(estimate), able_to_send(request, cluster.prefills))
         placement = Placement(
             tuple(cluster.encoders.replica_ids[encoder] for encoder in encoders),
             cluster.prefills.replica_ids[prefill],

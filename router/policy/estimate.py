@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.errors import UnavailableError
 from router.policy.at_decodes import DecodeEstimate, KvTransferEstimate
 from router.policy.at_encoders import EncodeEstimate
 from router.policy.at_prefills import PrefillEstimate, able_to_compute
@@ -36,13 +35,11 @@ class Estimate:
         self.cluster = cluster
         self.encoders = EncodeEstimate(request.media, cluster, now, avoided=request.avoided)
         self.earliest_s = self.encoders.earliest_s
-        is_able = able_to_compute(request, cluster.prefills)
         steps = PromptSteps(cluster, request.block_size)
         self.decodes = DecodeEstimate(request, cluster, steps)
-        shared, pool = cluster.shared, cluster.prefills
-        is_able &= pool.takes_any | (shared.at_prefills(self.decodes.is_able) > 0)
-        if not is_able.any():
-            raise UnavailableError(f"no {pool.phase} worker is ready", retry_after_s=1.0)
+        shared = cluster.shared
+        can_decode = shared.at_prefills(self.decodes.is_able) > 0
+        is_able = able_to_compute(request, cluster.prefills, can_decode)
         blocks_s = shared.at_prefills(self.decodes.blocks_s)
         self.prefills = PrefillEstimate(request, cluster, now, self.earliest_s, is_able, steps, blocks_s)
         self.tie_s = tie_ratio * float(self.prefills.text_s[self.prefills.is_able].min())

@@ -60,9 +60,9 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, ro
             while not all(knows_speed(door, leaving.replica_id) for door in cluster.doors):
                 await asyncio.sleep(0.001)
         may_work = threading.Event()
-        step = leaving._engine.step
-        # It finishes nothing before it must go; its thread is alive meanwhile.
-        leaving._engine.step = lambda: step() if may_work.is_set() else 0.001
+        for worker in workers:
+            if worker._member.role is role:
+                pause(worker._engine, may_work)
         half = num_cases // 2
         asking = [
             asyncio.ensure_future(answers_of(door, some))
@@ -87,6 +87,13 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, ro
         assert leaving._engine.load().is_idle and leaving_peers() == []
         answers = [answer for some in await asyncio.gather(*asking) for answer in some]
         assert [answer["choices"][0]["message"]["content"] for answer in answers] == list(expected)
+
+
+def pause(engine: Any, may_work: threading.Event) -> None:
+    """It finishes nothing before, so that what the workers of a role are given adds up, and each gets a part.
+    Its thread is alive meanwhile."""
+    step = engine.step
+    engine.step = lambda: step() if may_work.is_set() else 0.001
 
 
 def knows_speed(door: Door, replica_id: str) -> bool:

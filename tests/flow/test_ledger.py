@@ -44,7 +44,7 @@ async def test_the_stages_sum_to_the_wall_time_of_the_first_token(kind):
             "temperature": 0,
             "max_tokens": 4,
         }
-        for _ in range(2):
+        for is_first in (True, False):
             started_at = time.monotonic()
             answer = await client.post("/v1/chat/completions", json=body, headers=HEADERS)
             wall_ms = 1e3 * (time.monotonic() - started_at)
@@ -61,9 +61,9 @@ async def test_the_stages_sum_to_the_wall_time_of_the_first_token(kind):
                 <= ledger["predicted_ms"]["high"]
             )
             assert ledger["placement"]["decode"].startswith("d0")
-            if kind != "text":
+            if kind != "text" and is_first:  # later its tokens may be in the prefix cache
                 (item,) = ledger["items_ms"]
-                assert item["cached"] or item["encode"] > 0
+                assert item["encode"] > 0
             assert answer.headers["x-epdg-ledger"].startswith(f"ttft;dur={ledger['ttft_ms']}")
 
 

@@ -7,6 +7,7 @@ import gc
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -234,6 +235,17 @@ def test_a_process_has_limits(made):
     assert int(soft["Max file size"]) == SMALL.max_result_bytes
     assert int(soft["Max cpu time"]) > 60 and int(soft["Max open files"]) == 16
     assert soft["Max core file size"] == "0"
+
+
+def test_a_process_starts_while_many_descriptors_of_the_user_are_under_way(hostile):
+    """As when many requests come at once: the kernel counts them all, and compares with an opener's limit."""
+    sender, receiver = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with sender, receiver:
+        for _ in range(5):
+            socket.send_fds(sender, [b"x"], [0] * 8)
+        made = Pool(hostile)
+        made.check()
+        made.decoders.close()
 
 
 def test_a_kernel_without_filters_is_named_in_the_log_once(hostile, caplog):

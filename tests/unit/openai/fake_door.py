@@ -6,7 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from cluster.text.defaults import GenerationDefaults
-from router.calls import ChatCall, CompletionCall, MediaNote, ScoredToken, TextDelta, TokenScores, Usage
+from router.calls import (
+    ChatCall,
+    CompletionCall,
+    MediaNote,
+    ScoredToken,
+    TextDelta,
+    TokenizeCall,
+    Tokenized,
+    TokenScores,
+    Usage,
+)
 from router.openai.limits import Limits
 
 
@@ -63,7 +73,7 @@ class FakeDoor:
         self.media_notes: tuple[MediaNote, ...] = ()
         self.error: Exception | None = None
         self.fail_at = -1  # word at which `error` is raised; None: at the call itself
-        self.calls: list[ChatCall | CompletionCall] = []
+        self.calls: list[ChatCall | CompletionCall | TokenizeCall] = []
         self.generations: list[FakeGeneration] = []
         self.closed = asyncio.Event()
         self.was_cancelled = False
@@ -74,6 +84,15 @@ class FakeDoor:
 
     async def complete(self, call: CompletionCall) -> list[FakeGeneration]:
         return await self._start(call, len(call.sampling) * len(call.prompts))
+
+    async def tokenize(self, call: TokenizeCall) -> Tokenized:
+        self.calls.append(call)
+        if self.error is not None:
+            raise self.error
+        return Tokenized([1, 2], ["a", "b"] if call.names else None)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
 
     def is_ready(self) -> bool:
         return self.ready

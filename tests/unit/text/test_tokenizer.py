@@ -225,3 +225,16 @@ def test_a_processor_adds_its_tokenizers_first_token_where_the_template_writes_n
     expected = processor.apply_chat_template(parts, tokenize=True, return_dict=True, return_tensors="pt")
     assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
     assert prompt.token_ids.count(processor.tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("adds_special", [False, True])
+def test_tokens_names_and_text_are_those_of_the_tokenizer(text, media, adds_special):
+    tokenizer, words = media.transformers_processor.tokenizer, "Answer: ein Bär<|im_end|> 🐻\n"
+    ids = text.tokens(words, adds_special)
+    assert ids == tokenizer.encode(words, add_special_tokens=adds_special)
+    assert text.names(ids) == tokenizer.convert_ids_to_tokens(ids)
+    assert text.text(ids) == tokenizer.decode(ids)
+
+
+def test_ids_without_a_token_have_no_name(text):
+    assert text.names([len(text._tokenizer) + 5]) == [""] and text.text([len(text._tokenizer) + 5]) == ""

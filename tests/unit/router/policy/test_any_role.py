@@ -4,6 +4,7 @@ cost."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -220,7 +221,7 @@ def test_a_language_worker_that_leaves_is_forgotten_in_both_phases():
     assert other.is_local and other.decode != placement.decode
     cluster.ended(request.request_id)
     cluster.remove(other.decode)
-    with pytest.raises(UnavailableError, match="no prefill worker is ready"):
+    with pytest.raises(UnavailableError, match="no decode worker is ready"):
         decide(request, cluster)
 
 
@@ -230,6 +231,17 @@ def test_a_silent_language_worker_is_avoided_for_both_phases():
     for policy in NAMES:
         placement = decide(media(400), cluster, policy).placement
         assert (placement.prefill, placement.decode) == ("l1", "l1")
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_the_only_worker_that_computes_prompts_for_others_is_chosen_even_if_the_request_avoids_it(policy):
+    cluster = cluster_of(1, 1, 1, 0)
+    cluster.measured("d0", curves_of(Role.LANGUAGE))
+    for request in REQUESTS:
+        avoiding = replace(request, avoided=frozenset({"p0"}))
+        placement = decide(avoiding, cluster, policy).placement
+        is_local = policy == "joint" and request.is_plain
+        assert placement.prefill == ("d0" if is_local else "p0")
 
 
 def test_what_is_learnt_of_one_role_does_not_correct_another():

@@ -52,12 +52,12 @@ def test_an_empty_pool_is_named(policy, empty):
 def test_what_nobody_can_hold_is_refused_and_who_can_is_chosen(policy):
     cluster = cluster_of(1, 1, 1)
     request = text(160, num_prefill_blocks=20_000, num_decode_blocks=20_000)
-    with pytest.raises(RequestError, match="a prefill worker holds 160000"):
-        decide(request, cluster, policy)
-    add(cluster, "p-large", Role.PREFILL, num_blocks=20_000)
     with pytest.raises(RequestError, match="a decode worker holds 160000"):
         decide(request, cluster, policy)
     add(cluster, "d-large", Role.DECODE, num_blocks=20_000)
+    with pytest.raises(RequestError, match="a prefill worker holds 160000"):
+        decide(request, cluster, policy)
+    add(cluster, "p-large", Role.PREFILL, num_blocks=20_000)
     placement = decide(request, cluster, policy).placement
     assert (placement.prefill, placement.decode) == ("p-large", "d-large")
 
