@@ -42,6 +42,7 @@ from router.openai.tokens import (
     tokenized,
 )
 from router.openai.translate import chat_call, completion_call
+from router.page.site import Site
 
 log = logging.getLogger(__name__)
 BIG_BODY_BYTES = 64 * 2**10  # from this size on a body is parsed in a thread, so that other streams continue
@@ -64,6 +65,7 @@ def build_api(door: DoorProtocol, timeouts: ClientTimeouts = CLIENT_TIMEOUTS) ->
     budget = BodyBudget(door.limits.held_body_bytes)
     metrics = HttpMetrics(budget)
     _Routes(door, metrics, timeouts).mount(api)
+    Site(door.pools).mount(api)
     api.add_exception_handler(ClusterError, _answer_error)
     api.add_exception_handler(HTTPException, _answer_http_exception)
     api.add_middleware(
