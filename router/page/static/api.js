@@ -71,7 +71,8 @@ export function explain(error, names = []) {
       : error.message;
   }
   const named = error.message.replace(/^item (\d+)/, (all, idx) => names[idx] ?? all);
-  const message = named.replace(/[^.!?]$/, "$&.");
+  const ended = named.replace(/[^.!?]$/, "$&.");
+  const message = names.some((name) => ended.startsWith(name)) ? ended : ended[0].toUpperCase() + ended.slice(1);
   const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : " Try again in a moment.";
   switch (error.status) {
     case 401:

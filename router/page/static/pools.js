@@ -48,10 +48,8 @@ function shown({ num_running: running, num_waiting: waiting, pools }, before, no
   const seconds = before && (now.at - before.at) / 1000;
   const rate = (name) => (before?.sent.has(name) ? Math.max(0, now.sent.get(name) - before.sent.get(name)) / seconds : 0);
   return [
-    h("p", {}, `Door: ${count(running, "request")} in flight, ${waiting} waiting for admission`),
+    h("p", { className: "quiet" }, `Door: ${count(running, "request")} in flight, ${waiting} waiting for admission`),
     ...pools.map((pool) => poolView(pool, rate)),
-    h("p", { className: "legend", "aria-hidden": "true" },
-      h("span", { className: "key used" }), "in use ", h("span", { className: "key cached" }), "cached"),
   ];
 }
 
@@ -63,27 +61,29 @@ function poolView({ role, workers }, rate) {
     h("ul", {}, ...(views.length ? views : [none])));
 }
 
-function workerView({ name, is_listed: listed, is_avoided: avoided, parts }, sending) {
+function workerView({ name, is_listed: listed, is_avoided: avoided, parts, ...worker }, rate) {
   const state = !listed ? "leaving" : avoided ? "avoided: it makes no progress" : "";
+  const sends = rate ? `sends ${bytes(rate)}/s` : worker.sent_bytes ? `has sent ${bytes(worker.sent_bytes)}` : "";
   return h("li", { className: state ? "worker troubled" : "worker" },
-    h("p", {}, h("strong", {}, name), ...(state ? [` ${state}`] : []),
-      ...(sending ? [h("span", { className: "sending" }, `sends ${bytes(sending)}/s`)] : [])),
+    h("p", {}, h("span", {}, name, state && ` (${state})`), h("span", { className: "sending" }, sends)),
     ...parts.map(partView));
 }
 
 function partView(part) {
-  const { num_running: running, num_waiting: waiting, num_queued_units: queued, part: role } = part;
-  const words = [`${running} in flight`, `${waiting} waiting`];
-  if (queued) words.push(`${count(queued, UNITS[role] ?? "unit")} to do`);
-  if (role === "encode") words.push(`${part.num_encoded} encoded, ${part.num_cached_items} from the cache`);
-  return h("div", {}, h("p", { className: "quiet" }, words.join(", ")), ...(part.num_blocks ? [memory(part)] : []));
+  const words = [`${part.num_running} in flight`, `${part.num_waiting} waiting`];
+  if (part.num_queued_units) words.push(`${count(part.num_queued_units, UNITS[part.part] ?? "unit")} to do`);
+  if (part.part === "encode") words.push(`${part.num_encoded} encoded, ${part.num_cached_items} from the cache`);
+  return h("div", {}, h("p", { className: "quiet" }, words.join(", ")), ...(part.num_blocks ? memory(part) : []));
 }
 
 function memory({ num_blocks: all, num_used_blocks: used, num_cached_blocks: cached }) {
-  const percent = (number) => `${Math.min(100, (100 * number) / all)}%`;
-  const bars = [h("span", { className: "used" }), h("span", { className: "cached" })];
-  bars[0].style.width = percent(used);
-  bars[1].style.width = percent(cached);
-  const words = `Memory: ${used} of ${count(all, "block")} in use, ${cached} cached`;
-  return h("div", { className: "memory", role: "img", "aria-label": words, title: words }, ...bars);
+  const bars = [["used", used], ["cached", cached]].map(([name, number]) => {
+    const bar = h("span", { className: name });
+    bar.style.width = number ? `max(2px, ${(100 * number) / all}%)` : "0";
+    return bar;
+  });
+  return [
+    h("div", { className: "memory", "aria-hidden": "true" }, ...bars),
+    h("p", { className: "quiet" }, `${used} of ${all} blocks in use, ${cached} cached`),
+  ];
 }
