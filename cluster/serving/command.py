@@ -27,7 +27,7 @@ SERVE = """Run a cluster on this machine until Ctrl-C.
 Settings, the model folder, memory and the port are checked before anything starts. A failure prints one line
 and the path of the logs. EPDG_MODEL names another model: a folder, or an id on the Hugging Face hub
 ("org/name"), which is downloaded."""
-ASK = "Send one question, with files if there are any, to a running server, and print the answer while it comes."
+ASK = "Send one question, with files if there are any, to a running server. Prints the answer while it comes."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,5 +1,5 @@
-"""Chromium without a window, over its DevTools protocol: keys, files that are dropped, screenshots; and what a
-page asked for and complained about.
+"""Chromium without a window, over its DevTools protocol: keys, files that are dropped, screenshots; and what
+a page asked for and complained about.
 
 `Chromium` is an async context manager that owns one process and one profile; each `Tab` is a session of its
 own. Only loopback can be reached from it.

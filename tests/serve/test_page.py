@@ -1,5 +1,5 @@
-"""The page in Chromium, against the shipped cluster: every modality dropped on it, stop, JSON, the timeline, the
-pools under load and without a worker."""
+"""The page in Chromium, against the shipped cluster: every modality dropped on it, stop, JSON, the timeline,
+the pools under load and without a worker."""
 
 from __future__ import annotations
 
