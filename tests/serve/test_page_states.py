@@ -65,6 +65,7 @@ async def test_text_that_looks_like_markup_stays_text():
         await ask(tab, hostile)
         assert await answer(tab) == hostile
         assert await tab.value("document.querySelector('.question p').textContent") == hostile
+        assert await tab.value("document.querySelectorAll('#log .error').length") == 0
         assert await tab.value("document.querySelectorAll('#log img, #log script, #log b').length") == 0
 
 
@@ -165,7 +166,14 @@ async def tool_events() -> AsyncIterator[str]:
     for piece in pieces:
         chunk = {"choices": [{"index": 0, "delta": {"tool_calls": [piece]}, "finish_reason": None}]}
         yield f"data: {json.dumps(chunk)}\n\n"
-    yield 'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}\n\ndata: [DONE]\n\n'
+    placement = {"encoders": ["e7", "e7"], "prefill": "p2", "decode": "d5", "codec": "int8"}
+    ledger = {"ttft_ms": 30.0, "actual_ms": {"admission": 0.0, "prefill": 30.0}, "placement": placement}
+    for last in (
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
+        {"choices": [], "ledger": [ledger]},
+    ):
+        yield f"data: {json.dumps(last)}\n\n"
+    yield "data: [DONE]\n\n"
 
 
 async def test_the_page_asks_for_a_key_sends_it_and_shows_tool_calls():
@@ -180,6 +188,10 @@ async def test_the_page_asks_for_a_key_sends_it_and_shows_tool_calls():
         await answer(tab)
         calls = await tab.value("[...document.querySelectorAll('.tool')].map((call) => call.textContent)")
         assert calls == ['calls paint{\n  "shape": "circle"\n}', "calls wait{}"]
+        rows = await tab.value(
+            "[...document.querySelectorAll('#ledger li, #ledger tbody th')].map((row) => row.textContent)"
+        )
+        assert rows == ["Prefill", "e7 sends embeddings to p2", "p2 sends KV (int8) to d5"]
 
 
 async def test_errors_are_words_that_help():

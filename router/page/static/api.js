@@ -18,10 +18,15 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
+/** Connections that fail raise a TypeError, as mistakes in a script do: from here on it has a name. */
+function lost(error) {
+  throw error.name === "AbortError" ? error : new ApiError(0, { message: "The server cannot be reached. Is `epdg serve` still running?" });
+}
+
 async function request(path, options = {}) {
   const headers = { ...options.headers };
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
-  const response = await fetch(path, { ...options, headers, cache: "no-store", redirect: "error" });
+  const response = await fetch(path, { ...options, headers, cache: "no-store", redirect: "error" }).catch(lost);
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
   throw new ApiError(response.status, body?.error, response.headers.get("retry-after"));
@@ -52,7 +57,7 @@ export async function* eventsOf(body) {
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch(lost);
       if (done) return;
       const events = (rest + value).split("\n\n");
       rest = events.pop();
@@ -65,14 +70,10 @@ export async function* eventsOf(body) {
 
 /** An error in words that help. `names`: of the request's files, in order. */
 export function explain(error, names = []) {
-  if (!(error instanceof ApiError)) {
-    return error instanceof TypeError
-      ? "The server cannot be reached. Is `epdg serve` still running?"
-      : error.message;
-  }
+  if (!(error instanceof ApiError)) return error.message;
   const named = error.message.replace(/^item (\d+)/, (all, idx) => names[idx] ?? all);
   const ended = named.replace(/[^.!?]$/, "$&.");
-  const message = names.some((name) => ended.startsWith(name)) ? ended : ended[0].toUpperCase() + ended.slice(1);
+  const message = names.some((name) => ended.startsWith(name)) ? ended : ended.replace(/^./, (first) => first.toUpperCase());
   const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : " Try again in a moment.";
   switch (error.status) {
     case 401:

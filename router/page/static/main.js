@@ -52,7 +52,6 @@ async function answer(body, asked) {
   try {
     for await (const chunk of chat(body, running.signal)) view.add(result.add(chunk));
     end(false);
-    if (result.ledger) showTimeline(result.ledger);
   } catch (error) {
     if (running.signal.aborted) end(true);
     else {
@@ -62,6 +61,7 @@ async function answer(body, asked) {
   } finally {
     setRunning(null);
   }
+  if (result.ledger) showTimeline(result.ledger);
 
   function end(isStopped) {
     view.finish(result, { isJson: "response_format" in body, isStopped });

@@ -5,6 +5,7 @@ import { getJson } from "./api.js";
 
 const EVERY_MS = 1000;
 const UNITS = { encode: "row", encode_prefill: "token", prefill: "token", decode: "sequence", language: "sequence", whole: "sequence" };
+const SENT = { encode: "embeddings", prefill: "KV" }; // other pools send both
 
 /** `onError`: called with what went wrong, and with null when the server answers again. */
 export function watchPools(panel, onError) {
@@ -54,16 +55,17 @@ function shown({ num_running: running, num_waiting: waiting, pools }, before, no
 }
 
 function poolView({ role, workers }, rate) {
-  const views = workers.map((worker) => workerView(worker, rate(worker.name)));
+  const views = workers.map((worker) => workerView(worker, SENT[role] ?? "embeddings and KV", rate(worker.name)));
   const none = h("li", { className: "error" }, "no worker: requests wait for one to join");
   return h("section", { className: `pool ${role}`, "aria-label": `Pool ${role}` },
     h("h3", {}, role.replace("_", " + ")),
     h("ul", {}, ...(views.length ? views : [none])));
 }
 
-function workerView({ name, is_listed: listed, is_avoided: avoided, parts, ...worker }, rate) {
+function workerView({ name, is_listed: listed, is_avoided: avoided, parts, ...worker }, what, rate) {
   const state = !listed ? "leaving" : avoided ? "avoided: it makes no progress" : "";
-  const sends = rate ? `sends ${bytes(rate)}/s` : worker.sent_bytes ? `has sent ${bytes(worker.sent_bytes)}` : "";
+  const sent = worker.sent_bytes ? `has sent ${bytes(worker.sent_bytes)} of ${what}` : "";
+  const sends = rate ? `sends ${bytes(rate)}/s of ${what}` : sent;
   return h("li", { className: state ? "worker troubled" : "worker" },
     h("p", {}, h("span", {}, name, state && ` (${state})`), h("span", { className: "sending" }, sends)),
     ...parts.map(partView));

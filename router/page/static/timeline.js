@@ -5,8 +5,8 @@ import { h, ms } from "./dom.js";
 
 // Stage → what a reader calls it, and the part of the cluster whose colour its bar has
 const STAGES = {
-  fetch: ["Fetch media", "door"],
-  probe: ["Headers, template, tokens", "door"],
+  fetch: ["Media, schema", "door"],
+  probe: ["Headers and prompt", "door"],
   admission: ["Admission", "door"],
   route: ["Placement", "door"],
   prefill_blocks: ["Blocks at prefill", "prefill"],
@@ -22,8 +22,8 @@ const STAGES = {
 const OF_ITEM = { prepare: "encode", queue: "encode", encode: "encode", target: "wire", transfer: "wire" };
 
 export function showLedger(panel, ledger) {
-  const stages = Object.entries(ledger.actual_ms).filter(([, took]) => took > 0);
-  const end = Math.max(stages.reduce((sum, [, took]) => sum + took, 0), ledger.predicted_ms?.high ?? 0);
+  const stages = Object.entries(ledger.actual_ms ?? {}).filter(([, took]) => took > 0);
+  const end = Math.max(stages.reduce((sum, [, took]) => sum + took, 0), ledger.predicted_ms?.ttft ?? 0);
   const scale = 100 / (end || 1);
   let at = 0;
   const rows = stages.map(([stage, took]) => {
@@ -70,7 +70,7 @@ function itemsTable(items) {
   });
   return [
     h("table", { className: "bars" },
-      h("caption", {}, "Files at their encoders: prepare, queue, encode, room, transfer"),
+      h("caption", {}, "Files at their encoders"),
       h("thead", { className: "unseen" }, heads("File", "Steps", "Took")),
       h("tbody", {}, ...rows)),
   ];
