@@ -1,5 +1,5 @@
-// Where the time of one request went: the `ledger` of its answer (docs/operations.md) as bars. The stages follow
-// each other on the critical path. What encoders did for a media item lies beside it.
+// Where the time of one request went: the `ledger` of its answer (docs/operations.md) as bars. The stages
+// follow each other on the critical path. What encoders did for a media item lies beside it.
 
 import { h, ms } from "./dom.js";
 
