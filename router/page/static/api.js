@@ -86,7 +86,9 @@ export function explain(error, names = []) {
     case 413:
       return `The files are too large. ${message}`;
     case 429:
-      return `The cluster has more requests than it can serve in time. ${message}${wait}`;
+      return error.code === "rate_limit_exceeded"
+        ? `This API key has reached its limit. ${message}${wait}`
+        : `The cluster has more requests than it can serve in time. ${message}${wait}`;
     case 503:
       return `No worker could take the request. ${message}${wait} The pools show what is missing.`;
     default:
