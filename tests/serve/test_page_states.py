@@ -232,13 +232,14 @@ async def test_a_server_that_is_gone_is_named_and_found_again():
 async def test_files_are_chosen_pasted_and_removed_and_other_files_are_named(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "cat.png").write_bytes(b"\x89PNG")
-    names = "[...document.querySelectorAll('#attachments li')].map((item) => item.innerText.trim().split('\\n')[0])"
+    names = "[...document.querySelectorAll('#attachments li > span')].map((name) => name.textContent)"
     async with serving(build_api(FakeDoor())) as url, page(url, MODEL) as tab:
         await tab.choose("#files", tmp_path / "cat.png", tmp_path / "notes.txt")
         await tab.until(f"{names}.length === 1")
         assert "notes.txt is no image" in await tab.value("document.getElementById('notice').textContent")
         await tab.value(
-            "(() => { const data = new DataTransfer(); data.items.add(new File(['x'], 'a.wav', { type: 'audio/wav' }));"
+            "(() => { const data = new DataTransfer();"
+            " data.items.add(new File(['x'], 'a.wav', { type: 'audio/wav' }));"
             " dispatchEvent(new ClipboardEvent('paste', { clipboardData: data })); })()"
         )
         await tab.until(f"{names}.length === 2")
