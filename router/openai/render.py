@@ -26,10 +26,6 @@ def error_body(error: ClusterError) -> bytes:
     return _encode({"error": fields})
 
 
-def error_event(error: ClusterError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
-
-
 def public_error(error: BaseException) -> ClusterError:
     """The error that the client may see. The text of an unexpected exception is only in the log."""
     return error if isinstance(error, ClusterError) else InternalError("internal error")
@@ -130,6 +126,9 @@ class ResponseFormat(ABC):
             self._prefix, index, self._nothing, reason.encode(), self._end(generation),
         )  # fmt: skip
 
+    def error_event(self, error: ClusterError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
+
     def _end(self, generation: Generation) -> bytes:
         """Of an event that is about this choice."""
         if not self._has_usage:
@@ -177,10 +176,7 @@ class ChatFormat(ResponseFormat):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]:
-        content = [
-            {**_scored(each.drawn), "top_logprobs": [_scored(other) for other in each.top]} for each in scores
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": logprob_entries(scores), "refusal": None}
 
     def _add_prompts(self, whole: dict[str, Any], generations: Sequence[Generation]) -> None:
         whole["prompt_token_ids"] = generations[0].prompt_token_ids
@@ -219,6 +215,13 @@ class CompletionFormat(ResponseFormat):
     def _add_prompts(self, whole: dict[str, Any], generations: Sequence[Generation]) -> None:
         for choice, generation in zip(whole["choices"], generations, strict=True):
             choice["prompt_token_ids"] = generation.prompt_token_ids
+
+
+def logprob_entries(scores: Sequence[TokenScores]) -> list[dict[str, Any]]:
+    """One per token, as the chat endpoint writes them."""
+    return [
+        {**_scored(each.drawn), "top_logprobs": [_scored(other) for other in each.top]} for each in scores
+    ]
 
 
 def _scored(token: ScoredToken) -> dict[str, Any]:
