@@ -31,10 +31,11 @@ from router.openai.absent import mount_absent
 from router.openai.bodies import BodyBudget, BodyTimeoutError, read_body
 from router.openai.edge import Edge, HttpMetrics, lease_of, tenant_of
 from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
+from router.openai.names import with_names
 from router.openai.protocol import DoorProtocol
 from router.openai.responses.render import ResponsesFormat
 from router.openai.responses.schema import ResponsesRequest
-from router.openai.responses.translate import responses_call, with_own_names
+from router.openai.responses.translate import responses_call, responses_name
 from router.openai.schema import ChatRequest, CompletionRequest, parse
 from router.openai.serving import (
     AnswerFormat,
@@ -51,6 +52,12 @@ from router.openai.tokens import (
     ids_to_detokenize,
     tokenize_call,
     tokenized,
+)
+from router.openai.transcriptions import (
+    TranscriptFormat,
+    TranscriptionRequest,
+    transcription_call,
+    transcription_name,
 )
 from router.openai.translate import chat_call, completion_call
 
@@ -95,6 +102,7 @@ class _Routes:
         api.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         api.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
         api.add_api_route("/v1/responses", self.respond, methods=["POST"], response_model=None)
+        api.add_api_route("/v1/audio/transcriptions", self.transcribe, methods=["POST"], response_model=None)
         api.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         api.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
         api.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
@@ -145,7 +153,30 @@ class _Routes:
 
         asked, call = await self._call(request, translate)
         answer = ResponsesFormat(_new_id("resp", "_"), int(time.time()), asked, call)
-        return await self._answer(request, call, lambda call: with_own_names(door.chat(call)), answer)
+        return await self._answer(
+            request, call, lambda call: with_names(door.chat(call), responses_name), answer
+        )
+
+    async def transcribe(self, request: Request) -> Response:
+        door = self._door
+
+        def translate(body: bytes) -> tuple[TranscriptionRequest, ChatCall]:
+            return transcription_call(
+                body,
+                request.headers.get("content-type", ""),
+                door.transcription_instruction,
+                door.model_id,
+                door.defaults,
+                tenant_of(request),
+                _trace_parent(request),
+                door.limits,
+            )
+
+        asked, call = await self._call(request, translate, is_json=False)
+        answer = TranscriptFormat(asked)
+        return await self._answer(
+            request, call, lambda call: with_names(door.chat(call), transcription_name), answer
+        )
 
     async def models(self, request: Request) -> Response:
         return _json(msgspec.json.encode({"object": "list", "data": [self._card()]}))
@@ -187,8 +218,13 @@ class _Routes:
     async def metrics(self) -> Response:
         return Response(self._door.metrics() + self._metrics.render(), media_type=METRICS_TYPE)
 
-    async def _call(self, request: Request, translate: Callable[[bytes], Any]) -> Any:
-        body = await read_body(request, self._door.limits, lease_of(request), self._timeouts.body_s)
+    async def _call(
+        self, request: Request, translate: Callable[[bytes], Any], *, is_json: bool = True
+    ) -> Any:
+        lease = lease_of(request)
+        body = await read_body(request, self._door.limits, lease, self._timeouts.body_s, is_json=is_json)
+        if not is_json:
+            lease.grow(len(body) // 3)  # a form's file becomes base64
         if len(body) < BIG_BODY_BYTES:
             return translate(body)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, translate, body)
@@ -210,7 +246,7 @@ class _Routes:
             return EventStream(events, headers, answer.error_event)
         try:
             body = await until_disconnect(request, whole(lambda: start(call), answer, num_choices, report))
-            return _json(body, headers=headers)
+            return Response(body, headers=headers, media_type=answer.media_type)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE_STATUS)
 

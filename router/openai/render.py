@@ -17,6 +17,7 @@ from router.calls import Call, ScoredToken, TextDelta, TokenScores, Usage
 from router.openai.protocol import Generation
 
 DONE = b"data: [DONE]\n\n"
+LEAST_LOGPROB = -9999.0  # of what has no probability
 _encode = msgspec.json.Encoder().encode
 
 
@@ -64,6 +65,7 @@ class WholeChoice(msgspec.Struct, frozen=True):
 class ResponseFormat(ABC):
     """The JSON of one response. The events of a stream differ only in their choice."""
 
+    media_type = "application/json"
     _kind: ClassVar[str]  # of a whole answer
     _event_kind: ClassVar[str]
 
@@ -239,7 +241,7 @@ def _name(token: ScoredToken) -> str:
 
 def _finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI writes this for it."""
-    return max(logprob, -9999.0)
+    return max(logprob, LEAST_LOGPROB)
 
 
 def _frame(head: dict[str, Any], kind: str, include_usage: bool) -> tuple[bytes, bytes]:

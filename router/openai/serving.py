@@ -28,6 +28,8 @@ class ClientGoneError(Exception):
 class AnswerFormat(Protocol):
     """An endpoint's bodies and events, as `render` and `responses.render` write them."""
 
+    media_type: str  # of a body
+
     def body(
         self,
         answers: Sequence[render.WholeChoice],

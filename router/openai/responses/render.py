@@ -27,6 +27,8 @@ _ITEM_STATUS = {"stop": "completed", "length": "incomplete"}
 
 
 class ResponsesFormat:
+    media_type = "application/json"
+
     def __init__(
         self,
         response_id: str,

@@ -6,10 +6,11 @@ endpoint names it: `messages[2].content[0]` becomes `input[1].content[0]`.
 
 from __future__ import annotations
 
+import functools
 import mimetypes
 import re
-from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,7 @@ from cluster.errors import RequestError, UnsupportedError
 from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall
 from router.openai.limits import Limits
+from router.openai.names import renamed
 from router.openai.responses.schema import (
     LOGPROBS,
     InputFile,
@@ -33,7 +35,6 @@ from router.openai.schema import ChatRequest
 from router.openai.structure import AskedFormat
 from router.openai.translate import ANY, chat_call
 
-Result = TypeVar("Result")
 _MEDIA_KINDS = ("image", "audio", "video")
 _NAMES = {
     "messages": "input",
@@ -56,6 +57,7 @@ def responses_call(
 ) -> ChatCall:
     """Raises RequestError."""
     origins, messages = _messages(request)
+    name_of = functools.partial(responses_name, origins=origins)
     wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
     chat = ChatRequest.model_validate(
         {
@@ -75,22 +77,12 @@ def responses_call(
     try:
         call = chat_call(chat, model_id, defaults, tenant, trace_parent, limits)
     except RequestError as error:
-        raise _named(error, origins) from error
+        raise renamed(error, name_of) from error
     structure = call.structure
     if structure is not None:
-        structure = msgspec.structs.replace(structure, param=_name(structure.param, origins))
-    media = tuple(
-        msgspec.structs.replace(source, param=_name(source.param, origins)) for source in call.media
-    )
+        structure = msgspec.structs.replace(structure, param=name_of(structure.param))
+    media = tuple(msgspec.structs.replace(source, param=name_of(source.param)) for source in call.media)
     return msgspec.structs.replace(call, media=media, structure=structure)
-
-
-async def with_own_names(work: Awaitable[Result]) -> Result:
-    """Names fields of a request that the door refuses, too, as this endpoint names them."""
-    try:
-        return await work
-    except RequestError as error:
-        raise _named(error, ()) from error
 
 
 def _messages(request: ResponsesRequest) -> tuple[list[str], list[dict[str, Any]]]:
@@ -169,14 +161,7 @@ def _asked_format(request: ResponsesRequest) -> AskedFormat | None:
     return AskedFormat(type=wanted.type, json_schema=schema)
 
 
-def _named(error: RequestError, origins: Sequence[str]) -> RequestError:
-    if error.param is None:
-        return error
-    name = _name(error.param, origins)
-    return type(error)(error.message.replace(error.param, name), param=name)
-
-
-def _name(param: str, origins: Sequence[str]) -> str:
+def responses_name(param: str, origins: Sequence[str] = ()) -> str:
     """A field of a chat request, as this endpoint names it. `origins`: of the messages."""
     found = _MESSAGE.match(param)
     if found and int(found[1]) < len(origins):
