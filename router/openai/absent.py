@@ -25,7 +25,10 @@ _ABSENT = {
     "/v1/audio/speech": "speech generation",
     "/v1/audio/translations": "translation of sound; ask for it in a chat request with the sound",
 }
-_STORED = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/{what}")
+_STORED = {
+    "/v1/responses/{response_id}": ["GET", "DELETE"],
+    "/v1/responses/{response_id}/{what}": ["GET", "POST"],
+}
 
 
 class AbsentEndpointError(RequestError):
@@ -36,8 +39,8 @@ class AbsentEndpointError(RequestError):
 def mount_absent(api: FastAPI) -> None:
     for path in _ABSENT:
         api.add_api_route(path, _refuse, methods=["POST"], response_model=None)
-    for path in _STORED:
-        api.add_api_route(path, _refuse_stored, methods=["GET", "POST", "DELETE"], response_model=None)
+    for path, methods in _STORED.items():
+        api.add_api_route(path, _refuse_stored, methods=methods, response_model=None)
 
 
 async def _refuse(request: Request) -> None:

@@ -169,6 +169,8 @@ class TranscriptFormat:
         return b""
 
     def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
+        if not delta.text:
+            return b""
         self._pieces.append(delta.text)
         return _event({"type": "transcript.text.delta", "delta": delta.text})
 

@@ -74,6 +74,8 @@ class ResponsesFormat:
         )
 
     def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
+        if not (delta.text or delta.scores):
+            return b""
         self._pieces.append(delta.text)
         self._scores += delta.scores
         return self._event(

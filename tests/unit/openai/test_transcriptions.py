@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 
+import msgspec
 import openai
 import pytest
 
@@ -165,6 +166,16 @@ def test_a_form_is_held_to_the_limits_of_bodies(door):
     assert response.status_code == 413 and error_of(response)["code"] == "request_too_large"
     # more commas than a JSON body may have, in a file
     assert post(door, {}, {"file": ("a.wav", b"," * (1 << 20))}).status_code == 200
+
+
+def test_a_file_is_charged_as_base64(door):
+    """A tenant may hold half of the budget: a body of this size, but not its base64."""
+    size = len(SOUND) * 100
+    door.limits = msgspec.structs.replace(FakeDoor.limits, held_body_bytes=int(2.4 * size))
+    response = post(door, {}, {"file": ("a.wav", SOUND * 100)})
+    assert response.status_code == 429 and not door.calls
+    door.limits = msgspec.structs.replace(FakeDoor.limits, held_body_bytes=int(2.8 * size))
+    assert post(door, {}, {"file": ("a.wav", SOUND * 100)}).status_code == 200
 
 
 def part(*headers: str, data: bytes = b"1") -> bytes:
