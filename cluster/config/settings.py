@@ -218,6 +218,8 @@ class DoorArgs(_Args):
     show_workers: bool = False  # to clients that ask for a request's timeline
     # of all requests in work; beyond it requests are refused (429)
     held_body_bytes: int = Field(1 << 30, ge=1)
+    # what /v1/audio/transcriptions asks the model to do with a sound
+    transcription_instruction: str = Field("Transcribe the audio.", min_length=1)
     media: MediaArgs = MediaArgs()
     admission: AdmissionArgs = AdmissionArgs()
 

@@ -62,6 +62,7 @@ class DoorProtocol(Protocol):
     created: int  # unix seconds
     defaults: GenerationDefaults  # for fields that a request leaves out
     limits: Limits  # for all other fields
+    transcription_instruction: str  # what the model is asked to do with a sound
 
     async def chat(self, call: ChatCall) -> list[Generation]:
         """One generation per choice. Raises ClusterError."""
