@@ -1,5 +1,5 @@
-"""The command `epdg`: `epdg serve [CONFIG]` runs a cluster on this machine until Ctrl-C. Every failure is one
-line on stderr."""
+"""The command `epdg`: `epdg serve [CONFIG]` runs a cluster on this machine until Ctrl-C, `epdg key NAME`
+makes an API key. Every failure is one line on stderr."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.config.keys import key_entry, new_key
 from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError
 from cluster.serving.launch import LocalCluster
@@ -25,6 +26,9 @@ SERVE = """Run a cluster on this machine until Ctrl-C.
 Settings, the model folder, memory and the port are checked before anything starts. A failure prints one line
 and the path of the logs. EPDG_MODEL names another model: a folder, or an id on the Hugging Face hub
 ("org/name"), which is downloaded."""
+
+KEY = """Make an API key and print it, once, with the entry for the file that door.access.key_file names. The
+file has no key, only hashes. Limits and rights are added to the entry by hand: docs/api.md, Keys."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="CONFIG",
         help="Serve configuration (default: %(default)s)",
     )
-    return run_cluster(parser.parse_args(arguments).config.resolve())
+    key = commands.add_parser("key", help="make an API key", description=KEY)
+    key.add_argument("name", metavar="NAME", help="the tenant: letters, digits, '.', '_' and '-'")
+    given = parser.parse_args(arguments)
+    return make_key(given.name) if given.command == "key" else run_cluster(given.config.resolve())
+
+
+def make_key(name: str) -> int:
+    key = new_key()
+    try:
+        entry = key_entry(name, key)
+    except ConfigError as error:
+        _complain(str(error))
+        return 1
+    _say(f"key (not shown again):\n{key}\n\nentry for the key file:\n{entry.line()}")
+    return 0
 
 
 def run_cluster(config: Path) -> int:

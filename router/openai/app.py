@@ -1,7 +1,7 @@
 """Routes, errors and disconnects. This is the edge of the process: broad `except`s are only here and in
 `edge`, and they answer the client.
 
-Every error has OpenAI's form; Serve's proxy adds `x-request-id`. A client that disconnects cancels its call,
+Every error has OpenAI's form. A client that disconnects cancels its call,
 streamed or not, also while the door is still choosing workers. Runs on the door's event loop.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -20,6 +21,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -28,7 +30,8 @@ from cluster.errors import ClusterError, ModelNotFoundError, RequestError
 from router.calls import ChatCall, CompletionCall, TokenizeCall
 from router.openai import render
 from router.openai.bodies import BodyBudget, BodyTimeoutError, read_body
-from router.openai.edge import Edge, HttpMetrics, lease_of, tenant_of
+from router.openai.edge import Edge, HttpMetrics, lease_of, permit_of, request_id_of, tenant_of
+from router.openai.keys import InvalidKeyError
 from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
 from router.openai.protocol import DoorProtocol
 from router.openai.schema import ChatRequest, CompletionRequest, parse
@@ -59,16 +62,33 @@ class WrongMethodError(RequestError):
     code = "method_not_allowed"
 
 
-def build_api(door: DoorProtocol, timeouts: ClientTimeouts = CLIENT_TIMEOUTS) -> FastAPI:
+def build_api(
+    door: DoorProtocol, timeouts: ClientTimeouts = CLIENT_TIMEOUTS, *, tells_request_id: bool = True
+) -> FastAPI:
+    """`tells_request_id`: answers have `x-request-id`; false: the server adds it."""
     api = FastAPI(title="OpenAI-compatible API", docs_url=None, redoc_url=None)
     budget = BodyBudget(door.limits.held_body_bytes)
-    metrics = HttpMetrics(budget)
+    metrics = HttpMetrics(budget, door.access.keys)
     _Routes(door, metrics, timeouts).mount(api)
     api.add_exception_handler(ClusterError, _answer_error)
     api.add_exception_handler(HTTPException, _answer_http_exception)
     api.add_middleware(
-        Edge, budget=budget, metrics=metrics, answer_error=_answer_error, read_timeout_s=timeouts.read_s
+        Edge,
+        access=door.access,
+        budget=budget,
+        metrics=metrics,
+        answer_error=_answer_error,
+        read_timeout_s=timeouts.read_s,
+        tells_request_id=tells_request_id,
     )
+    if door.access.cors_origins:  # around the edge, so that a page can read its errors, too
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=door.access.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after", LEDGER),
+        )
     return api
 
 
@@ -87,7 +107,8 @@ class _Routes:
         api.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
         api.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=None)
         api.add_api_route("/version", self.version, methods=["GET"], response_model=None)
-        api.add_api_route("/health", self.health, methods=["GET", "HEAD"], response_model=None)
+        for path in ("/health", "/ready"):
+            api.add_api_route(path, self.ready, methods=["GET", "HEAD"], response_model=None)
         api.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
 
     async def chat(self, request: Request) -> Response:
@@ -156,7 +177,7 @@ class _Routes:
     async def version(self) -> Response:
         return _json(msgspec.json.encode({"version": version("epdg")}))
 
-    async def health(self) -> Response:
+    async def ready(self) -> Response:
         return Response(status_code=200 if self._door.is_ready() else 503)
 
     async def metrics(self) -> Response:
@@ -176,15 +197,21 @@ class _Routes:
         answer: render.ResponseFormat,
     ) -> Response:
         num_choices = len(call.sampling)
+
+        async def begin() -> Any:
+            generations = await start(call)
+            permit_of(request).watch(generations, num_choices)
+            return generations
+
         headers: dict[str, str] = {}
         report = None
         if LEDGER in request.headers:
             report = TimelineReport(headers, LEDGER, shows_workers=self._door.limits.shows_workers)
         if call.stream:
-            events = stream(lambda: start(call), answer, num_choices, call.include_usage, report)
+            events = stream(begin, answer, num_choices, call.include_usage, report)
             return EventStream(events, headers)
         try:
-            body = await until_disconnect(request, whole(lambda: start(call), answer, num_choices, report))
+            body = await until_disconnect(request, whole(begin, answer, num_choices, report))
             return _json(body, headers=headers)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE_STATUS)
@@ -234,7 +261,7 @@ class EventStream(Response):
                 answer = await _answer_error(request, error)
                 await answer(request.scope, request.receive, send)
                 return
-            _log_unexpected(error)
+            _log_unexpected(request, error)
             await write(body(render.error_event(render.public_error(error)), True))
         await write(body(b"", False))
 
@@ -244,11 +271,13 @@ def _trace_parent(request: Request) -> str:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    _log_unexpected(error)
+    _log_unexpected(request, error)
     known = render.public_error(error)
     headers = {}
     if known.status in (429, 503):
-        headers["retry-after"] = str(max(1, round(known.retry_after_s or 1)))
+        headers["retry-after"] = str(max(1, math.ceil(known.retry_after_s or 1)))
+    if isinstance(known, InvalidKeyError):
+        headers["www-authenticate"] = "Bearer"
     if isinstance(known, BodyTimeoutError):
         # After other errors the server reads the rest of the body and drops it, because closing earlier would
         # lose the answer
@@ -263,9 +292,9 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     return _json(render.error_body(known), error.status_code, dict(error.headers or {}))
 
 
-def _log_unexpected(error: Exception) -> None:
+def _log_unexpected(request: Request, error: Exception) -> None:
     if not isinstance(error, ClusterError):
-        log.error("a request failed unexpectedly", exc_info=error)
+        log.error("request %s failed unexpectedly", request_id_of(request), exc_info=error)
 
 
 def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:

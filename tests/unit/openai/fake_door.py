@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+from cluster.clock import SystemClock
 from cluster.text.defaults import GenerationDefaults
 from router.calls import (
     ChatCall,
@@ -17,6 +18,7 @@ from router.calls import (
     TokenScores,
     Usage,
 )
+from router.openai.keys import Access, KeyRing
 from router.openai.limits import Limits
 
 
@@ -67,6 +69,7 @@ class FakeDoor:
     limits = Limits(max_model_len=4096, vocab_size=2048, max_body_bytes=4 << 20)
 
     def __init__(self, words: Sequence[str] = ("Hello", " wör", "ld", "")):
+        self.access = Access(KeyRing(None, (), SystemClock()))
         self.words = words
         self.pause_s = 0.0
         self.start_pause_s = 0.0
