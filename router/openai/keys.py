@@ -196,21 +196,21 @@ class Access:
         """Raises InvalidKeyError, ForbiddenError or RateLimitError."""
         given = Headers(scope=scope).get("authorization", "")
         path = _route_path(scope)
-        is_admin = path in ADMIN_PATHS
-        if path in OPEN_PATHS or not self._is_guarded(is_admin):
+        if not self.needs_key(path):
             return Permit(_digest_of(given))
         await self.keys.refresh()
         key = self._find(given)
+        is_admin = path in ADMIN_PATHS
         if key.admin is not is_admin:
             needed = "an admin key" if is_admin else "a key that is no admin key"
             raise ForbiddenError(f"this path needs {needed}")
         use = None if scope["method"] in ("GET", "HEAD") else self.keys.use_of(key)
         return Permit(key.name) if use is None else use.begin()
 
-    def _is_guarded(self, is_admin: bool) -> bool:
-        if is_admin:
+    def needs_key(self, path: str) -> bool:
+        if path in ADMIN_PATHS:
             return self.keys.guards_admin and not self._public_metrics
-        return self.keys.guards_api
+        return self.keys.guards_api and path not in OPEN_PATHS
 
     def _find(self, given: str) -> ApiKey:
         scheme, _, key = given.partition(" ")
