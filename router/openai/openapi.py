@@ -46,6 +46,8 @@ ENDPOINTS = {
     "/metrics": Endpoint("Metrics for Prometheus", (_TEXT,)),
 }  # fmt: skip
 
+_OTHER = Endpoint("", ())  # of a route that the table does not name: nothing is said about its answers
+
 
 class ErrorObject(BaseModel):
     message: str
@@ -65,12 +67,12 @@ def document(api: FastAPI, door: DoorProtocol) -> bytes:
     schemas.clear()  # FastAPI's own error
     _define(schemas, ErrorAnswer)
     for path, operations in found["paths"].items():
-        endpoint = ENDPOINTS[path]
+        endpoint = ENDPOINTS.get(path, _OTHER)
         for method, operation in operations.items():
             operation["operationId"] = f"{method}{path}".replace("/", "_").translate(
                 {ord("{"): None, ord("}"): None}
             )
-            operation["summary"] = endpoint.summary
+            operation["summary"] = endpoint.summary or operation["summary"]
             operation["responses"] = _answers(endpoint)
             if door.access.needs_key(path):
                 operation["security"] = [{"key": []}]

