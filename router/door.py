@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -45,6 +45,7 @@ from router.generation import Choice
 from router.members import Peer
 from router.openai.keys import Access
 from router.openai.limits import Limits
+from router.page.pools import pool_fields
 from router.policy import ClusterView, make_policy
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.intake import ByteLimits, MediaIntake
@@ -70,6 +71,7 @@ class Door:
         media = MediaProcessor.load(args.model)
         self._text = TextProcessor.load(args.model, media and media.transformers_processor)
         self._needs_encoder = media is not None
+        self._roles = [role for role in args.roles if role is not Role.ENCODE or self._needs_encoder]
         self._max_model_len = args.max_model_len or context_length(args.model)
         self.limits = _limits(args.door, self._max_model_len, self._text)
         environment = read_environment()
@@ -149,6 +151,15 @@ class Door:
         """Whether every phase that this model needs has a worker."""
         needed = [phase for phase in Phase if phase is not Phase.ENCODE or self._needs_encoder]
         return all(map(self._members.has, needed))
+
+    def pools(self) -> dict[str, Any]:
+        """What the page shows."""
+        shows_workers = self.limits.shows_workers
+        return {
+            "num_running": self._flow.num_running,
+            "num_waiting": self._flow.num_waiting,
+            "pools": pool_fields(self._roles, self.peers, self.workers, shows_workers=shows_workers),
+        }
 
     def metrics(self) -> bytes:
         return self._metrics.render()

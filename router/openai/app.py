@@ -60,6 +60,7 @@ from router.openai.tokens import (
     tokenized,
 )
 from router.openai.translate import chat_call, completion_call
+from router.page.site import Site
 
 log = logging.getLogger(__name__)
 BIG_BODY_BYTES = 64 * 2**10  # from this size on a body is parsed in a thread, so that other streams continue
@@ -84,6 +85,7 @@ def build_api(
     budget = BodyBudget(door.limits.held_body_bytes)
     metrics = HttpMetrics(budget, door.access.keys)
     _Routes(door, metrics, timeouts).mount(api)
+    Site(door.pools).mount(api)
     api.add_exception_handler(ClusterError, answer_error)
     api.add_exception_handler(HTTPException, answer_http_exception)
     api.add_exception_handler(RequestValidationError, answer_wrong_parameter)

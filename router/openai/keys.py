@@ -3,7 +3,7 @@
 * Without keys any client may call the API. The tenant is a digest of the Authorization header.
 * With keys a request needs one of them (401). The tenant is the key's name, and its limits hold (429). Paths
   of operators need a key with `admin: true`, which opens nothing else (403).
-* `OPEN_PATHS` never need a key. A path that is not named here needs one.
+* `OPEN_PATHS` and the page never need a key. A path that is not named here needs one.
 
 The keys come from a file and from the environment. The file is looked at by the first request after
 `LOOK_PERIOD_S`, on a thread; requests wait for that at most `LOOK_TIMEOUT_S`, so a key that was taken out of
@@ -34,6 +34,7 @@ from cluster.config.keys import ApiKey, check_keys, key_digest, key_entry, read_
 from cluster.config.settings import AccessArgs
 from cluster.errors import ConfigError, RequestError
 from router.openai.rates import Permit, TenantUse
+from router.page.site import is_public
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ready", "/openapi.json"})
@@ -210,7 +211,7 @@ class Access:
     def needs_key(self, path: str) -> bool:
         if path in ADMIN_PATHS:
             return self.keys.guards_admin and not self._public_metrics
-        return self.keys.guards_api and path not in OPEN_PATHS
+        return self.keys.guards_api and path not in OPEN_PATHS and not is_public(path)
 
     def _find(self, given: str) -> ApiKey:
         scheme, _, key = given.partition(" ")

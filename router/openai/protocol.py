@@ -83,6 +83,10 @@ class DoorProtocol(Protocol):
         """Whether every pool that the model needs has a member."""
         ...
 
+    def pools(self) -> dict[str, Any]:
+        """For the page: every pool and worker, and what waits. Names workers only if `limits` says so."""
+        ...
+
     def metrics(self) -> bytes:
         """Prometheus text."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from cluster.clock import SystemClock
 from cluster.text.defaults import GenerationDefaults
@@ -99,6 +100,9 @@ class FakeDoor:
 
     def is_ready(self) -> bool:
         return self.ready
+
+    def pools(self) -> dict[str, Any]:
+        return {"num_running": 0, "num_waiting": 0, "pools": [{"role": "decode", "workers": []}]}
 
     def metrics(self) -> bytes:
         return b"epdg_test 1\n"
