@@ -97,7 +97,7 @@ async def test_a_tenant_is_the_name_of_its_key(world):
 @pytest.mark.parametrize(
     "header", [None, "", "Bearer", "Bearer ", f"Basic {ALICE}", ALICE, "Bearer sk-alic", f"Bearer {ALICE}x"]
 )
-@pytest.mark.parametrize("path", [CHAT, "/nothing", "/metrics", "/health/", "//health"])
+@pytest.mark.parametrize("path", [CHAT, "/nothing", "/metrics", "/health/", "/health/x"])
 async def test_a_request_without_a_valid_key_is_refused_unread(world, header, path):
     async def body():
         raise AssertionError("the body was read")
