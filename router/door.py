@@ -66,6 +66,7 @@ class Door:
         """Loads tokenizer and processor; blocks. Raises ConfigError."""
         self.model_id = args.model_id
         self.created = int(time.time())
+        self.transcription_instruction = args.door.transcription_instruction
         self.defaults = GenerationDefaults.load(args.model)
         self._clock = SystemClock()
         media = MediaProcessor.load(args.model)

@@ -233,6 +233,8 @@ class DoorArgs(_Args):
     # of all requests in work; beyond it requests are refused (429)
     held_body_bytes: int = Field(1 << 30, ge=1)
     access: AccessArgs = AccessArgs()
+    # what /v1/audio/transcriptions asks the model to do with a sound
+    transcription_instruction: str = Field("Transcribe the audio.", min_length=1)
     media: MediaArgs = MediaArgs()
     admission: AdmissionArgs = AdmissionArgs()
 

@@ -31,11 +31,8 @@ from starlette.types import Message, Receive, Scope, Send
 from cluster.errors import ClusterError, ModelNotFoundError
 from router.calls import ChatCall, CompletionCall, TokenizeCall
 from router.openai import render
-from router.openai.bodies import (
-    BodyBudget,
-    check_json_type,
-    read_body,
-)
+from router.openai.absent import mount_absent
+from router.openai.bodies import BodyBudget, check_json_type, read_body
 from router.openai.edge import Edge, HttpMetrics, lease_of, permit_of, tenant_of
 from router.openai.errors import (
     PROMPT_FIELDS,
@@ -47,10 +44,21 @@ from router.openai.errors import (
     naming_prompt,
 )
 from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
+from router.openai.names import with_names
 from router.openai.openapi import document
 from router.openai.protocol import DoorProtocol
+from router.openai.responses.render import ResponsesFormat
+from router.openai.responses.schema import ResponsesRequest
+from router.openai.responses.translate import responses_call, responses_name
 from router.openai.schema import ChatRequest, CompletionRequest, parse
-from router.openai.serving import ClientGoneError, TimelineReport, stream, until_disconnect, whole
+from router.openai.serving import (
+    AnswerFormat,
+    ClientGoneError,
+    TimelineReport,
+    stream,
+    until_disconnect,
+    whole,
+)
 from router.openai.tokens import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -58,6 +66,12 @@ from router.openai.tokens import (
     ids_to_detokenize,
     tokenize_call,
     tokenized,
+)
+from router.openai.transcriptions import (
+    TranscriptFormat,
+    TranscriptionRequest,
+    transcription_call,
+    transcription_name,
 )
 from router.openai.translate import chat_call, completion_call
 from router.page.site import Site
@@ -85,6 +99,7 @@ def build_api(
     budget = BodyBudget(door.limits.held_body_bytes)
     metrics = HttpMetrics(budget, door.access.keys)
     _Routes(door, metrics, timeouts).mount(api)
+    mount_absent(api)
     Site(door.pools).mount(api)
     api.add_exception_handler(ClusterError, answer_error)
     api.add_exception_handler(HTTPException, answer_http_exception)
@@ -119,6 +134,8 @@ class _Routes:
     def mount(self, api: FastAPI) -> None:
         api.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         api.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
+        api.add_api_route("/v1/responses", self.respond, methods=["POST"], response_model=None)
+        api.add_api_route("/v1/audio/transcriptions", self.transcribe, methods=["POST"], response_model=None)
         api.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         api.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
         api.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
@@ -167,6 +184,41 @@ class _Routes:
         answer = render.CompletionFormat(_new_id("cmpl"), int(time.time()), door.model_id, call)
         return await self._answer(request, call, door.complete, answer)
 
+    async def respond(self, request: Request) -> Response:
+        door = self._door
+
+        def translate(body: bytes) -> tuple[ResponsesRequest, ChatCall]:
+            asked = parse(ResponsesRequest, body)
+            tenant, parent = tenant_of(request), _trace_parent(request)
+            return asked, responses_call(asked, door.model_id, door.defaults, tenant, parent, door.limits)
+
+        asked, call = await self._call(request, translate)
+        answer = ResponsesFormat(_new_id("resp", "_"), int(time.time()), asked, call)
+        return await self._answer(
+            request, call, lambda call: with_names(door.chat(call), responses_name), answer
+        )
+
+    async def transcribe(self, request: Request) -> Response:
+        door = self._door
+
+        def translate(body: bytes) -> tuple[TranscriptionRequest, ChatCall]:
+            return transcription_call(
+                body,
+                request.headers.get("content-type", ""),
+                door.transcription_instruction,
+                door.model_id,
+                door.defaults,
+                tenant_of(request),
+                _trace_parent(request),
+                door.limits,
+            )
+
+        asked, call = await self._call(request, translate, is_json=False)
+        answer = TranscriptFormat(asked)
+        return await self._answer(
+            request, call, lambda call: with_names(door.chat(call), transcription_name), answer
+        )
+
     async def models(self, request: Request) -> Response:
         return json_answer(msgspec.json.encode({"object": "list", "data": [self._card()]}))
 
@@ -207,9 +259,15 @@ class _Routes:
     async def metrics(self) -> Response:
         return Response(self._door.metrics() + self._metrics.render(), media_type=METRICS_TYPE)
 
-    async def _call(self, request: Request, translate: Callable[[bytes], Any]) -> Any:
-        check_json_type(request)
-        body = await read_body(request, self._door.limits, lease_of(request), self._timeouts.body_s)
+    async def _call(
+        self, request: Request, translate: Callable[[bytes], Any], *, is_json: bool = True
+    ) -> Any:
+        if is_json:
+            check_json_type(request)
+        lease = lease_of(request)
+        body = await read_body(request, self._door.limits, lease, self._timeouts.body_s, is_json=is_json)
+        if not is_json:
+            lease.grow(len(body) // 3)  # a form's file becomes base64
         if len(body) < BIG_BODY_BYTES:
             return translate(body)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, translate, body)
@@ -219,7 +277,7 @@ class _Routes:
         request: Request,
         call: Any,
         start: Callable[[Any], Awaitable[Any]],
-        answer: render.ResponseFormat,
+        answer: AnswerFormat,
     ) -> Response:
         num_choices = len(call.sampling)
         prompt_field = PROMPT_FIELDS.get(request.scope["route"].path, "")
@@ -235,11 +293,11 @@ class _Routes:
             report = TimelineReport(headers, LEDGER, shows_workers=self._door.limits.shows_workers)
         if call.stream:
             events = stream(begin, answer, num_choices, call.include_usage, report)
-            return EventStream(events, headers, prompt_field)
+            return EventStream(events, headers, answer.error_event, prompt_field)
         try:
             with naming_prompt(prompt_field):
                 body = await until_disconnect(request, whole(begin, answer, num_choices, report))
-            return json_answer(body, headers=headers)
+            return Response(body, headers=headers, media_type=answer.media_type)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE_STATUS)
 
@@ -249,15 +307,21 @@ class EventStream(Response):
     HTTP error. A later error is an event, after which the stream ends without `[DONE]`."""
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], more_headers: Mapping[str, str], prompt_field: str
+        self,
+        events: AsyncGenerator[bytes, None],
+        more_headers: Mapping[str, str],
+        error_event: Callable[[ClusterError], bytes],
+        prompt_field: str,
     ):
-        """`more_headers` may grow until the first event. `prompt_field`: as errors name it."""
+        """`more_headers` may grow until the first event. `error_event`: writes an error after it.
+        `prompt_field`: as errors name it."""
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
         del self.headers["content-length"]
         self._events = events
         self._more_headers = more_headers
+        self._error_event = error_event
         self._prompt_field = prompt_field
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -294,7 +358,7 @@ class EventStream(Response):
                 await answer(request.scope, request.receive, send)
                 return
             log_unexpected(request, error)
-            await write(body(render.error_event(render.public_error(error)), True))
+            await write(body(self._error_event(render.public_error(error)), True))
         await write(body(b"", False))
 
 
@@ -303,5 +367,5 @@ def _trace_parent(request: Request) -> str:
     return given if _TRACE_PARENT.fullmatch(given) else ""
 
 
-def _new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"
+def _new_id(kind: str, separator: str = "-") -> str:
+    return f"{kind}{separator}{secrets.token_hex(12)}"

@@ -102,8 +102,9 @@ class BodyLease:
 class _Scan:
     """Checks a body without parsing it."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: Limits, is_json: bool):
         self._limits = limits
+        self._is_json = is_json
         self._chunks: list[bytes] = []
         self._has_media = False
         self._num_marks = 0
@@ -115,11 +116,13 @@ class _Scan:
         limits = self._limits
         self._chunks.append(chunk)
         self.num_bytes += len(chunk)
+        check_size(self.num_bytes, limits)
+        if not self._is_json:
+            return
         marks = chunk.translate(None, _PLAIN)
         num_escapes = marks.count(b"\\")
         self._num_escapes += num_escapes
         self._num_marks += len(marks) - num_escapes
-        check_size(self.num_bytes, limits)
         if self._num_marks > limits.max_marks:
             raise BodyTooLargeError(f"the body has more than {limits.max_marks} values")
         if self._num_escapes > limits.max_escapes + self.num_bytes // 32:
@@ -155,12 +158,15 @@ def check_json_type(request: Request) -> None:
         raise MediaTypeError("the body is compressed; send it as it is, without Content-Encoding")
 
 
-async def read_body(request: Request, limits: Limits, lease: BodyLease, timeout_s: float) -> bytes:
-    """The whole body. Raises RequestError if it is too large or slow, OverloadedError if there is no room."""
+async def read_body(
+    request: Request, limits: Limits, lease: BodyLease, timeout_s: float, *, is_json: bool = True
+) -> bytes:
+    """The whole body. `is_json`: false for a form, whose file may be any bytes. Raises RequestError if it is
+    too large or slow, OverloadedError if there is no room."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal():
         check_size(int(declared[:20]), limits)
-    scan = _Scan(limits)
+    scan = _Scan(limits, is_json)
     started_at = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout_at(started_at + timeout_s) as deadline:

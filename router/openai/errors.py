@@ -22,7 +22,12 @@ from router.openai.keys import InvalidKeyError
 
 log = logging.getLogger(__name__)
 # The field that has the prompt. Workers and prompt builder, which know no endpoint, name one of these
-PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+PROMPT_FIELDS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+    "/v1/audio/transcriptions": "file",
+}
 
 
 class NoSuchRouteError(RequestError):

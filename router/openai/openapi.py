@@ -13,19 +13,22 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from router.openai.protocol import DoorProtocol
-from router.openai.schema import HARMLESS, NEUTRAL, ChatRequest, CompletionRequest
+from router.openai.responses.schema import ResponsesRequest
+from router.openai.schema import ChatRequest, CompletionRequest, StrictModel
 from router.openai.tokens import DetokenizeRequest, TokenizeRequest
+from router.openai.transcriptions import TranscriptionRequest
 
 REFERENCE = "#/components/schemas/{model}"
-_JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
+_JSON, _EVENTS, _TEXT, _FORM = "application/json", "text/event-stream", "text/plain", "multipart/form-data"
 _HELLO = [{"role": "user", "content": "Hello"}]
 
 
 class Endpoint(msgspec.Struct, frozen=True):
     summary: str
     answers: tuple[str, ...] = (_JSON,)  # media types of answers that are no errors
-    body: type[BaseModel] | None = None
-    example: dict[str, Any] = {}  # of a body, without its model
+    body: type[StrictModel] | None = None
+    example: dict[str, Any] | None = {}  # of a body, without its model
+    file: str = ""  # the body is a form, and this is its file
 
 
 ENDPOINTS = {
@@ -34,6 +37,10 @@ ENDPOINTS = {
     ),
     "/v1/completions": Endpoint(
         "Continues texts", (_JSON, _EVENTS), CompletionRequest, {"prompt": "Hello", "max_tokens": 16}
+    ),
+    "/v1/responses": Endpoint("Answers an input", (_JSON, _EVENTS), ResponsesRequest, {"input": "Hello"}),
+    "/v1/audio/transcriptions": Endpoint(
+        "Writes down what is said", (_JSON, _TEXT, _EVENTS), TranscriptionRequest, None, file="file"
     ),
     "/v1/models": Endpoint("The model"),
     "/v1/models/{model_id}": Endpoint("The model"),
@@ -79,10 +86,8 @@ def document(api: FastAPI, door: DoorProtocol) -> bytes:
                 operation["security"] = [{"key": []}]
             if endpoint.body is not None:
                 _define(schemas, endpoint.body)
-                _add_untyped(schemas[endpoint.body.__name__]["properties"])
-                example = {"model": door.model_id, **endpoint.example}
-                content = {_JSON: {"schema": _reference(endpoint.body), "example": example}}
-                operation["requestBody"] = {"required": True, "content": content}
+                _add_untyped(endpoint.body, schemas[endpoint.body.__name__])
+                operation["requestBody"] = _body(endpoint, endpoint.body, schemas, door.model_id)
     found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return msgspec.json.encode(found)
 
@@ -93,12 +98,29 @@ def _answers(endpoint: Endpoint) -> dict[str, Any]:
     return {"200": {"description": "the answer", "content": content}, "4XX": error, "5XX": error}
 
 
-def _add_untyped(properties: dict[str, Any]) -> None:
+def _body(
+    endpoint: Endpoint, model: type[StrictModel], schemas: dict[str, Any], model_id: str
+) -> dict[str, Any]:
+    content: dict[str, Any] = {"schema": _reference(model)}
+    if endpoint.file:
+        schema = schemas[model.__name__]
+        schema["properties"][endpoint.file] = {
+            "type": "string",
+            "contentMediaType": "application/octet-stream",
+        }
+        schema["required"] = [*schema["required"], endpoint.file]
+    if endpoint.example is not None:
+        content["example"] = {"model": model_id, **endpoint.example}
+    return {"required": True, "content": {_FORM if endpoint.file else _JSON: content}}
+
+
+def _add_untyped(model: type[StrictModel], schema: dict[str, Any]) -> None:
     """The fields that `schema.parse` takes beside those of a model."""
-    for name in HARMLESS:
-        properties.setdefault(name, {"description": "has no effect"})
-    for name, neutral in NEUTRAL.items():
-        properties.setdefault(name, {"description": "is not built", "enum": [None, *neutral]})
+    for name in model.harmless:
+        schema["properties"].setdefault(name, {"description": "has no effect"})
+    for name, neutral in model.neutral.items():
+        told = {"description": "is not built", "enum": [None, *neutral]}
+        schema["properties"].setdefault(name, told)
 
 
 def _define(schemas: dict[str, Any], model: type[BaseModel]) -> None:

@@ -64,6 +64,7 @@ class DoorProtocol(Protocol):
     defaults: GenerationDefaults  # for fields that a request leaves out
     limits: Limits  # for all other fields
     access: Access
+    transcription_instruction: str  # what the model is asked to do with a sound
 
     async def chat(self, call: ChatCall) -> list[Generation]:
         """One generation per choice. Raises ClusterError."""

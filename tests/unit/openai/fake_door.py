@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from cluster.clock import SystemClock
 from cluster.text.defaults import GenerationDefaults
@@ -47,8 +47,8 @@ class FakeGeneration:
             await asyncio.sleep(self._door.pause_s)
             if idx == self._door.fail_at and self._door.error is not None:
                 raise self._door.error
-            self.usage = Usage(7, idx + 1, 4)
-            reason = "stop" if idx == len(self._words) - 1 else None
+            self.usage = Usage(7, idx + 1, 4, audio_tokens=5, audio_s=2.5)
+            reason = self._door.last_reason if idx == len(self._words) - 1 else None
             scores = self._scores(idx) if self._call.num_logprobs is not None else ()
             yield TextDelta(word, 1, reason, scores, (idx,) if self._call.returns_token_ids else ())
 
@@ -66,6 +66,7 @@ class FakeGeneration:
 class FakeDoor:
     model_id = "org/demo"
     created = 1_700_000_000
+    transcription_instruction = "Write it down."
     defaults = GenerationDefaults(temperature=0.0, max_tokens=64, eos_token_ids=(1014,))
     limits = Limits(max_model_len=4096, vocab_size=2048, max_body_bytes=4 << 20)
 
@@ -75,6 +76,7 @@ class FakeDoor:
         self.pause_s = 0.0
         self.start_pause_s = 0.0
         self.media_notes: tuple[MediaNote, ...] = ()
+        self.last_reason: Literal["stop", "length"] = "stop"
         self.error: Exception | None = None
         self.fail_at = -1  # word at which `error` is raised; None: at the call itself
         self.calls: list[ChatCall | CompletionCall | TokenizeCall] = []

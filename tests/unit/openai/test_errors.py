@@ -104,6 +104,15 @@ def test_the_prompt_has_the_endpoints_own_name(door, stream, fail_at):
         assert json.loads(told)["error"]["param"] == own
 
 
+@pytest.mark.parametrize("fail_at", [None, 0])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_responses_input_has_its_own_name_too(door, stream, fail_at):
+    door.error, door.fail_at = QuarantinedError("lost", param="messages"), fail_at
+    body = {"model": "org/demo", "input": "hi", "stream": stream}
+    response = call(door, "POST", "/v1/responses", json=body)
+    assert (response.status_code, error_of(response)["param"]) == (422, "input")
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
 @pytest.mark.parametrize("error", [UnavailableError("lost"), KeyError("secret")])
 def test_an_error_in_mid_stream_is_the_last_event(door, path, error):

@@ -41,7 +41,7 @@ def test_every_route_is_described_and_nothing_else(told, door):
     assert ENDPOINTS.keys() <= told["paths"].keys()
 
 
-@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("path", [path for path in POSTS if not ENDPOINTS[path].file])
 def test_the_example_of_a_body_is_valid_and_is_answered(told, path, door):
     content = body_of(told, path)
     check(told, content["schema"], content["example"])

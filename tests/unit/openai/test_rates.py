@@ -47,6 +47,13 @@ async def test_tokens_of_prompts_and_answers_count(stream):
     assert (await world.chat(ALICE)).status_code == 200
 
 
+async def test_a_responses_tokens_count_too():
+    world = World(entry("alice", ALICE, tokens_per_minute=TOKENS))
+    body = {"model": "org/demo", "input": "hi"}
+    answers = [await world.ask("POST", "/v1/responses", ALICE, json=body) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
+
+
 async def test_tokens_of_answers_that_still_run_count_when_the_next_request_comes():
     world = World(entry("alice", ALICE, tokens_per_minute=8))
     world.door.words, world.door.pause_s = ["a", "b"], 60.0
