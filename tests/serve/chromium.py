@@ -88,6 +88,12 @@ class Tab:
         for kind in ("dragEnter", "dragOver", "drop"):
             await self.do("Input.dispatchDragEvent", type=kind, x=150, y=150, data=data)
 
+    async def choose(self, field: str, *files: Path) -> None:
+        """In the file dialog of an input, by its selector."""
+        root = (await self.do("DOM.getDocument"))["root"]["nodeId"]
+        node = (await self.do("DOM.querySelector", nodeId=root, selector=field))["nodeId"]
+        await self.do("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in files])
+
     async def look(self, width: int, height: int, scheme: str = "light") -> None:
         """Sets the size of the screen, in CSS pixels, and the colours that the person prefers."""
         await self.do(

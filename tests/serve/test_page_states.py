@@ -30,8 +30,8 @@ KEY = b"Bearer secret"
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
+    with socket.create_server(("127.0.0.1", port)) as listener:
         config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
         server = uvicorn.Server(config)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
@@ -203,6 +203,7 @@ async def test_errors_are_words_that_help():
             "The cluster has more requests than it can serve in time. Try later. Try again in 7 s."
         )
         assert await tab.value(f"{ANSWER}.querySelector('[role=alert]') !== null")
+        await tab.until("document.getElementById('prompt').value === 'hello'")  # to be sent again
         await tab.value("document.getElementById('schema').value = '{'")
         await tab.value("document.getElementById('prompt').focus()")
         await tab.type("hello")
@@ -211,3 +212,61 @@ async def test_errors_are_words_that_help():
             "document.getElementById('notice').textContent.includes('JSON schema is not valid JSON')"
         )
         assert len(door.calls) == 1
+
+
+async def test_a_server_that_is_gone_is_named_and_found_again():
+    async with contextlib.AsyncExitStack() as stack:
+        async with serving(build_api(FakeDoor())) as url:
+            tab = await stack.enter_async_context(page(url, MODEL))
+        await tab.until(
+            "document.getElementById('pools').textContent.includes('Is `epdg serve` still running?')"
+        )
+        await ask(tab, "hello")
+        assert "cannot be reached" in await answer(tab)
+        async with serving(build_api(FakeDoor()), port=int(url.rpartition(":")[2])):
+            await tab.until("document.querySelector('.pool.decode') !== null")
+            await tab.press("Enter")
+            await tab.until(f"{ANSWER}.textContent.includes('Hello wörld')")
+
+
+async def test_files_are_chosen_pasted_and_removed_and_other_files_are_named(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "cat.png").write_bytes(b"\x89PNG")
+    names = "[...document.querySelectorAll('#attachments li')].map((item) => item.innerText.trim().split('\\n')[0])"
+    async with serving(build_api(FakeDoor())) as url, page(url, MODEL) as tab:
+        await tab.choose("#files", tmp_path / "cat.png", tmp_path / "notes.txt")
+        await tab.until(f"{names}.length === 1")
+        assert "notes.txt is no image" in await tab.value("document.getElementById('notice').textContent")
+        await tab.value(
+            "(() => { const data = new DataTransfer(); data.items.add(new File(['x'], 'a.wav', { type: 'audio/wav' }));"
+            " dispatchEvent(new ClipboardEvent('paste', { clipboardData: data })); })()"
+        )
+        await tab.until(f"{names}.length === 2")
+        await tab.value("document.querySelector('[aria-label=\"Remove cat.png\"]').click()")
+        assert await tab.value(names) == ["a.wav"]
+
+
+async def test_a_hidden_page_asks_nothing():
+    door = FakeDoor()
+    num_asked = 0
+
+    def pools() -> dict[str, Any]:
+        nonlocal num_asked
+        num_asked += 1
+        return {"num_running": 0, "num_waiting": 0, "pools": []}
+
+    door.pools = pools
+    show = (
+        "Object.defineProperty(document, 'hidden', { configurable: true, value: %s });"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    async with serving(build_api(door)) as url, page(url, MODEL) as tab:
+        await tab.value(show % "true")
+        await asyncio.sleep(0.5)  # what was under way has arrived
+        before = num_asked
+        await asyncio.sleep(2.5)
+        assert num_asked == before
+        await tab.value(show % "false")
+        async with asyncio.timeout(HANG_S):
+            while num_asked <= before + 1:
+                await asyncio.sleep(0.05)

@@ -11,6 +11,11 @@ export class ApiError extends Error {
     this.code = fields?.code ?? null;
     this.retryAfter = retryAfter;
   }
+
+  /** The same request may succeed later, or with a key. */
+  get isTemporary() {
+    return [0, 401, 429, 503].includes(this.status);
+  }
 }
 
 export const key = {

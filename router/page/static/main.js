@@ -41,13 +41,18 @@ async function ask() {
   attach([]);
   tell("");
   showQuestion(log, text, asked);
-  await answer({ model, messages: conversation.messagesWith(text, asked), ...fields }, asked);
+  const error = await answer({ model, messages: conversation.messagesWith(text, asked), ...fields }, asked);
+  if (!error?.isTemporary || prompt.value || attachments.length) return;
+  prompt.value = text; // to be sent again
+  attach(asked);
 }
 
+/** Returns the error that has ended it, if one has. */
 async function answer(body, asked) {
   const view = new AnswerView(log, showTimeline);
   const own = conversation; // "New chat" may replace it meanwhile
   const result = new Answer();
+  let failure = null;
   setRunning(new AbortController());
   try {
     for await (const chunk of chat(body, running.signal)) view.add(result.add(chunk));
@@ -55,6 +60,7 @@ async function answer(body, asked) {
   } catch (error) {
     if (running.signal.aborted) end(true);
     else {
+      failure = error;
       view.fail(explain(error, own.namesWith(asked)));
       askForKey(error);
     }
@@ -62,6 +68,7 @@ async function answer(body, asked) {
     setRunning(null);
   }
   if (result.ledger) showTimeline(result.ledger);
+  return failure;
 
   function end(isStopped) {
     view.finish(result, { isJson: "response_format" in body, isStopped });

@@ -14,15 +14,15 @@ export function watchPools(panel, onError) {
   let before = null; // the last report, with the time: bytes sent since then are a rate
 
   async function ask() {
-    asking = new AbortController();
+    const own = (asking = new AbortController());
     try {
-      const report = await getJson("pools", AbortSignal.any([asking.signal, AbortSignal.timeout(10_000)]));
+      const report = await getJson("pools", AbortSignal.any([own.signal, AbortSignal.timeout(10_000)]));
       const now = { at: performance.now(), sent: sentBytes(report.pools) };
       panel.replaceChildren(...shown(report, before, now));
       before = now;
       onError(null);
     } catch (error) {
-      if (asking.signal.aborted) return;
+      if (own.signal.aborted) return;
       before = null;
       onError(error);
     }
