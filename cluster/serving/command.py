@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.config.environment import read_environment
 from cluster.config.keys import key_entry, new_key
 from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError, RequestError
@@ -28,7 +29,8 @@ SERVE = """Run a cluster on this machine until Ctrl-C.
 Settings, the model folder, memory and the port are checked before anything starts. A failure prints one line
 and the path of the logs. EPDG_MODEL names another model: a folder, or an id on the Hugging Face hub
 ("org/name"), which is downloaded."""
-ASK = "Send one question, with files if there are any, to a running server. Prints the answer while it comes."
+ASK = """Send one question, with files if there are any, to a running server. Prints the answer while it comes.
+EPDG_API_KEY is sent as the API key."""
 
 KEY = """Make an API key and print it, once, with the entry for the file that door.access.key_file names. The
 file has no key, only hashes. Limits and rights are added to the entry by hand: docs/api.md, Keys."""
@@ -79,7 +81,7 @@ def make_key(name: str) -> int:
 def print_answer(url: str, question: str, files: Sequence[Path]) -> int:
     """Blocks until the answer is complete; returns 1 after a failure."""
     try:
-        for piece in ask(url, question, files):
+        for piece in ask(url, question, files, read_environment().api_key):
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
         print()
