@@ -29,8 +29,8 @@ SERVE = """Run a cluster on this machine until Ctrl-C.
 Settings, the model folder, memory and the port are checked before anything starts. A failure prints one line
 and the path of the logs. EPDG_MODEL names another model: a folder, or an id on the Hugging Face hub
 ("org/name"), which is downloaded."""
-ASK = """Send one question, with files if there are any, to a running server. Prints the answer while it comes.
-EPDG_API_KEY is sent as the API key."""
+ASK = """Send one question, with files if there are any, to a running server. Prints the answer while it
+comes. EPDG_API_KEY is sent as the API key."""
 
 KEY = """Make an API key and print it, once, with the entry for the file that door.access.key_file names. The
 file has no key, only hashes. Limits and rights are added to the entry by hand: docs/api.md, Keys."""
