@@ -50,7 +50,6 @@ ENDPOINTS = {
     "/openapi.json": Endpoint("This document"),
     "/health": Endpoint("Whether every pool has a worker", ()),
     "/ready": Endpoint("Whether every pool has a worker", ()),
-    "/pools": Endpoint("The workers of each pool, and what they hold"),
     "/metrics": Endpoint("Metrics for Prometheus", (_TEXT,)),
 }  # fmt: skip
 

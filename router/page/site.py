@@ -82,9 +82,10 @@ class Site:
         self._pools = pools
 
     def mount(self, api: FastAPI) -> None:
-        for path, route in (("/", self.index), (f"{FOLDER}{{name}}", self.file)):
-            api.add_api_route(path, route, methods=["GET", "HEAD"], include_in_schema=False)
-        api.add_api_route("/pools", self.pools, methods=["GET"], response_model=None)
+        files = {"methods": ["GET", "HEAD"], "include_in_schema": False, "response_model": None}
+        api.add_api_route("/", self.index, **files)
+        api.add_api_route(f"{FOLDER}{{name}}", self.file, **files)
+        api.add_api_route("/pools", self.pools, methods=["GET"], include_in_schema=False, response_model=None)
 
     async def index(self, request: Request) -> Response:
         return self._answer(request, self._files[INDEX])

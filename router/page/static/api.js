@@ -25,13 +25,15 @@ export const key = {
 
 /** Connections that fail raise a TypeError, as mistakes in a script do: from here on it has a name. */
 function lost(error) {
-  throw error.name === "AbortError" ? error : new ApiError(0, { message: "The server cannot be reached. Is `epdg serve` still running?" });
+  if (error.name === "AbortError") throw error;
+  throw new ApiError(0, { message: "The server cannot be reached. Is `epdg serve` still running?" });
 }
 
 async function request(path, options = {}) {
   const headers = { ...options.headers };
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
-  const response = await fetch(path, { ...options, headers, cache: "no-store", redirect: "error" }).catch(lost);
+  const always = { headers, cache: "no-store", redirect: "error" };
+  const response = await fetch(path, { ...options, ...always }).catch(lost);
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
   throw new ApiError(response.status, body?.error, response.headers.get("retry-after"));
@@ -76,9 +78,7 @@ export async function* eventsOf(body) {
 /** An error in words that help. `names`: of the request's files, in order. */
 export function explain(error, names = []) {
   if (!(error instanceof ApiError)) return error.message;
-  const named = error.message.replace(/^item (\d+)/, (all, idx) => names[idx] ?? all);
-  const ended = named.replace(/[^.!?]$/, "$&.");
-  const message = names.some((name) => ended.startsWith(name)) ? ended : ended.replace(/^./, (first) => first.toUpperCase());
+  const message = sentence(error.message).replace(/^Item (\d+)/, (all, idx) => names[idx] ?? all);
   const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : " Try again in a moment.";
   switch (error.status) {
     case 401:
@@ -86,10 +86,14 @@ export function explain(error, names = []) {
     case 413:
       return `The files are too large. ${message}`;
     case 429:
-      return `The cluster has more requests than it can serve in time. ${message}${wait}`;
+      return error.code === "rate_limit_exceeded"
+        ? `This API key has reached its limit. ${message}${wait}`
+        : `The cluster has more requests than it can serve in time. ${message}${wait}`;
     case 503:
       return `No worker could take the request. ${message}${wait} The pools show what is missing.`;
     default:
       return error.param ? `${message} (Field: ${error.param})` : message;
   }
 }
+
+const sentence = (text) => text.replace(/^./, (first) => first.toUpperCase()).replace(/[^.!?]$/, "$&.");

@@ -24,8 +24,8 @@ export class AnswerView {
   #onLedger;
   #text = document.createTextNode("");
   #output = h("p", { className: "text" }, this.#text);
-  #item = h("li", { className: "turn answer", "aria-busy": "true" }, h("h3", { className: "unseen" }, "Answer"),
-    this.#output);
+  #item = h("li", { className: "turn answer", "aria-busy": "true" },
+    h("h3", { className: "unseen" }, "Answer"), this.#output);
 
   constructor(log, onLedger) {
     this.#log = log;
@@ -42,7 +42,7 @@ export class AnswerView {
   /** The answer is complete, or was stopped. `isJson`: it was asked for as JSON. */
   finish(answer, { isJson, isStopped }) {
     const pretty = isJson && indented(answer.text);
-    if (pretty) this.#output.replaceWith(h("pre", { tabIndex: 0, role: "region", "aria-label": "JSON" }, pretty));
+    if (pretty) this.#output.replaceWith(code("JSON", pretty));
     else if (!answer.text) this.#output.remove();
     for (const call of answer.toolCalls) this.#append(this.#item, toolCall(call));
     for (const note of answer.notes) this.#append(this.#item, h("p", { className: "quiet" }, noteText(note)));
@@ -66,7 +66,8 @@ export class AnswerView {
       ...(usage ? [count(usage.completion_tokens, "token"), `prompt ${usage.prompt_tokens}`] : []),
       ...(cached ? [`${cached} of them cached`] : []),
     ];
-    const show = h("button", { type: "button", className: "link", onclick: () => this.#onLedger(ledger) }, "timeline");
+    const onclick = () => this.#onLedger(ledger);
+    const show = h("button", { type: "button", className: "link", onclick }, "timeline");
     return h("p", { className: "quiet" }, facts.join(" · "), ...(ledger ? [" · ", show] : []));
   }
 
@@ -82,10 +83,14 @@ export class AnswerView {
 }
 
 function toolCall(call) {
-  const text = indented(call.arguments) ?? call.arguments;
   return h("figure", { className: "tool" },
     h("figcaption", {}, "calls ", h("code", {}, call.name)),
-    h("pre", { tabIndex: 0, role: "region", "aria-label": `Arguments of ${call.name}` }, text));
+    code(`Arguments of ${call.name}`, indented(call.arguments) ?? call.arguments));
+}
+
+/** Can be reached with keys, because it may be wider than the screen. */
+function code(label, text) {
+  return h("pre", { tabIndex: 0, role: "region", "aria-label": label }, text);
 }
 
 function noteText({ item, modality, reason, num_tokens: num, error }) {

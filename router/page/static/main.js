@@ -35,7 +35,7 @@ async function ask() {
   } catch (error) {
     return tell(error.message);
   }
-  if (model === null && !(await connect())) return;
+  if (model === null && (!(await connect()) || running)) return;
   const asked = attachments;
   prompt.value = "";
   attach([]);
@@ -100,8 +100,8 @@ function jsonOf(id, name) {
   } catch (error) {
     throw new Error(`${name} is not valid JSON: ${error.message}`);
   }
-  if (typeof value !== "object" || value === null || Array.isArray(value)) throw new Error(`${name} must hold a JSON object.`);
-  return value;
+  if (Object.prototype.toString.call(value) === "[object Object]") return value;
+  throw new Error(`${name} must hold a JSON object.`);
 }
 
 // --- files
@@ -119,8 +119,8 @@ function attach(items) {
       attach(attachments.filter((each) => each !== item));
       prompt.focus();
     };
-    const button = h("button", { type: "button", onclick: remove, "aria-label": `Remove ${item.name}` }, "×");
-    return h("li", {}, previewOf(item), h("span", {}, item.name), button);
+    return h("li", {}, previewOf(item), h("span", {}, item.name),
+      h("button", { type: "button", onclick: remove, "aria-label": `Remove ${item.name}` }, "×"));
   }));
 }
 
@@ -132,7 +132,9 @@ function listenForFiles() {
     event.preventDefault();
     setDropping(true);
   });
-  addEventListener("dragleave", (event) => event.relatedTarget ?? setDropping(false));
+  addEventListener("dragleave", (event) => {
+    if (!event.relatedTarget) setDropping(false); // it has left the window
+  });
   addEventListener("drop", (event) => {
     if (!drags(event)) return;
     event.preventDefault();

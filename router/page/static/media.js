@@ -1,4 +1,4 @@
-// Files become parts of a message. A file travels inside the request as a data URI, as everywhere in this API.
+// Files become parts of a message. A file travels inside the request, as a data URI.
 
 import { h } from "./dom.js";
 
@@ -7,7 +7,7 @@ const KINDS = ["image", "video", "audio"];
 /** `{ kind, name, url }`. Raises an error in words for a file that is none of the three. */
 export async function attachmentOf(file) {
   const kind = KINDS.find((each) => file.type.startsWith(`${each}/`));
-  if (!kind) throw new Error(`${file.name || "This file"} is no image, clip or sound that this browser knows.`);
+  if (!kind) throw new Error(`${file.name} is no image, clip or sound that this browser knows.`);
   if (!file.size) throw new Error(`${file.name} is empty.`);
   return { kind, name: file.name || `pasted ${kind}`, url: await dataUri(file) };
 }

@@ -4,7 +4,7 @@ import { bytes, count, h } from "./dom.js";
 import { getJson } from "./api.js";
 
 const EVERY_MS = 1000;
-const UNITS = { encode: "row", encode_prefill: "token", prefill: "token", decode: "sequence", language: "sequence", whole: "sequence" };
+const UNITS = { encode: "row", encode_prefill: "token", prefill: "token" }; // others count sequences
 const SENT = { encode: "embeddings", prefill: "KV" }; // other pools send both
 
 /** `onError`: called with what went wrong, and with null when the server answers again. */
@@ -46,16 +46,20 @@ function sentBytes(pools) {
 }
 
 function shown({ num_running: running, num_waiting: waiting, pools }, before, now) {
-  const seconds = before && (now.at - before.at) / 1000;
-  const rate = (name) => (before?.sent.has(name) ? Math.max(0, now.sent.get(name) - before.sent.get(name)) / seconds : 0);
+  const rate = (name) => {
+    const sent = now.sent.get(name) - (before?.sent.get(name) ?? Infinity);
+    return sent > 0 ? (1000 * sent) / (now.at - before.at) : 0;
+  };
+  const words = `Door: ${count(running, "request")} in flight, ${waiting} waiting for admission`;
   return [
-    h("p", { className: "quiet" }, `Door: ${count(running, "request")} in flight, ${waiting} waiting for admission`),
+    h("p", { className: "quiet" }, words),
     ...pools.map((pool) => poolView(pool, rate)),
   ];
 }
 
 function poolView({ role, workers }, rate) {
-  const views = workers.map((worker) => workerView(worker, SENT[role] ?? "embeddings and KV", rate(worker.name)));
+  const what = SENT[role] ?? "embeddings and KV";
+  const views = workers.map((worker) => workerView(worker, what, rate(worker.name)));
   const none = h("li", { className: "error" }, "no worker: requests wait for one to join");
   return h("section", { className: `pool ${role}`, "aria-label": `Pool ${role}` },
     h("h3", {}, role.replace("_", " + ")),
@@ -72,10 +76,14 @@ function workerView({ name, is_listed: listed, is_avoided: avoided, parts, ...wo
 }
 
 function partView(part) {
-  const words = [`${part.num_running} in flight`, `${part.num_waiting} waiting`];
-  if (part.num_queued_units) words.push(`${count(part.num_queued_units, UNITS[part.part] ?? "unit")} to do`);
-  if (part.part === "encode") words.push(`${part.num_encoded} encoded, ${part.num_cached_items} from the cache`);
-  return h("div", {}, h("p", { className: "quiet" }, words.join(", ")), ...(part.num_blocks ? memory(part) : []));
+  const { num_running: running, num_waiting: waiting, num_queued_units: queued } = part;
+  const words = [`${running} in flight`, `${waiting} waiting`];
+  if (queued) words.push(`${count(queued, UNITS[part.part] ?? "sequence")} to do`);
+  if (part.part === "encode") {
+    words.push(`${part.num_encoded} encoded`, `${part.num_cached_items} from the cache`);
+  }
+  const bar = part.num_blocks ? memory(part) : [];
+  return h("div", {}, h("p", { className: "quiet" }, words.join(", ")), ...bar);
 }
 
 function memory({ num_blocks: all, num_used_blocks: used, num_cached_blocks: cached }) {

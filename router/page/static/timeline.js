@@ -1,5 +1,5 @@
-// Where the time of one request went: the `ledger` of its answer (docs/operations.md) as bars under each other.
-// The stages follow each other on the critical path. What encoders did for a media item lies beside it.
+// Where the time of one request went: the `ledger` of its answer (docs/operations.md) as bars. The stages
+// follow each other on the critical path. What encoders did for a media item lies beside it.
 
 import { h, ms } from "./dom.js";
 
@@ -44,8 +44,9 @@ export function showLedger(panel, ledger) {
 }
 
 function headline({ ttft_ms: ttft, predicted_ms: predicted }) {
-  const said = predicted ? `; predicted ${ms(predicted.ttft)}, between ${ms(predicted.low)} and ${ms(predicted.high)}` : "";
-  return h("p", {}, h("strong", {}, ms(ttft)), ` to the first token${said}`);
+  const { ttft: guess, low, high } = predicted ?? {};
+  const guessed = predicted ? `; predicted ${ms(guess)}, between ${ms(low)} and ${ms(high)}` : "";
+  return h("p", {}, h("strong", {}, ms(ttft)), ` to the first token${guessed}`);
 }
 
 function predictedRow({ predicted_ms: predicted }, scale) {
@@ -80,8 +81,12 @@ function itemsTable(items) {
 function pathOf(placement) {
   if (!placement) return [];
   const { encoders, prefill, decode, codec } = placement;
-  const steps = [...new Set(encoders)].map((encoder) => `${encoder} sends embeddings to ${prefill}`);
-  steps.push(prefill === decode ? `${decode} computes prompt and answer` : `${prefill} sends KV (${codec}) to ${decode}`);
+  const isLocal = prefill === decode;
+  const senders = [...new Set(encoders)].filter((encoder) => encoder !== prefill);
+  const steps = [
+    ...senders.map((encoder) => `${encoder} sends embeddings to ${prefill}`),
+    isLocal ? `${decode} computes prompt and answer` : `${prefill} sends KV (${codec}) to ${decode}`,
+  ];
   return [h("ul", { className: "path", "aria-label": "Workers" }, ...steps.map((step) => h("li", {}, step)))];
 }
 
