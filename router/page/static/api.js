@@ -82,7 +82,7 @@ export function explain(error, names = []) {
   const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : " Try again in a moment.";
   switch (error.status) {
     case 401:
-      return `This server asks for an API key. ${message}`;
+      return key.get() ? `The API key was refused. ${message}` : "This server asks for an API key.";
     case 413:
       return `The files are too large. ${message}`;
     case 429:

@@ -170,13 +170,17 @@ async function connect() {
 
 function askForKey(error) {
   if (!(error instanceof ApiError) || error.status !== 401 || byId("key-dialog").open) return;
-  byId("key-why").textContent = explain(error);
+  byId("key-why").textContent = `${explain(error)} It is kept until this tab is closed.`;
   byId("key-dialog").showModal();
 }
 
 function listenForKey(onChanged) {
   const dialog = byId("key-dialog");
-  byId("open-key").addEventListener("click", () => dialog.showModal());
+  const why = byId("key-why").textContent;
+  byId("open-key").addEventListener("click", () => {
+    byId("key-why").textContent = why;
+    dialog.showModal();
+  });
   byId("cancel-key").addEventListener("click", () => dialog.close());
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
