@@ -38,9 +38,9 @@ class AbsentEndpointError(RequestError):
 
 def mount_absent(api: FastAPI) -> None:
     for path in _ABSENT:
-        api.add_api_route(path, _refuse, methods=["POST"], response_model=None)
+        api.add_api_route(path, _refuse, methods=["POST"], include_in_schema=False)
     for path, methods in _STORED.items():
-        api.add_api_route(path, _refuse_stored, methods=methods, response_model=None)
+        api.add_api_route(path, _refuse_stored, methods=methods, include_in_schema=False)
 
 
 async def _refuse(request: Request) -> None:

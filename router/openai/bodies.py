@@ -9,6 +9,7 @@ the request holds its media that long. Runs on the door's event loop.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from types import TracebackType
 
@@ -20,6 +21,7 @@ from router.openai.limits import Limits
 
 MIN_BYTES_PER_S = 64 << 10  # of a body that takes longer than its timeout
 RETRY_AFTER_S = 5.0
+_JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
 _PLAIN = bytes(set(range(256)) - set(b",[{\\"))
 _MEDIA = (b"base64,", b'"input_audio"')  # every body that contains media has one of them
 
@@ -27,6 +29,11 @@ _MEDIA = (b"base64,", b'"input_audio"')  # every body that contains media has on
 class BodyTooLargeError(RequestError):
     status = 413
     code = "request_too_large"
+
+
+class MediaTypeError(RequestError):
+    status = 415
+    code = "unsupported_media_type"
 
 
 class BodyTimeoutError(RequestError):
@@ -139,6 +146,16 @@ class _Scan:
 def check_size(num_bytes: int, limits: Limits) -> None:
     if num_bytes > limits.max_body_bytes:
         raise BodyTooLargeError(f"the body is larger than {limits.max_body_bytes} bytes")
+
+
+def check_json_type(request: Request) -> None:
+    """Raises MediaTypeError. A request without a type may be JSON. Others are refused: web pages can send
+    them to any address without asking it first."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind and not _JSON_TYPE.fullmatch(kind):
+        raise MediaTypeError(f"the type of the body is {kind[:64]!r}; send 'Content-Type: application/json'")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise MediaTypeError("the body is compressed; send it as it is, without Content-Encoding")
 
 
 async def read_body(

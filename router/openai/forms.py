@@ -14,16 +14,12 @@ from email.utils import collapse_rfc2231_value
 from typing import NamedTuple
 
 from cluster.errors import RequestError
+from router.openai.bodies import MediaTypeError
 
 FORM_TYPE = "multipart/form-data"
 MAX_PARTS = 64
 MAX_HEADER_BYTES = 4096  # of one part
 MAX_BOUNDARY_CHARS = 70  # RFC 2046
-
-
-class UnsupportedTypeError(RequestError):
-    status = 415
-    code = "unsupported_media_type"
 
 
 class FormFile(NamedTuple):
@@ -76,7 +72,7 @@ def _boundary(content_type: str) -> bytes:
     header = Message()
     header["content-type"] = content_type
     if header.get_content_type() != FORM_TYPE:
-        raise UnsupportedTypeError(f"the body must be {FORM_TYPE}, with the sound as its file")
+        raise MediaTypeError(f"the body must be {FORM_TYPE}, with the sound as its file")
     boundary = header.get_boundary("")
     if not 0 < len(boundary) <= MAX_BOUNDARY_CHARS or not boundary.isascii():
         raise RequestError(f"{FORM_TYPE} needs a boundary of up to {MAX_BOUNDARY_CHARS} characters")

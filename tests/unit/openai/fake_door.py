@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
+from cluster.clock import SystemClock
 from cluster.text.defaults import GenerationDefaults
 from router.calls import (
     ChatCall,
@@ -18,6 +19,7 @@ from router.calls import (
     TokenScores,
     Usage,
 )
+from router.openai.keys import Access, KeyRing
 from router.openai.limits import Limits
 
 
@@ -69,6 +71,7 @@ class FakeDoor:
     limits = Limits(max_model_len=4096, vocab_size=2048, max_body_bytes=4 << 20)
 
     def __init__(self, words: Sequence[str] = ("Hello", " wör", "ld", "")):
+        self.access = Access(KeyRing(None, (), SystemClock()))
         self.words = words
         self.pause_s = 0.0
         self.start_pause_s = 0.0
@@ -99,6 +102,9 @@ class FakeDoor:
 
     def is_ready(self) -> bool:
         return self.ready
+
+    def pools(self) -> dict[str, Any]:
+        return {"num_running": 0, "num_waiting": 0, "pools": [{"role": "decode", "workers": []}]}
 
     def metrics(self) -> bytes:
         return b"epdg_test 1\n"
