@@ -43,6 +43,7 @@ from router.flow.request_flow import RequestFlow, Timeouts
 from router.flow.state import WorkerState
 from router.generation import Choice
 from router.members import Peer
+from router.openai.keys import Access
 from router.openai.limits import Limits
 from router.page.pools import pool_fields
 from router.policy import ClusterView, make_policy
@@ -65,6 +66,7 @@ class Door:
         """Loads tokenizer and processor; blocks. Raises ConfigError."""
         self.model_id = args.model_id
         self.created = int(time.time())
+        self.transcription_instruction = args.door.transcription_instruction
         self.defaults = GenerationDefaults.load(args.model)
         self._clock = SystemClock()
         media = MediaProcessor.load(args.model)
@@ -73,6 +75,8 @@ class Door:
         self._roles = [role for role in args.roles if role is not Role.ENCODE or self._needs_encoder]
         self._max_model_len = args.max_model_len or context_length(args.model)
         self.limits = _limits(args.door, self._max_model_len, self._text)
+        environment = read_environment()
+        self.access = Access.load(args.door.access, environment)
         rules = args.door.media
         scheduling = SchedulingPolicy(**args.scheduling.model_dump())
         self._cluster = ClusterView(
@@ -103,8 +107,7 @@ class Door:
             ),
             Timeouts(args.door.first_token_timeout_s, args.door.request_timeout_s),
         )
-        secret = read_environment().cluster_secret
-        self._dispatcher = Dispatcher(self._flow, call_decode, secret, self._clock)
+        self._dispatcher = Dispatcher(self._flow, call_decode, environment.cluster_secret, self._clock)
         self._members = self._dispatcher.members
         self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._flow)
         self._tracing = _tracing(args, self._clock)

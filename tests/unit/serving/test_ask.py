@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config.environment import read_environment
+from cluster.config.settings import AccessArgs
 from cluster.errors import OverloadedError
 from cluster.serving import command
 from cluster.serving.welcome import DEFAULT_URL, EXAMPLES, welcome
 from cluster.types.media import Modality
 from router.calls import ChatCall
+from router.openai.keys import Access
 from tests.unit.openai.conftest import serving
 from tests.unit.openai.fake_door import FakeDoor
 
@@ -75,3 +78,13 @@ def test_the_first_words_name_the_page_a_command_for_each_modality_and_the_logs(
 def test_a_model_without_media_gets_no_files_and_the_usual_port_is_left_out():
     (words,) = commands_in(welcome(DEFAULT_URL, FOLDER, 1.0, ()))
     assert words == ["Count from 3 to 9."]
+
+
+def test_the_key_of_the_environment_is_sent(capsys, monkeypatch):
+    door = FakeDoor()
+    door.access = Access.load(AccessArgs(), read_environment({"EPDG_API_KEY": "mine"}))
+    monkeypatch.delenv("EPDG_API_KEY", raising=False)
+    assert asked(door, "Hello?") == 1
+    assert "no API key was sent" in capsys.readouterr().err
+    monkeypatch.setenv("EPDG_API_KEY", "mine")
+    assert asked(door, "Hello?") == 0
