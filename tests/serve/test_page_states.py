@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import uvicorn
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.config.environment import read_environment
+from cluster.config.settings import AccessArgs
 from cluster.errors import OverloadedError
 from router.openai.app import build_api
-from router.page.site import is_public
+from router.openai.keys import Access
 from tests.serve.chromium import ANSWER, BINARY, HANG_S, answer, ask, page
 from tests.unit.openai.fake_door import FakeDoor
 
@@ -26,7 +28,6 @@ pytestmark = [
     pytest.mark.skipif(BINARY is None, reason="there is no Chromium (Debian: apt-get install chromium)"),
 ]
 MODEL = FakeDoor.model_id
-KEY = b"Bearer secret"
 
 
 @contextlib.asynccontextmanager
@@ -136,21 +137,13 @@ async def test_everything_can_be_done_with_keys_alone():
 
 
 class Scripted:
-    """In front of the API: a key is asked for, and answers call a tool."""
+    """In front of the API: answers call a tool."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not is_public(scope["path"]) and dict(scope["headers"]).get(b"authorization") != KEY:
-            error = {
-                "message": "the API key is not valid",
-                "type": "x",
-                "param": None,
-                "code": "invalid_api_key",
-            }
-            await JSONResponse({"error": error}, 401)(scope, receive, send)
-        elif scope["path"] == "/v1/chat/completions":
+        if scope["path"] == "/v1/chat/completions":
             await StreamingResponse(tool_events(), media_type="text/event-stream")(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -177,9 +170,15 @@ async def tool_events() -> AsyncIterator[str]:
 
 
 async def test_the_page_asks_for_a_key_sends_it_and_shows_tool_calls():
-    async with serving(Scripted(build_api(FakeDoor()))) as url, page(url, None) as tab:
+    door = FakeDoor()
+    door.access = Access.load(AccessArgs(), read_environment({"EPDG_API_KEY": "secret"}))
+    async with serving(Scripted(build_api(door))) as url, page(url, None) as tab:
         await tab.until("document.getElementById('key-dialog').open")
         assert "API key" in await tab.value("document.getElementById('key-why').textContent")
+        await tab.type("wrong")
+        await tab.press("Enter")
+        await tab.until("document.getElementById('key-dialog').open")
+        await tab.until("document.getElementById('key-why').textContent.includes('The API key was refused.')")
         await tab.type("secret")
         await tab.press("Enter")
         await tab.until(f"document.getElementById('model').textContent === '{MODEL}'")
