@@ -1,0 +1,61 @@
+"""Asks a running cluster one question, about an image if it has encoders, and fails unless an answer comes.
+
+`helm test` runs it in a pod: `python -c SCRIPT URL image|text`. With the demo model the answer must be right.
+API keys: EPDG_API_KEYS names a folder of files; the first line that is no comment holds a key, as KEY or
+NAME:KEY. Only Python's own library is used.
+"""
+
+import base64
+import json
+import os
+import sys
+import urllib.request
+from importlib.resources import files
+from pathlib import Path
+
+TIMEOUT_S = 120.0
+EXPECTED = "The image shows a red circle."
+
+
+def api_key(folder: str) -> str:
+    """The first key in the files of a mounted Secret, or "" without one."""
+    for path in sorted(Path(folder).iterdir()):
+        if path.is_file():
+            lines = (line.strip() for line in path.read_text().splitlines())
+            for line in lines:
+                if line and not line.startswith("#"):
+                    return line.rpartition(":")[2]
+    return ""
+
+
+def call(url: str, key: str, body: dict | None = None) -> dict:
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=TIMEOUT_S) as answer:
+        return json.load(answer)
+
+
+def question(kind: str) -> list:
+    if kind == "text":
+        return [{"type": "text", "text": "Say hello."}]
+    image = files("deploy.demo_model").joinpath("examples/red_circle.png").read_bytes()
+    url = "data:image/png;base64," + base64.b64encode(image).decode()
+    return [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "Describe the image."},
+    ]
+
+
+def main(url: str, kind: str) -> int:
+    key = api_key(folder) if (folder := os.environ.get("EPDG_API_KEYS", "")) else ""
+    model = call(f"{url}/v1/models", key)["data"][0]["id"]
+    messages = [{"role": "user", "content": question(kind)}]
+    body = {"model": model, "messages": messages, "max_tokens": 64, "temperature": 0}
+    text = call(f"{url}/v1/chat/completions", key, body)["choices"][0]["message"]["content"]
+    print(f"{model}: {text}")
+    wrong = not text or (model == "demo_model" and kind == "image" and text != EXPECTED)
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[-2:]))
