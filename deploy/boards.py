@@ -237,7 +237,9 @@ def _doors() -> list[Panel]:
 def _pool(role: Role) -> Rows:
     """Per replica. Of a worker that encodes and does more, the encoder reports as pool `encode`; its board shows
     both."""
-    pools = f'pool=~"encode|{role.value}"' if role.encodes and len(role.phases) > 1 else f'pool="{role.value}"'
+    pools = (
+        f'pool=~"encode|{role.value}"' if role.encodes and len(role.phases) > 1 else f'pool="{role.value}"'
+    )
     legend = "{{pool}} {{replica}}"
 
     def per_replica(title: str, metric: str, description: str = "", unit: str = "short") -> Panel:
@@ -305,7 +307,8 @@ def _encoder() -> list[Panel]:
 def _decode() -> list[Panel]:
     """The series name no pool: of all workers that decode."""
     accepted, drafted = (
-        f"sum({_each(_rate(f'epdg_decode_{what}_tokens_total'), 'replica')})" for what in ("accepted", "draft")
+        f"sum({_each(_rate(f'epdg_decode_{what}_tokens_total'), 'replica')})"
+        for what in ("accepted", "draft")
     )
     return [
         Panel(

@@ -76,7 +76,9 @@ def schema_text(text: str) -> str:
 def readme_text(text: str, schema: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     before, _, rest = text.partition(BEGIN)
     rows = ["| value | default | meaning |", "| --- | --- | --- |"]
-    rows += [f"| `{name}` | {default} | {meaning} |" for name, default, meaning in _rows(schema, schema, values)]
+    rows += [
+        f"| `{name}` | {default} | {meaning} |" for name, default, meaning in _rows(schema, schema, values)
+    ]
     return before + BEGIN + "\n".join(rows) + "\n" + END + rest.partition(END)[2]
 
 
@@ -88,7 +90,11 @@ def _rows(
         path = f"{prefix}{name}"
         default = values.get(name) if isinstance(values, dict) else None
         target = schema["definitions"][value["$ref"].rpartition("/")[2]] if "$ref" in value else value
-        inner = [] if path == "settings" or prefix == "pools." else list(_rows(target, schema, default, path + "."))
+        inner = (
+            []
+            if path == "settings" or prefix == "pools."
+            else list(_rows(target, schema, default, path + "."))
+        )
         if "description" in value:
             yield path, "" if inner else _shown(default), value["description"].replace("|", "\\|")
         yield from inner

@@ -2,7 +2,7 @@
 
 `helm test` runs it in a pod: `python -c SCRIPT URL image|text`. With the demo model the answer must be right.
 API keys: EPDG_API_KEYS names a folder of files; the first line that is no comment holds a key, as KEY or
-NAME:KEY. Only Python's own library is used.
+NAME:KEY.
 """
 
 import base64
@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import urllib.request
-from importlib.resources import files
 from pathlib import Path
 
 TIMEOUT_S = 120.0
@@ -38,7 +37,9 @@ def call(url: str, key: str, body: dict | None = None) -> dict:
 def question(kind: str) -> list:
     if kind == "text":
         return [{"type": "text", "text": "Say hello."}]
-    image = files("deploy.demo_model").joinpath("examples/red_circle.png").read_bytes()
+    from cluster.config.settings import REPOSITORY  # where the image's packages lie
+
+    image = (REPOSITORY / "deploy/demo_model/examples/red_circle.png").read_bytes()
     url = "data:image/png;base64," + base64.b64encode(image).decode()
     return [
         {"type": "image_url", "image_url": {"url": url}},
