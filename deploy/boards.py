@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from cluster.types.members import Role
 
 RATE = "$__rate_interval"
+TTFT = "epdg_time_to_first_token_seconds"
 COLUMNS = 24  # of Grafana's grid
 HEIGHT = 8
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -64,94 +65,87 @@ def _by_pool(series: str) -> list[tuple[str, str]]:
 
 
 def _overview() -> Rows:
-    ttft = "epdg_time_to_first_token_seconds"
-    requests = _model_rate("epdg_requests_total")
-    good = _rate(f"{ttft}_bucket", 'model_name="$model", le="$target"')
-    stages = _rate("epdg_ttft_stage_seconds_sum", 'model_name="$model"')
     return [
-        (
-            "Requests",
-            [
-                Panel(
-                    "Ended, by reason",
-                    "reqps",
-                    [(f"sum by (finished_reason) ({requests})", "{{finished_reason}}")],
-                    "OverloadedError: refused with 429",
-                    is_stacked=True,
-                ),
-                Panel("Time to first token", "s", _quantiles(ttft)),
-                Panel("Gap between tokens", "s", _quantiles("epdg_inter_token_latency_seconds")),
-                Panel(
-                    "Tokens",
-                    "cps",
-                    [
-                        (f"sum({_model_rate('epdg_prompt_tokens_total')})", "prompt"),
-                        (f"sum({_model_rate('epdg_prompt_tokens_cached_total')})", "of it cached"),
-                        (f"sum({_model_rate('epdg_generation_tokens_total')})", "generated"),
-                    ],
-                ),
-                Panel(
-                    "First tokens within the target",
-                    "percentunit",
-                    [(f"sum({good}) / sum({_model_rate(ttft + '_count')})", "share")],
-                    "The target is chosen above.",
-                ),
-                Panel(
-                    "In work and waiting",
-                    "short",
-                    [
-                        ("sum(epdg_door_flights)", "in work"),
-                        ("sum(epdg_door_waiting)", "wait for admission"),
-                        ("sum(epdg_door_unplaced)", "wait for a worker to join"),
-                    ],
-                ),
-            ],
-        ),
-        (
-            "Where the time to the first token goes",
-            [
-                Panel(
-                    "Mean time to first token, by stage",
-                    "s",
-                    [
-                        (
-                            f"sum by (stage) ({stages}) / on () group_left () sum({_model_rate(ttft + '_count')})",
-                            "{{stage}}",
-                        )
-                    ],
-                    "The stages sum to the mean.",
-                    12,
-                    True,
-                ),
-                Panel(
-                    "Predicted and actual, mean",
-                    "s",
-                    [
-                        (_mean("epdg_predicted_time_to_first_token_seconds"), "predicted"),
-                        (_mean(ttft), "actual"),
-                    ],
-                    width=12,
-                ),
-                Panel(
-                    "Prediction error and coverage",
-                    "percentunit",
-                    [
-                        ("avg(epdg_ttft_prediction_error_ratio)", "error"),
-                        ("avg(epdg_ttft_prediction_coverage_ratio)", "inside the interval (0.9 is right)"),
-                    ],
-                    width=12,
-                ),
-                Panel(
-                    "Learnt factors",
-                    "short",
-                    [("avg by (pool, hardware) (epdg_prediction_factor)", "{{pool}} {{hardware}}")],
-                    width=12,
-                ),
-            ],
-        ),
+        ("Requests", _requests()),
+        ("Where the time to the first token goes", _first_tokens()),
         ("Pools", _pools()),
         ("Caches and transfers", _caches()),
         ("Doors", _doors()),
+    ]
+
+
+def _requests() -> list[Panel]:
+    by_reason = f"sum by (finished_reason) ({_model_rate('epdg_requests_total')})"
+    good = _rate(f"{TTFT}_bucket", 'model_name="$model", le="$target"')
+    return [
+        Panel(
+            "Ended, by reason",
+            "reqps",
+            [(by_reason, "{{finished_reason}}")],
+            "OverloadedError: refused with 429",
+            is_stacked=True,
+        ),
+        Panel("Time to first token", "s", _quantiles(TTFT)),
+        Panel("Gap between tokens", "s", _quantiles("epdg_inter_token_latency_seconds")),
+        Panel(
+            "Tokens",
+            "cps",
+            [
+                (f"sum({_model_rate('epdg_prompt_tokens_total')})", "prompt"),
+                (f"sum({_model_rate('epdg_prompt_tokens_cached_total')})", "of it cached"),
+                (f"sum({_model_rate('epdg_generation_tokens_total')})", "generated"),
+            ],
+        ),
+        Panel(
+            "First tokens within the target",
+            "percentunit",
+            [(f"sum({good}) / sum({_model_rate(TTFT + '_count')})", "share")],
+            "The target is chosen above.",
+        ),
+        Panel(
+            "In work and waiting",
+            "short",
+            [
+                ("sum(epdg_door_flights)", "in work"),
+                ("sum(epdg_door_waiting)", "wait for admission"),
+                ("sum(epdg_door_unplaced)", "wait for a worker to join"),
+            ],
+        ),
+    ]
+
+
+def _first_tokens() -> list[Panel]:
+    stages = f"sum by (stage) ({_model_rate('epdg_ttft_stage_seconds_sum')})"
+    return [
+        Panel(
+            "Mean time to first token, by stage",
+            "s",
+            [(f"{stages} / on () group_left () sum({_model_rate(TTFT + '_count')})", "{{stage}}")],
+            "The stages sum to the mean.",
+            12,
+            True,
+        ),
+        Panel(
+            "Predicted and actual, mean",
+            "s",
+            [(_mean("epdg_predicted_time_to_first_token_seconds"), "predicted"), (_mean(TTFT), "actual")],
+            width=12,
+        ),
+        Panel(
+            "Prediction error and coverage",
+            "percentunit",
+            [
+                ("avg(epdg_ttft_prediction_error_ratio)", "error"),
+                ("avg(epdg_ttft_prediction_coverage_ratio)", "inside the interval (0.9 is right)"),
+            ],
+            width=12,
+        ),
+        Panel(
+            "Learnt factors",
+            "short",
+            [("avg by (pool, hardware) (epdg_prediction_factor)", "{{pool}} {{hardware}}")],
+            width=12,
+        ),
     ]
 
 

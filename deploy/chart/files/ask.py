@@ -1,8 +1,7 @@
 """Asks a running cluster one question, about an image if it has encoders, and fails unless an answer comes.
 
 `helm test` runs it in a pod: `python -c SCRIPT URL image|text`. With the demo model the answer must be right.
-API keys: EPDG_API_KEYS names a folder of files; the first line that is no comment holds a key, as KEY or
-NAME:KEY.
+EPDG_API_KEY is sent as the API key.
 """
 
 import base64
@@ -10,21 +9,9 @@ import json
 import os
 import sys
 import urllib.request
-from pathlib import Path
 
 TIMEOUT_S = 120.0
 EXPECTED = "The image shows a red circle."
-
-
-def api_key(folder: str) -> str:
-    """The first key in the files of a mounted Secret, or "" without one."""
-    for path in sorted(Path(folder).iterdir()):
-        if path.is_file():
-            lines = (line.strip() for line in path.read_text().splitlines())
-            for line in lines:
-                if line and not line.startswith("#"):
-                    return line.rpartition(":")[2]
-    return ""
 
 
 def call(url: str, key: str, body: dict | None = None) -> dict:
@@ -48,7 +35,7 @@ def question(kind: str) -> list:
 
 
 def main(url: str, kind: str) -> int:
-    key = api_key(folder) if (folder := os.environ.get("EPDG_API_KEYS", "")) else ""
+    key = os.environ.get("EPDG_API_KEY", "")
     model = call(f"{url}/v1/models", key)["data"][0]["id"]
     messages = [{"role": "user", "content": question(kind)}]
     body = {"model": model, "messages": messages, "max_tokens": 64, "temperature": 0}

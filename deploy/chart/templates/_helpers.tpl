@@ -42,6 +42,11 @@ app.kubernetes.io/part-of: {{ include "epdg.fullname" . }}
 {{ include "epdg.fullname" . }}-serve-svc
 {{- end }}
 
+{{/* Where doors see the file of API keys. A folder, because a single mounted file would not follow its Secret. */}}
+{{- define "epdg.keyFolder" -}}
+/etc/epdg/api-keys
+{{- end }}
+
 {{/* The roles in the order of the worker groups: KubeRay compares groups by their place. */}}
 {{- define "epdg.roles" -}}
 {{- $enabled := list -}}

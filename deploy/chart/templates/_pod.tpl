@@ -49,7 +49,7 @@ spec:
         - {name: model, mountPath: /models, readOnly: true}
         {{- end }}
         {{- if and (eq .component "door") $values.apiKeys.existingSecret }}
-        - {name: api-keys, mountPath: {{ $values.apiKeys.mountPath }}, readOnly: true}
+        - {name: api-keys, mountPath: {{ include "epdg.keyFolder" $root }}, readOnly: true}
         {{- end }}
   volumes:
     - {name: tmp, emptyDir: {}}

@@ -51,6 +51,10 @@ applications:
 {{- $_ := set $args "transfer" (mergeOverwrite (default dict $args.transfer) (dict "net_devices" .Values.network.devices)) -}}
 {{- $door := default dict $args.door -}}
 {{- $_ := set $door "admission" (mergeOverwrite (default dict $door.admission) (dict "num_doors" (int .Values.doors.pods))) -}}
+{{- if .Values.apiKeys.existingSecret -}}
+{{- $file := printf "%s/%s" (include "epdg.keyFolder" .) .Values.apiKeys.key -}}
+{{- $_ := set $door "access" (mergeOverwrite (default dict $door.access) (dict "key_file" $file)) -}}
+{{- end -}}
 {{- $_ := set $args "door" $door -}}
 {{- if eq .Values.device "cpu" -}}
 {{- range $roles -}}

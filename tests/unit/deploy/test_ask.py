@@ -45,7 +45,7 @@ class Stub(BaseHTTPRequestHandler):
 def server() -> Iterator[Any]:
     found: Any = HTTPServer(("127.0.0.1", 0), Stub)
     found.model, found.text, found.seen = "demo_model", ASK.EXPECTED, []
-    thread = threading.Thread(target=found.serve_forever)
+    thread = threading.Thread(target=found.serve_forever, args=(0.01,))
     thread.start()
     yield found
     found.shutdown()
@@ -87,8 +87,7 @@ def test_a_model_without_media_is_asked_in_text(server):
     assert [part["type"] for part in server.seen[0][2]["messages"][0]["content"]] == ["text"]
 
 
-def test_the_first_key_of_the_secret_is_sent(server, monkeypatch, tmp_path):
-    (tmp_path / "keys").write_text("# of the team\n\nalice:sk-1\nbob:sk-2\n")
-    monkeypatch.setenv("EPDG_API_KEYS", str(tmp_path))
+def test_the_api_key_is_sent(server, monkeypatch):
+    monkeypatch.setenv("EPDG_API_KEY", "sk-1")
     assert ask(server) == 0
     assert server.seen[0][1] == "Bearer sk-1"

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from cluster.config.environment import read_environment
+from cluster.config.settings import ClusterArgs, DoorArgs
 from cluster.serving.local_environment import FRONT
 from tests.unit.deploy.charts import CHART, Objects, example, needs_helm, one, pod_templates, render, walk
 
@@ -16,9 +17,13 @@ pytestmark = needs_helm
 INSTANCE = {"app.kubernetes.io/instance": "epdg", "app.kubernetes.io/part-of": "epdg"}
 METADATA_SERVICE = "169.254.0.0/16"
 EVERYTHING: dict[str, Any] = {
-    "apiKeys": {"existingSecret": "keys"},
+    "apiKeys": {"existingSecret": "keys", "testKeySecret": {"name": "test-key"}},
     "ingress": {"enabled": True, "host": "models.example.com", "tlsSecret": "tls"},
-    "metrics": {name: {"enabled": True} for name in ("podMonitor", "prometheusRule", "dashboards")},
+    "metrics": {
+        "podMonitor": {"enabled": True, "keySecret": {"name": "admin-key"}},
+        "prometheusRule": {"enabled": True},
+        "dashboards": {"enabled": True},
+    },
     "network": {
         "devices": ["mlx5_0:1"],
         "rdma": {"resources": {"rdma/ib": 1}, "env": {"UCX_LOG_LEVEL": "warn"}},
@@ -97,12 +102,31 @@ def test_pods_get_the_cluster_secret_as_the_code_reads_it(objects: Objects, larg
     assert not [each for each in large if each["kind"] == "Secret"], "the example names its Secret"
 
 
-def test_only_doors_and_the_test_see_api_keys(objects: Objects):
-    def mounts_keys(pod: dict[str, Any]) -> bool:
-        return "keys" in walk(pod, lambda node: [node.get("secretName")] if isinstance(node, dict) else [])
+def test_only_doors_see_the_file_of_keys_where_the_setting_says(objects: Objects):
+    def folder(template: dict[str, Any]) -> str | None:
+        volumes = {
+            each["name"]: each.get("secret", {}).get("secretName") for each in template["spec"]["volumes"]
+        }
+        mounts = container(template)["volumeMounts"]
+        return next((each["mountPath"] for each in mounts if volumes[each["name"]] == "keys"), None)
 
-    assert [name for name, template in templates(objects).items() if mounts_keys(template)] == ["door"]
-    assert mounts_keys(one(objects, "Pod"))
+    found = {name: folder(template) for name, template in templates(objects).items()}
+    assert [name for name, path in found.items() if path] == ["door"]
+    (application,) = yaml.safe_load(one(objects, "RayService")["spec"]["serveConfigV2"])["applications"]
+    assert application["args"]["door"]["access"] == {"key_file": f"{found['door']}/keys.yaml"}
+
+
+@pytest.mark.skipif("access" not in DoorArgs.model_fields, reason="the application has no API keys yet")
+def test_the_application_takes_the_file_of_keys(objects: Objects):
+    (application,) = yaml.safe_load(one(objects, "RayService")["spec"]["serveConfigV2"])["applications"]
+    ClusterArgs.model_validate(application["args"])
+
+
+def test_the_test_and_prometheus_send_their_keys(objects: Objects):
+    variables = environment({"spec": one(objects, "Pod")["spec"]})
+    assert variables["EPDG_API_KEY"] == {"secretKeyRef": {"name": "test-key", "key": "key"}}
+    (endpoint,) = one(objects, "PodMonitor", "epdg-doors")["spec"]["podMetricsEndpoints"]
+    assert endpoint["authorization"]["credentials"] == {"name": "admin-key", "key": "key"}
 
 
 def test_only_the_download_sees_the_token_of_the_hub(large: Objects):
