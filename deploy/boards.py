@@ -1,7 +1,8 @@
 """Grafana boards over the metrics of docs/metrics.md: an overview, and one for each role.
 
-`boards` returns them as JSON values; `python -m deploy.generate` writes them into deploy/chart/dashboards. Every
-door reports the workers that it sees, so figures of workers are taken as the largest over all doors (`_each`).
+`boards` returns them as JSON values; `python -m deploy.generate` writes them into deploy/chart/dashboards.
+Every door reports the workers that it sees, so figures of workers are taken as the largest over all doors
+(`_each`).
 """
 
 from __future__ import annotations
@@ -229,8 +230,8 @@ def _doors() -> list[Panel]:
 
 
 def _pool(role: Role) -> Rows:
-    """Per replica. Of a worker that encodes and does more, the encoder reports as pool `encode`; its board shows
-    both."""
+    """Per replica. Of a worker that encodes and does more, the encoder reports as pool `encode`; its board
+    shows both."""
     pools = (
         f'pool=~"encode|{role.value}"' if role.encodes and len(role.phases) > 1 else f'pool="{role.value}"'
     )

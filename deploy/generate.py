@@ -1,9 +1,9 @@
-"""Writes what is derived in deploy/chart: the schema of `settings` and of pools, the README's table of values,
-and the Grafana boards.
+"""Writes what is derived in deploy/chart: the schema of `settings` and of pools, the README's table of
+values, and the Grafana boards.
 
     python -m deploy.generate
 
-A test compares the files with what this module would write (tests/unit/deploy/test_generated.py).
+A test compares the files with what this module would write (tests/unit/deploy/test_values.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHART = Path(__file__).parent / "chart"
 SCHEMA = CHART / "values.schema.json"
 README = CHART / "README.md"
 BEGIN, END = "<!-- values: begin -->\n", "<!-- values: end -->\n"
-# Settings that values of the chart decide, by the path in `args`. `in_process` and `host` make no sense there.
+# Settings that values of the chart decide, by the path in `args`.
 DECIDED = (
     "model", "model_id", "device", "roles", "tensor_parallel_size", "side_channel", "host",
     "transfer.net_devices", "door.admission.num_doors",
@@ -32,8 +32,8 @@ DECIDED = (
 
 
 def settings_schema() -> dict[str, Any]:
-    """JSON schema of `settings`: that of `args` without what the chart decides. References are resolved, so that
-    it stands anywhere."""
+    """JSON schema of `settings`: that of `args` without what the chart decides. References are resolved, so
+    that it stands anywhere."""
     whole = ClusterArgs.model_json_schema()
     schema = _resolved(whole, whole["$defs"])
     for path in DECIDED:

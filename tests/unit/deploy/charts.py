@@ -1,7 +1,7 @@
 """The chart, its examples, and what Helm makes of it.
 
-Helm is the command, or the package helm-python-sdk, or that package in `.venv/helm`. Without any of them the tests
-that render are skipped; `WITHOUT` says why.
+Helm is the command, or the package helm-python-sdk, also in `.venv/helm` (`make chart` puts it there).
+Without either the tests that render are skipped; `WITHOUT` says why.
 """
 
 from __future__ import annotations

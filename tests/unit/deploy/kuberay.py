@@ -1,7 +1,7 @@
 """The fields of a RayService that the chart uses, as KubeRay 1.6 and 1.7 name them, with the rules that its
 operator checks. Pod templates are left to Kubernetes' own schema.
 
-The custom resource definition itself is no Python package; this is the part of it that a wrong chart would miss.
+The custom resource definition itself comes in no Python package; this is the part of it that the chart uses.
 """
 
 from __future__ import annotations

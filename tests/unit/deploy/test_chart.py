@@ -1,4 +1,5 @@
-"""The RayService and its Serve file, rendered by Helm, against the application, Serve, KubeRay and Kubernetes."""
+"""The RayService and its Serve file, rendered by Helm, judged by the application, Serve, KubeRay and
+Kubernetes."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def groups(objects: Objects) -> dict[str, dict[str, Any]]:
 
 
 def test_serve_takes_the_file(objects: Objects):
-    ServeDeploySchema.model_validate(serve_file(objects))
+    assert ServeDeploySchema.model_validate(serve_file(objects)).http_options.port == 8000
 
 
 def test_the_application_takes_its_args(objects: Objects):

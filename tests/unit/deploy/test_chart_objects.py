@@ -113,13 +113,13 @@ def test_only_doors_see_the_file_of_keys_where_the_setting_says(objects: Objects
     found = {name: folder(template) for name, template in templates(objects).items()}
     assert [name for name, path in found.items() if path] == ["door"]
     (application,) = yaml.safe_load(one(objects, "RayService")["spec"]["serveConfigV2"])["applications"]
-    assert application["args"]["door"]["access"] == {"key_file": f"{found['door']}/keys.yaml"}
+    assert application["args"]["door"]["access"] == {"key_file": f"{found['door']}/keys"}
 
 
 @pytest.mark.skipif("access" not in DoorArgs.model_fields, reason="the application has no API keys yet")
 def test_the_application_takes_the_file_of_keys(objects: Objects):
     (application,) = yaml.safe_load(one(objects, "RayService")["spec"]["serveConfigV2"])["applications"]
-    ClusterArgs.model_validate(application["args"])
+    assert ClusterArgs.model_validate(application["args"]).door.access
 
 
 def test_the_test_and_prometheus_send_their_keys(objects: Objects):
