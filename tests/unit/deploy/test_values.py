@@ -110,7 +110,8 @@ def test_every_role_is_a_pool():
     assert SCHEMA["definitions"]["poolDefaults"]["properties"]["shareWith"]["enum"] == ["", *Role]
 
 
-def test_the_trial_serves_the_model_that_ships():
+def test_the_trial_serves_the_model_that_ships(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
     path = example("cpu-trial")["checkpoint"]["path"]
     assert path == VALUES["checkpoint"]["path"] == ClusterArgs().model
     resolved = resolve(ClusterArgs(model=path), read_environment({}), num_cores=1)
