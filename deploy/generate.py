@@ -107,13 +107,20 @@ def _shown(default: Any) -> str:
     return f"`{text}`" if len(text) <= 80 else "see values.yaml"
 
 
+def board_text(board: Mapping[str, Any]) -> str:
+    """A line for each panel, so that a change shows which one it is."""
+    rest = json.dumps({name: value for name, value in board.items() if name != "panels"})
+    panels = ",\n".join(json.dumps(panel) for panel in board["panels"])
+    return f'{rest[:-1]}, "panels": [\n{panels}\n]}}\n'
+
+
 def files() -> dict[Path, str]:
     """Every derived file with what it should hold."""
     schema = schema_text(SCHEMA.read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     found = {SCHEMA: schema, README: readme_text(README.read_text(), json.loads(schema), values)}
     for name, board in boards().items():
-        found[CHART / "dashboards" / f"{name}.json"] = json.dumps(board, indent=1) + "\n"
+        found[CHART / "dashboards" / f"{name}.json"] = board_text(board)
     return found
 
 
