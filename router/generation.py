@@ -56,6 +56,7 @@ class Choice:
             completion_tokens=self._num_tokens,
             cached_tokens=self._num_cached_tokens,
             audio_tokens=self._prompt.num_audio_tokens,
+            audio_s=self._prompt.audio_s,
         )
 
     @property
