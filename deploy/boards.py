@@ -217,6 +217,12 @@ def _doors() -> list[Panel]:
         ),
         Panel("Bodies in work", "bytes", [("epdg_door_body_bytes", "{{instance}}")]),
         Panel(
+            "Refused keys",
+            "reqps",
+            [(f"sum by (status) ({_rate('epdg_door_key_refusals_total')})", "{{status}}")],
+            "401: no valid key; 403: a key for other paths; 429: beyond the key's limits",
+        ),
+        Panel(
             "Lost workers",
             "short",
             [

@@ -28,8 +28,8 @@ _GROUPED = re.compile(r"\b(?:by|on|group_left)\s*\(([^)]*)\)")
 
 
 def _registered() -> dict[str, set[str]]:
-    """Every series' name as Prometheus sees it → its labels, from docs/metrics.md. A test compares that page
-    with the code."""
+    """Every series' name as Prometheus sees it → its labels, from docs/metrics.md. A test compares that
+    page with the code."""
     rows = re.findall(r"^\| `(epdg_\w+)(?:\{([\w,]*)\})?` \| (\w+) \|", METRICS.read_text(), re.MULTILINE)
     endings = {"histogram": ("_bucket", "_sum", "_count")}
     return {

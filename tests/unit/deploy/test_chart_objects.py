@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from cluster.config.environment import read_environment
-from cluster.config.settings import ClusterArgs, DoorArgs
+from cluster.config.settings import ClusterArgs
 from cluster.serving.local_environment import FRONT
 from tests.unit.deploy.charts import CHART, Objects, example, needs_helm, one, pod_templates, render, walk
 
@@ -116,10 +116,9 @@ def test_only_doors_see_the_file_of_keys_where_the_setting_says(objects: Objects
     assert application["args"]["door"]["access"] == {"key_file": f"{found['door']}/keys"}
 
 
-@pytest.mark.skipif("access" not in DoorArgs.model_fields, reason="the application has no API keys yet")
 def test_the_application_takes_the_file_of_keys(objects: Objects):
     (application,) = yaml.safe_load(one(objects, "RayService")["spec"]["serveConfigV2"])["applications"]
-    assert ClusterArgs.model_validate(application["args"]).door.access
+    assert ClusterArgs.model_validate(application["args"]).door.access.key_file
 
 
 def test_the_test_and_prometheus_send_their_keys(objects: Objects):
