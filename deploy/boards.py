@@ -1,0 +1,393 @@
+"""Grafana boards over the metrics of docs/metrics.md: an overview, and one for each role.
+
+`boards` returns them as JSON values; `python -m deploy.generate` writes them into deploy/chart/dashboards.
+Every door reports the workers that it sees, so figures of workers are taken as the largest over all doors
+(`_each`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from cluster.types.members import Role
+
+RATE = "$__rate_interval"
+TTFT = "epdg_time_to_first_token_seconds"
+COLUMNS = 24  # of Grafana's grid
+HEIGHT = 8
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+class Panel(NamedTuple):
+    title: str
+    unit: str
+    queries: Sequence[tuple[str, str]]  # expression, legend
+    description: str = ""
+    width: int = 8
+    is_stacked: bool = False
+
+
+Rows = Sequence[tuple[str, Sequence[Panel]]]
+
+
+def boards() -> dict[str, dict[str, Any]]:
+    """By file name without its ending."""
+    found = {"overview": _board("epdg-overview", "epdg / Overview", _overview())}
+    for role in Role:
+        name = role.value.replace("_", "-")
+        found[name] = _board(f"epdg-{name}", f"epdg / {role.deployment}", _pool(role))
+    return found
+
+
+def _rate(metric: str, labels: str = "") -> str:
+    return f"rate({metric}{{{labels}}}[{RATE}])"
+
+
+def _model_rate(metric: str) -> str:
+    return _rate(metric, 'model_name="$model"')
+
+
+def _quantiles(metric: str) -> list[tuple[str, str]]:
+    series = f"sum by (le) ({_model_rate(metric + '_bucket')})"
+    return [(f"histogram_quantile({q}, {series})", f"p{round(100 * q)}") for q in (0.5, 0.95, 0.99)]
+
+
+def _mean(metric: str) -> str:
+    return f"sum({_model_rate(metric + '_sum')}) / sum({_model_rate(metric + '_count')})"
+
+
+def _each(series: str, labels: str = "pool, replica") -> str:
+    return f"max by ({labels}) ({series})"
+
+
+def _by_pool(series: str) -> list[tuple[str, str]]:
+    return [(f"sum by (pool) ({_each(series)})", "{{pool}}")]
+
+
+def _overview() -> Rows:
+    return [
+        ("Requests", _requests()),
+        ("Where the time to the first token goes", _first_tokens()),
+        ("Pools", _pools()),
+        ("Caches and transfers", _caches()),
+        ("Doors", _doors()),
+    ]
+
+
+def _requests() -> list[Panel]:
+    by_reason = f"sum by (finished_reason) ({_model_rate('epdg_requests_total')})"
+    good = _rate(f"{TTFT}_bucket", 'model_name="$model", le="$target"')
+    return [
+        Panel(
+            "Ended, by reason",
+            "reqps",
+            [(by_reason, "{{finished_reason}}")],
+            "OverloadedError: refused with 429",
+            is_stacked=True,
+        ),
+        Panel("Time to first token", "s", _quantiles(TTFT)),
+        Panel("Gap between tokens", "s", _quantiles("epdg_inter_token_latency_seconds")),
+        Panel(
+            "Tokens",
+            "cps",
+            [
+                (f"sum({_model_rate('epdg_prompt_tokens_total')})", "prompt"),
+                (f"sum({_model_rate('epdg_prompt_tokens_cached_total')})", "of it cached"),
+                (f"sum({_model_rate('epdg_generation_tokens_total')})", "generated"),
+            ],
+        ),
+        Panel(
+            "First tokens within the target",
+            "percentunit",
+            [(f"sum({good}) / sum({_model_rate(TTFT + '_count')})", "share")],
+            "The target is chosen above.",
+        ),
+        Panel(
+            "In work and waiting",
+            "short",
+            [
+                ("sum(epdg_door_flights)", "in work"),
+                ("sum(epdg_door_waiting)", "wait for admission"),
+                ("sum(epdg_door_unplaced)", "wait for a worker to join"),
+            ],
+        ),
+    ]
+
+
+def _first_tokens() -> list[Panel]:
+    stages = f"sum by (stage) ({_model_rate('epdg_ttft_stage_seconds_sum')})"
+    return [
+        Panel(
+            "Mean time to first token, by stage",
+            "s",
+            [(f"{stages} / on () group_left () sum({_model_rate(TTFT + '_count')})", "{{stage}}")],
+            "The stages sum to the mean.",
+            12,
+            True,
+        ),
+        Panel(
+            "Predicted and actual, mean",
+            "s",
+            [(_mean("epdg_predicted_time_to_first_token_seconds"), "predicted"), (_mean(TTFT), "actual")],
+            width=12,
+        ),
+        Panel(
+            "Prediction error and coverage",
+            "percentunit",
+            [
+                ("avg(epdg_ttft_prediction_error_ratio)", "error"),
+                ("avg(epdg_ttft_prediction_coverage_ratio)", "inside the interval (0.9 is right)"),
+            ],
+            width=12,
+        ),
+        Panel(
+            "Learnt factors",
+            "short",
+            [("avg by (pool, hardware) (epdg_prediction_factor)", "{{pool}} {{hardware}}")],
+            width=12,
+        ),
+    ]
+
+
+def _pools() -> list[Panel]:
+    return [
+        Panel(
+            "Workers", "short", [(f"count by (pool) ({_each('epdg_worker_running')})", "{{pool}}")], width=6
+        ),
+        Panel("In work", "short", _by_pool("epdg_worker_running"), width=6),
+        Panel(
+            "Waiting",
+            "short",
+            _by_pool("epdg_worker_waiting"),
+            "For memory, embeddings or KV. A pool that only grows here is the bottleneck.",
+            6,
+        ),
+        Panel(
+            "Queued work",
+            "short",
+            _by_pool("epdg_worker_queued_units"),
+            "Prompt tokens (prefill), sequences (decode, language), embedding rows (encode).",
+            6,
+        ),
+        Panel("Blocks held by requests", "short", _by_pool("epdg_worker_used_blocks")),
+        Panel("Blocks kept for reuse", "short", _by_pool("epdg_worker_cached_blocks")),
+        Panel(
+            "Workers that do not move",
+            "short",
+            [("max by (pool) (epdg_door_silent_workers)", "{{pool}}")],
+        ),
+    ]
+
+
+def _caches() -> list[Panel]:
+    cached, prompt = "epdg_prompt_tokens_cached_total", "epdg_prompt_tokens_total"
+    items = _each(_rate("epdg_encoder_items_total"), "replica, result")
+    return [
+        Panel(
+            "Prompt tokens from the prefix cache",
+            "percentunit",
+            [(f"sum({_model_rate(cached)}) / sum({_model_rate(prompt)})", "share")],
+        ),
+        Panel(
+            "Media items, by result",
+            "cps",
+            [(f"sum by (result) ({items})", "{{result}}")],
+            is_stacked=True,
+        ),
+        Panel("KV in the second tier", "bytes", _by_pool("epdg_tier_bytes")),
+        Panel("Sent raw", "Bps", _by_pool(_rate("epdg_transfer_raw_bytes_total"))),
+        Panel("Sent coded", "Bps", _by_pool(_rate("epdg_transfer_coded_bytes_total"))),
+        Panel(
+            "Spared",
+            "Bps",
+            _by_pool(_rate("epdg_transfer_spared_bytes_total")),
+            "KV that did not travel because the worker had it already.",
+        ),
+    ]
+
+
+def _doors() -> list[Panel]:
+    lag = "epdg_door_event_loop_lag_seconds"
+    return [
+        Panel(
+            "Event loop delay, mean",
+            "s",
+            [(f"{_rate(lag + '_sum')} / {_rate(lag + '_count')}", "{{instance}}")],
+        ),
+        Panel("Bodies in work", "bytes", [("epdg_door_body_bytes", "{{instance}}")]),
+        Panel(
+            "Refused keys",
+            "reqps",
+            [(f"sum by (status) ({_rate('epdg_door_key_refusals_total')})", "{{status}}")],
+            "401: no valid key; 403: a key for other paths; 429: beyond the key's limits",
+        ),
+        Panel(
+            "Lost workers",
+            "short",
+            [
+                (f"sum(increase(epdg_door_silences_total[{RATE}]))", "stopped moving"),
+                (f"sum(increase(epdg_door_replays_total[{RATE}]))", "requests taken over"),
+                (f"sum(increase(epdg_door_quarantined_total[{RATE}]))", "quarantined"),
+                (f"sum(increase(epdg_door_crashed_requests_total[{RATE}]))", "errors of a door"),
+            ],
+        ),
+    ]
+
+
+def _pool(role: Role) -> Rows:
+    """Per replica. Of a worker that encodes and does more, the encoder reports as pool `encode`; its board
+    shows both."""
+    pools = (
+        f'pool=~"encode|{role.value}"' if role.encodes and len(role.phases) > 1 else f'pool="{role.value}"'
+    )
+    legend = "{{pool}} {{replica}}"
+
+    def per_replica(title: str, metric: str, description: str = "", unit: str = "short") -> Panel:
+        series = f"{metric}{{{pools}}}" if not metric.endswith("_total") else _rate(metric, pools)
+        return Panel(title, unit, [(_each(series), legend)], description)
+
+    rows: list[tuple[str, Sequence[Panel]]] = [
+        (
+            "Load",
+            [
+                per_replica("In work", "epdg_worker_running"),
+                per_replica("Waiting", "epdg_worker_waiting", "For memory, embeddings or KV."),
+                per_replica("Queued work", "epdg_worker_queued_units"),
+                per_replica("Blocks held by requests", "epdg_worker_used_blocks"),
+                per_replica("Blocks kept for reuse", "epdg_worker_cached_blocks"),
+                Panel(
+                    "Assigned phases",
+                    "short",
+                    [
+                        (
+                            _each(f"epdg_worker_assigned{{{pools}}}", "pool, replica, phase"),
+                            "{{phase}} {{replica}}",
+                        )
+                    ],
+                    "1: new requests use the worker for this phase.",
+                ),
+            ],
+        ),
+        ("Transfer", list(_transfers(role, per_replica))),
+    ]
+    if role.encodes:
+        rows.append(("Encoder", _encoder()))
+    if role.decodes:
+        rows.append(("Decode", _decode()))
+    return rows
+
+
+def _transfers(role: Role, per_replica: Any) -> Iterator[Panel]:
+    yield per_replica("Open transfers", "epdg_worker_open_leases")
+    if role.encodes or role.prefills:
+        yield per_replica("Media in work", "epdg_worker_media_bytes", unit="bytes")
+        yield per_replica("Sent raw", "epdg_transfer_raw_bytes_total", unit="Bps")
+    if role.prefills:
+        yield per_replica("Sent coded", "epdg_transfer_coded_bytes_total", unit="Bps")
+    if role.prefills or role.decodes:
+        yield per_replica("Spared", "epdg_transfer_spared_bytes_total", unit="Bps")
+        yield per_replica("KV in the second tier", "epdg_tier_bytes", unit="bytes")
+
+
+def _encoder() -> list[Panel]:
+    """The series name no pool: of all workers that encode."""
+    items = _each(_rate("epdg_encoder_items_total"), "replica, result")
+    return [
+        Panel("Media items", "cps", [(items, "{{result}} {{replica}}")], "Of all workers that encode.", 12),
+        Panel(
+            "Embedding rows",
+            "cps",
+            [(_each(_rate("epdg_encoder_rows_total"), "replica"), "{{replica}}")],
+            "Of all workers that encode.",
+            12,
+        ),
+    ]
+
+
+def _decode() -> list[Panel]:
+    """The series name no pool: of all workers that decode."""
+    accepted, drafted = (
+        f"sum({_each(_rate(f'epdg_decode_{what}_tokens_total'), 'replica')})"
+        for what in ("accepted", "draft")
+    )
+    return [
+        Panel(
+            "Preemptions",
+            "cps",
+            [(_each(_rate("epdg_decode_preemptions_total"), "replica"), "{{replica}}")],
+            "Of all workers that decode. More than a few: too few KV blocks.",
+            12,
+        ),
+        Panel("Drafts that were right", "percentunit", [(f"{accepted} / {drafted}", "share")], width=12),
+    ]
+
+
+def _board(uid: str, title: str, rows: Rows) -> dict[str, Any]:
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for name, content in rows:
+        panels.append({"type": "row", "title": name, "collapsed": False, "gridPos": _place(0, y, COLUMNS, 1)})
+        y += 1
+        x = 0
+        for panel in content:
+            if x + panel.width > COLUMNS:
+                x, y = 0, y + HEIGHT
+            panels.append(_panel(panel, _place(x, y, panel.width, HEIGHT)))
+            x += panel.width
+        y += HEIGHT
+    for number, panel in enumerate(panels, 1):
+        panel["id"] = number
+    return {
+        "uid": uid,
+        "title": title,
+        "tags": ["epdg"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "links": [{"type": "dashboards", "tags": ["epdg"], "title": "epdg", "asDropdown": True}],
+        "templating": {"list": list(_variables(uid))},
+        "panels": panels,
+    }
+
+
+def _place(x: int, y: int, width: int, height: int) -> dict[str, int]:
+    return {"x": x, "y": y, "w": width, "h": height}
+
+
+def _panel(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
+    stacking = {"stacking": {"mode": "normal"}, "fillOpacity": 40} if panel.is_stacked else {"fillOpacity": 8}
+    return {
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": DATASOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": stacking}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {"refId": chr(ord("A") + idx), "expr": expr, "legendFormat": legend, "datasource": DATASOURCE}
+            for idx, (expr, legend) in enumerate(panel.queries)
+        ],
+    }
+
+
+def _variables(uid: str) -> Iterator[dict[str, Any]]:
+    yield {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+    if uid == "epdg-overview":
+        yield {
+            "name": "model",
+            "label": "Model",
+            "type": "query",
+            "datasource": DATASOURCE,
+            "query": "label_values(epdg_prompt_tokens_total, model_name)",
+            "refresh": 2,
+        }
+        yield {
+            "name": "target",
+            "label": "Target of the first token (s)",
+            "type": "custom",
+            "query": "0.25,0.5,1.0,2.5,5.0,10.0",
+            "current": {"text": "1.0", "value": "1.0"},
+        }

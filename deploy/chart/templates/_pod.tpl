@@ -1,0 +1,193 @@
+{{/* One pod template of the Ray cluster.
+     Argument: dict "root" $ "component" "prefill" "pod" VALUES "gpus" 1 "rdma" true
+     Nothing here may change with the chart's version: KubeRay starts a second cluster for a changed template. */}}
+{{- define "epdg.podTemplate" -}}
+{{- $root := .root -}}
+{{- $values := .root.Values -}}
+metadata:
+  labels:
+    {{- include "epdg.nodeLabels" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ .component }}
+  {{- with .pod.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "epdg.serviceAccountName" $root }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: 60
+  securityContext:
+    {{- toYaml $values.podSecurityContext | nindent 4 }}
+  {{- with $values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if eq $values.checkpoint.source "hub" }}
+  initContainers:
+    {{- include "epdg.downloadContainer" $root | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: {{ ternary "ray-head" "ray-worker" (eq .component "head") }}
+      image: {{ include "epdg.image" $root }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      securityContext:
+        {{- include "epdg.securityContext" . | nindent 8 }}
+      ports:
+        {{- include "epdg.ports" .component | nindent 8 }}
+      env:
+        {{- include "epdg.env" . | nindent 8 }}
+      resources:
+        {{- include "epdg.resources" . | fromJson | toYaml | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: home, mountPath: /home/epdg}
+        - {name: shm, mountPath: /dev/shm}
+        {{- if eq $values.checkpoint.source "claim" }}
+        - {name: model, mountPath: {{ $values.checkpoint.claim.mountPath }}, readOnly: true}
+        {{- else if eq $values.checkpoint.source "hub" }}
+        - {name: model, mountPath: /models, readOnly: true}
+        {{- end }}
+        {{- if and (eq .component "door") $values.apiKeys.existingSecret }}
+        - {name: api-keys, mountPath: {{ include "epdg.keyFolder" $root }}, readOnly: true}
+        {{- end }}
+  volumes:
+    - {name: tmp, emptyDir: {}}
+    - {name: home, emptyDir: {}}
+    - name: shm
+      emptyDir:
+        medium: Memory
+        sizeLimit: {{ default "1Gi" .pod.shmSize }}
+    {{- if eq $values.checkpoint.source "claim" }}
+    - name: model
+      persistentVolumeClaim:
+        claimName: {{ required "checkpoint.claim.name: the PersistentVolumeClaim with the model" $values.checkpoint.claim.name }}
+        readOnly: true
+    {{- else if eq $values.checkpoint.source "hub" }}
+    - name: model
+      {{- toYaml $values.checkpoint.hub.volume | nindent 6 }}
+    {{- end }}
+    {{- if and (eq .component "door") $values.apiKeys.existingSecret }}
+    - name: api-keys
+      secret:
+        secretName: {{ $values.apiKeys.existingSecret }}
+        defaultMode: 0440
+    {{- end }}
+  {{- if and .gpus (eq $values.gpu.allocation "dra") }}
+  resourceClaims:
+    - name: gpus
+      resourceClaimTemplateName: {{ include "epdg.fullname" $root }}-{{ .component }}
+  {{- end }}
+  {{- with .pod.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- $tolerations := .pod.tolerations }}
+  {{- if .gpus }}
+  {{- $tolerations = append $tolerations (dict "key" $values.gpu.resourceName "operator" "Exists" "effect" "NoSchedule") }}
+  {{- end }}
+  {{- with $tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .pod.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .pod.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .pod.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+{{- end }}
+
+{{/* RDMA registers memory, which needs to be locked. */}}
+{{- define "epdg.securityContext" -}}
+{{- $context := deepCopy .root.Values.securityContext -}}
+{{- if and .rdma .root.Values.network.rdma.resources -}}
+{{- $capabilities := default dict $context.capabilities -}}
+{{- $_ := set $capabilities "add" (append (default list $capabilities.add) "IPC_LOCK") -}}
+{{- $_ := set $context "capabilities" $capabilities -}}
+{{- end -}}
+{{- toYaml $context -}}
+{{- end }}
+
+{{- define "epdg.ports" -}}
+{{- if eq . "head" -}}
+- {name: gcs-server, containerPort: 6379}
+- {name: dashboard, containerPort: 8265}
+- {name: as-metrics, containerPort: 44217}
+- {name: dash-metrics, containerPort: 44227}
+{{ end -}}
+- {name: serve, containerPort: 8000}
+- {name: metrics, containerPort: 8080}
+{{- if eq . "door" }}
+- {name: door-http, containerPort: 30000}
+{{- end }}
+{{- end }}
+
+{{- define "epdg.env" -}}
+{{- $values := .root.Values -}}
+{{- $plain := mergeOverwrite (.root.Files.Get "files/environment.yaml" | fromYaml) (deepCopy $values.env) -}}
+{{- if .rdma }}{{ $plain = mergeOverwrite $plain (deepCopy $values.network.rdma.env) }}{{ end -}}
+{{- $plain = mergeOverwrite $plain (deepCopy .pod.env) -}}
+- name: EPDG_CLUSTER_SECRET
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "epdg.clusterSecretName" .root }}
+      key: {{ $values.clusterSecret.key }}
+{{- range $name, $value := $plain }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- end }}
+
+{{/* The values' requests and limits, with GPUs and RDMA devices. */}}
+{{- define "epdg.resources" -}}
+{{- $resources := deepCopy .pod.resources -}}
+{{- $devices := dict -}}
+{{- if and .gpus (eq .root.Values.gpu.allocation "devicePlugin") -}}
+{{- $_ := set $devices .root.Values.gpu.resourceName (toString .gpus) -}}
+{{- else if .gpus -}}
+{{- $_ := set $resources "claims" (list (dict "name" "gpus")) -}}
+{{- end -}}
+{{- if .rdma }}{{ $devices = mergeOverwrite $devices (deepCopy .root.Values.network.rdma.resources) }}{{ end -}}
+{{- if $devices -}}
+{{- $_ := set $resources "requests" (mergeOverwrite (default dict $resources.requests) (deepCopy $devices)) -}}
+{{- $_ := set $resources "limits" (mergeOverwrite (default dict $resources.limits) $devices) -}}
+{{- end -}}
+{{- $resources | toJson -}}
+{{- end }}
+
+{{/* The files that no worker reads are those of cluster.config.hub. A complete copy is not downloaded again. */}}
+{{- define "epdg.downloadContainer" -}}
+{{- $hub := .Values.checkpoint.hub -}}
+- name: download-model
+  image: {{ include "epdg.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  securityContext:
+    {{- toYaml .Values.securityContext | nindent 4 }}
+  command:
+    - hf
+    - download
+    - {{ required "checkpoint.hub.id: the model's id on the hub, org/name" $hub.id | quote }}
+    - --revision={{ $hub.revision }}
+    - --local-dir=/models/hub
+    {{- range .Files.Get "files/not-wanted.yaml" | fromYamlArray }}
+    - {{ printf "--exclude=%s" . | quote }}
+    {{- end }}
+  {{- if $hub.tokenSecret.name }}
+  env:
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef:
+          name: {{ $hub.tokenSecret.name }}
+          key: {{ $hub.tokenSecret.key }}
+  {{- end }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: home, mountPath: /home/epdg}
+    - {name: model, mountPath: /models}
+{{- end }}

@@ -1,0 +1,240 @@
+"""The RayService and its Serve file, rendered by Helm, judged by the application, Serve, KubeRay and
+Kubernetes."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import Any
+
+import jsonschema
+import pytest
+import ray
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.app import Hosts, actor_options_of
+from cluster.config.settings import ClusterArgs
+from cluster.types.members import Role
+from tests.unit.deploy.charts import (
+    CHART,
+    VALUES,
+    Objects,
+    RenderError,
+    example,
+    needs_helm,
+    needs_schemas,
+    one,
+    pod_templates,
+    render,
+    walk,
+)
+from tests.unit.deploy.kuberay import RAY_SERVICE, complaints_of_the_operator
+
+pytestmark = needs_helm
+
+ALL_ROLES = {
+    "settings": {"decode": {"speculation": {"method": "ngram"}}, "door": {"admission": {"max_queued": 7}}},
+    "pools": {role.value: {"enabled": True} for role in Role},
+}
+SHARED = {
+    "tensorParallelSize": 2,
+    "pools": {"prefill": {"shareWith": "decode", "workersPerPod": 2}, "decode": {"pods": 3}},
+}
+DRA = {"gpu": {"allocation": "dra"}, "rayToken": {"existingSecret": "ray-token"}}
+CASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "cpu-trial": example("cpu-trial"),
+    "one-node": example("one-node-8-gpus"),
+    "20-h100": example("pools-20-h100"),
+    "all-roles": ALL_ROLES,
+    "shared": SHARED,
+    "dra": DRA,
+}
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, Objects]:
+    return {name: render(values) for name, values in CASES.items()}
+
+
+@pytest.fixture(params=CASES)
+def objects(request: pytest.FixtureRequest, rendered: dict[str, Objects]) -> Objects:
+    return rendered[request.param]
+
+
+def serve_file(objects: Objects) -> dict[str, Any]:
+    return yaml.safe_load(one(objects, "RayService")["spec"]["serveConfigV2"])
+
+
+def application(objects: Objects) -> dict[str, Any]:
+    (found,) = serve_file(objects)["applications"]
+    return found
+
+
+def deployments(objects: Objects) -> dict[str, dict[str, Any]]:
+    return {each["name"]: each for each in application(objects)["deployments"]}
+
+
+def groups(objects: Objects) -> dict[str, dict[str, Any]]:
+    """Worker groups by name."""
+    found = one(objects, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    return {group["groupName"]: group for group in found}
+
+
+def test_serve_takes_the_file(objects: Objects):
+    assert ServeDeploySchema.model_validate(serve_file(objects)).http_options.port == 8000
+
+
+def test_the_application_takes_its_args(objects: Objects):
+    args = ClusterArgs.model_validate(application(objects)["args"])
+    assert args.side_channel == "tcp" and args.net_devices
+    assert args.door.admission.num_doors == deployments(objects)["Door"]["num_replicas"]
+
+
+def test_the_args_are_the_settings_and_what_the_values_decide(rendered: dict[str, Objects]):
+    assert ClusterArgs.model_validate(
+        application(rendered["all-roles"])["args"]
+    ) == ClusterArgs.model_validate(
+        {
+            "model": "deploy/demo_model",
+            "device": "cuda",
+            "side_channel": "tcp",
+            "transfer": {"net_devices": ["eth0"]},
+            "roles": list(Role),
+            "decode": {"speculation": {"method": "ngram"}},
+            "door": {"admission": {"max_queued": 7, "num_doors": 2}},
+        }
+    )
+    large = ClusterArgs.model_validate(application(rendered["20-h100"])["args"])
+    assert (large.model, large.model_id) == ("/models/hub", "Qwen/Qwen2.5-VL-7B-Instruct")
+    assert (large.decode.kv_blocks, large.prefill.max_batch_tokens) == (65536, 8192)
+    trial = ClusterArgs.model_validate(application(rendered["cpu-trial"])["args"])
+    assert [pool.threads for pool in (trial.encode, trial.prefill, trial.decode)] == [2, 2, 2]
+
+
+def test_replicas_take_what_the_application_would_give_them(objects: Objects):
+    """On hosts with the labels of the groups. The file's options replace those of the code, so they must be
+    whole."""
+    args = ClusterArgs.model_validate(application(objects)["args"])
+    found = deployments(objects)
+    assert found.keys() == {"Door", *(role.deployment for role in args.roles)}
+    hosts = Hosts(frozenset(), frozenset(role.value for role in args.roles))
+    for role in args.roles:
+        options = dict(found[role.deployment]["ray_actor_options"])
+        own = actor_options_of(role, args, hosts)
+        assert own.pop("resources") == {}
+        own.pop("label_selector"), options.pop("label_selector")
+        assert options == own
+
+
+def test_every_selector_finds_pods_with_room_for_its_replicas(objects: Objects):
+    by_label = {group["labels"]["pool"]: group for group in groups(objects).values()}
+    used = dict.fromkeys(by_label, 0)
+    for deployment in deployments(objects).values():
+        options = deployment["ray_actor_options"]
+        group = by_label[options["label_selector"]["pool"]]
+        assert deployment["num_replicas"] == group["replicas"] * deployment["max_replicas_per_node"]
+        used[options["label_selector"]["pool"]] += (
+            options.get("num_gpus", 0) * deployment["max_replicas_per_node"]
+        )
+    assert {name: int(group["rayStartParams"]["num-gpus"]) for name, group in by_label.items()} == used
+
+
+def test_pods_ask_for_the_gpus_that_ray_is_told(objects: Objects):
+    claims = {each["metadata"]["name"]: each for each in objects if each["kind"] == "ResourceClaimTemplate"}
+    for name, group in groups(objects).items():
+        spec = group["template"]["spec"]
+        (container,) = spec["containers"]
+        gpus = int(group["rayStartParams"]["num-gpus"])
+        limit = int(container["resources"].get("limits", {}).get("nvidia.com/gpu", 0))
+        if names := [claim["resourceClaimTemplateName"] for claim in spec.get("resourceClaims", [])]:
+            (request,) = claims[names[0]]["spec"]["spec"]["devices"]["requests"]
+            assert (limit, request["exactly"]["count"]) == (0, gpus)
+            assert container["resources"]["claims"] == [{"name": spec["resourceClaims"][0]["name"]}]
+        else:
+            assert limit == gpus, name
+        tolerated = {each.get("key") for each in spec.get("tolerations", [])}
+        assert ("nvidia.com/gpu" in tolerated) == (gpus > 0)
+    assert bool(claims) == any("resourceClaims" in walk_keys(template) for template in templates(objects))
+
+
+def templates(objects: Objects) -> list[dict[str, Any]]:
+    return list(pod_templates(one(objects, "RayService")).values())
+
+
+def walk_keys(node: Any) -> set[str]:
+    return set(walk(node, lambda each: each if isinstance(each, dict) else ()))
+
+
+def test_the_examples_have_the_workers_that_they_promise(rendered: dict[str, Objects]):
+    def replicas(name: str) -> dict[str, int]:
+        return {each: deployment["num_replicas"] for each, deployment in deployments(rendered[name]).items()}
+
+    assert replicas("one-node") == {"Encode": 1, "Prefill": 3, "Decode": 4, "Door": 1}
+    assert groups(rendered["one-node"]).keys() == {"door", "decode"}
+    assert replicas("20-h100") == {"Encode": 4, "Prefill": 8, "Decode": 8, "Door": 3}
+    assert replicas("cpu-trial") == {"Encode": 1, "Prefill": 1, "Decode": 1, "Door": 1}
+
+
+def test_kuberay_takes_the_service(objects: Objects):
+    service = one(objects, "RayService")
+    jsonschema.Draft202012Validator(RAY_SERVICE).validate(service)
+    assert complaints_of_the_operator(service) == []
+
+
+@needs_schemas
+@pytest.mark.parametrize(
+    ("case", "version"), [("20-h100", "1.30"), ("20-h100", "1.34"), ("dra", "1.34"), ("cpu-trial", "1.32")]
+)
+def test_kubernetes_takes_every_object(rendered: dict[str, Objects], case: str, version: str):
+    from kubernetes_validate import SchemaNotFoundError, validate
+
+    objects = rendered[case]
+    boards = [each for each in objects if each["kind"] == "ConfigMap"]
+    pods = [
+        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
+        for template in templates(objects)
+    ]
+    foreign = set()
+    for each in [*(each for each in objects if each not in boards[1:]), *pods]:
+        try:
+            validate(each, version, strict=True)
+        except SchemaNotFoundError:
+            foreign.add(each["kind"])
+    assert foreign <= {"RayService", "PodMonitor", "PrometheusRule", "HTTPRoute"}
+
+
+def test_a_new_version_of_the_chart_changes_no_pod_template(tmp_path):
+    """KubeRay starts a second cluster for a changed template."""
+    newer = shutil.copytree(CHART, tmp_path / "chart")
+    text = (newer / "Chart.yaml").read_text()
+    (newer / "Chart.yaml").write_text(text.replace("version: 0.1.0", "version: 0.2.0", 1))
+    before, after = (one(render(CASES["20-h100"], chart), "RayService") for chart in (CHART, newer))
+    assert before["metadata"]["labels"] != after["metadata"]["labels"]
+    assert before["spec"] == after["spec"]
+
+
+def test_the_ray_version_is_the_installed_one():
+    assert VALUES["rayVersion"] == ray.__version__
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"pools": {"prefill": {"shareWith": "whole"}}}, "must be an enabled pool"),
+        (
+            {"pools": {"prefill": {"shareWith": "decode"}, "decode": {"shareWith": "encode"}}},
+            "pods of its own",
+        ),
+        ({"checkpoint": {"source": "claim"}}, "checkpoint.claim.name"),
+        ({"checkpoint": {"source": "hub"}}, "checkpoint.hub.id"),
+        ({"ingress": {"enabled": True}}, "ingress.host"),
+        ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
+        ({"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redis.address"),
+        ({"settings": {"decode": {"kv_blocs": 4}}}, "kv_blocs"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(values, why):
+    with pytest.raises(RenderError, match=why):
+        render(copy.deepcopy(values))
