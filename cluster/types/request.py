@@ -106,8 +106,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     # Log-probabilities are wanted: of each drawn token, and of this many of the most probable ones. None: no
     num_logprobs: int | None = None
     structure: Structure | None = None  # the form of each choice's text
-    # The same of the prompt's own text tokens, but the first. Then every token of the prompt is computed where
-    # the prompt is, cached or not. None: they are not wanted
+    # The same of the prompt's own text tokens, but the first. Then the worker that computes the prompt
+    # computes all of it, cached or not. None: they are not wanted
     num_prompt_logprobs: int | None = None
 
     @property
