@@ -214,12 +214,15 @@ def _is_last(work: PromptWork) -> bool:
 
 
 def _scores(work: PromptWork, start: int, end: int) -> PromptScores | None:
-    """Of the text tokens behind tokens [start, end) of the prompt. None: they are not wanted."""
+    """Of the text tokens behind tokens [start, end) of the prompt. None: there are none, or they are not
+    wanted."""
     request, prompt = work.request, work.sequence.prompt
     num_top = request.request.num_prompt_logprobs
     if num_top is None or not request.scores_prompt or work.sequence is not request.main:
         return None
     told = prompt.text_indices(start + 1, min(end + 1, len(prompt.token_ids)))
+    if not told:
+        return None
     return PromptScores([i - 1 - start for i in told], [prompt.token_ids[i] for i in told], num_top)
 
 
