@@ -124,6 +124,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int = 0  # of the prompt
     audio_tokens: int = 0  # of the prompt
+    audio_s: float = 0.0  # seconds of sound in the prompt
 
 
 class TokenizeCall(msgspec.Struct, frozen=True):

@@ -59,6 +59,7 @@ class Choice:
             completion_tokens=self._num_tokens if self._report is None or self._report.generates else 0,
             cached_tokens=self._num_cached_tokens,
             audio_tokens=self._prompt.num_audio_tokens,
+            audio_s=self._prompt.audio_s,
         )
 
     @property

@@ -17,6 +17,7 @@ from router.calls import Call, RankedToken, ScoredToken, TextDelta, TokenScores,
 from router.openai.protocol import Generation
 
 DONE = b"data: [DONE]\n\n"
+LEAST_LOGPROB = -9999.0  # of what has no probability
 _encode = msgspec.json.Encoder().encode
 
 
@@ -24,10 +25,6 @@ def error_body(error: ClusterError) -> bytes:
     """OpenAI's error object."""
     fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return _encode({"error": fields})
-
-
-def error_event(error: ClusterError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
 
 
 def public_error(error: BaseException) -> ClusterError:
@@ -68,6 +65,7 @@ class WholeChoice(msgspec.Struct, frozen=True):
 class ResponseFormat(ABC):
     """The JSON of one response. The events of a stream differ only in their choice."""
 
+    media_type = "application/json"
     _kind: ClassVar[str]  # of a whole answer
     _event_kind: ClassVar[str]
 
@@ -135,6 +133,9 @@ class ResponseFormat(ABC):
             self._prefix, index, self._nothing, reason.encode(), self._end(generation),
         )  # fmt: skip
 
+    def error_event(self, error: ClusterError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
+
     def _end(self, generation: Generation) -> bytes:
         """Of an event that is about this choice."""
         if not self._has_usage:
@@ -182,10 +183,7 @@ class ChatFormat(ResponseFormat):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]:
-        content = [
-            {**_scored(each.drawn), "top_logprobs": [_scored(other) for other in each.top]} for each in scores
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": logprob_entries(scores), "refusal": None}
 
     def _add_prompts(self, whole: dict[str, Any], name: str, told: Sequence[Any]) -> None:
         whole[name] = told[0]
@@ -230,6 +228,13 @@ class CompletionFormat(ResponseFormat):
             choice[name] = each
 
 
+def logprob_entries(scores: Sequence[TokenScores]) -> list[dict[str, Any]]:
+    """One per token, as the chat endpoint writes them."""
+    return [
+        {**_scored(each.drawn), "top_logprobs": [_scored(other) for other in each.top]} for each in scores
+    ]
+
+
 def _scored(token: ScoredToken) -> dict[str, Any]:
     text = token.piece.decode(errors="replace")
     return {"token": text, "logprob": _finite(token.logprob), "bytes": list(token.piece)}
@@ -262,7 +267,7 @@ def _ranked(told: Sequence[Sequence[RankedToken] | None]) -> list[dict[str, Any]
 
 def _finite(logprob: float | None) -> float | None:
     """JSON has no infinity; OpenAI writes this for it."""
-    return None if logprob is None else max(logprob, -9999.0)
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
 def _frame(head: dict[str, Any], kind: str, include_usage: bool) -> tuple[bytes, bytes]:
