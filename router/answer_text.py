@@ -23,15 +23,17 @@ class AnswerText:
         *,
         shows_stop_token: bool = False,
         returns_token_ids: bool = False,
+        num_before: int = 0,
     ):
-        """`shows_stop_token`: the text of the token that ends the answer is part of it."""
+        """`shows_stop_token`: the text of the token that ends the answer is part of it. `num_before`:
+        characters that the client sees before the answer."""
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._pieces = pieces
         self._shows_stop_token = shows_stop_token
         self._returns_token_ids = returns_token_ids
-        self._num_chars = 0  # of all text, held back or not
-        self._num_out = 0  # of the text that is out
+        self._num_chars = num_before  # of all text, held back or not
+        self._num_out = num_before  # of the text that is out
         self._waiting: deque[tuple[int, TokenScores]] = deque()  # end of the token's text, its scores
 
     def push(self, event: TokenEvent) -> TextDelta:

@@ -51,6 +51,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     changes: LogitChanges | None = None  # without bad words
     bad_words: tuple[str, ...] = ()
     num_logprobs: int | None = None  # as in `GenerateRequest`
+    num_prompt_logprobs: int | None = None  # the same, of a prompt's tokens, apart from the answer's
     skips_special: bool = True  # special tokens have no text
     returns_token_ids: bool = False  # of the prompt and of the answer
     guidance: GuidanceRules | None = None
@@ -71,11 +72,20 @@ class ChatCall(Call, frozen=True, kw_only=True):
 
 class CompletionCall(Call, frozen=True, kw_only=True):
     prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool = False  # the answer begins with the prompt
+    generates: bool = True  # False: the answer is the prompt
+
+
+def num_scored(call: Call) -> int | None:
+    """How many of the most probable tokens are wanted at each position of a prompt; None: no
+    log-probabilities are."""
+    echoed = call.num_logprobs if isinstance(call, CompletionCall) and call.echo else None
+    return max((each for each in (call.num_prompt_logprobs, echoed) if each is not None), default=None)
 
 
 class ScoredToken(msgspec.Struct, frozen=True):
     piece: bytes  # what it adds to the text; may be a part of a character
-    logprob: float  # natural logarithm
+    logprob: float | None  # natural logarithm; None: of a prompt's first token
 
 
 class TokenScores(msgspec.Struct, frozen=True):
@@ -84,6 +94,15 @@ class TokenScores(msgspec.Struct, frozen=True):
     drawn: ScoredToken
     top: tuple[ScoredToken, ...]  # the most probable tokens, as many as the client wants
     offset: int  # characters of the answer before the token
+
+
+class RankedToken(msgspec.Struct, frozen=True):
+    """A token at one position of a prompt."""
+
+    token_id: int
+    logprob: float
+    rank: int | None  # 1: the most probable one; None: it is not among those that were asked for
+    text: str
 
 
 class TextDelta(msgspec.Struct, frozen=True):

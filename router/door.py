@@ -29,6 +29,7 @@ from cluster.scheduling.keys import SchedulingPolicy
 from cluster.structure.checker import StructureChecker
 from cluster.structure.vocabulary import VocabularySource
 from cluster.text.defaults import GenerationDefaults, context_length
+from cluster.text.echo import echo_of
 from cluster.text.stop import StopStrings
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.members import Member, Phase, Role
@@ -36,7 +37,7 @@ from cluster.types.request import GenerateRequest, LogitChanges, StopParams
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
 from router.answer_text import AnswerText
-from router.calls import ChatCall, CompletionCall, StopRules, TokenizeCall, Tokenized
+from router.calls import ChatCall, CompletionCall, StopRules, TokenizeCall, Tokenized, num_scored
 from router.dispatcher import DecodeCaller, Dispatcher
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
@@ -47,6 +48,7 @@ from router.openai.keys import Access
 from router.openai.limits import Limits
 from router.page.pools import pool_fields
 from router.policy import ClusterView, make_policy
+from router.prompt_report import PromptReport
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.intake import ByteLimits, MediaIntake
 from router.prompts.media import MediaPlanner
@@ -171,7 +173,7 @@ class Door:
         changes = await self._changes(call)
         prompt = await self.prepare(call, timeline)
         try:
-            return self._generate(prompt, call, changes, timeline)
+            return self._generate(prompt, call, changes, timeline, self._report(prompt, call))
         except BaseException:
             prompt.release()
             raise
@@ -185,7 +187,8 @@ class Door:
             timeline = RequestTimeline(arrived_at, call.trace_parent)
             prepared = await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
             timeline.prepared(arrived_at, self._clock.now())
-            choices += self._generate(prepared, call, changes, timeline)
+            report = await self._echo_report(call, prompt, prepared)
+            choices += self._generate(prepared, call, changes, timeline, report)
         return choices
 
     async def tokenize(self, call: TokenizeCall) -> Tokenized:
@@ -235,6 +238,7 @@ class Door:
         call: ChatCall | CompletionCall,
         changes: LogitChanges | None,
         timeline: RequestTimeline,
+        report: PromptReport | None,
     ) -> list[Choice]:
         """One request with all choices of a prompt: they share its computation and its KV."""
         rules = call.stop
@@ -250,16 +254,18 @@ class Door:
             changes=changes,
             num_logprobs=call.num_logprobs,
             structure=call.structure,
+            num_prompt_logprobs=num_scored(call),
         )
         return [
             Choice(
                 prompt,
                 tokens,
-                self._answer_text(call),
+                self._answer_text(call, report),
                 self._metrics,
                 self._clock,
                 timeline,
                 keeps_timeline=choice_idx == 0,
+                report=report,
                 tracing=self._tracing,
             )
             for choice_idx, tokens in enumerate(
@@ -267,13 +273,31 @@ class Door:
             )
         ]
 
-    def _answer_text(self, call: ChatCall | CompletionCall) -> AnswerText:
+    def _report(
+        self, prompt: PreparedPrompt, call: ChatCall | CompletionCall, **echoed: Any
+    ) -> PromptReport | None:
+        if call.num_prompt_logprobs is None and not echoed:
+            return None
+        return PromptReport(
+            prompt.prompt, self._text.pieces, self._off_loop, num_told=call.num_prompt_logprobs, **echoed
+        )
+
+    async def _echo_report(
+        self, call: CompletionCall, prompt: str | tuple[int, ...], prepared: PreparedPrompt
+    ) -> PromptReport | None:
+        if not call.echo:
+            return self._report(prepared, call)
+        echo = await self._off_loop(echo_of, self._text, prompt, prepared.prompt.token_ids)
+        return self._report(prepared, call, echo=echo, num_echoed=call.num_logprobs, generates=call.generates)
+
+    def _answer_text(self, call: ChatCall | CompletionCall, report: PromptReport | None) -> AnswerText:
         return AnswerText(
             self._text.detokenizer(skips_special=call.skips_special),
             StopStrings(call.stop.strings, keeps_match=call.stop.shows_match),
             self._text.pieces,
             shows_stop_token=call.stop.shows_match,
             returns_token_ids=call.returns_token_ids,
+            num_before=0 if report is None else report.num_chars,
         )
 
     def _max_tokens(self, prompt: PreparedPrompt, rules: StopRules) -> int:

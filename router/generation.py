@@ -9,7 +9,8 @@ from cluster.clock import Clock
 from cluster.errors import ClusterError
 from cluster.types.messages import TokenEvent
 from router.answer_text import AnswerText
-from router.calls import MediaNote, TextDelta, Usage
+from router.calls import MediaNote, RankedToken, TextDelta, Usage
+from router.prompt_report import PromptReport
 from router.prompts.builder import PreparedPrompt
 from router.streams import TokenStream
 from router.telemetry.metrics import DoorMetrics
@@ -32,10 +33,11 @@ class Choice:
         timeline: RequestTimeline,
         *,
         keeps_timeline: bool,
+        report: PromptReport | None = None,
         tracing: Tracing | None = None,
     ):
         """`timeline`: of the request, on `clock`; its choices share it, one of them keeps it. `tracing`:
-        where it goes in the end."""
+        where it goes in the end. `report`: what all of them tell of the prompt."""
         self._prompt = prompt
         self._tokens = tokens
         self._text = text
@@ -43,6 +45,7 @@ class Choice:
         self._clock = clock
         self.timeline = timeline
         self._keeps_timeline = keeps_timeline
+        self._report = report
         self._tracing = tracing
         self._last_at = timeline.arrived_at
         self._num_tokens = 0
@@ -53,7 +56,7 @@ class Choice:
     def usage(self) -> Usage:
         return Usage(
             prompt_tokens=self._prompt.num_tokens,
-            completion_tokens=self._num_tokens,
+            completion_tokens=self._num_tokens if self._report is None or self._report.generates else 0,
             cached_tokens=self._num_cached_tokens,
             audio_tokens=self._prompt.num_audio_tokens,
             audio_s=self._prompt.audio_s,
@@ -64,14 +67,21 @@ class Choice:
         return self._prompt.prompt.token_ids
 
     @property
+    def prompt_logprobs(self) -> Sequence[Sequence[RankedToken] | None]:
+        return () if self._report is None else self._report.told
+
+    @property
     def media_notes(self) -> Sequence[MediaNote]:
         return self._prompt.media_notes
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        report = self._report
         try:
             async for event in self._tokens:
                 self._measure(event)
                 delta = self._text.push(event)
+                if report is not None:
+                    delta, report = await report.introduce(event.prompt_logprobs, delta), None
                 if delta.finish_reason is not None:
                     self._outcome = delta.finish_reason
                     await self._tokens.aclose()  # a stop string was found here; the pools do not know it

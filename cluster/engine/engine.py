@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import msgspec
-from torch import Tensor
 
 from cluster.clock import Clock
 from cluster.engine.answers import Answers
@@ -42,7 +41,14 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.planner import PromptPlanner
 from cluster.engine.prefix_loader import PrefixLoader
 from cluster.engine.runner import LanguageRunner
-from cluster.engine.state import AnswerWork, FirstTokens, LanguagePhase, LanguageRequest, PromptWork
+from cluster.engine.state import (
+    AnswerWork,
+    FirstTokens,
+    LanguagePhase,
+    LanguageRequest,
+    PromptWork,
+    WorkResult,
+)
 from cluster.engine.tables import register_computed
 from cluster.engine.timing import Part
 from cluster.errors import UnavailableError
@@ -262,16 +268,17 @@ class LanguageEngine:
             if isinstance(work, AnswerWork):
                 self._blame.run(work.request.request_id, self._answers.advance, work.request, result)
             elif work.request.request_id in self._computing:
-                self._blame.run(work.request.request_id, self._advance_prompt, work, result.logits)
+                self._blame.run(work.request.request_id, self._advance_prompt, work, result)
         self._end_prompts([request for request in requests if request.request_id in self._computing])
 
-    def _advance_prompt(self, work: PromptWork, logits: Tensor | None) -> None:
+    def _advance_prompt(self, work: PromptWork, result: WorkResult) -> None:
         request, sequence = work.request, work.sequence
         sequence.num_computed_tokens += work.num_tokens
+        sequence.prompt_logprobs += result.prompt_logprobs
         self._lifecycle.count_missing(request)
         register_computed(sequence, self._blocks)
         if sequence.is_complete:
-            sequence.last_logits = logits
+            sequence.last_logits = result.logits
             self.planner.remove(sequence)
         else:
             self.planner.has_computed(sequence)
@@ -302,7 +309,7 @@ class LanguageEngine:
             if request.sends or not request.choices[event.choice_idx].is_done:
                 self._outbox.token(request.door, event)
         for sequence in request.sequences:
-            sequence.last_logits = None
+            sequence.last_logits, sequence.prompt_logprobs = None, []
         if not request.sends:
             request.first_tokens = first.token_ids
             return self._answers.begin(request)

@@ -8,7 +8,9 @@ from cluster.types.messages import TokenEvent
 
 def first_events(request: LanguageRequest, first: FirstTokens, now: float) -> list[TokenEvent]:
     """One event per choice, with its first token. The event of choice 0 also tells where the request's time
-    went."""
+    went, that of the first choice that is read the log-probabilities of the prompt."""
+    teller = next((choice.idx for choice in request.choices if not choice.is_done), 0)
+    prompt_logprobs = tuple(request.main.prompt_logprobs)
     return [
         TokenEvent(
             request.request_id,
@@ -18,6 +20,7 @@ def first_events(request: LanguageRequest, first: FirstTokens, now: float) -> li
             choice_idx,
             request.stopwatch.timing(now) if choice_idx == 0 else None,
             logprobs=first.logprobs[choice_idx : choice_idx + 1],
+            prompt_logprobs=prompt_logprobs if choice_idx == teller else (),
         )
         for choice_idx, token_id in enumerate(first.token_ids)
     ]

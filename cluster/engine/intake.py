@@ -143,6 +143,7 @@ class Intake:
         if (
             loader is None
             or not request.computes
+            or request.scores_prompt
             or not loader.try_load(request, num_spare, self._queue_loaded)
         ):
             self._queue(request)

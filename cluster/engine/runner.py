@@ -27,6 +27,7 @@ from cluster.engine.state import (
 from cluster.engine.tables import uncut_spans
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
+from cluster.model.logprobs import PromptScores
 from cluster.model.sampling import sample
 from cluster.model.step_model import StepModel
 from cluster.types.logprobs import TokenLogprobs
@@ -92,12 +93,14 @@ class LanguageRunner:
         prompts = [work for work in works if isinstance(work, PromptWork)]
         choices = [(request, choice) for request in answers for choice in request.live_choices]
         self._drawer.begin(choices)
+        computed: list[SequenceChunk] = []
         if prompts or any(choice.drafts for _, choice in choices):
             chunks = [
                 _answer_chunk(choice, sequence) for _, choice in choices for sequence in choice.sequences
             ]
             num_rows = sum(len(chunk.token_ids) for chunk in chunks)
-            chunks += map(self._prompt_chunk, prompts)
+            computed = [self._prompt_chunk(work) for work in prompts]
+            chunks += computed
             logits = self._steps.forward(chunks, self._kv, lambda i: on_layer(i, self._kv.mark()))
             self._kv.synchronize()
         else:
@@ -106,10 +109,11 @@ class LanguageRunner:
         drawn = self._drawer.next_tokens(logits[:num_rows], choices)
         accepted = iter(self._accept(drawn, choices))
         last = iter(logits[num_rows:].split(1))
+        scored = iter([() if chunk.scores is None else chunk.scores.found for chunk in computed])
         return [
             _answer_result([next(accepted) for _ in work.request.live_choices])
             if isinstance(work, AnswerWork)
-            else WorkResult(logits=next(last) if _is_last(work) else None)
+            else WorkResult(logits=next(last) if _is_last(work) else None, prompt_logprobs=next(scored))
             for work in works
         ]
 
@@ -191,6 +195,7 @@ class LanguageRunner:
             features=tuple(self._features_of(work, start, end)),
             num_logits=int(_is_last(work)),
             bidirectional_spans=uncut_spans(self._model, prompt),
+            scores=_scores(work, start, end),
         )
 
     def _features_of(self, work: PromptWork, start: int, end: int) -> Iterator[FeatureSlice]:
@@ -206,6 +211,19 @@ class LanguageRunner:
 def _is_last(work: PromptWork) -> bool:
     """Whether the prompt is complete after this work."""
     return work.sequence.num_computed_tokens + work.num_tokens == work.sequence.num_prompt_tokens
+
+
+def _scores(work: PromptWork, start: int, end: int) -> PromptScores | None:
+    """Of the text tokens behind tokens [start, end) of the prompt. None: there are none, or they are not
+    wanted."""
+    request, prompt = work.request, work.sequence.prompt
+    num_top = request.request.num_prompt_logprobs
+    if num_top is None or not request.scores_prompt or work.sequence is not request.main:
+        return None
+    told = prompt.text_indices(start + 1, min(end + 1, len(prompt.token_ids)))
+    if not told:
+        return None
+    return PromptScores([i - 1 - start for i in told], [prompt.token_ids[i] for i in told], num_top)
 
 
 def _answer_chunk(choice: AnswerChoice, sequence: TokenSequence) -> SequenceChunk:

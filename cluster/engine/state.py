@@ -92,6 +92,8 @@ class TokenSequence:
     first_recomputed: int | None = None  # KV from this token on does not travel: the other worker computes it
     items_ready: set[int] = field(default_factory=set)  # media items whose embeddings are here
     last_logits: Tensor | None = None  # [1, vocab_size], once the prompt is computed, until a token is drawn
+    # Of the prompt's text tokens so far, until the first token is drawn, if the request wants them
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -233,6 +235,11 @@ class LanguageRequest:
         return self.request.priority
 
     @property
+    def scores_prompt(self) -> bool:
+        """Log-probabilities of the prompt's tokens are found out here: each of them is computed here."""
+        return self.computes and self.request.num_prompt_logprobs is not None
+
+    @property
     def needs_embeddings(self) -> bool:
         return self.computes and bool(self.request.prompt.media)
 
@@ -317,6 +324,8 @@ class WorkResult:
     tokens: Sequence[Sequence[int]] = ()  # of an answer: the new tokens of each live choice, at least one
     logits: Tensor | None = None  # [1, vocab_size]: of a prompt whose last token was computed
     logprobs: Sequence[Sequence[TokenLogprobs]] = ()  # of the tokens, if the request wants them
+    # of the text tokens of the prompt behind those of the work, if the request wants them
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True)

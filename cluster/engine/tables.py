@@ -20,10 +20,13 @@ def try_allocate_prompts(
     request: LanguageRequest, blocks: BlockPool, num_spare: int, spans: tuple[tuple[Span, ...], ...]
 ) -> bool:
     """Allocates blocks for all prompts of the request, and for copies of their last blocks. The blocks of a
-    cached prefix are shared. False, and no change, if fewer than `num_spare`
-    blocks would be left. spans: per prompt, what is computed in one piece."""
+    cached prefix are shared, unless the log-probabilities of its tokens are wanted: nothing keeps these.
+    False, and no change, if fewer than `num_spare` blocks would be left. spans: per prompt, what is computed
+    in one piece."""
     size = blocks.block_size
     for sequence, uncut in zip(request.sequences, spans, strict=True):
+        if request.scores_prompt and sequence is request.main:
+            continue
         _share_cached(sequence, blocks, uncut, is_computed=request.computes)
     missing = [
         -(-sequence.num_prompt_tokens // size) - len(sequence.block_table) for sequence in request.sequences

@@ -17,6 +17,7 @@ from torch import Tensor
 from cluster.errors import InternalError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import PagedBatch, Span
+from cluster.model.logprobs import PromptScores
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class SequenceChunk(msgspec.Struct, frozen=True, eq=False):
     # absolute [start, end) of all media in the prompt whose tokens see each other
     bidirectional_spans: tuple[Span, ...] = ()
     num_logits: int = 1  # how many of its last tokens want logits; 0: further chunks of the prompt follow
+    scores: PromptScores | None = None  # of its tokens; the forward fills it in
 
 
 @dataclass(frozen=True)

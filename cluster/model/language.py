@@ -36,6 +36,8 @@ from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, prob
 from cluster.model.support import check_class, family_of, num_deepstack_layers, post_head
 from cluster.types.request import Prompt
 
+MAX_SCORED_ROWS = 64  # logits of so many tokens of a prompt are in memory at once
+
 __all__ = ["FeatureSlice", "LanguageModel", "PromptPositions", "SequenceChunk"]
 
 
@@ -170,7 +172,7 @@ class LanguageModel:
         logits of each chunk's last `num_logits` tokens, each of which predicts the token after it. If
         drafts among them are wrong, the next call starts behind the accepted tokens and overwrites the KV
         of the others. `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA:
-        enqueued)."""
+        enqueued). Fills in the `scores` of chunks that have some."""
         step = packed_step(chunks, kv, self.block_size, self.device, on_layer)
         embeds = self._embed_tokens(step.token_ids)
         places, deep = self._place_features(embeds, chunks)
@@ -180,7 +182,7 @@ class LanguageModel:
             for place in places:
                 mask[0, place] = True
             extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
-        return self._run(embeds, step.position_ids, step.batch, step.wanted, extra)
+        return self._run(embeds, step.position_ids, step.batch, step.wanted, extra, chunks)
 
     @torch.inference_mode()
     def decode(
@@ -235,15 +237,29 @@ class LanguageModel:
 
     def _run(
         self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, wanted: Tensor,
-        extra: Mapping[str, object] = MappingProxyType({}),
+        extra: Mapping[str, object] = MappingProxyType({}), chunks: Sequence[SequenceChunk] = (),
     ) -> Tensor:  # fmt: skip
         """embeds [T, hidden_size], which may be overwritten; wanted [n] int64, on the CPU → [n, vocab_size]
-        float32 logits of these tokens. `extra`: more arguments of the text model."""
+        float32 logits of these tokens. `extra`: more arguments of the text model. `chunks`: those of the T
+        tokens, if they may have scores."""
         rows = wanted.to(self.device)
         if self._decoder is not None and not extra:
-            return self._decoder.logits(embeds[None], self._with_axes(position_ids), batch, rows)
+            logits = self._decoder.logits(embeds[None], self._with_axes(position_ids), batch, rows)
+            self._score(chunks, lambda scored: self._text.norm(embeds[None, scored])[0])
+            return logits
         hidden = self._hidden(embeds, position_ids, batch, extra)
+        self._score(chunks, lambda scored: hidden[scored])
         return self._logits(hidden[rows]) if len(rows) else hidden.new_empty(0, self.vocab_size).float()
+
+    def _score(self, chunks: Sequence[SequenceChunk], hidden: Callable[[Tensor], Tensor]) -> None:
+        """`hidden(rows)`: of some of the T tokens, as the head takes it."""
+        first = 0
+        for chunk in chunks:
+            if (scores := chunk.scores) is not None:
+                rows = torch.tensor(scores.rows, dtype=torch.int64, device=self.device) + first
+                for some in rows.split(MAX_SCORED_ROWS):
+                    scores.take(self._logits(hidden(some)))
+            first += len(chunk.token_ids)
 
     def _hidden(
         self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, extra: Mapping[str, object]

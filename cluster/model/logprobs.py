@@ -1,11 +1,10 @@
-"""Log-probabilities of drawn tokens and of the most probable ones.
+"""Log-probabilities of drawn tokens, of a prompt's own tokens, and of the most probable ones.
 
 They are the model's own: of its logits, before guidance, penalties, temperature and filters, as transformers'
 `output_logits` and vLLM's default (`raw_logprobs`) give them. A row's do not depend on other rows.
 
-On the CPU rows are computed one by one, each in the core's cache, and numpy finds the most probable tokens:
-16 rows of 151,936 with 20 tokens each take 0.18 ms a row on one core (AMD EPYC, AVX-512 BF16), where torch
-takes 0.68 ms for all rows together.
+On the CPU rows are computed one by one, each in the core's cache, and numpy finds the most probable tokens.
+What a row costs in a step: docs/api.md.
 """
 
 from __future__ import annotations
@@ -21,6 +20,26 @@ from cluster.types.logprobs import TokenLogprobs
 _GROUP = 128  # logits whose maximum is looked at first
 
 Top = tuple[list[int], list[float]]  # token ids, log-probabilities
+
+
+class PromptScores:
+    """Of tokens of a prompt: what a forward finds out about one chunk of it. The forward makes logits of a
+    few rows at a time and hands them over; what is kept is bounded by `num_top`."""
+
+    def __init__(self, rows: Sequence[int], targets: Sequence[int], num_top: int):
+        """`targets[i]`: the token of the prompt behind the chunk's token `rows[i]`. `num_top`: how many of
+        the most probable tokens are wanted."""
+        self.rows = rows
+        self.targets = targets
+        self.num_top = num_top
+        self.found: list[TokenLogprobs] = []  # of the first targets
+
+    def take(self, logits: Tensor) -> None:
+        """logits: [R, V] float32 of the next R rows. Synchronises the device."""
+        start, num_rows = len(self.found), len(logits)
+        raw = RawLogprobs(logits, {row: (row, self.num_top) for row in range(num_rows)})
+        found = raw.of(range(num_rows), self.targets[start : start + num_rows])
+        self.found += [found[row] for row in range(num_rows)]
 
 
 class RawLogprobs:

@@ -31,6 +31,7 @@ from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.failures import DeviceLostError
 from cluster.model.language import FeatureSlice, SequenceChunk
+from cluster.model.logprobs import PromptScores
 from cluster.model.step_model import StepModel
 from cluster.types.transfer import Mark
 
@@ -227,6 +228,7 @@ class _WireChunk(msgspec.Struct, array_like=True):
     features: list[tuple[int, int]]  # (start, rows)
     bidirectional_spans: list[tuple[int, int]]
     num_logits: int
+    scored: Sequence[int]  # rows of `SequenceChunk.scores`: what they give is read at rank 0 only
 
 
 class _Forward(msgspec.Struct, array_like=True, tag=True):
@@ -264,6 +266,7 @@ def _to_wire(chunk: SequenceChunk) -> _WireChunk:
         [(piece.start, len(piece.rows)) for piece in chunk.features],
         list(chunk.bidirectional_spans),
         chunk.num_logits,
+        () if chunk.scores is None else chunk.scores.rows,
     )
 
 
@@ -300,4 +303,5 @@ def _from_wire(wire: _WireChunk, features: tuple[FeatureSlice, ...]) -> Sequence
         features,
         tuple(wire.bidirectional_spans),
         wire.num_logits,
+        PromptScores(wire.scored, [0] * len(wire.scored), 0) if wire.scored else None,
     )

@@ -67,7 +67,7 @@ from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, ReceivedTotals, SentTotals, TierTotals
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 
 class FinishReason(StrEnum):
@@ -283,6 +283,9 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     timing: PrefillTiming | None = None
     step_s: float = 0.0  # with a request's first tokens from decode: seconds since its KV was complete
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the request wants them
+    # with the first token of the first choice that is read, if the request wants them: one per text token of
+    # the prompt, but its first token, in order
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class DecodeTotals(msgspec.Struct, frozen=True, array_like=True):

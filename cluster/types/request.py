@@ -42,6 +42,12 @@ class Prompt(msgspec.Struct, frozen=True):
     cache_salt: str = ""  # only prompts with an equal salt share KV
     num_generated: int = 0  # tokens at the end that an earlier attempt generated
 
+    def text_indices(self, start: int, end: int) -> list[int]:
+        """Of the tokens [start, end) that are text."""
+        ranges = [(offset, offset + length) for item in self.media for offset, length in item.ranges]
+        shown = {i for first, last in ranges for i in range(max(start, first), min(end, last))}
+        return [i for i in range(start, end) if i not in shown]
+
     @property
     def num_asked(self) -> int:
         """Tokens that no attempt generated."""
@@ -100,10 +106,13 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     # Log-probabilities are wanted: of each drawn token, and of this many of the most probable ones. None: no
     num_logprobs: int | None = None
     structure: Structure | None = None  # the form of each choice's text
+    # The same of the prompt's own text tokens, but the first. Then the worker that computes the prompt
+    # computes all of it, cached or not. None: they are not wanted
+    num_prompt_logprobs: int | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Tokens are drawn from the logits as they are, and nothing else is told."""
+        """Tokens are drawn from the logits as they are, and nothing else is told of them."""
         return (
             self.guidance is None
             and self.changes is None
@@ -140,7 +149,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     ) -> GenerateRequest:
         """A request for the rest of some choices, each of which has generated `token_ids`. These become part
         of the prompts and are computed again. Drawing continues with the same noise, so the answer is the
-        same as without the interruption."""
+        same as without the interruption. The first token came with the prompt's log-probabilities."""
         guidance = self.guidance
         if guidance is not None:
             guidance = Guidance(guidance.scale, _extended(guidance.negative_prompt, token_ids))
@@ -158,6 +167,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
             stop=stop,
             guidance=guidance,
             waited_s=waited_s,
+            num_prompt_logprobs=None if token_ids else self.num_prompt_logprobs,
         )
 
 

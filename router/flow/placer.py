@@ -171,12 +171,13 @@ class Placer:
         hashes: Sequence[bytes],
         avoided: frozenset[str] = frozenset(),
     ) -> RequestView:
+        """A prompt that is scored uses no cached prefix."""
         prompt, guidance = request.prompt, request.guidance
         return RequestView(
             request_id=request.request_id,
             num_prompt_tokens=len(prompt.token_ids),
             block_size=self.block_size,
-            block_hashes=hashes,
+            block_hashes=hashes if request.num_prompt_logprobs is None else (),
             media=tuple(_item_view(request, items, idx, self._row_bytes) for idx in range(len(items))),
             num_negative_tokens=0 if guidance is None else len(guidance.negative_prompt.token_ids),
             num_sequences=len(request.sampling) * len(request.prompts),

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cluster.errors import ClusterError
+from cluster.types.logprobs import TokenLogprobs
 from cluster.types.media import MediaItem
 from cluster.types.members import Member, Role
 from cluster.types.messages import FinishReason, TokenEvent
@@ -191,6 +194,7 @@ class Attempt:
         self.unencoded = set(range(len(self.items))).difference(cached)
         self.has_memory = False  # at the prompt worker, if that is not decode
         self.num_tokens = 0  # that have come, of all choices
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # once they have come, if they are wanted
         self.has_decode_spoken = False
         # Decode holds nothing for it any more, and so the prompt worker does not either
         self.is_over_at_decode = False
@@ -248,12 +252,16 @@ class Attempt:
 
     def on_tokens(self, worker: WorkerState, event: TokenEvent) -> Sequence[TokenEvent]:
         """What the reader of the choice gets now. The events of one worker arrive in order; the prompt
-        worker's first one has the first token."""
+        worker's first one has the first token. What it tells of the prompt goes to every choice."""
         if event.finish_reason is FinishReason.CANCELLED:
             return ()
         self.num_tokens += len(event.token_ids)
         choice = self.choices[event.choice_idx]
-        ready = choice.arrived(event, is_first=worker is self.prompt_worker and not choice.has_first_token)
+        is_first = worker is self.prompt_worker and not choice.has_first_token
+        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
+        if is_first and self.prompt_logprobs:
+            event = msgspec.structs.replace(event, prompt_logprobs=self.prompt_logprobs)
+        ready = choice.arrived(event, is_first)
         if worker is self.decode:
             self.has_decode_spoken = True
             self.is_over_at_decode = all(choice.is_finished for choice in self.choices)

@@ -11,7 +11,16 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from cluster.text.defaults import GenerationDefaults
-from router.calls import ChatCall, CompletionCall, MediaNote, TextDelta, TokenizeCall, Tokenized, Usage
+from router.calls import (
+    ChatCall,
+    CompletionCall,
+    MediaNote,
+    RankedToken,
+    TextDelta,
+    TokenizeCall,
+    Tokenized,
+    Usage,
+)
 from router.openai.keys import Access
 from router.openai.limits import Limits
 
@@ -32,6 +41,12 @@ class Generation(Protocol):
     @property
     def prompt_token_ids(self) -> Sequence[int]:
         """With media placeholders expanded; the same for all choices of a prompt."""
+        ...
+
+    @property
+    def prompt_logprobs(self) -> Sequence[Sequence[RankedToken] | None]:
+        """At each position of the prompt its token and the most probable ones, if the client wants them;
+        None: not known. The same for all choices of a prompt; final with the first delta."""
         ...
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from cluster.errors import ClusterError, InternalError
-from router.calls import Call, ScoredToken, TextDelta, TokenScores, Usage
+from router.calls import Call, RankedToken, ScoredToken, TextDelta, TokenScores, Usage
 from router.openai.protocol import Generation
 
 DONE = b"data: [DONE]\n\n"
@@ -74,6 +74,7 @@ class ResponseFormat(ABC):
         self._prefix, self._suffix = _frame(self._head, self._event_kind, call.include_usage)
         self._has_logprobs = call.num_logprobs is not None
         self._has_token_ids = call.returns_token_ids
+        self._has_prompt_logprobs = call.num_prompt_logprobs is not None
         self._has_usage = call.usage_in_events
 
     def body(
@@ -98,7 +99,11 @@ class ResponseFormat(ABC):
         usage = usage_fields([generation.usage for generation in generations], num_choices)
         whole: dict[str, Any] = {**self._head, "object": self._kind, "choices": choices, "usage": usage}
         if self._has_token_ids:
-            self._add_prompts(whole, generations)
+            self._add_prompts(whole, "prompt_token_ids", [each.prompt_token_ids for each in generations])
+        if self._has_prompt_logprobs:
+            told = [_ranked(each.prompt_logprobs) for each in generations[::num_choices]]
+            shared = [each for each in told for _ in range(num_choices)]
+            self._add_prompts(whole, "prompt_logprobs", shared)
         if notes := generations[0].media_notes:
             whole["media"] = notes
         if timelines:
@@ -151,8 +156,8 @@ class ResponseFormat(ABC):
     def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _add_prompts(self, whole: dict[str, Any], generations: Sequence[Generation]) -> None:
-        """Adds the prompts' token ids to a whole answer."""
+    def _add_prompts(self, whole: dict[str, Any], name: str, told: Sequence[Any]) -> None:
+        """Adds to a whole answer what each choice tells of its prompt."""
 
 
 class ChatFormat(ResponseFormat):
@@ -180,8 +185,8 @@ class ChatFormat(ResponseFormat):
     def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]:
         return {"content": logprob_entries(scores), "refusal": None}
 
-    def _add_prompts(self, whole: dict[str, Any], generations: Sequence[Generation]) -> None:
-        whole["prompt_token_ids"] = generations[0].prompt_token_ids
+    def _add_prompts(self, whole: dict[str, Any], name: str, told: Sequence[Any]) -> None:
+        whole[name] = told[0]
 
 
 class CompletionFormat(ResponseFormat):
@@ -204,19 +209,23 @@ class CompletionFormat(ResponseFormat):
         return {"text": text}
 
     def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]:
-        """The drawn token is among the most probable ones even if it is none of them."""
+        """The drawn token is among the most probable ones even if it is none of them. Of a prompt's first
+        token there is nothing."""
         return {
             "tokens": [_name(each.drawn) for each in scores],
             "token_logprobs": [_finite(each.drawn.logprob) for each in scores],
             "top_logprobs": [
-                {_name(token): _finite(token.logprob) for token in (*each.top, each.drawn)} for each in scores
+                None
+                if each.drawn.logprob is None
+                else {_name(token): _finite(token.logprob) for token in (*each.top, each.drawn)}
+                for each in scores
             ],
             "text_offset": [each.offset for each in scores],
         }
 
-    def _add_prompts(self, whole: dict[str, Any], generations: Sequence[Generation]) -> None:
-        for choice, generation in zip(whole["choices"], generations, strict=True):
-            choice["prompt_token_ids"] = generation.prompt_token_ids
+    def _add_prompts(self, whole: dict[str, Any], name: str, told: Sequence[Any]) -> None:
+        for choice, each in zip(whole["choices"], told, strict=True):
+            choice[name] = each
 
 
 def logprob_entries(scores: Sequence[TokenScores]) -> list[dict[str, Any]]:
@@ -239,9 +248,26 @@ def _name(token: ScoredToken) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.piece)
 
 
-def _finite(logprob: float) -> float:
+def _ranked(told: Sequence[Sequence[RankedToken] | None]) -> list[dict[str, Any] | None]:
+    """As vLLM writes it: by token id."""
+    return [
+        None
+        if tokens is None
+        else {
+            str(each.token_id): {
+                "logprob": _finite(each.logprob),
+                "rank": each.rank,
+                "decoded_token": each.text,
+            }
+            for each in tokens
+        }
+        for tokens in told
+    ]
+
+
+def _finite(logprob: float | None) -> float | None:
     """JSON has no infinity; OpenAI writes this for it."""
-    return max(logprob, LEAST_LOGPROB)
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
 def _frame(head: dict[str, Any], kind: str, include_usage: bool) -> tuple[bytes, bytes]:

@@ -64,7 +64,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "moderation": (),
     "use_beam_search": (False,),
-    "prompt_logprobs": (),
     "prompt_embeds": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -233,6 +232,7 @@ class EndpointRequest(StrictModel, StructureFields):
         Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None
     ) = None
     return_token_ids: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs sooner
     guidance_scale: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     negative_prompt: Annotated[str, Field(min_length=1)] | None = None
@@ -287,6 +287,8 @@ class CompletionRequest(EndpointRequest):
         ),
     ]
     logprobs: NumLogprobs | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None  # 0: with echo
+    echo: bool | None = None
     best_of: Count | None = None  # must equal n: answers are not ranked
     add_special_tokens: Literal[True] | None = None
 

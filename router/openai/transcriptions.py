@@ -191,7 +191,8 @@ class TranscriptFormat:
     def _details(self, answer: render.WholeChoice, usage: Usage) -> dict[str, Any]:
         """One segment. Whisper's measures of it are the model's own, but for the probability that nothing was
         said, which no model here gives."""
-        text, logprobs = answer.text.encode(), [each.drawn.logprob for each in answer.scores]
+        text = answer.text.encode()
+        logprobs = [each.drawn.logprob for each in answer.scores if each.drawn.logprob is not None]
         segment = {
             "id": 0,
             "seek": 0,

@@ -77,11 +77,18 @@ def completion_call(
     _check(request, model_id, limits)
     if request.best_of not in (None, request.n or 1):
         raise UnsupportedError("best_of: answers are not ranked; it must equal n", param="best_of")
+    max_tokens = _max_tokens(request)
+    if max_tokens == 0 and not request.echo:
+        raise RequestError("max_tokens: 0 needs echo: true", param="max_tokens")
     return CompletionCall(
         prompts=_prompts(request.prompt, limits),
         sampling=_sampling(request, defaults, limits),
-        stop=_stop(request, _max_tokens(request) or DEFAULT_COMPLETION_TOKENS, defaults),
+        stop=_stop(
+            request, DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(1, max_tokens), defaults
+        ),
         num_logprobs=request.logprobs,
+        echo=bool(request.echo),
+        generates=max_tokens != 0,
         guidance=_guidance(request, lambda text: text),
         tenant=tenant,
         cache_salt=_salt(request, tenant, limits),
@@ -103,6 +110,7 @@ def _common(request: EndpointRequest, limits: Limits) -> dict[str, Any]:
         "bad_words": tuple(request.bad_words or ()),
         "skips_special": request.skip_special_tokens is not False,
         "returns_token_ids": bool(request.return_token_ids),
+        "num_prompt_logprobs": request.prompt_logprobs,
     }
 
 
@@ -145,6 +153,8 @@ def _check(request: EndpointRequest, model_id: str, limits: Limits) -> None:
     check_model(request.model, model_id)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError("prompt_logprobs are not streamed", param="prompt_logprobs")
     if (request.priority or 0) < limits.min_priority:
         allowed = f"between {limits.min_priority} and {MAX_PRIORITY}"
         raise RequestError(f"priority: this server accepts values {allowed}", param="priority")

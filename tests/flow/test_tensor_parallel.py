@@ -17,6 +17,7 @@ from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.model.loading import Half, load_half
+from cluster.model.logprobs import PromptScores
 from cluster.model.parallel import (
     ForwardProgress,
     LeadingModel,
@@ -39,12 +40,14 @@ Answers = tuple[list[list[int]], torch.Tensor]
 
 def answers(model: StepModel, kv: BlockMemory, feature_width: int) -> Answers:
     """Greedy tokens of two prompts, of which one comes in two chunks and has rows in place of tokens, one of
-    them from copied blocks on; then the logits of two tokens at once."""
+    them from copied blocks on; then the logits of two tokens at once, and log-probabilities of tokens of the
+    second prompt."""
     rows = torch.randn(3, feature_width, generator=torch.Generator().manual_seed(5))
     features = (FeatureSlice(1, rows),)
+    scores = PromptScores([0, 1, 3], [31, 32, 34], 2)
     first = [
         SequenceChunk(list(range(5, 11)), torch.arange(6), 0, TABLES[0], features, num_logits=0),
-        SequenceChunk(list(range(30, 35)), torch.arange(5), 0, TABLES[1]),
+        SequenceChunk(list(range(30, 35)), torch.arange(5), 0, TABLES[1], scores=scores),
     ]
     last = [SequenceChunk([40, 41, 42], torch.arange(6, 9), 6, TABLES[0])]
     second_token = model.forward(first, kv)[0].argmax()
@@ -58,7 +61,8 @@ def answers(model: StepModel, kv: BlockMemory, feature_width: int) -> Answers:
         logits = model.decode(tokens[-1], [9 + step, 5 + step], [0, 0], copied, kv)
         tokens.append(logits.argmax(-1).tolist())
     both = SequenceChunk([7, 8], 15, 15, TABLES[0], num_logits=2)
-    return tokens, model.forward([both], kv)
+    verified = model.forward([both], kv).flatten()
+    return tokens, torch.cat([verified, torch.tensor([each.drawn for each in scores.found])])
 
 
 def run_rank(

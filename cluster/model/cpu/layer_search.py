@@ -93,8 +93,8 @@ class WholeDecoder:
     vocab_size: int
 
     def logits(self, embeds: Tensor, positions: Tensor, batch: PagedBatch, wanted: Tensor) -> Tensor:
-        """embeds [1, T, hidden], contiguous: overwritten. positions in the model's form. wanted: [n] tokens.
-        Returns [n, vocab_size] float32. Blocks."""
+        """embeds [1, T, hidden], contiguous: becomes what the last layer gives. positions in the model's
+        form. wanted: [n] tokens. Returns [n, vocab_size] float32. Blocks."""
         logits = self.layers.run(embeds, embeds, self._rotate(embeds, positions), batch, wanted)
         return embeds.new_empty(0, self.vocab_size, dtype=torch.float32) if logits is None else logits
 

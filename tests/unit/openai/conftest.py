@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from router.openai.app import build_api
 from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
@@ -21,10 +22,16 @@ def door() -> FakeDoor:
 @contextlib.asynccontextmanager
 async def serving(door: FakeDoor, timeouts: ClientTimeouts = CLIENT_TIMEOUTS) -> AsyncIterator[str]:
     """A real HTTP server on loopback; afterwards every generation must have been closed."""
+    async with serving_api(build_api(door, timeouts)) as url:
+        yield url
+    assert all(generation.num_closed for generation in door.generations)
+
+
+@contextlib.asynccontextmanager
+async def serving_api(api: FastAPI) -> AsyncIterator[str]:
+    """Any API's on loopback."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        build_api(door, timeouts), log_level="warning", lifespan="off", timeout_graceful_shutdown=2
-    )
+    config = uvicorn.Config(api, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
@@ -35,4 +42,3 @@ async def serving(door: FakeDoor, timeouts: ClientTimeouts = CLIENT_TIMEOUTS) ->
         server.should_exit = True
         await task
         listener.close()
-    assert all(generation.num_closed for generation in door.generations)

@@ -12,6 +12,7 @@ from router.calls import (
     ChatCall,
     CompletionCall,
     MediaNote,
+    RankedToken,
     ScoredToken,
     TextDelta,
     TokenizeCall,
@@ -35,6 +36,7 @@ class FakeGeneration:
     timeline = FakeTimeline()
 
     prompt_token_ids = (1, 2, 3)
+    prompt_logprobs = (None, (RankedToken(2, -0.5, None, "b"), RankedToken(9, -0.25, 1, "\ufffd")), None)
 
     def __init__(self, door: FakeDoor, words: Sequence[str], call: ChatCall | CompletionCall):
         self._door, self._words, self._call = door, words, call

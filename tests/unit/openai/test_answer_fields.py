@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router import calls
 from router.openai.app import build_api
 from tests.unit.openai.fake_door import FakeDoor
 
@@ -85,3 +86,55 @@ async def test_every_chunk_has_the_usage_so_far_if_the_client_wants_it(door):
     told = await events(door, "/v1/chat/completions", **CHAT, stream_options=options)
     assert [event["usage"]["completion_tokens"] for event in told] == [1, 1, 2, 3, 4, 4]
     assert all(event["usage"]["prompt_tokens"] == 7 for event in told) and not told[-1]["choices"]
+
+
+async def test_prompt_log_probabilities_have_vllms_form(door):
+    own = {"logprob": -0.5, "rank": None, "decoded_token": "b"}
+    best = {"logprob": -0.25, "rank": 1, "decoded_token": "\ufffd"}
+    told = [None, {"2": own, "9": best}, None]
+    chat = (await post(door, "/v1/chat/completions", **CHAT, prompt_logprobs=1)).json()
+    assert chat["prompt_logprobs"] == told
+    assert "prompt_logprobs" not in (await post(door, "/v1/chat/completions", **CHAT)).json()
+    fields = {"prompt": ["x", "y"], "n": 2, "prompt_logprobs": 1}
+    choices = (await post(door, "/v1/completions", **fields)).json()["choices"]
+    assert [choice["prompt_logprobs"] for choice in choices] == [told] * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_scored"),
+    [
+        ({"logprobs": 2}, None),
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 0}, 0),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 5}, 5),
+        ({"echo": False, "logprobs": 2, "prompt_logprobs": 1}, 1),
+    ],
+)
+async def test_workers_score_a_prompt_only_if_that_is_wanted(door, fields, num_scored):
+    await post(door, "/v1/completions", prompt="x", max_tokens=1, **fields)
+    assert calls.num_scored(door.calls[0]) == num_scored
+
+
+async def test_an_echo_without_an_answer_asks_for_one_token_and_shows_none(door):
+    await post(door, "/v1/completions", prompt="x", max_tokens=0, echo=True)
+    (call,) = door.calls
+    assert call.echo and not call.generates and call.stop.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 0, "echo": False}, "max_tokens"),
+        ("/v1/completions", {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": "x", "echo": True, "suffix": "y"}, "suffix"),
+        ("/v1/completions", {"prompt": "x", "echo": True, "best_of": 2}, "best_of"),
+    ],
+)
+async def test_what_cannot_be_told_of_a_prompt_is_refused(door, path, fields, param):
+    transport = httpx.ASGITransport(build_api(door))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        response = await client.post(path, json={"model": "org/demo", **fields})
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+    assert not door.calls
