@@ -44,6 +44,8 @@ from router.flow.state import WorkerState
 from router.generation import Choice
 from router.members import Peer
 from router.openai.limits import Limits
+from router.parsing.formats import AnswerFormats
+from router.parsing.parser import ParsedAnswer
 from router.policy import ClusterView, make_policy
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.intake import ByteLimits, MediaIntake
@@ -68,6 +70,7 @@ class Door:
         self._clock = SystemClock()
         media = MediaProcessor.load(args.model)
         self._text = TextProcessor.load(args.model, media and media.transformers_processor)
+        self._formats = AnswerFormats(self._text)
         self._needs_encoder = media is not None
         self._max_model_len = args.max_model_len or context_length(args.model)
         self.limits = _limits(args.door, self._max_model_len, self._text)
@@ -153,10 +156,12 @@ class Door:
 
     async def chat(self, call: ChatCall) -> list[Choice]:
         timeline = RequestTimeline(self._clock.now(), call.trace_parent)
+        self._formats.check(call)
         await self._check_structure(call)
         changes = await self._changes(call)
         prompt = await self.prepare(call, timeline)
         try:
+            call = await self._with_calls(call, prompt)
             return self._generate(prompt, call, changes, timeline)
         except BaseException:
             prompt.release()
@@ -191,6 +196,13 @@ class Door:
         """Raises ClusterError."""
         if call.structure is not None:
             await self._structures.check(call.structure, call.tenant)
+
+    async def _with_calls(self, call: ChatCall, prompt: PreparedPrompt) -> ChatCall:
+        """With the structure of its calls of tools, if they are constrained. Raises ClusterError."""
+        for structure in await self._off_loop(self._formats.structures, call, prompt.prompt.token_ids):
+            await self._structures.check(structure, call.tenant)
+            call = msgspec.structs.replace(call, structure=structure)
+        return call
 
     async def prepare(self, call: ChatCall, timeline: RequestTimeline) -> PreparedPrompt:
         """What `chat` generates from; to be released. Raises ClusterError."""
@@ -241,7 +253,7 @@ class Door:
             Choice(
                 prompt,
                 tokens,
-                self._answer_text(call),
+                self._answer_text(call, prompt),
                 self._metrics,
                 self._clock,
                 timeline,
@@ -253,14 +265,18 @@ class Door:
             )
         ]
 
-    def _answer_text(self, call: ChatCall | CompletionCall) -> AnswerText:
-        return AnswerText(
-            self._text.detokenizer(skips_special=call.skips_special),
+    def _answer_text(
+        self, call: ChatCall | CompletionCall, prompt: PreparedPrompt
+    ) -> AnswerText | ParsedAnswer:
+        shown_ids = self._formats.shown_ids(call)
+        text = AnswerText(
+            self._text.detokenizer(skips_special=call.skips_special, shown_ids=shown_ids),
             StopStrings(call.stop.strings, keeps_match=call.stop.shows_match),
             self._text.pieces,
             shows_stop_token=call.stop.shows_match,
             returns_token_ids=call.returns_token_ids,
         )
+        return self._formats.answer(call, prompt.prompt.token_ids, text)
 
     def _max_tokens(self, prompt: PreparedPrompt, rules: StopRules) -> int:
         longest = prompt.num_tokens

@@ -10,6 +10,7 @@ from cluster.errors import ClusterError
 from cluster.types.messages import TokenEvent
 from router.answer_text import AnswerText
 from router.calls import MediaNote, TextDelta, Usage
+from router.parsing.parser import ParsedAnswer
 from router.prompts.builder import PreparedPrompt
 from router.streams import TokenStream
 from router.telemetry.metrics import DoorMetrics
@@ -26,7 +27,7 @@ class Choice:
         self,
         prompt: PreparedPrompt,
         tokens: TokenStream,
-        text: AnswerText,
+        text: AnswerText | ParsedAnswer,
         metrics: DoorMetrics,
         clock: Clock,
         timeline: RequestTimeline,
@@ -47,6 +48,7 @@ class Choice:
         self._last_at = timeline.arrived_at
         self._num_tokens = 0
         self._num_cached_tokens = 0
+        self._num_reasoning_tokens = 0
         self._outcome: str | None = "cancelled"  # what is counted at the end; None once counted
 
     @property
@@ -56,6 +58,7 @@ class Choice:
             completion_tokens=self._num_tokens,
             cached_tokens=self._num_cached_tokens,
             audio_tokens=self._prompt.num_audio_tokens,
+            reasoning_tokens=self._num_reasoning_tokens,
         )
 
     @property
@@ -71,6 +74,7 @@ class Choice:
             async for event in self._tokens:
                 self._measure(event)
                 delta = self._text.push(event)
+                self._num_reasoning_tokens += delta.num_reasoning_tokens
                 if delta.finish_reason is not None:
                     self._outcome = delta.finish_reason
                     await self._tokens.aclose()  # a stop string was found here; the pools do not know it
