@@ -57,7 +57,7 @@ class InputToolCall(BaseModel):
 
     model_config = _STRICT
     id: Annotated[str, Field(min_length=1, max_length=256)]
-    type: Literal["function"] = "function"
+    type: Literal["function"]
     function: _Called
     index: Any = None  # of streamed pieces; some clients send it back
 
