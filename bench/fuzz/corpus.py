@@ -1,4 +1,4 @@
-"""Valid requests of both endpoints, with every kind of media and every field: the seeds of the mutator."""
+"""Valid requests of all endpoints, with every kind of media and every field: the seeds of the mutator."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ MAX_TOKENS = 4
 class Seed:
     path: str
     body: dict[str, Any]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "shape": {"enum": ["circle", "square"]},
+        "sizes": {"type": "array", "items": {"type": "number", "minimum": 0}, "maxItems": 3},
+        "said": {"anyOf": [{"type": "string", "pattern": "^[a-z]{1,5}$"}, {"type": "null"}]},
+    },
+    "required": ["shape", "said"],
+    "additionalProperties": False,
+}
 
 
 def seeds(model_id: str) -> list[Seed]:
@@ -62,6 +74,15 @@ def seeds(model_id: str) -> list[Seed]:
             "allowed_token_ids": [5, 6, 7],
             "return_token_ids": True,
         },
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": SCHEMA, "strict": True},
+            }
+        },
+        {"structured_outputs": {"regex": "(yes|no)[!.]{0,3}"}, "temperature": 1.0, "seed": 3, "n": 2},
+        {"guided_grammar": 'start: "a" start | "b"', "stream": True},
+        {"guided_choice": ["red", "green"], "logprobs": True},
     ]
     system = {"role": "system", "content": "be brief"}
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "name": "a"}]
@@ -74,7 +95,13 @@ def seeds(model_id: str) -> list[Seed]:
     for prompt in ("once upon", ["one", "two"], [5, 6, 7], [[5, 6], [7]]):
         for more in fields[:5]:
             found.append(Seed(COMPLETIONS, _body(model_id, prompt=prompt, **more)))
-    return found
+    conversation = [system, {"role": "user", "content": contents[3]}]
+    tokens: list[tuple[str, dict[str, Any]]] = [
+        ("/tokenize", {"prompt": "once upon", "add_special_tokens": False, "return_token_strs": True}),
+        ("/tokenize", {"messages": conversation, "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5, 6, 7]}),
+    ]
+    return found + [Seed(path, {"model": model_id, **fields}) for path, fields in tokens for _ in range(4)]
 
 
 def part(modality: str, kind: str, name: str) -> dict[str, Any]:

@@ -118,6 +118,7 @@ def test_generated_markers_of_media_are_text_as_for_generate(name: str) -> None:
 NUM_TOKENS = 40
 LOUDNESS = 6.0
 PREEMPTED_AFTER = 9  # tokens of an attempt
+NUM_DRAWN = 16  # answers at least, so that they have enough of the special tokens
 
 
 def special_ids(folder: FamilyFolder) -> list[int]:
@@ -183,7 +184,8 @@ async def test_preempted_answers_full_of_special_tokens_do_not_change(name: str,
     contents = [content for content in cases(name, media.modalities) if not isinstance(content[0], str)]
     contents += cases(name, media.modalities)[-1:]
     reference = Reference(folder, media)
-    draws = [SamplingParams(temperature=1.0 + seed % 3, seed=seed) for seed in range(3)]
+    num_draws = max(3, NUM_DRAWN // len(contents))
+    draws = [SamplingParams(temperature=1.0 + seed % 3, seed=seed) for seed in range(num_draws)]
     asked = [(content, SamplingParams()) for content in contents]
     asked += [(content, draw) for content in contents for draw in draws]
     async with local_cluster(cluster_args(folder)) as cluster:
