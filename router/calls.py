@@ -7,7 +7,7 @@ construction and with every default filled in. The door answers with deltas, usa
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -44,7 +44,7 @@ class MediaRules(msgspec.Struct, frozen=True):
 
 class ToolFunction(msgspec.Struct, frozen=True):
     name: str
-    parameters: dict[str, Any]  # JSON schema of the arguments
+    parameters: str  # JSON schema of the arguments, as JSON
     param: str  # the field of the request that has the schema; errors name it
     is_strict: bool = False  # a call of it has arguments that are valid under the schema
 

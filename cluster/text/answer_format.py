@@ -86,6 +86,11 @@ class AnswerFormat:
     def has_calls(self) -> bool:
         return CALLS in self._fields
 
+    @property
+    def casts_arguments(self) -> bool:
+        """Calls have arguments as text; the tool's schema says what they are."""
+        return self.has_calls and self.fields[CALLS].content != "json"
+
     @cached_property
     def loaded(self) -> ResponseTemplate:
         """As transformers reads it: patterns, and how the text of a call is parsed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
@@ -32,7 +31,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
     call_id: str
     name: str
-    arguments: dict[str, Any]  # each template has its own way to write them
+    arguments: str  # JSON of an object
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -53,8 +52,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
 class ChatOptions(msgspec.Struct, frozen=True):
     """What a chat template gets beside the messages."""
 
-    tools: tuple[dict[str, Any], ...] = ()  # in the API's form
-    variables: dict[str, Any] = {}  # the client's `chat_template_kwargs`
+    tools: tuple[str, ...] = ()  # in the API's form, as JSON
+    variables: tuple[tuple[str, str], ...] = ()  # the client's `chat_template_kwargs`: names, values as JSON
 
 
 NO_OPTIONS = ChatOptions()

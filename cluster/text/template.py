@@ -8,6 +8,7 @@ are encoded as letters.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -46,7 +47,7 @@ class ChatTemplate:
                 "this model's chat template takes no tools; leave them out or set tool_choice to 'none'",
                 param="tools",
             )
-        for name in options.variables:
+        for name, _ in options.variables:
             if not self.has_variable(name):
                 param = f"chat_template_kwargs.{name[:64]}"
                 raise RequestError(f"{param}: this model's chat template has no such variable", param=param)
@@ -72,16 +73,18 @@ class ChatTemplate:
             raise RequestError("the chat template cannot render these messages", param="messages") from error
 
     def _render(self, conversation: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> str:
-        tools = list(options.tools) or None
+        tools = [json.loads(tool) for tool in options.tools] or None
+        variables = {name: json.loads(value) for name, value in options.variables}
         source = self._source(has_tools=tools is not None)
         mark = _marker(self._tokenizer._get_control_tokens(source))
-        return self._owner.apply_chat_template(
+        text = self._owner.apply_chat_template(
             mark(conversation),
             tools=mark(tools),
             add_generation_prompt=True,
             tokenize=False,
-            **mark(options.variables),
+            **mark(variables),
         )
+        return _with_marks(text)
 
     def _source(self, *, has_tools: bool) -> str:
         template = self._owner.chat_template
@@ -120,7 +123,7 @@ class ChatTemplate:
                 {
                     "id": call.call_id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
                 }
                 for call in message.tool_calls
             ]
@@ -162,3 +165,13 @@ def _marker(control_tokens: tuple[str, ...]) -> Callable[[Any], Any]:
         return mark_control_tokens(value, pattern)
 
     return mark
+
+
+def _with_marks(text: str) -> str:
+    """Templates that print a list or an object as it is, or as ASCII, write the marks in it as escapes."""
+    from transformers.utils.chat_template_utils import _CONTROL_TOKEN_END, _CONTROL_TOKEN_START
+
+    if "\\U000f000" in text or "\\udb80" in text:
+        for mark in (_CONTROL_TOKEN_START, _CONTROL_TOKEN_END):
+            text = text.replace(repr(mark)[1:-1], mark).replace(json.dumps(mark)[1:-1], mark)
+    return text

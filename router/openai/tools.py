@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -13,7 +13,7 @@ from cluster.text.chat import ChatOptions, ToolCall
 from router.calls import ToolFunction, ToolRules
 
 MAX_TOOLS = 128
-MAX_SCHEMA_CHARS = 200_000
+MAX_CHARS = 200_000  # of a schema, or of another value
 MAX_VARIABLES = 64
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -86,7 +86,10 @@ def options_of(request: ToolFields) -> ChatOptions:
     if request.reasoning_effort not in (None, "none"):
         variables.setdefault("reasoning_effort", request.reasoning_effort)
     tools = () if request.tool_choice == "none" else request.tools or ()
-    return ChatOptions(tuple(tool.model_dump(exclude_none=True) for tool in tools), variables)
+    return ChatOptions(
+        tuple(_json(_shown(tool), f"tools[{idx}]") for idx, tool in enumerate(tools)),
+        tuple((name, _json(value, "chat_template_kwargs")) for name, value in variables.items()),
+    )
 
 
 def rules_of(request: ToolFields) -> ToolRules | None:
@@ -109,8 +112,30 @@ def rules_of(request: ToolFields) -> ToolRules | None:
 
 
 def _function(function: _Function, param: str) -> ToolFunction:
+    param = f"{param}.parameters"
     parameters = _NO_ARGUMENTS if function.parameters is None else function.parameters
-    return ToolFunction(function.name, parameters, f"{param}.parameters", bool(function.strict))
+    return ToolFunction(function.name, _json(parameters, param), param, bool(function.strict))
+
+
+def _shown(tool: Tool) -> dict[str, Any]:
+    """What the model sees of it."""
+    function = tool.function.model_dump(exclude={"strict"})
+    return {
+        "type": "function",
+        "function": {key: value for key, value in function.items() if value is not None},
+    }
+
+
+def _json(value: Any, param: str) -> str:
+    """Raises RequestError."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{param}: cannot be written as JSON", param=param) from error
+    if len(text) > MAX_CHARS:
+        raise RequestError(f"{param}: more than {MAX_CHARS} characters", param=param)
+    return text
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:
@@ -125,20 +150,6 @@ def _check_tools(tools: Sequence[Tool]) -> None:
         param = f"{param}.parameters"
         if function.parameters.get("type", "object") != "object":
             raise RequestError(f"{param}: arguments are an object", param=param)
-        try:
-            text = json.dumps(function.parameters, allow_nan=False)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{param}: cannot be written as JSON", param=param) from error
-        if len(text) > MAX_SCHEMA_CHARS:
-            raise RequestError(f"{param}: more than {MAX_SCHEMA_CHARS} characters", param=param)
-
-
-def texts_of(request: ToolFields) -> Iterator[str]:
-    """All text that these fields may put into the prompt."""
-    for tool in request.tools or ():
-        yield tool.function.description or ""
-        yield json.dumps(tool.function.parameters or {})
-    yield json.dumps(request.chat_template_kwargs or {})
 
 
 def call_in_history(call: InputToolCall, param: str) -> ToolCall:
@@ -150,4 +161,4 @@ def call_in_history(call: InputToolCall, param: str) -> ToolCall:
         raise RequestError(f"{param}: is not JSON", param=param) from error
     if not isinstance(arguments, dict):
         raise RequestError(f"{param}: is not an object", param=param)
-    return ToolCall(call.id, call.function.name, arguments)
+    return ToolCall(call.id, call.function.name, _json(arguments, param))

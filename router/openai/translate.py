@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.errors import ContextLengthError, ModelNotFoundError, RequestError, UnsupportedError
 from cluster.media.sources import MediaSource
-from cluster.text.chat import ChatMessage
+from cluster.text.chat import ChatMessage, ChatOptions
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.request import LogitChanges, SamplingParams
 from cluster.types.structure import Structure
@@ -22,10 +22,11 @@ from router.openai.schema import (
     ChatRequest,
     CompletionRequest,
     EndpointRequest,
+    InputMessage,
     StreamOptions,
 )
 from router.openai.structure import structure_of
-from router.openai.tools import options_of, rules_of, texts_of
+from router.openai.tools import options_of, rules_of
 
 SEED_MASK = 2**64 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring choices get seeds far apart
@@ -44,7 +45,8 @@ def chat_call(
     """`tenant`: the client, by its credentials."""
     _check(request, model_id, limits)
     rules = rules_of(request)
-    _check_messages(request, limits)
+    shown = options_of(request)
+    _check_messages(request.messages, shown, limits)
     media: list[MediaSource] = []
     messages = messages_of(request.messages, media_options(request), media)
     common = _common(request, limits)
@@ -63,7 +65,7 @@ def chat_call(
         tenant=tenant,
         cache_salt=_salt(request, tenant, limits),
         trace_parent=trace_parent,
-        options=options_of(request),
+        options=shown,
         tools=rules,
         shows_reasoning=request.include_reasoning is not False,
         **common,
@@ -197,9 +199,9 @@ def _check_text(num_chars: int, param: str, limits: Limits) -> None:
         )
 
 
-def _check_messages(request: ChatRequest, limits: Limits) -> None:
+def _check_messages(messages: Sequence[InputMessage], options: ChatOptions, limits: Limits) -> None:
     num_chars = num_parts = 0
-    for message in request.messages:
+    for message in messages:
         num_chars += len(message.reasoning_content or message.reasoning or "")
         num_chars += sum(len(call.function.arguments) for call in message.tool_calls or ())
         if isinstance(message.content, str):
@@ -210,7 +212,8 @@ def _check_messages(request: ChatRequest, limits: Limits) -> None:
     if num_parts > MAX_PARTS:
         raise RequestError(f"messages: at most {MAX_PARTS} content parts are accepted", param="messages")
     _check_text(num_chars, "messages", limits)
-    _check_text(num_chars + sum(map(len, texts_of(request))), "tools", limits)
+    num_chars += sum(map(len, options.tools)) + sum(len(value) for _, value in options.variables)
+    _check_text(num_chars, "tools", limits)
 
 
 def _check_alone(request: ChatRequest, structure: Structure | None) -> None:

@@ -70,10 +70,13 @@ class AnswerFormats:
         form = self._format(call)
         if form is None or isinstance(call, CompletionCall):
             return text
-        tools, is_parallel = (), True
-        if call.tools is not None:
-            tools, is_parallel = call.options.tools, call.tools.is_parallel
-        parser = AnswerParser(form, self._prefix(prompt), tools, is_parallel=is_parallel)
+        parser = AnswerParser(
+            form,
+            self._prefix(prompt),
+            has_calls=call.tools is not None,
+            is_parallel=call.tools is None or call.tools.is_parallel,
+            tools=[json.loads(tool) for tool in call.options.tools] if form.casts_arguments else (),
+        )
         return ParsedAnswer(text, parser, shows_reasoning=call.shows_reasoning)
 
     def shown_ids(self, call: ChatCall | CompletionCall) -> frozenset[int]:
@@ -98,7 +101,7 @@ class AnswerFormats:
     def _where(self, form: AnswerFormat, prompt: Sequence[int]) -> Reasoning:
         if not form.has_reasoning:
             return Reasoning.NONE
-        events = AnswerParser(form, self._prefix(prompt)).initial_events
+        events = AnswerParser(form, self._prefix(prompt), has_calls=False).initial_events
         if not events:
             return Reasoning.MAY_COME
         return Reasoning.OPEN if is_in_reasoning(events) else Reasoning.NONE
@@ -114,5 +117,5 @@ class AnswerFormats:
 def _held(function: ToolFunction, rules: ToolRules) -> HeldFunction:
     """Beside strict functions, others only get an object."""
     is_held = function.is_strict or rules.must_call
-    schema = {"type": "object"} | (function.parameters if is_held else {})
+    schema = {"type": "object"} | (json.loads(function.parameters) if is_held else {})
     return HeldFunction(function.name, json.dumps(schema), function.param, function.is_strict)

@@ -33,16 +33,18 @@ class AnswerParser:
         self,
         form: AnswerFormat,
         prefix: str,
-        tools: Sequence[dict[str, Any]] = (),
         *,
+        has_calls: bool,
         is_parallel: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
     ):
-        """`prefix`: the end of the prompt; the answer may begin within a region. `tools`: without any, what
-        looks like a call is content. `is_parallel`: False: the answer ends with its first call."""
+        """`prefix`: the end of the prompt; the answer may begin within a region. `has_calls`: False: what looks
+        like a call is content. `is_parallel`: False: the answer ends with its first call. `tools`: whose
+        schemas say what arguments are, for a form that writes them as text."""
         from transformers.utils.chat_parsing import ResponseParser
 
         self._format = form
-        template = form.with_calls if tools else form.without_calls
+        template = form.with_calls if has_calls else form.without_calls
         anchored = prefix if template.start_anchor_re.search(prefix) else ""
         self._parser = ResponseParser(template, anchored, tools=list(tools))
         self._is_parallel = is_parallel
