@@ -48,8 +48,8 @@ class ChatTemplate:
                 param="tools",
             )
         for name, _ in options.variables:
-            if not self.has_variable(name):
-                param = f"chat_template_kwargs.{name[:64]}"
+            if not self.has_variable(name):  # reasoning_effort is a field of its own, too
+                param = name if name == "reasoning_effort" else f"chat_template_kwargs.{name[:64]}"
                 raise RequestError(f"{param}: this model's chat template has no such variable", param=param)
 
     @property

@@ -43,7 +43,7 @@ def test_the_template_gets_tools_calls_results_and_variables(model):
     text = model.template.render(messages, ChatOptions(('{"a": 1}',), (("polite", '"please"'),)))
     assert text == (
         '{"a": 1}\n<|im_start|>assistant\nhm see at=[1, 2] <|im_end|>\n'
-        "<|im_start|>tool\nsunid1 see<|im_end|>\nplease<|im_start|>assistant\n"
+        "<|im_start|>tool\nsunid1 see<|im_end|>\nplease<|im_start|>assistant"
     )
 
 
