@@ -70,7 +70,7 @@ class Door:
         self._clock = SystemClock()
         media = MediaProcessor.load(args.model)
         self._text = TextProcessor.load(args.model, media and media.transformers_processor)
-        self._formats = AnswerFormats(self._text)
+        self._formats = AnswerFormats(self._text, args.door.answer_format)
         self._needs_encoder = media is not None
         self._max_model_len = args.max_model_len or context_length(args.model)
         self.limits = _limits(args.door, self._max_model_len, self._text)
@@ -199,6 +199,8 @@ class Door:
 
     async def _with_calls(self, call: ChatCall, prompt: PreparedPrompt) -> ChatCall:
         """With the structure of its calls of tools, if they are constrained. Raises ClusterError."""
+        if call.tools is None or not call.tools.is_constrained:
+            return call
         for structure in await self._off_loop(self._formats.structures, call, prompt.prompt.token_ids):
             await self._structures.check(structure, call.tenant)
             call = msgspec.structs.replace(call, structure=structure)

@@ -33,6 +33,9 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def load(cls, name: str) -> Family:
+        """Raises ConfigError."""
+        if name not in ORDER:
+            raise ConfigError(f"answer_format: known are {', '.join(ORDER)}", param="door.answer_format")
         file = resources.files("cluster.text.formats").joinpath(f"{name}.json")
         return msgspec.json.decode(file.read_bytes(), type=cls)
 

@@ -62,6 +62,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> str:
         """Up to where the answer begins. Raises RequestError if the template refuses the conversation."""
+        self.check(options)
         conversation = [self._message(message) for message in messages]
         try:
             return self._render(conversation, options)

@@ -132,8 +132,11 @@ class TextProcessor:
         """`shown_ids`: special tokens that have text all the same."""
         return Detokenizer(self._decode, self._special_ids.difference(shown_ids) if skips_special else ())
 
-    def answer_format(self) -> AnswerFormat | None:
-        """How the model writes reasoning and calls. None: unknown. Reads files. Raises ConfigError."""
+    def answer_format(self, family: str = "") -> AnswerFormat | None:
+        """How the model writes reasoning and calls. None: unknown. `family`: the operator's choice. Reads
+        files. Raises ConfigError."""
+        if family:
+            return AnswerFormat(Family.load(family), self._tokenizer)
         return AnswerFormat.of(self._tokenizer, self.template.source)
 
     def generic_format(self) -> AnswerFormat:

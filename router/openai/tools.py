@@ -62,10 +62,14 @@ class InputToolCall(BaseModel):
     index: Any = None  # of streamed pieces; some clients send it back
 
 
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Variables = Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)]
+
+
 class ToolFields(BaseModel):
     """The fields of chats."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("<word>")]
@@ -75,7 +79,7 @@ class ToolFields(BaseModel):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
+    chat_template_kwargs: Variables | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     include_reasoning: bool | None = None
 

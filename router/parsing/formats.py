@@ -21,10 +21,10 @@ PREFIX_TOKENS = 128  # at the end of a prompt: more than templates write behind 
 
 
 class AnswerFormats:
-    def __init__(self, text: TextProcessor):
-        """Raises ConfigError."""
+    def __init__(self, text: TextProcessor, family: str = ""):
+        """`family`: the operator's choice; empty: none. Raises ConfigError."""
         self._text = text
-        self._own = text.answer_format()
+        self._own = text.answer_format(family)
         self._generic = text.generic_format()
 
     def check(self, call: ChatCall) -> None:
