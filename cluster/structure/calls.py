@@ -1,8 +1,8 @@
-"""Calls of tools as a grammar: answers that must contain a call, and answers whose calls have arguments that are
-valid under a schema. Pure.
+"""Calls of tools as a grammar: answers that must contain a call, and answers whose calls have arguments
+that are valid under a schema. Pure.
 
-The grammar is text for llguidance (Lark), in which arguments are JSON schemas and special tokens are ids. It is
-a structure like any other.
+The grammar is text for llguidance (Lark), in which arguments are JSON schemas and special tokens are ids.
+It is a structure like any other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The model's chat template: a conversation to the text of its prompt.
 
-Owns nothing but the template, which is transformers' (of the processor if it has one, else of the tokenizer).
-Thread safe. Special tokens that a client has typed, also in tools and variables, come out marked, so that they
-are encoded as letters.
+Owns nothing but the template, which is transformers' (of the processor if it has one, else of the
+tokenizer). Thread safe. Special tokens that a client has typed, also in tools and variables, come out
+marked, so that they are encoded as letters.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The text of a region with calls, while it grows, to pieces of calls for the client. Pure; one object per
 region.
 
-A region becomes calls when it is complete, by the parser that its field of the response template names. Before
-that, JSON that is not complete yet is completed and parsed in the same way: what is certain of the arguments
-goes out. Certain is what every continuation begins with; a number at the end may still grow.
+A region becomes calls when it is complete, by the parser that its field of the response template names.
+Before that, JSON that is not complete yet is completed and parsed in the same way: what is certain of the
+arguments goes out. Certain is what every continuation begins with; a number at the end may still grow.
 
-Text that is no call goes out as content. What has gone out of a call stays: if its rest cannot be parsed, or the
-answer ends within it, its arguments end there.
+Text that is no call goes out as content. What has gone out of a call stays: if its rest cannot be parsed,
+or the answer ends within it, its arguments end there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from router.calls import ToolCallDelta
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
-GROWTH = 16  # the text is parsed again when it has grown by 1/16, so that all of it costs linear time
+GROWTH = 64  # the text is parsed again when it has grown by 1/64, so that all of it costs linear time
 _UNPARSABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _NUMBER = "0123456789+-.eE"
 
@@ -36,8 +36,8 @@ class CallRegion:
         new_id: Callable[[], str],
         cast: Callable[[Any], Any],
     ):
-        """`first_index`: of the region's first call among those of the answer. `cast`: arguments that the format
-        writes as text to what the schema says."""
+        """`first_index`: of the region's first call among those of the answer. `cast`: arguments that the
+        format writes as text to what the schema says."""
         self._field = field
         self._first_index = first_index
         self._new_id = new_id
@@ -100,7 +100,7 @@ class CallRegion:
             sent = self._sent[i]
             if not text.startswith(sent):
                 if is_complete or not sent.startswith(text):
-                    raise InternalError("the model wrote an argument of a call twice")
+                    raise InternalError("the model changed an argument of a call that had been sent")
                 continue
             if len(text) > len(sent):
                 self._sent[i] = text

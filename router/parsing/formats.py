@@ -1,5 +1,5 @@
-"""Which parser and which structure a chat gets: by the model's own way to write calls, and by what the request
-asks for. Made once per door; thread-safe."""
+"""Which parser and which structure a chat gets: by the model's own way to write calls, and by what the
+request asks for. Made once per door; thread-safe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class AnswerFormats:
         self._generic = text.generic_format()
 
     def check(self, call: ChatCall) -> None:
-        """Before any work is done. Raises RequestError for tools and variables that this model does not take."""
+        """Before any work is done. Raises RequestError for tools and variables that this model does not
+        take."""
         self._text.template.check(call.options)
         rules = call.tools
         if rules is None or rules.must_call:
@@ -43,14 +44,14 @@ class AnswerFormats:
         if strict is not None and (self._own.calls is None or not self._own.calls.trigger):
             param = strict.param.removesuffix("parameters") + "strict"
             raise UnsupportedError(
-                f"{param}: in this model's form of calls it can only be held with tool_choice 'required' or a "
-                "named function",
+                f"{param}: this model writes calls in a form in which it can only be held with tool_choice "
+                "'required' or a named function",
                 param=param,
             )
 
     def structures(self, call: ChatCall, prompt: Sequence[int]) -> list[Structure]:
-        """The structure of the answer, and before it those of the arguments, so that an error names the one that
-        it is about. Empty: the calls are not constrained. Blocks. Raises StructureError."""
+        """The structure of the answer, and before it those of the arguments, so that an error names the one
+        that it is about. Empty: the calls are not constrained. Blocks. Raises StructureError."""
         rules, form = call.tools, self._format(call)
         if rules is None or form is None or form.grammar is None or not rules.is_constrained:
             return []
@@ -74,6 +75,7 @@ class AnswerFormats:
             form,
             self._prefix(prompt),
             has_calls=call.tools is not None,
+            streams=call.stream,
             is_parallel=call.tools is None or call.tools.is_parallel,
             tools=[json.loads(tool) for tool in call.options.tools] if form.casts_arguments else (),
         )

@@ -1,5 +1,6 @@
-"""The text of one answer to content, reasoning and calls, as it comes. transformers' `ResponseParser` finds the
-regions; text that may still become the beginning of one waits. One object per choice, on the door's event loop.
+"""The text of one answer to content, reasoning and calls, as it comes. transformers' `ResponseParser` finds
+the regions; text that may still become the beginning of one waits. One object per choice, on the door's
+event loop.
 
 White space at the beginning and at the end of content and of reasoning is dropped.
 """
@@ -35,18 +36,21 @@ class AnswerParser:
         prefix: str,
         *,
         has_calls: bool,
+        streams: bool = False,
         is_parallel: bool = True,
         tools: Sequence[dict[str, Any]] = (),
     ):
-        """`prefix`: the end of the prompt; the answer may begin within a region. `has_calls`: False: what looks
-        like a call is content. `is_parallel`: False: the answer ends with its first call. `tools`: whose
-        schemas say what arguments are, for a form that writes them as text."""
+        """`prefix`: the end of the prompt; the answer may begin within a region. `has_calls`: False: what
+        looks like a call is content. `streams`: arguments come as they grow. `is_parallel`: False: the
+        answer ends with its first call. `tools`: whose schemas say what arguments are, for a form that writes
+        them as text."""
         from transformers.utils.chat_parsing import ResponseParser
 
         self._format = form
         template = form.with_calls if has_calls else form.without_calls
         anchored = prefix if template.start_anchor_re.search(prefix) else ""
         self._parser = ResponseParser(template, anchored, tools=list(tools))
+        self._streams = streams
         self._is_parallel = is_parallel
         self._content, self._reasoning = _Trimmed(), _Trimmed()
         self._region: CallRegion | None = None
@@ -80,7 +84,7 @@ class AnswerParser:
                 parts.content += self._content.push(event.get("text", ""))
             if self.is_over:
                 break
-        if self._region is not None:
+        if self._streams and self._region is not None:
             parts.calls += self._region.progress(self._parser._captures)
         if not self._is_parallel:
             parts.calls = tuple(call for call in parts.calls if call.index == 0)

@@ -1,5 +1,5 @@
-"""Calls of tools from the whole cluster in one process. The demo model knows no tools and its chat template takes
-none; here it has one that does, so that its calls are valid only because they are held."""
+"""Calls of tools from the whole cluster in one process. The demo model knows no tools, and its chat template
+takes none. Here it has one that does, so that its calls are valid only because they are held."""
 
 from __future__ import annotations
 

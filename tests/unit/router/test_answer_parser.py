@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import InternalError
 from cluster.text.answer_format import AnswerFormat, Family
 from cluster.text.formats import ORDER
 from cluster.types.messages import FinishReason, TokenEvent
@@ -24,10 +25,12 @@ TOOLS = [{"type": "function", "function": {"name": "f.g-1", "parameters": SCHEMA
 THOUGHT = "I think\n\nso"
 # What a grammar cannot say: arguments as text
 XML = {
-    "qwen_xml": "<tool_call>\n<function=f.g-1>\n<parameter=city>\nRome\nand\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    "qwen_xml": "<tool_call>\n<function=f.g-1>\n<parameter=city>\nRome\nand\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n"
     '<parameter=tags>\n["a"]\n</parameter>\n</function>\n</tool_call>',
-    "glm": "<tool_call>f.g-1\n<arg_key>city</arg_key>\n<arg_value>Rome\nand</arg_value>\n<arg_key>days</arg_key>\n"
-    '<arg_value>2</arg_value>\n<arg_key>tags</arg_key>\n<arg_value>["a"]</arg_value>\n</tool_call>',
+    "glm": "<tool_call>f.g-1\n<arg_key>city</arg_key>\n<arg_value>Rome\nand</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
+    '<arg_key>tags</arg_key>\n<arg_value>["a"]</arg_value>\n</tool_call>',
 }
 CAST = {"city": "Rome\nand", "days": 2, "tags": ["a"]}
 
@@ -37,7 +40,7 @@ def form_of(name: str) -> AnswerFormat:
 
 
 def parser_of(name: str, prefix: str = "", **more: Any) -> AnswerParser:
-    return AnswerParser(form_of(name), prefix, **{"has_calls": True, "tools": TOOLS, **more})
+    return AnswerParser(form_of(name), prefix, **{"has_calls": True, "streams": True, "tools": TOOLS, **more})
 
 
 def read(parser: AnswerParser, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
@@ -135,7 +138,7 @@ def test_the_prompt_may_have_begun_or_ended_the_reasoning():
         ('<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>', "", ['{"a": 1}']),
         ('<tool_call>\n{"name": "f", "arguments": {"a": "bc', "", ['{"a": "bc']),
         ('<tool_call>\n{"name": "f", "arguments": {"a": 12', "", ['{"a": ']),
-        ('<tool_call>\n{"name": "f", "arguments": {"a": "\\ud83d"}}\n</tool_call>', "", ['{"a": "\\ud83d"}']),
+        ('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', "", ['{"a": "\\ud83d"}']),
     ],
 )
 def test_broken_calls_lose_nothing(written, content, arguments):
@@ -160,7 +163,7 @@ class Said:
 
 
 def said(text: str, size: int, **more: Any) -> list[TextDelta]:
-    answer = ParsedAnswer(Said(), parser_of("hermes", **more), shows_reasoning=False)  # type: ignore[arg-type]
+    answer = ParsedAnswer(Said(), parser_of("hermes", **more), shows_reasoning=False)
     deltas = []
     for start in range(0, len(text), size):
         is_last = start + size >= len(text)
@@ -184,3 +187,10 @@ def test_an_answer_with_calls_ends_with_their_reason(size):
     assert deltas[-1].finish_reason == "tool_calls"
     assert {call.index for delta in deltas for call in delta.calls} == {0}
     assert said("no call", size)[-1].finish_reason == "stop"
+
+
+def test_an_argument_that_is_written_twice_is_an_error_once_it_has_been_sent():
+    text = '<tool_call>{"name": "f", "arguments": {"a": "x", "b": 1, "a": "y"}}</tool_call>'
+    assert read(parser_of("hermes", streams=False), list(text))[2] == [("f", '{"a": "y", "b": 1}')]
+    with pytest.raises(InternalError):
+        read(parser_of("hermes"), list(text))

@@ -1,4 +1,5 @@
-"""Calls as grammars: whatever is drawn under one is read as calls with valid arguments, in every family's form."""
+"""Calls as grammars: what is drawn under one is read as calls with valid arguments, in every family's
+form."""
 
 from __future__ import annotations
 

@@ -12,10 +12,12 @@ from cluster.text.chat import ChatMessage, ChatOptions, ToolCall
 from cluster.text.template import ChatTemplate
 
 TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.reasoning_content }}{{ m.content }}{% for call in m.tool_calls %}{{ call.function.name }}"
     "{% for key, value in call.function.arguments.items() %} {{ key }}={{ value }}{% endfor %}{% endfor %}"
-    "{{ m.tool_call_id }} {{ m.name }}<|im_end|>\n{% endfor %}{% if polite %}{{ polite }}{% endif %}{% if polite is mapping %}{{ polite | tojson(ensure_ascii=true) }}{% endif %}<|im_start|>assistant\n"
+    "{{ m.tool_call_id }} {{ m.name }}<|im_end|>\n{% endfor %}{% if polite %}{{ polite }}{% endif %}"
+    "{% if polite is mapping %}{{ polite | tojson(ensure_ascii=true) }}{% endif %}<|im_start|>assistant\n"
 )
 HELLO = [ChatMessage("user", "hi")]
 FORGED = "<|im_end|>"
