@@ -44,7 +44,7 @@ from router.flow.state import WorkerState
 from router.generation import Choice
 from router.members import Peer
 from router.openai.limits import Limits
-from router.parsing.formats import AnswerFormats
+from router.parsing.formats import AnswerFormats, needs_structure
 from router.parsing.parser import ParsedAnswer
 from router.policy import ClusterView, make_policy
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
@@ -199,7 +199,7 @@ class Door:
 
     async def _with_calls(self, call: ChatCall, prompt: PreparedPrompt) -> ChatCall:
         """With the structure of its calls of tools, if they are constrained. Raises ClusterError."""
-        if call.tools is None or not call.tools.is_constrained:
+        if not needs_structure(call):
             return call
         for structure in await self._off_loop(self._formats.structures, call, prompt.prompt.token_ids):
             await self._structures.check(structure, call.tenant)

@@ -17,9 +17,9 @@ import msgspec
 from cluster.structure.grammar import WHITESPACE
 from cluster.structure.matcher import StructureError
 from cluster.structure.schema import held_schema
+from cluster.types.structure import Structure
 
 _PLACES = re.compile(r"\$(name|arguments)")
-_OPTIONS = {"whitespace_pattern": WHITESPACE, "coerce_one_of": False, "lenient": False}
 
 
 class CallForm(msgspec.Struct, frozen=True):
@@ -67,10 +67,21 @@ class CallGrammar:
         self._special_ids = special_ids
         self._special = re.compile("|".join(map(re.escape, special_ids)) or "(?!)")
 
-    def required(self, functions: Sequence[HeldFunction], where: Reasoning, *, is_parallel: bool) -> str:
-        """Answers that are calls and nothing else, behind reasoning. Raises StructureError."""
+    def required(
+        self,
+        functions: Sequence[HeldFunction],
+        where: Reasoning,
+        *,
+        is_parallel: bool,
+        answer: Structure | None = None,
+    ) -> str:
+        """Answers that are calls and nothing else, behind reasoning. `answer`: a JSON schema; they may be JSON
+        of it instead. Raises StructureError."""
         before = "" if where is Reasoning.NONE or self._reasoning is None else "reasoning"
-        lines = [f"start: {before}{'?' * (where is Reasoning.MAY_COME and bool(before))} calls"]
+        main = "calls" if answer is None else "(calls | answer)"
+        lines = [f"start: {before}{'?' * (where is Reasoning.MAY_COME and bool(before))} {main}"]
+        if answer is not None:
+            lines.append(f"answer: %json {_schema(answer.text, answer.param, answer)}")
         if before and self._reasoning is not None:
             begin = "" if where is Reasoning.OPEN else self._literal(self._reasoning.begin)
             lines += self._through("thought", self._reasoning.end)
@@ -94,15 +105,15 @@ class CallGrammar:
     ) -> Iterator[str]:
         """The rule `calls`, without what `trigger` has."""
         form = self._calls
-        before, _, behind = (self._literal(part) for part in ("", "", form.end))
-        yield f"calls: {before} ({_any('first', functions)}) {self._others(functions, is_parallel)} {behind}"
+        others, end = self._others(functions, is_parallel), self._literal(form.end)
+        yield f"calls: ({_any('first', functions)}) {others} {end}"
         for idx, function in enumerate(functions):
             whole = begin + form.call
             if not whole.startswith(trigger):
                 raise ValueError(f"the form of a call does not begin with {trigger!r}")
             yield f"first_{idx}: {self._call(whole.removeprefix(trigger), idx, function)}"
             yield f"call_{idx}: {self._call(form.call, idx, function)}"
-            yield f"arguments_{idx}: %json {_schema(function)}"
+            yield f"arguments_{idx}: %json {_schema(function.schema, function.param, function)}"
 
     def _others(self, functions: Sequence[HeldFunction], is_parallel: bool) -> str:
         between = self._calls.between
@@ -127,9 +138,14 @@ def _any(rule: str, functions: Sequence[HeldFunction]) -> str:
     return " | ".join(f"{rule}_{idx}" for idx in range(len(functions)))
 
 
-def _schema(function: HeldFunction) -> str:
+def _schema(text: str, param: str, rules: HeldFunction | Structure) -> str:
+    """A schema as a part of a grammar. Raises StructureError."""
     try:
-        held = json.loads(held_schema(function.schema, is_strict=function.is_strict))
+        held = held_schema(text, is_strict=rules.is_strict)
     except StructureError as error:
-        raise StructureError(f"{function.param}: {error.message}", param=function.param) from None
-    return json.dumps({"x-guidance": _OPTIONS, **held})
+        raise StructureError(f"{param}: {error.message}", param=param) from None
+    is_compact = isinstance(rules, Structure) and rules.is_compact
+    blanks = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": WHITESPACE}
+    return json.dumps(
+        {"x-guidance": {**blanks, "coerce_one_of": False, "lenient": False}, **json.loads(held)}
+    )

@@ -141,7 +141,8 @@ class TextProcessor:
 
     def generic_format(self) -> AnswerFormat:
         """A form of calls that can be held for any model."""
-        return AnswerFormat(Family.load(GENERIC), self._tokenizer)
+        can_reason = "<think>" in self.template.source
+        return AnswerFormat(Family.load(GENERIC), self._tokenizer, can_reason=can_reason)
 
     def word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that write these words, at the beginning of a text and behind a space. As in

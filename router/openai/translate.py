@@ -11,8 +11,8 @@ from cluster.media.sources import MediaSource
 from cluster.text.chat import ChatMessage, ChatOptions
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.request import LogitChanges, SamplingParams
-from cluster.types.structure import Structure
-from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules
+from cluster.types.structure import Structure, StructureKind
+from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules, ToolRules
 from router.openai import schema
 from router.openai.limits import Limits
 from router.openai.messages import media_options, messages_of, negative_of
@@ -50,8 +50,8 @@ def chat_call(
     media: list[MediaSource] = []
     messages = messages_of(request.messages, media_options(request), media)
     common = _common(request, limits)
-    if rules is not None and (rules.is_constrained or common["structure"] is not None):
-        _check_alone(request, common["structure"])
+    if rules is not None:
+        _check_together(rules, common["structure"], request.min_tokens or 0)
     return ChatCall(
         messages=messages,
         media=tuple(media),
@@ -216,14 +216,14 @@ def _check_messages(messages: Sequence[InputMessage], options: ChatOptions, limi
     _check_text(num_chars, "tools", limits)
 
 
-def _check_alone(request: ChatRequest, structure: Structure | None) -> None:
-    """Calls of tools that are constrained are a structure themselves."""
-    if structure is not None:
+def _check_together(rules: ToolRules, structure: Structure | None, min_tokens: int) -> None:
+    """Calls of tools that are constrained are a structure themselves, in which there is room for JSON."""
+    if structure is not None and structure.kind is not StructureKind.JSON_SCHEMA:
         raise RequestError(
             f"{structure.param} cannot be combined with tools, unless tool_choice is 'none'",
             param=structure.param,
         )
-    if request.min_tokens:
+    if min_tokens and rules.is_constrained:
         raise RequestError("min_tokens cannot be combined with tools that are held", param="min_tokens")
 
 

@@ -40,9 +40,13 @@ class AnswerFormats:
                 "function can be held",
                 param="tools",
             )
-        strict = next((function for function in rules.functions if function.is_strict), None)
-        if strict is not None and (self._own.calls is None or not self._own.calls.trigger):
-            param = strict.param.removesuffix("parameters") + "strict"
+        if self._own.calls is not None and self._own.calls.trigger:
+            return
+        params = [function.param for function in rules.functions if function.is_strict]
+        param = params[0].removesuffix("parameters") + "strict" if params else ""
+        if call.structure is not None:
+            param = call.structure.param
+        if param:
             raise UnsupportedError(
                 f"{param}: this model writes calls in a form in which it can only be held with tool_choice "
                 "'required' or a named function",
@@ -53,12 +57,12 @@ class AnswerFormats:
         """The structure of the answer, and before it those of the arguments, so that an error names the one
         that it is about. Empty: the calls are not constrained. Blocks. Raises StructureError."""
         rules, form = call.tools, self._format(call)
-        if rules is None or form is None or form.grammar is None or not rules.is_constrained:
+        if rules is None or form is None or form.grammar is None or not needs_structure(call):
             return []
         held = [_held(function, rules) for function in rules.functions]
         if sum(len(each.schema) for each in held) > MAX_SCHEMA_CHARS:
             raise StructureError(f"tools: more than {MAX_SCHEMA_CHARS} characters of schemas", param="tools")
-        text = self._grammar(form.grammar, held, rules, self._where(form, prompt))
+        text = self._grammar(form.grammar, held, rules, call.structure, self._where(form, prompt))
         own = [
             Structure(StructureKind.JSON_SCHEMA, each.schema, function.param, each.is_strict)
             for function, each in zip(rules.functions, held, strict=True)
@@ -109,11 +113,23 @@ class AnswerFormats:
         return Reasoning.OPEN if is_in_reasoning(events) else Reasoning.NONE
 
     def _grammar(
-        self, grammar: CallGrammar, held: Sequence[HeldFunction], rules: ToolRules, where: Reasoning
+        self,
+        grammar: CallGrammar,
+        held: Sequence[HeldFunction],
+        rules: ToolRules,
+        answer: Structure | None,
+        where: Reasoning,
     ) -> str:
         if rules.must_call:
             return grammar.required(held, where, is_parallel=rules.is_parallel)
+        if answer is not None:
+            return grammar.required(held, where, is_parallel=rules.is_parallel, answer=answer)
         return grammar.triggered(held, is_parallel=rules.is_parallel)
+
+
+def needs_structure(call: ChatCall) -> bool:
+    """Whether something is promised about an answer in which there may be calls."""
+    return call.tools is not None and (call.tools.is_constrained or call.structure is not None)
 
 
 def _held(function: ToolFunction, rules: ToolRules) -> HeldFunction:

@@ -85,7 +85,7 @@ def calls_of(choice: dict[str, Any]) -> list[list[str]]:
 
 
 async def check_calls(client: httpx.AsyncClient) -> None:
-    drawn = {"tool_choice": "required", "temperature": 1.0, "seed": 3, "parallel_tool_calls": False}
+    drawn = {"tool_choice": "required", "temperature": 0, "parallel_tool_calls": False}
     answer = await ask(client, n=2, **drawn)
     ids = set()
     for choice in answer["choices"]:
@@ -116,6 +116,19 @@ async def check_history(client: httpx.AsyncClient, message: dict[str, Any], name
     assert more["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
 
 
+async def check_json_beside_tools(client: httpx.AsyncClient) -> None:
+    """Either may come, and is valid if `max_tokens` has not cut it."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    fields = {"response_format": schema, "temperature": 1.0, "n": 4, "parallel_tool_calls": False}
+    fields["tools"] = [tool("weather", strict=True)]
+    for choice in (await ask(client, seed=2, **fields))["choices"]:
+        calls = choice["message"].get("tool_calls")
+        if choice["finish_reason"] == "length":
+            continue
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        check_valid(SCHEMA, calls[0]["function"]["arguments"] if calls else choice["message"]["content"])
+
+
 async def check_reasoning(client: httpx.AsyncClient) -> None:
     fields = {"chat_template_kwargs": {"thinks": True}, "temperature": 1.0, "seed": 1, "max_tokens": 6}
     answer = await ask(client, ignore_eos=True, tools=[], **fields)
@@ -144,6 +157,7 @@ async def test_calls_are_valid_on_every_way_and_bad_schemas_are_refused(folder):
     args = cluster_args(64).model_copy(update={"model": str(folder)})
     async with local_cluster(args) as cluster, client_of(cluster) as client:
         await check_calls(client)
+        await check_json_beside_tools(client)
         await check_reasoning(client)
         await check_refusals(client)
 

@@ -100,6 +100,15 @@ def test_calls_come_behind_reasoning_and_as_many_as_are_allowed():
     assert fits(inside, f"x</think>\n\n{call}") and not fits(inside, call)
 
 
+def test_json_of_a_schema_may_come_in_place_of_calls():
+    grammar = form_of("hermes").grammar
+    schema = Structure(StructureKind.JSON_SCHEMA, json.dumps(CITY), "response_format", is_compact=True)
+    either = matcher_of(grammar.required(FUNCTIONS, Reasoning.NONE, is_parallel=True, answer=schema))
+    assert fits(either, '{"city":"Rome","days":2}') and not fits(either, '{"city":"Oslo","days":2}')
+    assert fits(either, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    assert not fits(either, "words") and not fits(either, '{"city": "Rome","days":2}')
+
+
 def test_calls_within_text_have_valid_arguments():
     grammar = form_of("hermes").grammar
     call = '<tool_call>\n{{"name": "weather", "arguments": {{"city": "{}", "days": 2}}}}\n</tool_call>'
