@@ -146,6 +146,7 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0  # of the prompt
     audio_tokens: int = 0  # of the prompt
     reasoning_tokens: int = 0  # of the answer
+    audio_s: float = 0.0  # seconds of sound in the prompt
 
 
 class TokenizeCall(msgspec.Struct, frozen=True):

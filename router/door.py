@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -43,7 +43,9 @@ from router.flow.request_flow import RequestFlow, Timeouts
 from router.flow.state import WorkerState
 from router.generation import Choice
 from router.members import Peer
+from router.openai.keys import Access
 from router.openai.limits import Limits
+from router.page.pools import pool_fields
 from router.parsing.formats import AnswerFormats, needs_structure
 from router.parsing.parser import ParsedAnswer
 from router.policy import ClusterView, make_policy
@@ -66,14 +68,18 @@ class Door:
         """Loads tokenizer and processor; blocks. Raises ConfigError."""
         self.model_id = args.model_id
         self.created = int(time.time())
+        self.transcription_instruction = args.door.transcription_instruction
         self.defaults = GenerationDefaults.load(args.model)
         self._clock = SystemClock()
         media = MediaProcessor.load(args.model)
         self._text = TextProcessor.load(args.model, media and media.transformers_processor)
         self._formats = AnswerFormats(self._text, args.door.answer_format)
         self._needs_encoder = media is not None
+        self._roles = [role for role in args.roles if role is not Role.ENCODE or self._needs_encoder]
         self._max_model_len = args.max_model_len or context_length(args.model)
         self.limits = _limits(args.door, self._max_model_len, self._text)
+        environment = read_environment()
+        self.access = Access.load(args.door.access, environment)
         rules = args.door.media
         scheduling = SchedulingPolicy(**args.scheduling.model_dump())
         self._cluster = ClusterView(
@@ -104,8 +110,7 @@ class Door:
             ),
             Timeouts(args.door.first_token_timeout_s, args.door.request_timeout_s),
         )
-        secret = read_environment().cluster_secret
-        self._dispatcher = Dispatcher(self._flow, call_decode, secret, self._clock)
+        self._dispatcher = Dispatcher(self._flow, call_decode, environment.cluster_secret, self._clock)
         self._members = self._dispatcher.members
         self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._flow)
         self._tracing = _tracing(args, self._clock)
@@ -150,6 +155,15 @@ class Door:
         """Whether every phase that this model needs has a worker."""
         needed = [phase for phase in Phase if phase is not Phase.ENCODE or self._needs_encoder]
         return all(map(self._members.has, needed))
+
+    def pools(self) -> dict[str, Any]:
+        """What the page shows."""
+        shows_workers = self.limits.shows_workers
+        return {
+            "num_running": self._flow.num_running,
+            "num_waiting": self._flow.num_waiting,
+            "pools": pool_fields(self._roles, self.peers, self.workers, shows_workers=shows_workers),
+        }
 
     def metrics(self) -> bytes:
         return self._metrics.render()

@@ -59,6 +59,7 @@ class Choice:
             cached_tokens=self._num_cached_tokens,
             audio_tokens=self._prompt.num_audio_tokens,
             reasoning_tokens=self._num_reasoning_tokens,
+            audio_s=self._prompt.audio_s,
         )
 
     @property

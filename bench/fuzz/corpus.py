@@ -46,7 +46,30 @@ def seeds(model_id: str) -> list[Seed]:
         [{"type": "input_audio", "input_audio": heard}, text],
         [image, sound, text],
     ]
-    fields: list[dict[str, Any]] = [
+    fields = _fields()
+    system = {"role": "system", "content": "be brief"}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "name": "a"}]
+    found = []
+    for i, content in enumerate(contents):
+        for j, more in enumerate(fields):
+            before = [[], [system], turns][(i + j) % 3]
+            messages = [*before, {"role": "user", "content": content}]
+            found.append(Seed(CHAT, _body(model_id, messages=messages, **more)))
+    for prompt in ("once upon", ["one", "two"], [5, 6, 7], [[5, 6], [7]]):
+        for more in fields[:5]:
+            found.append(Seed(COMPLETIONS, _body(model_id, prompt=prompt, **more)))
+    conversation = [system, {"role": "user", "content": contents[3]}]
+    tokens: list[tuple[str, dict[str, Any]]] = [
+        ("/tokenize", {"prompt": "once upon", "add_special_tokens": False, "return_token_strs": True}),
+        ("/tokenize", {"messages": conversation, "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5, 6, 7]}),
+    ]
+    return found + [Seed(path, {"model": model_id, **fields}) for path, fields in tokens for _ in range(4)]
+
+
+def _fields() -> list[dict[str, Any]]:
+    """Of both generating endpoints."""
+    return [
         {},
         {"stream": True, "stream_options": {"include_usage": True}},
         {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 5, "n": 2},
@@ -84,24 +107,6 @@ def seeds(model_id: str) -> list[Seed]:
         {"guided_grammar": 'start: "a" start | "b"', "stream": True},
         {"guided_choice": ["red", "green"], "logprobs": True},
     ]
-    system = {"role": "system", "content": "be brief"}
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "name": "a"}]
-    found = []
-    for i, content in enumerate(contents):
-        for j, more in enumerate(fields):
-            before = [[], [system], turns][(i + j) % 3]
-            messages = [*before, {"role": "user", "content": content}]
-            found.append(Seed(CHAT, _body(model_id, messages=messages, **more)))
-    for prompt in ("once upon", ["one", "two"], [5, 6, 7], [[5, 6], [7]]):
-        for more in fields[:5]:
-            found.append(Seed(COMPLETIONS, _body(model_id, prompt=prompt, **more)))
-    conversation = [system, {"role": "user", "content": contents[3]}]
-    tokens: list[tuple[str, dict[str, Any]]] = [
-        ("/tokenize", {"prompt": "once upon", "add_special_tokens": False, "return_token_strs": True}),
-        ("/tokenize", {"messages": conversation, "return_token_strs": True}),
-        ("/detokenize", {"tokens": [5, 6, 7]}),
-    ]
-    return found + [Seed(path, {"model": model_id, **fields}) for path, fields in tokens for _ in range(4)]
 
 
 def part(modality: str, kind: str, name: str) -> dict[str, Any]:

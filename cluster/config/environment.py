@@ -3,6 +3,8 @@
 EPDG_MODEL           model folder or hub id, unless the application's arguments name one
 EPDG_SOCKET_DIR      folder of Unix sockets and locks (default /tmp/epdg-<uid>), private to this user
 EPDG_CLUSTER_SECRET  shared by all hosts of one cluster; needed when side channels run over TCP
+EPDG_API_KEY         a key that clients must send, beside those of `door.access.key_file`
+EPDG_ADMIN_KEY       a key for the paths of operators, such as /metrics
 HF_HUB_OFFLINE       the Hugging Face hub's own variable: no model is downloaded
 RAY_AUTH_MODE        Ray's own variable: whether its token authentication is on. Ray passes it to all
                      processes of a cluster
@@ -22,6 +24,8 @@ class Environment(msgspec.Struct, frozen=True):
     socket_dir: Path
     cluster_secret: str | None  # never logged; not part of ClusterArgs, because the dashboard shows those
     is_hub_offline: bool = False
+    api_key: str | None = None  # never logged, as the next one
+    admin_key: str | None = None
     is_ray_authenticated: bool = False
 
 
@@ -32,6 +36,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         socket_dir=Path(source.get("EPDG_SOCKET_DIR") or f"/tmp/epdg-{os.geteuid()}"),
         cluster_secret=source.get("EPDG_CLUSTER_SECRET") or None,
         is_hub_offline=source.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"),
+        api_key=source.get("EPDG_API_KEY") or None,
+        admin_key=source.get("EPDG_ADMIN_KEY") or None,
         is_ray_authenticated=source.get("RAY_AUTH_MODE", "disabled").lower() != "disabled",
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -199,6 +199,20 @@ class AdmissionArgs(_Args):
         return self
 
 
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
+
+
+class AccessArgs(_Args):
+    """Which clients may call the API; docs/api.md."""
+
+    # list of the API keys, YAML or JSON, read again when it changes; cluster/config/keys.py says what it has.
+    # Empty: no key is needed, unless the environment has one
+    key_file: str = ""
+    public_metrics: bool = False  # /metrics needs no key even if there are keys
+    # of web pages that may call the API, as "https://app.example"; "*": all
+    cors_origins: tuple[Origin, ...] = ()
+
+
 POLICY = r"^(joint|least_loaded|round_robin|per_stage|linear|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
 
@@ -221,6 +235,9 @@ class DoorArgs(_Args):
     # how the model writes calls of tools and reasoning: a file of cluster/text/formats, without `.json`.
     # Empty: what the checkpoint says, or what its chat template shows
     answer_format: str = ""
+    access: AccessArgs = AccessArgs()
+    # what /v1/audio/transcriptions asks the model to do with a sound
+    transcription_instruction: str = Field("Transcribe the audio.", min_length=1)
     media: MediaArgs = MediaArgs()
     admission: AdmissionArgs = AdmissionArgs()
 
@@ -326,7 +343,14 @@ def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> C
         draft = _find(args.decode.speculation.draft_model, environment)
         speculation = args.decode.speculation.model_copy(update={"draft_model": str(draft)})
         pools["decode"] = pools["decode"].model_copy(update={"speculation": speculation})
-    return args.model_copy(update={"model": str(model), "model_id": model_id, **pools})
+    door = args.door.model_copy(update={"access": _with_absolute_path(args.door.access)})
+    return args.model_copy(update={"model": str(model), "model_id": model_id, "door": door, **pools})
+
+
+def _with_absolute_path(access: AccessArgs) -> AccessArgs:
+    if not access.key_file:
+        return access
+    return access.model_copy(update={"key_file": str(Path(access.key_file).expanduser().absolute())})
 
 
 def _find(model: str, environment: Environment) -> Path:

@@ -1,5 +1,5 @@
-"""The command `epdg`: `epdg serve [CONFIG]` runs a cluster on this machine until Ctrl-C. Every failure is one
-line on stderr."""
+"""The command `epdg`: `epdg serve [CONFIG]` runs a cluster on this machine until Ctrl-C, `epdg ask QUESTION
+[FILE …]` asks a running one, `epdg key NAME` makes an API key. Every failure is one line on stderr."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.config.environment import read_environment
+from cluster.config.keys import key_entry, new_key
 from cluster.config.settings import REPOSITORY
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, RequestError
+from cluster.serving.ask import ask
 from cluster.serving.launch import LocalCluster
 from cluster.serving.status import ClusterFailed
+from cluster.serving.welcome import DEFAULT_URL, welcome
 
 DEFAULT_CONFIG = REPOSITORY / "deploy" / "cluster.yaml"
 DESCRIPTION = (
@@ -25,6 +29,11 @@ SERVE = """Run a cluster on this machine until Ctrl-C.
 Settings, the model folder, memory and the port are checked before anything starts. A failure prints one line
 and the path of the logs. EPDG_MODEL names another model: a folder, or an id on the Hugging Face hub
 ("org/name"), which is downloaded."""
+ASK = """Send one question, with files if there are any, to a running server. Prints the answer while it
+comes. EPDG_API_KEY is sent as the API key."""
+
+KEY = """Make an API key and print it, once, with the entry for the file that door.access.key_file names. The
+file has no key, only hashes. Limits and rights are added to the entry by hand: docs/api.md, Keys."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +53,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="CONFIG",
         help="Serve configuration (default: %(default)s)",
     )
-    return run_cluster(parser.parse_args(arguments).config.resolve())
+    question = commands.add_parser("ask", help="ask a running server", description=ASK)
+    question.add_argument("question", metavar="QUESTION")
+    question.add_argument("files", nargs="*", type=Path, metavar="FILE", help="image, video or sound")
+    question.add_argument("--url", default=DEFAULT_URL, help="of the server (default: %(default)s)")
+    key = commands.add_parser("key", help="make an API key", description=KEY)
+    key.add_argument("name", metavar="NAME", help="the tenant: letters, digits, '.', '_' and '-'")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "ask":
+        return print_answer(chosen.url.rstrip("/"), chosen.question, chosen.files)
+    if chosen.command == "key":
+        return make_key(chosen.name)
+    return run_cluster(chosen.config.resolve())
+
+
+def make_key(name: str) -> int:
+    key = new_key()
+    try:
+        entry = key_entry(name, key)
+    except ConfigError as error:
+        _complain(str(error))
+        return 1
+    _say(f"key (not shown again):\n{key}\n\nentry for the key file:\n{entry.line()}")
+    return 0
+
+
+def print_answer(url: str, question: str, files: Sequence[Path]) -> int:
+    """Blocks until the answer is complete; returns 1 after a failure."""
+    try:
+        for piece in ask(url, question, files, read_environment().api_key):
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print()
+        return 130
+    except RequestError as error:
+        _complain(str(error))
+        return 1
+    print()
+    return 0
 
 
 def run_cluster(config: Path) -> int:
@@ -57,7 +103,8 @@ def run_cluster(config: Path) -> int:
             _say(f"starting {config.name}; logs in {cluster.folder}")
             try:
                 cluster.wait_ready()
-                _say(_welcome(cluster, time.monotonic() - started_at))
+                seconds = time.monotonic() - started_at
+                _say(welcome(cluster.url, cluster.folder, seconds, cluster.modalities))
                 cluster.wait_ended()
             except ClusterFailed as error:  # printed before the rest of the cluster is stopped
                 _complain(f"{error} (logs: {cluster.folder})")
@@ -82,16 +129,6 @@ def _say(line: str) -> None:
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def _welcome(cluster: LocalCluster, seconds: float) -> str:
-    url = cluster.url
-    return f"""ready in {seconds:.1f} s: {url}   (Ctrl-C stops it)
-
-    curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-      -d '{{"messages": [{{"role": "user", "content": "hello"}}], "model": "'$(curl -s {url}/v1/models \\
-      | python3 -c 'import json,sys; print(json.load(sys.stdin)["data"][0]["id"])')'"}}'
-"""
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class DoorReplica:
         self._held_check = HeldCheck()
         door_class = load(door)
         self._door: Any = await asyncio.to_thread(door_class, args, self._call_decode)
-        self._api = load(api)(self._door)
+        self._api = load(api)(self._door, tells_request_id=False)  # Serve's server adds it to every answer
         freeze_what_is_loaded()
         self._unsubscribe = MEMBERSHIP.subscribe(self._update_members)
         for handle in self._pools.values():

@@ -31,7 +31,9 @@ from types import TracebackType
 
 import yaml
 
+from cluster.config.checkpoint import read_config
 from cluster.config.environment import child_environment
+from cluster.config.families import family_of_type
 from cluster.serving import preflight
 from cluster.serving.local_environment import cluster_environment
 from cluster.serving.status import (
@@ -42,6 +44,7 @@ from cluster.serving.status import (
     own_message,
     read_status,
 )
+from cluster.types.media import Modality
 
 READY_TIMEOUT_S = 1800.0  # large models on slow disks take long; failures are noticed much sooner
 POLL_S = 0.1
@@ -67,7 +70,7 @@ def _in_silence(line: str) -> None:
 
 class LocalCluster:
     """A context manager inside which the cluster runs. `url`: where it answers. `folder`: where its logs
-    are."""
+    are. `modalities`: of media that its model takes."""
 
     def __init__(self, config: Path, *, say: Callable[[str], None] = _in_silence, **environment: str):
         """`say` receives lines of progress. Raises ConfigError for a file that is not a Serve
@@ -77,6 +80,7 @@ class LocalCluster:
         self.url = f"http://{self.host}:{self.port}"
         # a short path, because socket paths have at most 107 bytes
         self.folder = Path(tempfile.mkdtemp(prefix="epdg-", dir="/tmp"))
+        self.modalities: tuple[Modality, ...] = ()
         self._log = self.folder / "serve.log"
         self._say = say
         self._environment = environment
@@ -91,6 +95,8 @@ class LocalCluster:
             raise
         for note in plan.notes:
             self._say(note)
+        if model := _model_of(plan):
+            self.modalities = family_of_type(read_config(model)["model_type"]).modalities
         self._start(plan)
         return self
 

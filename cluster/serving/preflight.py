@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from cluster.config import ClusterArgs, Environment, read_environment, resolve
 from cluster.config.checkpoint import Weights, check_checkpoint, takes_media, text_config
+from cluster.config.keys import read_key_file
 from cluster.config.machine import available_memory, has_gpu
 from cluster.errors import ConfigError
 from cluster.native.variants import Variant, check_choice, runnable_variants
@@ -123,9 +124,13 @@ def _complete(
     config, weights = check_checkpoint(Path(resolved.model))
     _check_machine(resolved, environment, machine)
     check_memory(resolved, config, weights, machine)
+    if key_file := resolved.door.access.key_file:
+        read_key_file(Path(key_file))
     application["args"] = {
         **(application.get("args") or {}), "model": resolved.model, "model_id": resolved.model_id,
     }  # fmt: skip
+    if key_file:
+        application["args"]["door"]["access"]["key_file"] = key_file
     if resolved.decode.speculation.method == "draft":
         draft = resolved.decode.speculation.draft_model
         check_checkpoint(Path(draft))

@@ -1,7 +1,7 @@
-"""Routes, errors and disconnects. This is the edge of the process: broad `except`s are only here and in
+"""Routes, streams and disconnects. This is the edge of the process: broad `except`s are only here and in
 `edge`, and they answer the client.
 
-Every error has OpenAI's form; Serve's proxy adds `x-request-id`. A client that disconnects cancels its call,
+Every error has OpenAI's form (`errors`). A client that disconnects cancels its call,
 streamed or not, also while the door is still choosing workers. Runs on the door's event loop.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -19,20 +21,44 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.errors import ClusterError, ModelNotFoundError, RequestError
+from cluster.errors import ClusterError, ModelNotFoundError
 from router.calls import ChatCall, CompletionCall, TokenizeCall
 from router.openai import render
-from router.openai.bodies import BodyBudget, BodyTimeoutError, read_body
-from router.openai.edge import Edge, HttpMetrics, lease_of, tenant_of
+from router.openai.absent import mount_absent
+from router.openai.bodies import BodyBudget, check_json_type, read_body
+from router.openai.edge import Edge, HttpMetrics, lease_of, permit_of, tenant_of
+from router.openai.errors import (
+    PROMPT_FIELDS,
+    answer_error,
+    answer_http_exception,
+    answer_wrong_parameter,
+    json_answer,
+    log_unexpected,
+    naming_prompt,
+)
 from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
+from router.openai.names import with_names
+from router.openai.openapi import document
 from router.openai.protocol import DoorProtocol
+from router.openai.responses.render import ResponsesFormat
+from router.openai.responses.schema import ResponsesRequest
+from router.openai.responses.translate import responses_call, responses_name
 from router.openai.schema import ChatRequest, CompletionRequest, parse
-from router.openai.serving import ClientGoneError, TimelineReport, stream, until_disconnect, whole
+from router.openai.serving import (
+    AnswerFormat,
+    ClientGoneError,
+    TimelineReport,
+    stream,
+    until_disconnect,
+    whole,
+)
 from router.openai.tokens import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -41,7 +67,14 @@ from router.openai.tokens import (
     tokenize_call,
     tokenized,
 )
+from router.openai.transcriptions import (
+    TranscriptFormat,
+    TranscriptionRequest,
+    transcription_call,
+    transcription_name,
+)
 from router.openai.translate import chat_call, completion_call
+from router.page.site import Site
 
 log = logging.getLogger(__name__)
 BIG_BODY_BYTES = 64 * 2**10  # from this size on a body is parsed in a thread, so that other streams continue
@@ -49,26 +82,45 @@ CLIENT_GONE_STATUS = 499  # for the access log, as nginx does; the client is gon
 # Header. In a request it asks for the timeline; in the answer it has the durations until the first token
 LEDGER = "x-epdg-ledger"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # W3C Trace Context
 
 
-class NoSuchRouteError(RequestError):
-    code = "not_found"
-
-
-class WrongMethodError(RequestError):
-    code = "method_not_allowed"
-
-
-def build_api(door: DoorProtocol, timeouts: ClientTimeouts = CLIENT_TIMEOUTS) -> FastAPI:
-    api = FastAPI(title="OpenAI-compatible API", docs_url=None, redoc_url=None)
-    budget = BodyBudget(door.limits.held_body_bytes)
-    metrics = HttpMetrics(budget)
-    _Routes(door, metrics, timeouts).mount(api)
-    api.add_exception_handler(ClusterError, _answer_error)
-    api.add_exception_handler(HTTPException, _answer_http_exception)
-    api.add_middleware(
-        Edge, budget=budget, metrics=metrics, answer_error=_answer_error, read_timeout_s=timeouts.read_s
+def build_api(
+    door: DoorProtocol, timeouts: ClientTimeouts = CLIENT_TIMEOUTS, *, tells_request_id: bool = True
+) -> FastAPI:
+    """`tells_request_id`: answers have `x-request-id`; false: the server adds it."""
+    api = FastAPI(
+        title="OpenAI-compatible API",
+        version=version("epdg"),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
     )
+    budget = BodyBudget(door.limits.held_body_bytes)
+    metrics = HttpMetrics(budget, door.access.keys)
+    _Routes(door, metrics, timeouts).mount(api)
+    mount_absent(api)
+    Site(door.pools).mount(api)
+    api.add_exception_handler(ClusterError, answer_error)
+    api.add_exception_handler(HTTPException, answer_http_exception)
+    api.add_exception_handler(RequestValidationError, answer_wrong_parameter)
+    api.add_middleware(
+        Edge,
+        access=door.access,
+        budget=budget,
+        metrics=metrics,
+        answer_error=answer_error,
+        read_timeout_s=timeouts.read_s,
+        tells_request_id=tells_request_id,
+    )
+    if door.access.cors_origins:  # around the edge, so that a page can read its errors, too
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=door.access.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after", LEDGER),
+        )
     return api
 
 
@@ -82,12 +134,22 @@ class _Routes:
     def mount(self, api: FastAPI) -> None:
         api.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         api.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
+        api.add_api_route("/v1/responses", self.respond, methods=["POST"], response_model=None)
+        api.add_api_route("/v1/audio/transcriptions", self.transcribe, methods=["POST"], response_model=None)
         api.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         api.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
         api.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
         api.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=None)
         api.add_api_route("/version", self.version, methods=["GET"], response_model=None)
-        api.add_api_route("/health", self.health, methods=["GET", "HEAD"], response_model=None)
+        for path in ("/health", "/ready"):
+            api.add_api_route(path, self.ready, methods=["GET"], response_model=None)
+            api.add_api_route(path, self.ready, methods=["HEAD"], include_in_schema=False)
+        described = functools.cache(lambda: document(api, self._door))
+
+        async def openapi() -> Response:
+            return json_answer(await asyncio.to_thread(described))  # the first time takes a tenth of a second
+
+        api.add_api_route("/openapi.json", openapi, methods=["GET"], response_model=None)
         api.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
 
     async def chat(self, request: Request) -> Response:
@@ -122,13 +184,48 @@ class _Routes:
         answer = render.CompletionFormat(_new_id("cmpl"), int(time.time()), door.model_id, call)
         return await self._answer(request, call, door.complete, answer)
 
+    async def respond(self, request: Request) -> Response:
+        door = self._door
+
+        def translate(body: bytes) -> tuple[ResponsesRequest, ChatCall]:
+            asked = parse(ResponsesRequest, body)
+            tenant, parent = tenant_of(request), _trace_parent(request)
+            return asked, responses_call(asked, door.model_id, door.defaults, tenant, parent, door.limits)
+
+        asked, call = await self._call(request, translate)
+        answer = ResponsesFormat(_new_id("resp", "_"), int(time.time()), asked, call)
+        return await self._answer(
+            request, call, lambda call: with_names(door.chat(call), responses_name), answer
+        )
+
+    async def transcribe(self, request: Request) -> Response:
+        door = self._door
+
+        def translate(body: bytes) -> tuple[TranscriptionRequest, ChatCall]:
+            return transcription_call(
+                body,
+                request.headers.get("content-type", ""),
+                door.transcription_instruction,
+                door.model_id,
+                door.defaults,
+                tenant_of(request),
+                _trace_parent(request),
+                door.limits,
+            )
+
+        asked, call = await self._call(request, translate, is_json=False)
+        answer = TranscriptFormat(asked)
+        return await self._answer(
+            request, call, lambda call: with_names(door.chat(call), transcription_name), answer
+        )
+
     async def models(self, request: Request) -> Response:
-        return _json(msgspec.json.encode({"object": "list", "data": [self._card()]}))
+        return json_answer(msgspec.json.encode({"object": "list", "data": [self._card()]}))
 
     async def model(self, model_id: str) -> Response:
         if model_id != self._door.model_id:
             raise ModelNotFoundError(f"the model {model_id[:200]!r} does not exist", param="model")
-        return _json(msgspec.json.encode(self._card()))
+        return json_answer(msgspec.json.encode(self._card()))
 
     def _card(self) -> dict[str, Any]:
         door = self._door
@@ -143,7 +240,7 @@ class _Routes:
             ),
         )
         found = await until_disconnect(request, door.tokenize(call))
-        return _json(tokenized(found, door.limits.max_model_len))
+        return json_answer(tokenized(found, door.limits.max_model_len))
 
     async def detokenize(self, request: Request) -> Response:
         door = self._door
@@ -151,19 +248,26 @@ class _Routes:
             request,
             lambda body: ids_to_detokenize(parse(DetokenizeRequest, body), door.model_id, door.limits),
         )
-        return _json(detokenized(await door.detokenize(token_ids)))
+        return json_answer(detokenized(await door.detokenize(token_ids)))
 
     async def version(self) -> Response:
-        return _json(msgspec.json.encode({"version": version("epdg")}))
+        return json_answer(msgspec.json.encode({"version": version("epdg")}))
 
-    async def health(self) -> Response:
+    async def ready(self) -> Response:
         return Response(status_code=200 if self._door.is_ready() else 503)
 
     async def metrics(self) -> Response:
         return Response(self._door.metrics() + self._metrics.render(), media_type=METRICS_TYPE)
 
-    async def _call(self, request: Request, translate: Callable[[bytes], Any]) -> Any:
-        body = await read_body(request, self._door.limits, lease_of(request), self._timeouts.body_s)
+    async def _call(
+        self, request: Request, translate: Callable[[bytes], Any], *, is_json: bool = True
+    ) -> Any:
+        if is_json:
+            check_json_type(request)
+        lease = lease_of(request)
+        body = await read_body(request, self._door.limits, lease, self._timeouts.body_s, is_json=is_json)
+        if not is_json:
+            lease.grow(len(body) // 3)  # a form's file becomes base64
         if len(body) < BIG_BODY_BYTES:
             return translate(body)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, translate, body)
@@ -173,19 +277,27 @@ class _Routes:
         request: Request,
         call: Any,
         start: Callable[[Any], Awaitable[Any]],
-        answer: render.ResponseFormat,
+        answer: AnswerFormat,
     ) -> Response:
         num_choices = len(call.sampling)
+        prompt_field = PROMPT_FIELDS.get(request.scope["route"].path, "")
+
+        async def begin() -> Any:
+            generations = await start(call)
+            permit_of(request).watch(generations, num_choices)
+            return generations
+
         headers: dict[str, str] = {}
         report = None
         if LEDGER in request.headers:
             report = TimelineReport(headers, LEDGER, shows_workers=self._door.limits.shows_workers)
         if call.stream:
-            events = stream(lambda: start(call), answer, num_choices, call.include_usage, report)
-            return EventStream(events, headers)
+            events = stream(begin, answer, num_choices, call.include_usage, report)
+            return EventStream(events, headers, answer.error_event, prompt_field)
         try:
-            body = await until_disconnect(request, whole(lambda: start(call), answer, num_choices, report))
-            return _json(body, headers=headers)
+            with naming_prompt(prompt_field):
+                body = await until_disconnect(request, whole(begin, answer, num_choices, report))
+            return Response(body, headers=headers, media_type=answer.media_type)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE_STATUS)
 
@@ -194,14 +306,23 @@ class EventStream(Response):
     """Sends events as they come. The status line waits for the first event, so an error before it is a plain
     HTTP error. A later error is an event, after which the stream ends without `[DONE]`."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], more_headers: Mapping[str, str]):
-        """`more_headers` may grow until the first event."""
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        more_headers: Mapping[str, str],
+        error_event: Callable[[ClusterError], bytes],
+        prompt_field: str,
+    ):
+        """`more_headers` may grow until the first event. `error_event`: writes an error after it.
+        `prompt_field`: as errors name it."""
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
         del self.headers["content-length"]
         self._events = events
         self._more_headers = more_headers
+        self._error_event = error_event
+        self._prompt_field = prompt_field
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -221,56 +342,30 @@ class EventStream(Response):
 
         has_started = False
         try:
-            async for event in self._events:
-                if not has_started:
-                    has_started = True
-                    self.headers.update(self._more_headers)
-                    await write({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await write(body(event, True))
+            with naming_prompt(self._prompt_field):
+                async for event in self._events:
+                    if not has_started:
+                        has_started = True
+                        self.headers.update(self._more_headers)
+                        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                        await write(start)
+                    await write(body(event, True))
         except ClientGoneError:
             raise
         except Exception as error:
             if not has_started:
-                answer = await _answer_error(request, error)
+                answer = await answer_error(request, error)
                 await answer(request.scope, request.receive, send)
                 return
-            _log_unexpected(error)
-            await write(body(render.error_event(render.public_error(error)), True))
+            log_unexpected(request, error)
+            await write(body(self._error_event(render.public_error(error)), True))
         await write(body(b"", False))
 
 
 def _trace_parent(request: Request) -> str:
-    return request.headers.get("traceparent", "")
+    given = request.headers.get("traceparent", "")
+    return given if _TRACE_PARENT.fullmatch(given) else ""
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
-    _log_unexpected(error)
-    known = render.public_error(error)
-    headers = {}
-    if known.status in (429, 503):
-        headers["retry-after"] = str(max(1, round(known.retry_after_s or 1)))
-    if isinstance(known, BodyTimeoutError):
-        # After other errors the server reads the rest of the body and drops it, because closing earlier would
-        # lose the answer
-        headers["connection"] = "close"
-    return _json(render.error_body(known), known.status, headers)
-
-
-async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)  # the class it is registered for
-    kind = WrongMethodError if error.status_code == 405 else NoSuchRouteError
-    known = kind(f"{request.method} {request.url.path[:200]}: {error.detail}")
-    return _json(render.error_body(known), error.status_code, dict(error.headers or {}))
-
-
-def _log_unexpected(error: Exception) -> None:
-    if not isinstance(error, ClusterError):
-        log.error("a request failed unexpectedly", exc_info=error)
-
-
-def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(body, status, headers, media_type="application/json")
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"
+def _new_id(kind: str, separator: str = "-") -> str:
+    return f"{kind}{separator}{secrets.token_hex(12)}"

@@ -9,6 +9,7 @@ the request holds its media that long. Runs on the door's event loop.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from types import TracebackType
 
@@ -20,6 +21,7 @@ from router.openai.limits import Limits
 
 MIN_BYTES_PER_S = 64 << 10  # of a body that takes longer than its timeout
 RETRY_AFTER_S = 5.0
+_JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
 _PLAIN = bytes(set(range(256)) - set(b",[{\\"))
 _MEDIA = (b"base64,", b'"input_audio"')  # every body that contains media has one of them
 
@@ -27,6 +29,11 @@ _MEDIA = (b"base64,", b'"input_audio"')  # every body that contains media has on
 class BodyTooLargeError(RequestError):
     status = 413
     code = "request_too_large"
+
+
+class MediaTypeError(RequestError):
+    status = 415
+    code = "unsupported_media_type"
 
 
 class BodyTimeoutError(RequestError):
@@ -95,8 +102,9 @@ class BodyLease:
 class _Scan:
     """Checks a body without parsing it."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: Limits, is_json: bool):
         self._limits = limits
+        self._is_json = is_json
         self._chunks: list[bytes] = []
         self._has_media = False
         self._num_marks = 0
@@ -108,11 +116,13 @@ class _Scan:
         limits = self._limits
         self._chunks.append(chunk)
         self.num_bytes += len(chunk)
+        check_size(self.num_bytes, limits)
+        if not self._is_json:
+            return
         marks = chunk.translate(None, _PLAIN)
         num_escapes = marks.count(b"\\")
         self._num_escapes += num_escapes
         self._num_marks += len(marks) - num_escapes
-        check_size(self.num_bytes, limits)
         if self._num_marks > limits.max_marks:
             raise BodyTooLargeError(f"the body has more than {limits.max_marks} values")
         if self._num_escapes > limits.max_escapes + self.num_bytes // 32:
@@ -138,12 +148,25 @@ def check_size(num_bytes: int, limits: Limits) -> None:
         raise BodyTooLargeError(f"the body is larger than {limits.max_body_bytes} bytes")
 
 
-async def read_body(request: Request, limits: Limits, lease: BodyLease, timeout_s: float) -> bytes:
-    """The whole body. Raises RequestError if it is too large or slow, OverloadedError if there is no room."""
+def check_json_type(request: Request) -> None:
+    """Raises MediaTypeError. A request without a type may be JSON. Others are refused: web pages can send
+    them to any address without asking it first."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind and not _JSON_TYPE.fullmatch(kind):
+        raise MediaTypeError(f"the type of the body is {kind[:64]!r}; send 'Content-Type: application/json'")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise MediaTypeError("the body is compressed; send it as it is, without Content-Encoding")
+
+
+async def read_body(
+    request: Request, limits: Limits, lease: BodyLease, timeout_s: float, *, is_json: bool = True
+) -> bytes:
+    """The whole body. `is_json`: false for a form, whose file may be any bytes. Raises RequestError if it is
+    too large or slow, OverloadedError if there is no room."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal():
         check_size(int(declared[:20]), limits)
-    scan = _Scan(limits)
+    scan = _Scan(limits, is_json)
     started_at = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout_at(started_at + timeout_s) as deadline:

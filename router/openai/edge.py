@@ -1,29 +1,37 @@
-"""ASGI middleware around every request. It answers errors that no handler answered, ends requests of clients
-that do not read, holds the lease for a body's bytes, and measures the lag of the event loop. Bodies pass
-unchanged. Runs on the door's event loop.
+"""ASGI middleware around every request. It lets a request pass or refuses it (`keys`), gives it an id,
+answers errors that no handler answered, ends requests of clients that do not read, holds the lease for a
+body's bytes, and measures the lag of the event loop. Bodies pass unchanged. Runs on the door's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.openai.bodies import BodyBudget, BodyLease
+from router.openai.keys import Access, ForbiddenError, InvalidKeyError, KeyRing
+from router.openai.rates import Permit, RateLimitError
 
 LAG_TICK_S = 0.1  # the longest delay that a tick may miss; each tick costs 60 us beside a model that computes
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LEASE = "epdg.body"
+_PERMIT = "epdg.permit"
+_REQUEST_ID = "epdg.request_id"
+_ID_HEADER = "x-request-id"
+_VALID_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class HttpMetrics:
-    def __init__(self, budget: BodyBudget):
+    def __init__(self, budget: BodyBudget, keys: KeyRing):
         self._registry = CollectorRegistry()
         self.loop_lag_s = Histogram(
             "epdg_door_event_loop_lag_seconds",
@@ -42,6 +50,22 @@ class HttpMetrics:
         )
         held = Gauge("epdg_door_body_bytes", "Bodies of requests in work", registry=self._registry)
         held.set_function(lambda: budget.num_held)
+        stale = Gauge(
+            "epdg_door_key_file_stale",
+            "1: the file of API keys has changed and cannot be used",
+            registry=self._registry,
+        )
+        stale.set_function(lambda: keys.is_stale)
+        refusals = Counter(
+            "epdg_door_key_refusals",
+            "Requests without a valid key, with a key for other paths, or beyond a key's limits",
+            ("status",),
+            registry=self._registry,
+        )
+        self.refusals = {
+            refusal: refusals.labels(refusal.status)
+            for refusal in (InvalidKeyError, ForbiddenError, RateLimitError)
+        }
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -84,8 +108,10 @@ class _LoopWatch:
 class _Sending:
     """The sends of one response. If the client does not read for `timeout_s`, the request ends."""
 
-    def __init__(self, send: Send, deadline: asyncio.Timeout, timeout_s: float):
+    def __init__(self, send: Send, deadline: asyncio.Timeout, timeout_s: float, request_id: str | None):
+        """`request_id`: for the answer's headers."""
         self.has_started = False
+        self._request_id = request_id
         self._send = send
         self._deadline = deadline
         self._timeout_s = timeout_s
@@ -97,6 +123,8 @@ class _Sending:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_started = True
+            if self._request_id is not None:
+                MutableHeaders(scope=message)[_ID_HEADER] = self._request_id
         self._is_sending = True
         await self._send(message)
         self._is_sending = False
@@ -117,13 +145,20 @@ class Edge:
     def __init__(
         self,
         app: ASGIApp,
+        access: Access,
         budget: BodyBudget,
         metrics: HttpMetrics,
         answer_error: Callable[[Request, Exception], Awaitable[Response]],
         read_timeout_s: float,
+        *,
+        tells_request_id: bool,
     ):
+        """`tells_request_id`: answers have the request's id; false: the server adds it."""
         self._app = app
+        self._access = access
         self._budget = budget
+        self._metrics = metrics
+        self._tells_request_id = tells_request_id
         self._answer_error = answer_error
         self._read_timeout_s = read_timeout_s
         self._watch = _LoopWatch(metrics)
@@ -132,29 +167,34 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope[_REQUEST_ID] = _request_id(scope)
         self._watch.enter()
         try:
-            with self._budget.lease(tenant_of(Request(scope))) as scope[_LEASE]:
-                await self._run(scope, receive, send)
+            await self._run(scope, receive, send)
         finally:
             self._watch.leave()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A response that cannot be sent stays unfinished; the server then closes the connection."""
         deadline = asyncio.timeout(None)
+        told_id = scope[_REQUEST_ID] if self._tells_request_id else None
         try:
             async with deadline:
-                await self._answer(scope, receive, _Sending(send, deadline, self._read_timeout_s))
+                await self._answer(scope, receive, _Sending(send, deadline, self._read_timeout_s, told_id))
         except TimeoutError:
             if not deadline.expired():
                 raise
 
     async def _answer(self, scope: Scope, receive: Receive, sending: _Sending) -> None:
         try:
-            await self._app(scope, receive, sending)
+            with await self._access.admit(scope) as permit, self._budget.lease(permit.tenant) as lease:
+                scope[_PERMIT], scope[_LEASE] = permit, lease
+                await self._app(scope, receive, sending)
         except Exception as error:
             if sending.has_started:
                 raise
+            if (refusal := self._metrics.refusals.get(type(error))) is not None:
+                refusal.inc()
             answer = await self._answer_error(Request(scope), error)
             await answer(scope, receive, sending)
         finally:
@@ -165,7 +205,20 @@ def lease_of(request: Request) -> BodyLease:
     return request.scope[_LEASE]
 
 
+def permit_of(request: Request) -> Permit:
+    return request.scope[_PERMIT]
+
+
 def tenant_of(request: Request) -> str:
-    """The client, by its API key. The key cannot be recovered from it."""
-    key = request.headers.get("authorization", "")
-    return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
+    """The client: the name of its key, or without keys a digest of its Authorization header."""
+    return permit_of(request).tenant
+
+
+def request_id_of(request: Request) -> str:
+    return request.scope[_REQUEST_ID]
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's, if it is one that may stand in a log and in a header."""
+    given = Headers(scope=scope).get(_ID_HEADER, "")
+    return given if _VALID_ID.fullmatch(given) else str(uuid.uuid4())

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall, CompletionCall, MediaNote, TextDelta, TokenizeCall, Tokenized, Usage
+from router.openai.keys import Access
 from router.openai.limits import Limits
 
 
@@ -62,6 +63,8 @@ class DoorProtocol(Protocol):
     created: int  # unix seconds
     defaults: GenerationDefaults  # for fields that a request leaves out
     limits: Limits  # for all other fields
+    access: Access
+    transcription_instruction: str  # what the model is asked to do with a sound
 
     async def chat(self, call: ChatCall) -> list[Generation]:
         """One generation per choice. Raises ClusterError."""
@@ -79,6 +82,10 @@ class DoorProtocol(Protocol):
 
     def is_ready(self) -> bool:
         """Whether every pool that the model needs has a member."""
+        ...
+
+    def pools(self) -> dict[str, Any]:
+        """For the page: every pool and worker, and what waits. Names workers only if `limits` says so."""
         ...
 
     def metrics(self) -> bytes:

@@ -17,6 +17,7 @@ from router.calls import Call, ScoredToken, TextDelta, TokenScores, ToolCallDelt
 from router.openai.protocol import Generation
 
 DONE = b"data: [DONE]\n\n"
+LEAST_LOGPROB = -9999.0  # of what has no probability
 _encode = msgspec.json.Encoder().encode
 
 
@@ -24,10 +25,6 @@ def error_body(error: ClusterError) -> bytes:
     """OpenAI's error object."""
     fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return _encode({"error": fields})
-
-
-def error_event(error: ClusterError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
 
 
 def public_error(error: BaseException) -> ClusterError:
@@ -86,6 +83,7 @@ class WholeChoice(msgspec.Struct, frozen=True):
 class ResponseFormat(ABC):
     """The JSON of one response. The events of a stream differ only in their choice."""
 
+    media_type = "application/json"
     _kind: ClassVar[str]  # of a whole answer
     _event_kind: ClassVar[str]
 
@@ -148,6 +146,9 @@ class ResponseFormat(ABC):
             self._prefix, index, self._nothing, reason.encode(), self._end(generation),
         )  # fmt: skip
 
+    def error_event(self, error: ClusterError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
+
     def _end(self, generation: Generation) -> bytes:
         """Of an event that is about this choice."""
         if not self._has_usage:
@@ -204,10 +205,7 @@ class ChatFormat(ResponseFormat):
         return {"message": message | _reasoning(answer.reasoning)}
 
     def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]:
-        content = [
-            {**_scored(each.drawn), "top_logprobs": [_scored(other) for other in each.top]} for each in scores
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": logprob_entries(scores), "refusal": None}
 
     def _add_prompts(self, whole: dict[str, Any], generations: Sequence[Generation]) -> None:
         whole["prompt_token_ids"] = generations[0].prompt_token_ids
@@ -266,6 +264,13 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
+def logprob_entries(scores: Sequence[TokenScores]) -> list[dict[str, Any]]:
+    """One per token, as the chat endpoint writes them."""
+    return [
+        {**_scored(each.drawn), "top_logprobs": [_scored(other) for other in each.top]} for each in scores
+    ]
+
+
 def _scored(token: ScoredToken) -> dict[str, Any]:
     text = token.piece.decode(errors="replace")
     return {"token": text, "logprob": _finite(token.logprob), "bytes": list(token.piece)}
@@ -281,7 +286,7 @@ def _name(token: ScoredToken) -> str:
 
 def _finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI writes this for it."""
-    return max(logprob, -9999.0)
+    return max(logprob, LEAST_LOGPROB)
 
 
 def _frame(head: dict[str, Any], kind: str, include_usage: bool) -> tuple[bytes, bytes]:

@@ -13,7 +13,8 @@ Any other field is refused, with the nearest known name in the message.
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -86,6 +87,9 @@ HARMLESS = (
 
 class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
+    harmless: ClassVar[tuple[str, ...]] = HARMLESS
 
 
 class TextPart(StrictModel):
@@ -297,21 +301,29 @@ def parse(model: type[Request], body: bytes) -> Request:
         fields = pydantic.TypeAdapter(dict[str, Any]).validate_json(body)
     except pydantic.ValidationError as error:
         raise RequestError("the body is not a JSON object") from error
+    return validated(model, fields, model.model_validate)
+
+
+def validated(
+    model: type[Request], fields: dict[str, Any], validate: Callable[[dict[str, Any]], Request]
+) -> Request:
+    """As `parse`, of fields that are read already. `validate`: a method of the model."""
     known = model.model_fields
     for name in list(fields):
         if name in known:
             continue
         value = fields.pop(name)
-        if name in HARMLESS:
+        if name in model.harmless:
             continue
-        if name not in NEUTRAL:
-            near = difflib.get_close_matches(name[:64], [*known, *NEUTRAL, *HARMLESS], n=1, cutoff=0.75)
+        if name not in model.neutral:
+            names = [*known, *model.neutral, *model.harmless]
+            near = difflib.get_close_matches(name[:64], names, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise RequestError(f"unknown field {name[:64]!r}{hint}", param=name[:64])
-        if value is not None and not any(_is_same(value, neutral) for neutral in NEUTRAL[name]):
+        if value is not None and not any(_is_same(value, neutral) for neutral in model.neutral[name]):
             raise UnsupportedError(f"{name!r} is not supported by this server", param=name)
     try:
-        return model.model_validate(fields)
+        return validate(fields)
     except pydantic.ValidationError as error:
         raise _refusal(error) from None
 
@@ -354,7 +366,9 @@ def _limit(details: Any) -> str:
             return ""
 
 
-_BRANCHES = {"text", "parts", "image_url", "video_url", "audio_url", "input_audio"}
+_BRANCHES = {"text", "parts", "image_url", "video_url", "audio_url", "input_audio"} | {
+    "input_text", "output_text", "input_image", "input_video", "input_file",
+}  # fmt: skip
 
 
 def _path(loc: tuple[str | int, ...]) -> str:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -23,6 +23,34 @@ _OF_WORKERS = ("placement", "alternatives")  # fields of a timeline
 
 class ClientGoneError(Exception):
     """The client has closed its connection."""
+
+
+class AnswerFormat(Protocol):
+    """An endpoint's bodies and events, as `render` and `responses.render` write them."""
+
+    media_type: str  # of a body
+
+    def body(
+        self,
+        answers: Sequence[render.WholeChoice],
+        generations: Sequence[Generation],
+        num_choices: int,
+        timelines: Sequence[dict[str, Any]] = (),
+    ) -> bytes: ...
+
+    def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes: ...
+
+    def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes: ...
+
+    def finish(self, index: int, reason: str, generation: Generation) -> bytes: ...
+
+    def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes: ...
+
+    def usage(self, usage: dict[str, Any]) -> bytes: ...
+
+    def error_event(self, error: ClusterError) -> bytes:
+        """The last event of a stream that fails after its first one."""
+        ...
 
 
 class TimelineReport:
@@ -69,7 +97,7 @@ async def _disconnected(request: Request) -> None:
 
 async def whole(
     start: Callable[[], Awaitable[list[Generation]]],
-    answer: render.ResponseFormat,
+    answer: AnswerFormat,
     num_choices: int,
     report: TimelineReport | None = None,
 ) -> bytes:
@@ -91,7 +119,7 @@ async def whole(
 
 async def stream(
     start: Callable[[], Awaitable[list[Generation]]],
-    answer: render.ResponseFormat,
+    answer: AnswerFormat,
     num_choices: int,
     include_usage: bool,
     report: TimelineReport | None = None,

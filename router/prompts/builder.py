@@ -4,7 +4,7 @@ the event loop. Opens no file."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -30,6 +30,7 @@ class PreparedPrompt:
     block_hashes: Sequence[bytes]
     guidance: Guidance | None = None
     media_notes: Sequence[MediaNote] = ()  # changes to items that the client did not ask for
+    audio_s: float = 0.0  # seconds of sound in all items
     release: Callable[[], None] = lambda: None  # to be called when the request has ended
 
     @property
@@ -95,7 +96,8 @@ class PromptBuilder:
             prompt, items = self._expanded(messages, measured, tenant, earlier, call.options)
         self._media.check_rows(measured, self._caps.max_picture_rows, self._caps.max_rows)
         notes.sort(key=lambda note: note.item)
-        return self._prepared(prompt, items, call.guidance, call.cache_salt, notes, call.options)
+        prepared = self._prepared(prompt, items, call.guidance, call.cache_salt, notes, call.options)
+        return replace(prepared, audio_s=self._media.audio_s(measured))
 
     def completion(
         self,

@@ -140,6 +140,13 @@ class MediaPlanner:
         by_idx = {item.item_idx: item for item in reduced}
         return [by_idx.get(item.item_idx, item) for item in measured], notes
 
+    def audio_s(self, measured: Sequence[MeasuredItem]) -> float:
+        """Seconds of sound in all items, clips with their sound tracks included."""
+        if self._processor is None:
+            return 0.0
+        num_samples = sum((item.sound or item.probe).num_samples for item in measured)
+        return num_samples / self._processor.settings.sampling_rate
+
     def items(self, item: MeasuredItem, tenant: str) -> list[MediaItem]:
         """The encoders' items: one, or two for a clip with its sound track."""
         names = self._names(item, tenant)

@@ -269,7 +269,7 @@ def _registered_metrics() -> dict[str, set[str]]:
     """Name → labels, asked of the registries themselves; what they read (workers, requests) is scripted."""
     found: dict[str, set[str]] = {}
     door = DoorMetrics("model", list, MagicMock())
-    for registry in (door._registry, HttpMetrics(MagicMock())._registry):
+    for registry in (door._registry, HttpMetrics(MagicMock(), MagicMock())._registry):
         found |= {_stem(name): labels for name, labels in _labels_in(registry)}
     return found
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
 
+from cluster.clock import SystemClock
 from cluster.text.defaults import GenerationDefaults
 from router.calls import (
     ChatCall,
@@ -17,6 +19,7 @@ from router.calls import (
     TokenScores,
     Usage,
 )
+from router.openai.keys import Access, KeyRing
 from router.openai.limits import Limits
 
 
@@ -46,8 +49,8 @@ class FakeGeneration:
             await asyncio.sleep(self._door.pause_s)
             if idx == self._door.fail_at and self._door.error is not None:
                 raise self._door.error
-            self.usage = Usage(7, idx + 1, 4)
-            reason = "stop" if idx == len(self._words) - 1 else None
+            self.usage = Usage(7, idx + 1, 4, audio_tokens=5, audio_s=2.5)
+            reason = self._door.last_reason if idx == len(self._words) - 1 else None
             scores = self._scores(idx) if self._call.num_logprobs is not None else ()
             yield TextDelta(word, 1, reason, scores, (idx,) if self._call.returns_token_ids else ())
 
@@ -65,15 +68,18 @@ class FakeGeneration:
 class FakeDoor:
     model_id = "org/demo"
     created = 1_700_000_000
+    transcription_instruction = "Write it down."
     defaults = GenerationDefaults(temperature=0.0, max_tokens=64, eos_token_ids=(1014,))
     limits = Limits(max_model_len=4096, vocab_size=2048, max_body_bytes=4 << 20)
 
     def __init__(self, words: Sequence[str] = ("Hello", " wör", "ld", "")):
+        self.access = Access(KeyRing(None, (), SystemClock()))
         self.words = words
         self.deltas: Sequence[TextDelta] = ()  # before the words; the last one may end the answer
         self.pause_s = 0.0
         self.start_pause_s = 0.0
         self.media_notes: tuple[MediaNote, ...] = ()
+        self.last_reason: Literal["stop", "length"] = "stop"
         self.error: Exception | None = None
         self.fail_at = -1  # word at which `error` is raised; None: at the call itself
         self.calls: list[ChatCall | CompletionCall | TokenizeCall] = []
@@ -99,6 +105,9 @@ class FakeDoor:
 
     def is_ready(self) -> bool:
         return self.ready
+
+    def pools(self) -> dict[str, Any]:
+        return {"num_running": 0, "num_waiting": 0, "pools": [{"role": "decode", "workers": []}]}
 
     def metrics(self) -> bytes:
         return b"epdg_test 1\n"

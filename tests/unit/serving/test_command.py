@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config.keys import key_entry, read_key_file
 from cluster.config.settings import REPOSITORY
 from cluster.serving import command, launch
 from cluster.serving.local_environment import free_port
@@ -42,6 +43,20 @@ def test_help_names_the_command_and_its_default(capsys):
         command.main(["serve", "--help"])
     text = capsys.readouterr().out
     assert "epdg serve" in text and "deploy/cluster.yaml" in text and "EPDG_MODEL" in text
+
+
+def test_a_made_key_is_valid_with_the_entry_that_is_printed(tmp_path, capsys):
+    assert command.main(["key", "alice"]) == 0
+    _, key, *_, line = capsys.readouterr().out.splitlines()
+    (tmp_path / "keys.yaml").write_text(line)
+    (entry,) = read_key_file(tmp_path / "keys.yaml")
+    assert entry == key_entry("alice", key) and len(key) > 40
+
+
+def test_a_name_that_no_file_could_have_makes_no_key(capsys):
+    assert command.main(["key", "a b"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: 'a b' cannot be the name of a key")
 
 
 def test_make_help_names_every_target_and_variable():

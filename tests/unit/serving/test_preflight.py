@@ -183,3 +183,16 @@ def test_a_cpu_variant_that_the_processor_cannot_run_is_refused(tmp_path):
     check(serve_file(tmp_path, {"cpu_kernels": "avx2"}), variables, old)
     with pytest.raises(ConfigError, match="cannot run avx512; it runs avx2"):
         check(serve_file(tmp_path, {"cpu_kernels": "avx512"}), variables, old)
+
+
+def test_a_key_file_is_read_and_named_by_its_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = text_folder(tmp_path / "m")
+    args = {"door": {"access": {"key_file": "keys.yaml"}}}
+    check_refused(tmp_path, "cannot read the key file .*/keys.yaml", model=model, args=args)
+    (tmp_path / "keys.yaml").write_text("- {name: alice}")
+    check_refused(tmp_path, "missing required field `hash`", model=model, args=args)
+    (tmp_path / "keys.yaml").write_text("")
+    plan = checked(tmp_path, model, args)
+    args = plan.content["applications"][0]["args"]
+    assert args["door"] == {"access": {"key_file": str(tmp_path / "keys.yaml")}}

@@ -1,0 +1,187 @@
+"""What one door process relays. See README.md.
+
+python -m bench.door [--seconds 5] [--streams 64] [--rates 2000,3000,4000,6000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bench.door.clients import Lags, ask, body, leave, open_unread, read_stream
+from bench.door.stub import StubWorker
+from bench.equality import MODEL
+from bench.records import origin
+from cluster.text.tokenizer import TextProcessor
+
+NUM_MEASURED = 16  # streams beside those that are slow or leave
+NUM_OTHERS = 500
+OTHERS_STEP_S = 0.2
+CONNECTIONS = 16
+SHORT_TOKENS = 8
+
+
+@dataclass
+class Bench:
+    stub: StubWorker
+    port: int
+    pid: int
+    words: dict[str, int]
+    seconds: float
+
+    def lags(self) -> Lags:
+        return Lags(self.words, self.stub.sent_at)
+
+    @contextlib.asynccontextmanager
+    async def stepping(self, interval_s: float) -> AsyncIterator[None]:
+        steps = asyncio.ensure_future(self.stub.run(interval_s))
+        try:
+            yield
+        finally:
+            steps.cancel()
+
+    @contextlib.contextmanager
+    def timed(self, row: dict[str, Any]) -> Iterator[None]:
+        began_at, door_s, own_s = time.monotonic(), cpu_s(self.pid), time.process_time()
+        yield
+        row["seconds"] = seconds = time.monotonic() - began_at
+        row["door_cpu"] = round((cpu_s(self.pid) - door_s) / seconds, 2)
+        row["stub_and_clients_cpu"] = round((time.process_time() - own_s) / seconds, 2)
+
+
+def cpu_s(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def figures(lags: Lags) -> dict[str, float]:
+    p50, p99 = np.percentile(lags.values, [50, 99]) * 1e3
+    return {"lag_p50_ms": round(float(p50), 2), "lag_p99_ms": round(float(p99), 2)}
+
+
+async def streams(bench: Bench, num_streams: int, rate: float) -> dict[str, Any]:
+    """So many streams get so many tokens a second together."""
+    row: dict[str, Any] = {"row": "streams", "streams": num_streams, "offered": rate}
+    num_tokens = int(rate / num_streams * bench.seconds)
+    lags = bench.lags()
+    async with bench.stepping(num_streams / rate):
+        with bench.timed(row):
+            await asyncio.gather(*(read_stream(bench.port, num_tokens, lags) for _ in range(num_streams)))
+    row["tokens"] = len(lags.values)
+    return row | {"tokens_per_s": round(len(lags.values) / row["seconds"])} | figures(lags)
+
+
+async def short_requests(bench: Bench) -> dict[str, Any]:
+    """As many as one door answers, eight tokens each; steps of a millisecond."""
+    row: dict[str, Any] = {"row": "short requests", "connections": CONNECTIONS, "tokens": SHORT_TOKENS}
+    request, ends_at, statuses = body(SHORT_TOKENS, False), time.monotonic() + bench.seconds, []
+
+    async def client() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.port)
+        while time.monotonic() < ends_at:
+            statuses.append(await ask(reader, writer, request))
+        writer.close()
+
+    async with bench.stepping(1e-3):
+        with bench.timed(row):
+            await asyncio.gather(*(client() for _ in range(CONNECTIONS)))
+    assert set(statuses) == {200}, "a request failed"
+    return row | {"requests_per_s": round(len(statuses) / row["seconds"], 1)}
+
+
+async def beside(bench: Bench, kind: str) -> dict[str, Any]:
+    """Streams that are read, beside others that are read, too, that are never read, or whose clients leave."""
+    row: dict[str, Any] = {"row": f"{NUM_MEASURED} streams beside {NUM_OTHERS} {kind}"}
+    num_tokens, lags, unread = int(bench.seconds / OTHERS_STEP_S), bench.lags(), []
+    async with bench.stepping(OTHERS_STEP_S):
+        others: list[Any] = []
+        if kind == "read":
+            others = [read_stream(bench.port, 4 * num_tokens, bench.lags()) for _ in range(NUM_OTHERS)]
+        elif kind == "leaving":
+            others = [_leave_one_by_one(bench)]
+        else:
+            unread = [open_unread(bench.port, 4 * num_tokens) for _ in range(NUM_OTHERS)]
+        tasks = [asyncio.ensure_future(other) for other in others]
+        wanted = 0 if kind == "leaving" else NUM_OTHERS
+        async with asyncio.timeout(60):
+            while bench.stub.num_running < wanted:
+                await asyncio.sleep(0.05)
+        with bench.timed(row):
+            measured = (read_stream(bench.port, num_tokens, lags) for _ in range(NUM_MEASURED))
+            await asyncio.gather(*measured)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for client in unread:
+            client.close()
+        async with asyncio.timeout(60):  # what is not read, or left, is cancelled at the worker
+            while bench.stub.num_running:
+                await asyncio.sleep(0.05)
+    return row | figures(lags)
+
+
+async def _leave_one_by_one(bench: Bench) -> None:
+    for _ in range(NUM_OTHERS):
+        await leave(bench.port, 1000)
+
+
+def step_words() -> dict[str, int]:
+    """Text → token id: words that stay what they are next to each other."""
+    text = TextProcessor.load(MODEL, None)
+    named = {text.text([token_id]): token_id for token_id in range(text.vocab_size)}
+    return {name[1:]: token_id for name, token_id in named.items() if re.fullmatch(" [a-z]{2,}", name)}
+
+
+@contextlib.asynccontextmanager
+async def started(seconds: float) -> AsyncIterator[Bench]:
+    tokens = step_words()
+    with tempfile.TemporaryDirectory() as folder:
+        stub = StubWorker(f"unix:{folder}/stub", list(tokens.values()))
+        member = msgspec.json.encode(await stub.start()).decode()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bench.door.served", member),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        try:
+            port = int(await process.stdout.readline())
+            yield Bench(stub, port, process.pid, {word: i for i, word in enumerate(tokens)}, seconds)
+        finally:
+            process.kill()
+            await process.wait()
+            await stub.aclose()
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--rates", default="2000,3000,4000,6000", help="tokens per second of all streams")
+    args = parser.parse_args()
+    print(json.dumps(origin()))
+    async with started(args.seconds) as bench:
+        await streams(bench, 8, 400.0)  # warm
+        for rate in args.rates.split(","):
+            print(json.dumps(await streams(bench, args.streams, float(rate))), flush=True)
+        print(json.dumps(await short_requests(bench)), flush=True)
+        for kind in ("read", "unread", "leaving"):
+            print(json.dumps(await beside(bench, kind)), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

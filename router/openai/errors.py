@@ -1,0 +1,97 @@
+"""Errors as answers: OpenAI's object, the status, and the headers that belong to it. Plain functions of the
+application's exception handlers; no request is known to them but its headers. Runs on the door's event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.errors import ClusterError, InternalError, RequestError
+from router.openai import render
+from router.openai.bodies import BodyTimeoutError, BodyTooLargeError, MediaTypeError
+from router.openai.edge import request_id_of
+from router.openai.keys import InvalidKeyError
+
+log = logging.getLogger(__name__)
+# The field that has the prompt. Workers and prompt builder, which know no endpoint, name one of these
+PROMPT_FIELDS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+    "/v1/audio/transcriptions": "file",
+}
+
+
+class NoSuchRouteError(RequestError):
+    code = "not_found"
+
+
+class WrongMethodError(RequestError):
+    code = "method_not_allowed"
+
+
+_KINDS: dict[int, type[RequestError]] = {
+    404: NoSuchRouteError,
+    405: WrongMethodError,
+    413: BodyTooLargeError,
+    415: MediaTypeError,
+}
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    log_unexpected(request, error)
+    known = render.public_error(error)
+    headers = {}
+    if known.status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(known.retry_after_s or 1)))
+    if isinstance(known, InvalidKeyError):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(known, BodyTimeoutError):
+        # After other errors the server reads the rest of the body and drops it, because closing earlier would
+        # lose the answer
+        headers["connection"] = "close"
+    return json_answer(render.error_body(known), known.status, headers)
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # the class it is registered for
+    kind = _KINDS.get(error.status_code) or (RequestError if error.status_code < 500 else InternalError)
+    known = kind(f"{request.method[:20]} {request.url.path[:200]}: {error.detail}")
+    return json_answer(render.error_body(known), error.status_code, dict(error.headers or {}))
+
+
+async def answer_wrong_parameter(request: Request, error: Exception) -> Response:
+    """Of a query or a path; bodies are checked by `schema`."""
+    assert isinstance(error, RequestValidationError)  # the class it is registered for
+    first = error.errors()[0]
+    _, *names = map(str, first["loc"])
+    known = RequestError(f"{'.'.join(names)}: {first['msg']}", param=".".join(names) or None)
+    return await answer_error(request, known)
+
+
+def log_unexpected(request: Request, error: Exception) -> None:
+    if not isinstance(error, ClusterError):
+        log.error("request %s failed unexpectedly", request_id_of(request), exc_info=error)
+
+
+@contextlib.contextmanager
+def naming_prompt(field: str) -> Iterator[None]:
+    """Errors of the prompt name the endpoint's own field; empty: they stay."""
+    try:
+        yield
+    except ClusterError as error:
+        if field and error.param in PROMPT_FIELDS.values():
+            error.param = field
+        raise
+
+
+def json_answer(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, media_type="application/json")

@@ -1,0 +1,50 @@
+"""/v1/responses and /v1/audio/transcriptions over a whole cluster: the chat endpoint's answers in other
+forms."""
+
+from __future__ import annotations
+
+import io
+import wave
+from pathlib import Path
+
+import pytest
+
+from bench.workload import data_uri, png_bytes
+from tests.flow.media_client import ask, part, picture, serving, text_of
+
+SOUND = Path("deploy/demo_model/examples/three_words.wav").read_bytes()
+
+
+async def test_other_forms_of_a_chat_request_have_its_answer():
+    url = data_uri("image/png", png_bytes(picture(1)))
+    parts = [
+        {"type": "input_image", "image_url": url},
+        {"type": "input_text", "text": "What do you see?"},
+    ]
+    seconds = _seconds(SOUND)
+    async with serving() as (_, client):
+        chat = await ask(client, [part("image", url)])
+        body = {
+            "model": "demo", "input": [{"role": "user", "content": parts}], "temperature": 0,
+            "max_output_tokens": chat["usage"]["completion_tokens"],
+        }  # fmt: skip
+        response = (await client.post("/v1/responses", json=body)).json()
+        assert response["output"][0]["content"][0]["text"] == text_of(chat)
+        assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+        assert response["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+
+        form = {"model": "demo", "response_format": "verbose_json"}
+        files = {"file": ("three_words.wav", SOUND)}
+        heard = (await client.post("/v1/audio/transcriptions", data=form, files=files)).json()
+        assert heard["text"] == "red circle seven"
+        assert heard["duration"] == pytest.approx(seconds, abs=0.01) == heard["segments"][0]["end"]
+        assert -0.5 < heard["segments"][0]["avg_logprob"] <= 0
+
+        files = {"file": ("notes.txt", b"no sound")}
+        refused = await client.post("/v1/audio/transcriptions", data={"model": "demo"}, files=files)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "file"
+
+
+def _seconds(data: bytes) -> float:
+    with wave.open(io.BytesIO(data)) as sound:
+        return sound.getnframes() / sound.getframerate()

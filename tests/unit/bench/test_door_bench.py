@@ -1,0 +1,22 @@
+"""The benchmark of one door: every token arrives once, with the lag of its own step."""
+
+from __future__ import annotations
+
+import time
+
+from bench.door.__main__ import OTHERS_STEP_S, started, streams
+
+
+async def test_every_token_of_every_stream_is_counted_with_its_lag():
+    async with started(0.5) as bench:
+        row = await streams(bench, 3, 120.0)
+        assert row["tokens"] == 60 and row["lag_p99_ms"] > 0
+        lags = bench.lags()
+        bench.stub.sent_at[:] = [time.monotonic() - 5] * len(bench.words)
+        words = list(bench.words)
+        lags.note(
+            b'data: {"choices":[{"delta":{"content":" %s %s"}}]}' % (words[0].encode(), words[9].encode())
+        )
+        assert len(lags.values) == 2 and all(5 <= lag < 5 + 60 for lag in lags.values)
+        assert len(bench.words) * OTHERS_STEP_S > 20, "a step's word comes again only much later"
+        assert bench.stub.num_running == 0
