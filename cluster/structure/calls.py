@@ -75,8 +75,8 @@ class CallGrammar:
         is_parallel: bool,
         answer: Structure | None = None,
     ) -> str:
-        """Answers that are calls and nothing else, behind reasoning. `answer`: a JSON schema; they may be JSON
-        of it instead. Raises StructureError."""
+        """Answers that are calls and nothing else, behind reasoning. `answer`: a JSON schema; JSON that is
+        valid under it may come instead. Raises StructureError."""
         before = "" if where is Reasoning.NONE or self._reasoning is None else "reasoning"
         main = "calls" if answer is None else "(calls | answer)"
         lines = [f"start: {before}{'?' * (where is Reasoning.MAY_COME and bool(before))} {main}"]

@@ -40,7 +40,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.decode(file.read_bytes(), type=cls)
 
 
-class AnswerFormat:
+class AnswerSyntax:
     def __init__(self, family: Family, tokenizer: Any, *, can_reason: bool = True):
         """`tokenizer`: of transformers. `can_reason`: its reasoning is looked for. Raises ConfigError."""
         self._template = copy.deepcopy(family.template)
@@ -69,7 +69,7 @@ class AnswerFormat:
             ) from error
 
     @classmethod
-    def of(cls, tokenizer: Any, chat_template: str) -> AnswerFormat | None:
+    def of(cls, tokenizer: Any, chat_template: str) -> AnswerSyntax | None:
         """None: the checkpoint has no response template, and its chat template is of no known family. Raises
         ConfigError."""
         families = map(Family.load, ORDER)

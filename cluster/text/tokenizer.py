@@ -29,7 +29,7 @@ from typing import Any
 
 from cluster.config.checkpoint import check_tokenizer, placeholder_ids, read_config, text_config
 from cluster.errors import ConfigError, RequestError
-from cluster.text.answer_format import GENERIC, AnswerFormat, Family
+from cluster.text.answer_format import GENERIC, AnswerSyntax, Family
 from cluster.text.chat import NO_OPTIONS, ChatMessage, ChatOptions, LaidOutMedia, media_order
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.pieces import TokenPieces
@@ -132,17 +132,17 @@ class TextProcessor:
         """`shown_ids`: special tokens that have text all the same."""
         return Detokenizer(self._decode, self._special_ids.difference(shown_ids) if skips_special else ())
 
-    def answer_format(self, family: str = "") -> AnswerFormat | None:
+    def answer_format(self, family: str = "") -> AnswerSyntax | None:
         """How the model writes reasoning and calls. None: unknown. `family`: the operator's choice. Reads
         files. Raises ConfigError."""
         if family:
-            return AnswerFormat(Family.load(family), self._tokenizer)
-        return AnswerFormat.of(self._tokenizer, self.template.source)
+            return AnswerSyntax(Family.load(family), self._tokenizer)
+        return AnswerSyntax.of(self._tokenizer, self.template.source)
 
-    def generic_format(self) -> AnswerFormat:
+    def generic_format(self) -> AnswerSyntax:
         """A form of calls that can be held for any model."""
         can_reason = "<think>" in self.template.source
-        return AnswerFormat(Family.load(GENERIC), self._tokenizer, can_reason=can_reason)
+        return AnswerSyntax(Family.load(GENERIC), self._tokenizer, can_reason=can_reason)
 
     def word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that write these words, at the beginning of a text and behind a space. As in

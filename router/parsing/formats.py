@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from cluster.errors import UnsupportedError
 from cluster.structure.calls import CallGrammar, HeldFunction, Reasoning
 from cluster.structure.matcher import StructureError
-from cluster.text.answer_format import AnswerFormat
+from cluster.text.answer_format import AnswerSyntax
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.structure import Structure, StructureKind
 from router.answer_text import AnswerText
@@ -90,7 +90,7 @@ class AnswerFormats:
         form = self._format(call)
         return frozenset() if form is None else form.shown_ids
 
-    def _format(self, call: ChatCall | CompletionCall) -> AnswerFormat | None:
+    def _format(self, call: ChatCall | CompletionCall) -> AnswerSyntax | None:
         """None: the answer is text as it is."""
         if isinstance(call, CompletionCall):
             return None
@@ -104,7 +104,7 @@ class AnswerFormats:
     def _prefix(self, prompt: Sequence[int]) -> str:
         return self._text.text(prompt[-PREFIX_TOKENS:])
 
-    def _where(self, form: AnswerFormat, prompt: Sequence[int]) -> Reasoning:
+    def _where(self, form: AnswerSyntax, prompt: Sequence[int]) -> Reasoning:
         if not form.has_reasoning:
             return Reasoning.NONE
         events = AnswerParser(form, self._prefix(prompt), has_calls=False).initial_events

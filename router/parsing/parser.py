@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.text.answer_format import CALLS, REASONING, AnswerFormat
+from cluster.text.answer_format import CALLS, REASONING, AnswerSyntax
 from cluster.types.messages import TokenEvent
 from router.answer_text import AnswerText
 from router.calls import TextDelta, ToolCallDelta
@@ -32,7 +32,7 @@ class Parts(msgspec.Struct):
 class AnswerParser:
     def __init__(
         self,
-        form: AnswerFormat,
+        form: AnswerSyntax,
         prefix: str,
         *,
         has_calls: bool,

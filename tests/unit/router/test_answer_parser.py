@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import InternalError
-from cluster.text.answer_format import AnswerFormat, Family
+from cluster.text.answer_format import AnswerSyntax, Family
 from cluster.text.formats import ORDER
 from cluster.types.messages import FinishReason, TokenEvent
 from router.calls import TextDelta
@@ -35,8 +35,8 @@ XML = {
 CAST = {"city": "Rome\nand", "days": 2, "tags": ["a"]}
 
 
-def form_of(name: str) -> AnswerFormat:
-    return AnswerFormat(Family.load(name), PLAIN)
+def form_of(name: str) -> AnswerSyntax:
+    return AnswerSyntax(Family.load(name), PLAIN)
 
 
 def parser_of(name: str, prefix: str = "", **more: Any) -> AnswerParser:

@@ -12,7 +12,7 @@ import pytest
 from cluster.structure.calls import CallForm, CallGrammar, HeldFunction, Reasoning, ReasoningForm
 from cluster.structure.grammar import compile_structure
 from cluster.structure.matcher import Matcher, StructureError
-from cluster.text.answer_format import AnswerFormat, Family
+from cluster.text.answer_format import AnswerSyntax, Family
 from cluster.text.formats import ORDER
 from cluster.types.structure import Structure, StructureKind
 from router.parsing.parser import AnswerParser
@@ -40,8 +40,8 @@ def matcher_of(text: str) -> Matcher:
     )
 
 
-def form_of(name: str) -> AnswerFormat:
-    return AnswerFormat(Family.load(name), SimpleNamespace(added_tokens_decoder={}))
+def form_of(name: str) -> AnswerSyntax:
+    return AnswerSyntax(Family.load(name), SimpleNamespace(added_tokens_decoder={}))
 
 
 def drawn(matcher: Matcher, seed: int, limit: int = 120) -> str | None:
