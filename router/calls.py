@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from cluster.media.sources import MediaSource
-from cluster.text.chat import ChatMessage
+from cluster.text.chat import NO_OPTIONS, ChatMessage, ChatOptions
 from cluster.types.request import LogitChanges, SamplingParams
 from cluster.types.structure import Structure
 
@@ -42,6 +42,26 @@ class MediaRules(msgspec.Struct, frozen=True):
     omits_bad: bool = False  # an item that cannot be used is left out, and the request is answered without it
 
 
+class ToolFunction(msgspec.Struct, frozen=True):
+    name: str
+    parameters: str  # JSON schema of the arguments, as JSON
+    param: str  # the field of the request that has the schema; errors name it
+    is_strict: bool = False  # a call of it has arguments that are valid under the schema
+
+
+class ToolRules(msgspec.Struct, frozen=True):
+    """Which tools an answer may call, and how."""
+
+    functions: tuple[ToolFunction, ...]  # that may be called
+    must_call: bool = False
+    is_parallel: bool = True  # several calls in one answer
+
+    @property
+    def is_constrained(self) -> bool:
+        """The calls are valid for certain."""
+        return self.must_call or any(function.is_strict for function in self.functions)
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that both endpoints have."""
 
@@ -68,6 +88,9 @@ class ChatCall(Call, frozen=True, kw_only=True):
     messages: tuple[ChatMessage, ...]
     media: tuple[MediaSource, ...]  # in the order of the messages' media parts; not yet opened
     media_rules: MediaRules = MediaRules()
+    options: ChatOptions = NO_OPTIONS
+    tools: ToolRules | None = None  # None: the answer is text
+    shows_reasoning: bool = True
 
 
 class CompletionCall(Call, frozen=True, kw_only=True):
@@ -105,16 +128,33 @@ class RankedToken(msgspec.Struct, frozen=True):
     text: str
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """A piece of a call of a tool."""
+
+    index: int  # among the calls of the answer
+    arguments: str = ""  # the next part of their JSON
+    call_id: str = ""  # in the first piece …
+    name: str = ""  # … together with the name
+
+
 class TextDelta(msgspec.Struct, frozen=True):
     """A piece of one choice's text. Only the last one carries the finish reason; its text may be empty."""
 
     text: str
     num_tokens: int = 0
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     # Of the tokens whose text ends in this piece, or later if a stop string cuts it. The last piece also has
     # those of tokens without text
     scores: tuple[TokenScores, ...] = ()
     token_ids: tuple[int, ...] = ()  # of all tokens that this piece is about, if the client wants them
+    reasoning: str = ""  # apart from the text
+    calls: tuple[ToolCallDelta, ...] = ()
+    num_reasoning_tokens: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """But for the finish reason."""
+        return not (self.text or self.reasoning or self.calls or self.scores or self.token_ids)
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -124,6 +164,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int = 0  # of the prompt
     audio_tokens: int = 0  # of the prompt
+    reasoning_tokens: int = 0  # of the answer
     audio_s: float = 0.0  # seconds of sound in the prompt
 
 

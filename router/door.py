@@ -47,6 +47,8 @@ from router.members import Peer
 from router.openai.keys import Access
 from router.openai.limits import Limits
 from router.page.pools import pool_fields
+from router.parsing.formats import AnswerFormats, needs_structure
+from router.parsing.parser import ParsedAnswer
 from router.policy import ClusterView, make_policy
 from router.prompt_report import PromptReport
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
@@ -73,6 +75,7 @@ class Door:
         self._clock = SystemClock()
         media = MediaProcessor.load(args.model)
         self._text = TextProcessor.load(args.model, media and media.transformers_processor)
+        self._formats = AnswerFormats(self._text, args.door.answer_format)
         self._needs_encoder = media is not None
         self._roles = [role for role in args.roles if role is not Role.ENCODE or self._needs_encoder]
         self._max_model_len = args.max_model_len or context_length(args.model)
@@ -169,10 +172,12 @@ class Door:
 
     async def chat(self, call: ChatCall) -> list[Choice]:
         timeline = RequestTimeline(self._clock.now(), call.trace_parent)
+        self._formats.check(call)
         await self._check_structure(call)
         changes = await self._changes(call)
         prompt = await self.prepare(call, timeline)
         try:
+            call = await self._with_calls(call, prompt)
             return self._generate(prompt, call, changes, timeline, self._report(prompt, call))
         except BaseException:
             prompt.release()
@@ -208,6 +213,15 @@ class Door:
         """Raises ClusterError."""
         if call.structure is not None:
             await self._structures.check(call.structure, call.tenant)
+
+    async def _with_calls(self, call: ChatCall, prompt: PreparedPrompt) -> ChatCall:
+        """With the structure of its calls of tools, if they are constrained. Raises ClusterError."""
+        if not needs_structure(call):
+            return call
+        for structure in await self._off_loop(self._formats.structures, call, prompt.prompt.token_ids):
+            await self._structures.check(structure, call.tenant)
+            call = msgspec.structs.replace(call, structure=structure)
+        return call
 
     async def prepare(self, call: ChatCall, timeline: RequestTimeline) -> PreparedPrompt:
         """What `chat` generates from; to be released. Raises ClusterError."""
@@ -260,7 +274,7 @@ class Door:
             Choice(
                 prompt,
                 tokens,
-                self._answer_text(call, report),
+                self._answer_text(call, prompt, report),
                 self._metrics,
                 self._clock,
                 timeline,
@@ -290,15 +304,19 @@ class Door:
         echo = await self._off_loop(echo_of, self._text, prompt, prepared.prompt.token_ids)
         return self._report(prepared, call, echo=echo, num_echoed=call.num_logprobs, generates=call.generates)
 
-    def _answer_text(self, call: ChatCall | CompletionCall, report: PromptReport | None) -> AnswerText:
-        return AnswerText(
-            self._text.detokenizer(skips_special=call.skips_special),
+    def _answer_text(
+        self, call: ChatCall | CompletionCall, prompt: PreparedPrompt, report: PromptReport | None
+    ) -> AnswerText | ParsedAnswer:
+        shown_ids = self._formats.shown_ids(call)
+        text = AnswerText(
+            self._text.detokenizer(skips_special=call.skips_special, shown_ids=shown_ids),
             StopStrings(call.stop.strings, keeps_match=call.stop.shows_match),
             self._text.pieces,
             shows_stop_token=call.stop.shows_match,
             returns_token_ids=call.returns_token_ids,
             num_before=0 if report is None else report.num_chars,
         )
+        return self._formats.answer(call, prompt.prompt.token_ids, text)
 
     def _max_tokens(self, prompt: PreparedPrompt, rules: StopRules) -> int:
         longest = prompt.num_tokens

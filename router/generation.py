@@ -10,6 +10,7 @@ from cluster.errors import ClusterError
 from cluster.types.messages import TokenEvent
 from router.answer_text import AnswerText
 from router.calls import MediaNote, RankedToken, TextDelta, Usage
+from router.parsing.parser import ParsedAnswer
 from router.prompt_report import PromptReport
 from router.prompts.builder import PreparedPrompt
 from router.streams import TokenStream
@@ -27,7 +28,7 @@ class Choice:
         self,
         prompt: PreparedPrompt,
         tokens: TokenStream,
-        text: AnswerText,
+        text: AnswerText | ParsedAnswer,
         metrics: DoorMetrics,
         clock: Clock,
         timeline: RequestTimeline,
@@ -50,6 +51,7 @@ class Choice:
         self._last_at = timeline.arrived_at
         self._num_tokens = 0
         self._num_cached_tokens = 0
+        self._num_reasoning_tokens = 0
         self._outcome: str | None = "cancelled"  # what is counted at the end; None once counted
 
     @property
@@ -59,6 +61,7 @@ class Choice:
             completion_tokens=self._num_tokens if self._report is None or self._report.generates else 0,
             cached_tokens=self._num_cached_tokens,
             audio_tokens=self._prompt.num_audio_tokens,
+            reasoning_tokens=self._num_reasoning_tokens,
             audio_s=self._prompt.audio_s,
         )
 
@@ -80,6 +83,7 @@ class Choice:
             async for event in self._tokens:
                 self._measure(event)
                 delta = self._text.push(event)
+                self._num_reasoning_tokens += delta.num_reasoning_tokens
                 if report is not None:
                     delta, report = await report.introduce(event.prompt_logprobs, delta), None
                 if delta.finish_reason is not None:

@@ -232,6 +232,9 @@ class DoorArgs(_Args):
     show_workers: bool = False  # to clients that ask for a request's timeline
     # of all requests in work; beyond it requests are refused (429)
     held_body_bytes: int = Field(1 << 30, ge=1)
+    # how the model writes calls of tools and reasoning: a file of cluster/text/formats, without `.json`.
+    # Empty: what the checkpoint says, or what its chat template shows
+    answer_format: str = ""
     access: AccessArgs = AccessArgs()
     # what /v1/audio/transcriptions asks the model to do with a sound
     transcription_instruction: str = Field("Transcribe the audio.", min_length=1)

@@ -4,6 +4,7 @@ llguidance (Rust) does the parsing; here is what turns it into a part of a serve
 first request with a structure comes.
 
 * `schema`: what a JSON schema may say. `grammar`: a structure to llguidance's grammar, with limits.
+* `calls`: calls of tools to a grammar, by the form in which a model writes them.
 * `vocabulary`: the tokens of a model, as grammars see them.
 * `matcher`: where one answer is in its grammar; which tokens may follow.
 * `compiler`: a worker's grammars: compiled on a thread of their own, kept while they are used.

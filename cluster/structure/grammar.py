@@ -67,5 +67,7 @@ def _grammar(structure: Structure) -> str:
         case StructureKind.CHOICE:
             choices = " | ".join(json.dumps(choice) for choice in json.loads(structure.text))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+        case StructureKind.CALLS:
+            return LLMatcher.grammar_from_lark(structure.text)
         case StructureKind.GRAMMAR:
             return grammar_from("grammar", structure.text)

@@ -1,4 +1,4 @@
-"""A conversation as the chat template gets it: roles, text, and places of media items."""
+"""A conversation as the chat template gets it: roles, text, places of media items, calls of tools."""
 
 from __future__ import annotations
 
@@ -26,15 +26,37 @@ class LaidOutMedia(msgspec.Struct, frozen=True):
     media_hashes: tuple[str, ...]  # of each part of the layout
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call in an earlier answer."""
+
+    call_id: str
+    name: str
+    arguments: str  # JSON of an object
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     role: str
     # a string or parts, as the client sent it, because templates may treat the two differently
     content: str | tuple[ChatText | ChatMedia, ...]
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant's message
+    tool_call_id: str = ""  # of a tool's message: the call that it answers …
+    name: str = ""  # … and that tool's name
+    reasoning: str = ""  # of an assistant's message; most templates leave it out
 
     def modalities(self) -> tuple[Modality, ...]:
         if isinstance(self.content, str):
             return ()
         return tuple(part.modality for part in self.content if isinstance(part, ChatMedia))
+
+
+class ChatOptions(msgspec.Struct, frozen=True):
+    """What a chat template gets beside the messages."""
+
+    tools: tuple[str, ...] = ()  # in the API's form, as JSON
+    variables: tuple[tuple[str, str], ...] = ()  # the client's `chat_template_kwargs`: names, values as JSON
+
+
+NO_OPTIONS = ChatOptions()
 
 
 def media_order(messages: Iterable[ChatMessage]) -> tuple[Modality, ...]:

@@ -1,6 +1,6 @@
 """Conversations and raw text to token ids, and media items to the ranges of their embeddings.
 
-Owns the model's tokenizer and chat template (both from transformers). Thread safe: encoding changes the
+Owns the model's tokenizer, from transformers, and its chat template. Thread safe: encoding changes the
 tokenizer's state for a moment, so it holds a lock. Detokenizers share a copy that never changes.
 
 A chat becomes a prompt in three steps, each as in the model's own processor:
@@ -23,17 +23,17 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from cluster.config.checkpoint import check_tokenizer, placeholder_ids, read_config, text_config
 from cluster.errors import ConfigError, RequestError
-from cluster.text.chat import ChatMessage, ChatText, LaidOutMedia, media_order
+from cluster.text.answer_format import GENERIC, AnswerSyntax, Family
+from cluster.text.chat import NO_OPTIONS, ChatMessage, ChatOptions, LaidOutMedia, media_order
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.pieces import TokenPieces
+from cluster.text.template import ChatTemplate
 from cluster.types.media import Modality, PlacedMedia
 from cluster.types.request import Prompt
 
@@ -53,10 +53,8 @@ class TextProcessor:
         self._row_ids = frozenset(placeholder_ids.values())
         self._placeholders = _placeholders(processor)
         self._placeholder = _unmarked("|".join(map(re.escape, self._placeholders)))
-        has_template = getattr(processor, "chat_template", None) is not None
-        self._templates = processor if has_template else tokenizer
+        self.template = ChatTemplate(tokenizer, processor, takes_media=bool(self._placeholders))
         self._added = ([], []) if processor is None else _added_ids(tokenizer)
-        self._wants_parts = self._templates.chat_template is not None and not self._renders_strings()
         self._special_ids = frozenset(tokenizer.all_special_ids) | {
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -81,7 +79,12 @@ class TextProcessor:
         vocab_size = config.get("vocab_size") or text_config(config).get("vocab_size") or len(tokenizer)
         return cls(tokenizer, placeholder_ids(config), vocab_size, processor)
 
-    def chat_prompt(self, messages: Sequence[ChatMessage], media: Sequence[LaidOutMedia] = ()) -> Prompt:
+    def chat_prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        media: Sequence[LaidOutMedia] = (),
+        options: ChatOptions = NO_OPTIONS,
+    ) -> Prompt:
         """The prompt for the assistant's answer. `media`: one for each media part of the messages, in their
         order.
 
@@ -91,9 +94,9 @@ class TextProcessor:
         unknown = [kind for kind in media_order(messages) if kind not in self._placeholders.values()]
         if unknown:
             raise RequestError(f"this model takes no {unknown[0]} input", param="messages")
-        if self._templates.chat_template is None:
+        if not self.template.exists:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        text, runs = self._with_media(self._rendered(messages), media)
+        text, runs = self._with_media(self.template.render(messages, options), media)
         return _placed(self._encode(text), self._row_ids, runs, media)
 
     def text_prompt(self, text: str) -> list[int]:
@@ -125,8 +128,21 @@ class TextProcessor:
         """Special tokens included."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def detokenizer(self, *, skips_special: bool = True) -> Detokenizer:
-        return Detokenizer(self._decode, self._special_ids if skips_special else ())
+    def detokenizer(self, *, skips_special: bool = True, shown_ids: Collection[int] = ()) -> Detokenizer:
+        """`shown_ids`: special tokens that have text all the same."""
+        return Detokenizer(self._decode, self._special_ids.difference(shown_ids) if skips_special else ())
+
+    def answer_format(self, family: str = "") -> AnswerSyntax | None:
+        """How the model writes reasoning and calls. None: unknown. `family`: the operator's choice. Reads
+        files. Raises ConfigError."""
+        if family:
+            return AnswerSyntax(Family.load(family), self._tokenizer)
+        return AnswerSyntax.of(self._tokenizer, self.template.source)
+
+    def generic_format(self) -> AnswerSyntax:
+        """A form of calls that can be held for any model."""
+        can_reason = "<think>" in self.template.source
+        return AnswerSyntax(Family.load(GENERIC), self._tokenizer, can_reason=can_reason)
 
     def word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that write these words, at the beginning of a text and behind a space. As in
@@ -141,33 +157,6 @@ class TextProcessor:
                     found[tuple(spaced)] = None
         found.pop((), None)
         return tuple(found)
-
-    def _rendered(self, messages: Sequence[ChatMessage]) -> str:
-        """The output of the template, in which special tokens typed by a client are marked."""
-        conversation = [self._template_message(message) for message in messages]
-        try:
-            return self._render(conversation)
-        except TemplateError as error:
-            raise RequestError(
-                f"the chat template refuses these messages: {error}", param="messages"
-            ) from error
-        except Exception as error:  # templates are programs
-            raise RequestError("the chat template cannot render these messages", param="messages") from error
-
-    def _render(self, conversation: list[dict[str, Any]]) -> str:
-        template = self._templates.chat_template
-        marked, *_ = self._tokenizer._mark_chat_inputs(
-            template["default"] if isinstance(template, dict) else template,
-            [conversation], None, None, {}, True, False,
-        )  # fmt: skip
-        return self._templates.apply_chat_template(marked[0], add_generation_prompt=True, tokenize=False)
-
-    def _renders_strings(self) -> bool:
-        """Whether the template takes a message's content as a string; some take only lists of parts."""
-        try:
-            return "words" in self._render([{"role": "user", "content": "words"}])
-        except Exception:  # templates are programs
-            return False
 
     def _with_media(self, text: str, media: Sequence[LaidOutMedia]) -> tuple[str, list[Run]]:
         """The k-th placeholder of a modality belongs to the k-th item of that modality, in any order that the
@@ -210,21 +199,6 @@ class TextProcessor:
             return token_ids
         before, after = self._added
         return [*before, *token_ids, *after]
-
-    def _template_message(self, message: ChatMessage) -> dict[str, Any]:
-        if isinstance(message.content, str):
-            parts = [{"type": "text", "text": message.content}]
-            return {"role": message.role, "content": parts if self._wants_parts else message.content}
-        if not self._placeholders:  # templates of text-only models expect a string
-            texts = [part.text for part in message.content if isinstance(part, ChatText)]
-            return {"role": message.role, "content": "\n".join(texts)}
-        parts = [
-            {"type": "text", "text": part.text}
-            if isinstance(part, ChatText)
-            else {"type": part.modality.value}
-            for part in message.content
-        ]
-        return {"role": message.role, "content": parts}
 
 
 def _placeholders(processor: Any) -> dict[str, Modality]:

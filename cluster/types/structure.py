@@ -1,5 +1,5 @@
-"""The form that an answer must have: what a client asks for with `response_format` or
-`structured_outputs`."""
+"""The form that an answer must have: what a client asks for with `response_format`, `structured_outputs` or
+tools."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class StructureKind(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    CALLS = "calls"
 
 
 class Structure(msgspec.Struct, frozen=True):
@@ -21,7 +22,8 @@ class Structure(msgspec.Struct, frozen=True):
 
     kind: StructureKind
     # JSON_SCHEMA, CHOICE: a schema, a list of strings, as compact JSON in the client's order; REGEX: a
-    # regular expression for the whole answer; GRAMMAR: Lark or GBNF
+    # regular expression for the whole answer; GRAMMAR: Lark or GBNF; CALLS: what
+    # `cluster.structure.calls` has made of tools
     text: str
     param: str = ""  # field of the request that asks for it; errors name it
     is_strict: bool = False  # JSON_SCHEMA: words that are no keywords of JSON Schema are refused

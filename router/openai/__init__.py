@@ -8,6 +8,8 @@ rates        what a tenant has used of its limits
 bodies       reads request bodies within limits
 schema       request bodies as pydantic models
 translate    a body to a frozen call (`router.calls`), or an error that names the field
+messages     … its messages
+tools        … its tools
 limits       what one request may ask for
 protocol     what the API needs of the door behind it
 serving      runs one call against the door

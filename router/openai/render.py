@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from cluster.errors import ClusterError, InternalError
-from router.calls import Call, RankedToken, ScoredToken, TextDelta, TokenScores, Usage
+from router.calls import Call, RankedToken, ScoredToken, TextDelta, TokenScores, ToolCallDelta, Usage
 from router.openai.protocol import Generation
 
 DONE = b"data: [DONE]\n\n"
@@ -45,6 +45,7 @@ def usage_fields(usages: Sequence[Usage], num_choices: int) -> dict[str, Any]:
             "cached_tokens": sum(usage.cached_tokens for usage in prompts),
             "audio_tokens": sum(usage.audio_tokens for usage in prompts),
         },
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
     }
 
 
@@ -60,6 +61,23 @@ class WholeChoice(msgspec.Struct, frozen=True):
     finish_reason: str
     scores: Sequence[TokenScores] = ()
     token_ids: Sequence[int] = ()
+    reasoning: str = ""
+    calls: Sequence[ToolCallDelta] = ()
+
+    @classmethod
+    def of(cls, deltas: Sequence[TextDelta], finish_reason: str) -> WholeChoice:
+        calls: dict[int, ToolCallDelta] = {}
+        for piece in (piece for delta in deltas for piece in delta.calls):
+            begun = calls.get(piece.index)
+            calls[piece.index] = piece if begun is None else _continued(begun, piece)
+        return cls(
+            "".join(delta.text for delta in deltas),
+            finish_reason,
+            [scores for delta in deltas for scores in delta.scores],
+            [token_id for delta in deltas for token_id in delta.token_ids],
+            "".join(delta.reasoning for delta in deltas),
+            list(calls.values()),
+        )
 
 
 class ResponseFormat(ABC):
@@ -89,7 +107,7 @@ class ResponseFormat(ABC):
         choices = [
             {
                 "index": idx,
-                **self._content(answer.text),
+                **self._content(answer),
                 "logprobs": self._logprobs(answer.scores) if self._has_logprobs else None,
                 "finish_reason": answer.finish_reason,
                 **({"token_ids": answer.token_ids} if self._has_token_ids else {}),
@@ -125,7 +143,7 @@ class ResponseFormat(ABC):
         logprobs = _encode(self._logprobs(delta.scores)) if delta.scores else b"null"
         token_ids = b',"token_ids":%b' % _encode(delta.token_ids) if self._has_token_ids else b""
         return b'%b[{"index":%d,%b,"logprobs":%b,"finish_reason":null%b}]%b' % (
-            self._prefix, index, self._piece(delta.text), logprobs, token_ids, self._end(generation),
+            self._prefix, index, self._piece(delta), logprobs, token_ids, self._end(generation),
         )  # fmt: skip
 
     def finish(self, index: int, reason: str, generation: Generation) -> bytes:
@@ -145,11 +163,11 @@ class ResponseFormat(ABC):
     _nothing: ClassVar[bytes]  # the text fields of an event without text
 
     @abstractmethod
-    def _piece(self, text: str) -> bytes:
+    def _piece(self, delta: TextDelta) -> bytes:
         """The text fields of an event."""
 
     @abstractmethod
-    def _content(self, text: str) -> dict[str, Any]:
+    def _content(self, answer: WholeChoice) -> dict[str, Any]:
         """The text fields of a choice in a whole answer."""
 
     @abstractmethod
@@ -176,11 +194,20 @@ class ChatFormat(ResponseFormat):
             delta += b',"prompt_token_ids":%b' % _encode(generation.prompt_token_ids)
         return b'%b[{"index":%d,%b%b' % (self._prefix, index, delta, self._end(generation))
 
-    def _piece(self, text: str) -> bytes:
-        return b'"delta":{"content":%b}' % _encode(text)
+    def _piece(self, delta: TextDelta) -> bytes:
+        if not (delta.reasoning or delta.calls):
+            return b'"delta":{"content":%b}' % _encode(delta.text)
+        fields: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.calls:
+            fields["tool_calls"] = [_call(piece, is_event=True) for piece in delta.calls]
+        return b'"delta":%b' % _encode(fields | _reasoning(delta.reasoning))
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _content(self, answer: WholeChoice) -> dict[str, Any]:
+        content = None if answer.calls and not answer.text else answer.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.calls:
+            message["tool_calls"] = [_call(call, is_event=False) for call in answer.calls]
+        return {"message": message | _reasoning(answer.reasoning)}
 
     def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]:
         return {"content": logprob_entries(scores), "refusal": None}
@@ -202,11 +229,11 @@ class CompletionFormat(ResponseFormat):
             self._prefix, index, _encode(generation.prompt_token_ids), self._end(generation),
         )  # fmt: skip
 
-    def _piece(self, text: str) -> bytes:
-        return b'"text":%b' % _encode(text)
+    def _piece(self, delta: TextDelta) -> bytes:
+        return b'"text":%b' % _encode(delta.text)
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _content(self, answer: WholeChoice) -> dict[str, Any]:
+        return {"text": answer.text}
 
     def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]:
         """The drawn token is among the most probable ones even if it is none of them. Of a prompt's first
@@ -226,6 +253,24 @@ class CompletionFormat(ResponseFormat):
     def _add_prompts(self, whole: dict[str, Any], name: str, told: Sequence[Any]) -> None:
         for choice, each in zip(whole["choices"], told, strict=True):
             choice[name] = each
+
+
+def _continued(begun: ToolCallDelta, piece: ToolCallDelta) -> ToolCallDelta:
+    return msgspec.structs.replace(begun, arguments=begun.arguments + piece.arguments)
+
+
+def _call(piece: ToolCallDelta, *, is_event: bool) -> dict[str, Any]:
+    """Id, type and name are in a call's first event only."""
+    index = {"index": piece.index} if is_event else {}
+    if not piece.name:
+        return {**index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {**index, "id": piece.call_id, "type": "function", "function": function}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Clients know it by two names."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def logprob_entries(scores: Sequence[TokenScores]) -> list[dict[str, Any]]:

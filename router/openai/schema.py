@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from cluster.errors import RequestError, UnsupportedError
 from router.openai.limits import MAX_INT
 from router.openai.structure import StructureFields
+from router.openai.tools import InputToolCall, ToolFields
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -34,6 +35,7 @@ MAX_ALLOWED = 4096  # token ids
 MAX_PRIORITY = 8
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of all messages
+MAX_CALLS = 256  # of one message
 MAX_FRAMES = 1 << 20
 MAX_URL_CHARS = 8192  # of one that is fetched
 
@@ -48,8 +50,6 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 # Field → values that change nothing; None is always one of them
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "top_logprobs": (0,),
@@ -59,18 +59,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "modalities": (["text"],),
     "audio": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
     "use_beam_search": (False,),
     "prompt_embeds": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "include_reasoning": (True,),
     "kv_transfer_params": (),
     "vllm_xargs": (),
     "return_tokens_as_token_ids": (False,),
@@ -82,7 +79,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 HARMLESS = (
     "user", "metadata", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prediction", "parallel_tool_calls", "request_id", "session_id",
+    "prompt_cache_retention", "prediction", "request_id", "session_id",
     "spaces_between_special_tokens",
 )  # fmt: skip
 
@@ -143,21 +140,25 @@ def _content_kind(value: Any) -> str:
 
 
 class InputMessage(StrictModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
-        Discriminator(_content_kind),
-    ]
-    name: Harmless = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            Annotated[str, Tag("text")]
+            | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
+            Discriminator(_content_kind),
+        ]
+        | None
+    ) = None  # only of an assistant that calls tools
+    name: Harmless = None  # of a tool's message: the template may want it
+    tool_calls: Annotated[list[InputToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     # Fields of the API's assistant messages, which clients send back; they must be empty
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     annotations: Harmless = None
-    reasoning: Harmless = None
-    reasoning_content: Harmless = None
 
 
 class StreamOptions(StrictModel):
@@ -245,7 +246,7 @@ class EndpointRequest(StrictModel, StructureFields):
 Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatRequest(EndpointRequest):
+class ChatRequest(EndpointRequest, ToolFields):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
@@ -338,7 +339,8 @@ def _refusal(error: pydantic.ValidationError) -> RequestError:
     """The error with the deepest location: of a union's branches, the one that matched furthest."""
     details = max(error.errors(include_url=False, include_input=False), key=lambda item: len(item["loc"]))
     path = _path(details["loc"])
-    if "tool" in path or details["type"] == "none_required":
+    is_other_tool = "tool" in path and path.endswith("type")  # only functions can be called
+    if is_other_tool or details["type"] == "none_required":
         return UnsupportedError(f"{path}: not supported by this server", param=path)
     if details["type"] in ("model_type", "dict_type"):
         return RequestError(f"{path}: Input should be an object", param=path)

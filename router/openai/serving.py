@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 
 from cluster.errors import ClusterError, InternalError
-from router.calls import TextDelta, TokenScores
+from router.calls import TextDelta
 from router.openai import render
 from router.openai.protocol import Generation
 
@@ -136,7 +136,7 @@ async def stream(
                 if index not in started:
                     events = answer.first(index, generation, has_notes=not started)
                     started.add(index)
-                if delta.text or delta.scores or delta.token_ids:
+                if not delta.is_empty:
                     events += answer.text(index, delta, generation)
                 if delta.finish_reason is not None:
                     events += answer.finish(index, delta.finish_reason, generation)
@@ -170,15 +170,11 @@ async def _close_all(generations: Sequence[Generation]) -> None:
 
 
 async def _collect(generation: Generation) -> render.WholeChoice:
-    pieces: list[str] = []
-    scores: list[TokenScores] = []
-    token_ids: list[int] = []
+    deltas: list[TextDelta] = []
     async for delta in generation:
-        pieces.append(delta.text)
-        scores += delta.scores
-        token_ids += delta.token_ids
+        deltas.append(delta)
         if delta.finish_reason is not None:
-            return render.WholeChoice("".join(pieces), delta.finish_reason, scores, token_ids)
+            return render.WholeChoice.of(deltas, delta.finish_reason)
     raise InternalError("a generation ended without a finish reason")
 
 

@@ -15,6 +15,7 @@ from cluster.text.defaults import GenerationDefaults
 from router.calls import TokenizeCall, Tokenized
 from router.openai.limits import Limits
 from router.openai.schema import ChatRequest, Messages, StrictModel, TokenId
+from router.openai.tools import Tools, Variables
 from router.openai.translate import chat_call, check_model, check_prompt
 
 
@@ -22,6 +23,8 @@ class TokenizeRequest(StrictModel):
     model: str
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: Variables | None = None
     add_special_tokens: bool | None = None  # of a prompt: default true; a conversation's template says all
     return_token_strs: bool | None = None
 
@@ -44,7 +47,14 @@ def tokenize_call(
         return TokenizeCall(request.prompt, names, request.add_special_tokens is not False)
     if request.add_special_tokens:
         raise RequestError("add_special_tokens belongs to a prompt", param="add_special_tokens")
-    chat = ChatRequest.model_validate({"model": request.model, "messages": request.messages})
+    chat = ChatRequest.model_validate(
+        {
+            "model": request.model,
+            "messages": request.messages,
+            "tools": request.tools,
+            "chat_template_kwargs": request.chat_template_kwargs,
+        }
+    )
     return TokenizeCall(chat_call(chat, model_id, defaults, tenant, limits=limits), names)
 
 

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import msgspec
 
 from cluster.errors import ContextLengthError, ModelNotFoundError, RequestError, UnsupportedError
 from cluster.media.sources import MediaSource
-from cluster.text.chat import ChatMedia, ChatMessage, ChatText
+from cluster.text.chat import ChatMessage, ChatOptions
 from cluster.text.defaults import GenerationDefaults
-from cluster.types.media import FrameStrategy, MediaOptions, Modality
 from cluster.types.request import LogitChanges, SamplingParams
-from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules
+from cluster.types.structure import Structure, StructureKind
+from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules, ToolRules
 from router.openai import schema
 from router.openai.limits import Limits
+from router.openai.messages import media_options, messages_of, negative_of
 from router.openai.schema import (
     MAX_PARTS,
     MAX_PRIORITY,
-    MAX_URL_CHARS,
     ChatRequest,
     CompletionRequest,
     EndpointRequest,
+    InputMessage,
     StreamOptions,
 )
 from router.openai.structure import structure_of
+from router.openai.tools import options_of, rules_of
 
 SEED_MASK = 2**64 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring choices get seeds far apart
@@ -44,24 +44,31 @@ def chat_call(
 ) -> ChatCall:
     """`tenant`: the client, by its credentials."""
     _check(request, model_id, limits)
-    _check_messages(request.messages, limits)
+    rules = rules_of(request)
+    shown = options_of(request)
+    _check_messages(request.messages, shown, limits)
     media: list[MediaSource] = []
-    options = _media_options(request)
-    messages = tuple(_message(message, idx, options, media) for idx, message in enumerate(request.messages))
+    messages = messages_of(request.messages, media_options(request), media)
+    common = _common(request, limits)
+    if rules is not None:
+        _check_together(rules, common["structure"], request.min_tokens or 0)
     return ChatCall(
         messages=messages,
         media=tuple(media),
         sampling=_sampling(request, defaults, limits),
         stop=_stop(request, _max_tokens(request), defaults),
         num_logprobs=_num_logprobs(request),
-        guidance=_guidance(request, lambda text: _negative(messages, text)),
+        guidance=_guidance(request, lambda text: negative_of(messages, text)),
         media_rules=MediaRules(
             request.max_media_tokens, bool(request.exact_media), request.on_media_error == "omit"
         ),
         tenant=tenant,
         cache_salt=_salt(request, tenant, limits),
         trace_parent=trace_parent,
-        **_common(request, limits),
+        options=shown,
+        tools=rules,
+        shows_reasoning=request.include_reasoning is not False,
+        **common,
     )
 
 
@@ -202,17 +209,32 @@ def _check_text(num_chars: int, param: str, limits: Limits) -> None:
         )
 
 
-def _check_messages(messages: Sequence[schema.InputMessage], limits: Limits) -> None:
+def _check_messages(messages: Sequence[InputMessage], options: ChatOptions, limits: Limits) -> None:
     num_chars = num_parts = 0
     for message in messages:
+        num_chars += len(message.reasoning_content or message.reasoning or "")
+        num_chars += sum(len(call.function.arguments) for call in message.tool_calls or ())
         if isinstance(message.content, str):
             num_chars += len(message.content)
-        else:
+        elif message.content is not None:
             num_parts += len(message.content)
             num_chars += sum(len(part.text) for part in message.content if isinstance(part, schema.TextPart))
     if num_parts > MAX_PARTS:
         raise RequestError(f"messages: at most {MAX_PARTS} content parts are accepted", param="messages")
     _check_text(num_chars, "messages", limits)
+    num_chars += sum(map(len, options.tools)) + sum(len(value) for _, value in options.variables)
+    _check_text(num_chars, "tools", limits)
+
+
+def _check_together(rules: ToolRules, structure: Structure | None, min_tokens: int) -> None:
+    """Calls of tools that are constrained are a structure themselves, in which there is room for JSON."""
+    if structure is not None and structure.kind is not StructureKind.JSON_SCHEMA:
+        raise RequestError(
+            f"{structure.param} cannot be combined with tools, unless tool_choice is 'none'",
+            param=structure.param,
+        )
+    if min_tokens and rules.is_constrained:
+        raise RequestError("min_tokens cannot be combined with tools that are held", param="min_tokens")
 
 
 def _salt(request: EndpointRequest, tenant: str, limits: Limits) -> str:
@@ -220,72 +242,6 @@ def _salt(request: EndpointRequest, tenant: str, limits: Limits) -> str:
     salt. Clients without credentials are one tenant."""
     owner = "" if limits.shares_caches else tenant
     return f"{owner}/{request.cache_salt or ''}" if owner or request.cache_salt else ""
-
-
-def _media_options(request: ChatRequest) -> dict[Modality, MediaOptions]:
-    """The media options of each modality."""
-    asked = request.mm_processor_kwargs or schema.ProcessorOptions()
-    video = (request.media_io_kwargs or schema.MediaLoading()).video or schema.VideoLoading()
-    if asked.fps is not None and video.fps not in (None, asked.fps):
-        raise RequestError("two different fps for videos; send one", param="media_io_kwargs.video.fps")
-    if video.num_frames is not None and (video.min_frames or video.max_frames) is not None:
-        raise RequestError(
-            "num_frames says min_frames and max_frames already", param="media_io_kwargs.video.num_frames"
-        )
-    if (video.min_frames or 0) > (video.max_frames or video.min_frames or 0):
-        raise RequestError("min_frames is larger than max_frames", param="media_io_kwargs.video.min_frames")
-    if (asked.min_pixels or 0) > (asked.max_pixels or asked.min_pixels or 0):
-        raise RequestError("min_pixels is larger than max_pixels", param="mm_processor_kwargs.min_pixels")
-    image = MediaOptions(
-        min_pixels=asked.min_pixels, max_pixels=asked.max_pixels, spatial_pooling=asked.spatial_pooling or 1
-    )
-    clip = msgspec.structs.replace(
-        image,
-        strategy=FrameStrategy(video.strategy or "uniform"),
-        fps=video.fps or asked.fps,
-        min_frames=video.num_frames or video.min_frames,
-        max_frames=video.num_frames or video.max_frames,
-        audio_in_video=bool(asked.use_audio_in_video),
-        temporal_pooling=asked.temporal_pooling or 1,
-    )
-    return {Modality.IMAGE: image, Modality.VIDEO: clip, Modality.AUDIO: MediaOptions()}
-
-
-def _message(
-    message: schema.InputMessage, idx: int, options: Mapping[Modality, MediaOptions], media: list[MediaSource]
-) -> ChatMessage:
-    role = "system" if message.role == "developer" else message.role
-    if isinstance(message.content, str):
-        return ChatMessage(role, message.content)
-    parts: list[ChatText | ChatMedia] = []
-    for part_idx, part in enumerate(message.content):
-        if isinstance(part, schema.TextPart):
-            parts.append(ChatText(part.text))
-            continue
-        source = _source(part, f"messages[{idx}].content[{part_idx}]", options)
-        media.append(source)
-        parts.append(ChatMedia(source.modality))
-    return ChatMessage(role, tuple(parts))
-
-
-def _source(
-    part: schema.ImagePart | schema.VideoPart | schema.AudioUrlPart | schema.InputAudioPart,
-    param: str,
-    options: Mapping[Modality, MediaOptions],
-) -> MediaSource:
-    match part:
-        case schema.ImagePart():
-            modality, url = Modality.IMAGE, part.image_url.url
-        case schema.VideoPart():
-            modality, url = Modality.VIDEO, part.video_url.url
-        case schema.AudioUrlPart():
-            modality, url = Modality.AUDIO, part.audio_url.url
-        case schema.InputAudioPart():
-            modality = Modality.AUDIO
-            url = f"data:audio/{part.input_audio.format};base64,{part.input_audio.data}"
-    if len(url) > MAX_URL_CHARS and url[:5].lower() != "data:":
-        raise RequestError(f"{param}: a URL may have {MAX_URL_CHARS} characters at most", param=param)
-    return MediaSource(modality, url, param, options[modality])
 
 
 def _sampling(
@@ -329,20 +285,6 @@ def _guidance(
         return None
     text = request.negative_prompt
     return GuidanceRules(request.guidance_scale, None if text is None else negative(text))
-
-
-def _negative(messages: Sequence[ChatMessage], text: str) -> tuple[ChatMessage, ...]:
-    """The same conversation without media and with its last user message replaced."""
-    bare = [ChatMessage(message.role, _text_of(message)) for message in messages]
-    last = max((i for i, message in enumerate(bare) if message.role == "user"), default=len(bare) - 1)
-    bare[last] = ChatMessage(bare[last].role, text)
-    return tuple(bare)
-
-
-def _text_of(message: ChatMessage) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    return "".join(part.text for part in message.content if isinstance(part, ChatText))
 
 
 def _prompts(

@@ -10,7 +10,7 @@ import msgspec
 
 from cluster.errors import ContextLengthError, MediaError, RequestError
 from cluster.kvcache.hashing import block_hashes
-from cluster.text.chat import ChatMedia, ChatMessage, LaidOutMedia
+from cluster.text.chat import NO_OPTIONS, ChatMedia, ChatMessage, ChatOptions, LaidOutMedia
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.types.request import Guidance, Prompt
@@ -88,15 +88,15 @@ class PromptBuilder:
             measured, relieved = self._media.relieve(measured, share, tenant)
             notes += relieved
         earlier = items_of_earlier_turns(call.messages)
-        prompt, items = self._expanded(messages, measured, tenant, earlier)
+        prompt, items = self._expanded(messages, measured, tenant, earlier, call.options)
         room = self._media_room(call, prompt, measured)
         if measured and sum(each.num_tokens for each in measured) > room:
             measured, reduced = self._media.reduce(measured, room, rules, ReductionReason.BUDGET)
             notes = [note for note in notes if note.item not in {new.item for new in reduced}] + reduced
-            prompt, items = self._expanded(messages, measured, tenant, earlier)
+            prompt, items = self._expanded(messages, measured, tenant, earlier, call.options)
         self._media.check_rows(measured, self._caps.max_picture_rows, self._caps.max_rows)
         notes.sort(key=lambda note: note.item)
-        prepared = self._prepared(prompt, items, call.guidance, call.cache_salt, notes)
+        prepared = self._prepared(prompt, items, call.guidance, call.cache_salt, notes, call.options)
         return replace(prepared, audio_s=self._media.audio_s(measured))
 
     def completion(
@@ -117,6 +117,7 @@ class PromptBuilder:
         measured: Sequence[MeasuredItem],
         tenant: str,
         earlier: Collection[int],
+        options: ChatOptions,
     ) -> tuple[Prompt, tuple[MediaItem, ...]]:
         """The prompt and the item of each of its media. `earlier`: items of an earlier turn."""
         items = [self._media.items(each, tenant) for each in measured]
@@ -124,7 +125,7 @@ class PromptBuilder:
             LaidOutMedia(each.layout, tuple(item.media_hash for item in own))
             for each, own in zip(measured, items, strict=True)
         ]
-        prompt = self._text.chat_prompt(messages, laid_out)
+        prompt = self._text.chat_prompt(messages, laid_out, options)
         pairs = [(each, item) for each, own in zip(measured, items, strict=True) for item in own]
         by_hash = {item.media_hash: item for _, item in pairs}
         returning = {item.media_hash for each, item in pairs if each.item_idx in earlier}
@@ -148,21 +149,22 @@ class PromptBuilder:
         rules: GuidanceRules | None,
         cache_salt: str,
         notes: Sequence[MediaNote] = (),
+        options: ChatOptions = NO_OPTIONS,
     ) -> PreparedPrompt:
         prompt = msgspec.structs.replace(prompt, cache_salt=cache_salt)
-        guidance = None if rules is None else Guidance(rules.scale, self._negative(prompt, rules))
+        guidance = None if rules is None else Guidance(rules.scale, self._negative(prompt, rules, options))
         self._check_length(len(prompt.token_ids))
         if guidance is not None:
             self._check_length(len(guidance.negative_prompt.token_ids))
         return PreparedPrompt(prompt, items, block_hashes(prompt, self._block_size), guidance, notes)
 
-    def _negative(self, prompt: Prompt, rules: GuidanceRules) -> Prompt:
+    def _negative(self, prompt: Prompt, rules: GuidanceRules, options: ChatOptions) -> Prompt:
         if rules.negative is None:
             negative = Prompt(prompt.token_ids[-1:])
         elif isinstance(rules.negative, str):
             negative = Prompt(tuple(self._text.text_prompt(rules.negative)))
         else:
-            negative = self._text.chat_prompt(rules.negative)
+            negative = self._text.chat_prompt(rules.negative, options=options)
         return msgspec.structs.replace(negative, cache_salt=prompt.cache_salt)
 
     def _check_length(self, num_tokens: int) -> None:

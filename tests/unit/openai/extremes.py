@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from router.calls import ChatCall, CompletionCall
 from router.openai.protocol import DoorProtocol
-from router.openai.schema import HARMLESS, NEUTRAL, ChatRequest, CompletionRequest, parse
+from router.openai.schema import HARMLESS, NEUTRAL, ChatRequest, CompletionRequest, InputMessage, parse
 from router.openai.translate import chat_call, completion_call
 
 Path = tuple[str | int, ...]
@@ -89,7 +89,12 @@ def _smallest(kind: Any) -> Any:
     if typing.get_origin(alternative) is list:
         return [_smallest(typing.get_args(alternative)[0])]
     if isinstance(alternative, type) and issubclass(alternative, BaseModel):
-        required = {name: field for name, field in alternative.model_fields.items() if field.is_required()}
+        needed = ("content",) if alternative is InputMessage else ()  # only an assistant's may be missing
+        required = {
+            name: field
+            for name, field in alternative.model_fields.items()
+            if field.is_required() or name in needed
+        }
         return {name: _smallest(field.annotation) for name, field in required.items()}
     return {str: "hi", int: 1, float: 1.0, bool: True}.get(alternative)
 

@@ -45,6 +45,8 @@ class FakeGeneration:
         self.num_closed = 0
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        for delta in self._door.deltas:
+            yield delta
         for idx, word in enumerate(self._words):
             await asyncio.sleep(self._door.pause_s)
             if idx == self._door.fail_at and self._door.error is not None:
@@ -75,6 +77,7 @@ class FakeDoor:
     def __init__(self, words: Sequence[str] = ("Hello", " wör", "ld", "")):
         self.access = Access(KeyRing(None, (), SystemClock()))
         self.words = words
+        self.deltas: Sequence[TextDelta] = ()  # before the words; the last one may end the answer
         self.pause_s = 0.0
         self.start_pause_s = 0.0
         self.media_notes: tuple[MediaNote, ...] = ()

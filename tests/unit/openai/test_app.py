@@ -150,8 +150,6 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_name(door):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": "required"},
         {"modalities": ["text", "audio"]},
         {"store": True},
         {"service_tier": "flex"},
@@ -165,11 +163,6 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(door, fields):
     assert response.status_code == 400
     error = error_of(response)
     assert error["code"] == "unsupported_parameter" and error["param"] == next(iter(fields))
-
-
-def test_tool_messages_are_refused(door):
-    message = {"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}
-    assert error_of(chat(door, messages=[message]))["code"] == "unsupported_parameter"
 
 
 def test_values_that_change_nothing_are_accepted(door):

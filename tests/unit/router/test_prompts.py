@@ -10,7 +10,7 @@ import pytest
 from bench.media_files import audio, image, video
 from cluster.errors import ContextLengthError, MediaError, RequestError
 from cluster.media.sources import MediaSource
-from cluster.text.chat import ChatMedia, ChatMessage, ChatText, LaidOutMedia
+from cluster.text.chat import NO_OPTIONS, ChatMedia, ChatMessage, ChatOptions, ChatText, LaidOutMedia
 from cluster.types.media import MediaOptions, Modality, PlacedMedia
 from cluster.types.request import Prompt, SamplingParams
 from router.calls import ChatCall, GuidanceRules, MediaRules, StopRules
@@ -27,7 +27,12 @@ BAD = MediaError("item 0 (image): broken")
 class FakeText:
     """A token for each letter and each row."""
 
-    def chat_prompt(self, messages: Sequence[ChatMessage], media: Sequence[LaidOutMedia] = ()) -> Prompt:
+    def chat_prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        media: Sequence[LaidOutMedia] = (),
+        options: ChatOptions = NO_OPTIONS,
+    ) -> Prompt:
         token_ids: list[int] = []
         placed: list[PlacedMedia] = []
         items = iter(media)

@@ -1,0 +1,168 @@
+"""The fields of a chat about tools and reasoning, in OpenAI's and vLLM's names, and what they mean. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from cluster.errors import RequestError
+from cluster.text.chat import ChatOptions, ToolCall
+from router.calls import ToolFunction, ToolRules
+
+MAX_TOOLS = 128
+MAX_CHARS = 200_000  # of a schema, or of another value
+MAX_VARIABLES = 64
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class _Function(BaseModel):
+    model_config = _STRICT
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # none: the function has no arguments
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = _STRICT
+    type: Literal["function"]
+    function: _Function
+
+
+class _Named(BaseModel):
+    model_config = _STRICT
+    name: str
+
+
+class NamedTool(BaseModel):
+    model_config = _STRICT
+    type: Literal["function"]
+    function: _Named
+
+
+class _Called(BaseModel):
+    model_config = _STRICT
+    name: ToolName
+    arguments: str
+
+
+class InputToolCall(BaseModel):
+    """A call in an assistant's message of the conversation."""
+
+    model_config = _STRICT
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"]
+    function: _Called
+    index: Any = None  # of streamed pieces; some clients send it back
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Variables = Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)]
+
+
+class ToolFields(BaseModel):
+    """The fields of chats."""
+
+    tools: Tools | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+            | Annotated[NamedTool, Tag("<tool>")],
+            Discriminator(lambda value: "<word>" if isinstance(value, str) else "<tool>"),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool | None = None
+
+
+def options_of(request: ToolFields) -> ChatOptions:
+    """What the chat template gets. A model that must not call a tool does not see any."""
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort not in (None, "none"):
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    tools = () if request.tool_choice == "none" else request.tools or ()
+    return ChatOptions(
+        tuple(_json(_shown(tool), f"tools[{idx}]") for idx, tool in enumerate(tools)),
+        tuple((name, _json(value, "chat_template_kwargs")) for name, value in variables.items()),
+    )
+
+
+def rules_of(request: ToolFields) -> ToolRules | None:
+    """Raises RequestError for tools that cannot be meant."""
+    choice, tools = request.tool_choice, request.tools or []
+    _check_tools(tools)
+    if not tools and choice not in (None, "none", "auto"):
+        raise RequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+    if not tools or choice == "none":
+        return None
+    functions = [_function(tool.function, f"tools[{idx}].function") for idx, tool in enumerate(tools)]
+    is_parallel = request.parallel_tool_calls is not False
+    if isinstance(choice, NamedTool):
+        functions = [function for function in functions if function.name == choice.function.name]
+        is_parallel = False
+        if not functions:
+            param = "tool_choice.function.name"
+            raise RequestError(f"{param}: no tool has the name {choice.function.name[:64]!r}", param=param)
+    return ToolRules(tuple(functions), choice not in (None, "auto"), is_parallel)
+
+
+def _function(function: _Function, param: str) -> ToolFunction:
+    param = f"{param}.parameters"
+    parameters = _NO_ARGUMENTS if function.parameters is None else function.parameters
+    return ToolFunction(function.name, _json(parameters, param), param, bool(function.strict))
+
+
+def _shown(tool: Tool) -> dict[str, Any]:
+    """What the model sees of it."""
+    function = tool.function.model_dump(exclude={"strict"})
+    return {
+        "type": "function",
+        "function": {key: value for key, value in function.items() if value is not None},
+    }
+
+
+def _json(value: Any, param: str) -> str:
+    """Raises RequestError."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{param}: cannot be written as JSON", param=param) from error
+    if len(text) > MAX_CHARS:
+        raise RequestError(f"{param}: more than {MAX_CHARS} characters", param=param)
+    return text
+
+
+def _check_tools(tools: Sequence[Tool]) -> None:
+    names: set[str] = set()
+    for idx, tool in enumerate(tools):
+        param, function = f"tools[{idx}].function", tool.function
+        if function.name in names:
+            raise RequestError(f"{param}.name: two tools have this name", param=f"{param}.name")
+        names.add(function.name)
+        if function.parameters is None:
+            continue
+        param = f"{param}.parameters"
+        if function.parameters.get("type", "object") != "object":
+            raise RequestError(f"{param}: arguments are an object", param=param)
+
+
+def call_in_history(call: InputToolCall, param: str) -> ToolCall:
+    """Templates get the arguments as an object. Raises RequestError if they are none."""
+    param = f"{param}.function.arguments"
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{param}: is not JSON", param=param) from error
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{param}: is not an object", param=param)
+    return ToolCall(call.id, call.function.name, _json(arguments, param))

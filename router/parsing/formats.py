@@ -1,0 +1,139 @@
+"""Which parser and which structure a chat gets: by the model's own way to write calls, and by what the
+request asks for. Made once per door; thread-safe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from cluster.errors import UnsupportedError
+from cluster.structure.calls import CallGrammar, HeldFunction, Reasoning
+from cluster.structure.matcher import StructureError
+from cluster.text.answer_format import AnswerSyntax
+from cluster.text.tokenizer import TextProcessor
+from cluster.types.structure import Structure, StructureKind
+from router.answer_text import AnswerText
+from router.calls import ChatCall, CompletionCall, ToolFunction, ToolRules
+from router.parsing.parser import AnswerParser, ParsedAnswer, is_in_reasoning
+
+MAX_SCHEMA_CHARS = 200_000  # of all functions that are held
+PREFIX_TOKENS = 128  # at the end of a prompt: more than templates write behind the last message
+
+
+class AnswerFormats:
+    def __init__(self, text: TextProcessor, family: str = ""):
+        """`family`: the operator's choice; empty: none. Raises ConfigError."""
+        self._text = text
+        self._own = text.answer_format(family)
+        self._generic = text.generic_format()
+
+    def check(self, call: ChatCall) -> None:
+        """Before any work is done. Raises RequestError for tools and variables that this model does not
+        take."""
+        self._text.template.check(call.options)
+        rules = call.tools
+        if rules is None or rules.must_call:
+            return
+        if self._own is None or not self._own.has_calls:
+            raise UnsupportedError(
+                "tools: it is not known how this model writes calls; only tool_choice 'required' or a named "
+                "function can be held",
+                param="tools",
+            )
+        if self._own.calls is not None and self._own.calls.trigger:
+            return
+        params = [function.param for function in rules.functions if function.is_strict]
+        param = params[0].removesuffix("parameters") + "strict" if params else ""
+        if call.structure is not None:
+            param = call.structure.param
+        if param:
+            raise UnsupportedError(
+                f"{param}: this model writes calls in a form in which it can only be held with tool_choice "
+                "'required' or a named function",
+                param=param,
+            )
+
+    def structures(self, call: ChatCall, prompt: Sequence[int]) -> list[Structure]:
+        """The structure of the answer, and before it those of the arguments, so that an error names the one
+        that it is about. Empty: the calls are not constrained. Blocks. Raises StructureError."""
+        rules, form = call.tools, self._format(call)
+        if rules is None or form is None or form.grammar is None or not needs_structure(call):
+            return []
+        held = [_held(function, rules) for function in rules.functions]
+        if sum(len(each.schema) for each in held) > MAX_SCHEMA_CHARS:
+            raise StructureError(f"tools: more than {MAX_SCHEMA_CHARS} characters of schemas", param="tools")
+        text = self._grammar(form.grammar, held, rules, call.structure, self._where(form, prompt))
+        own = [
+            Structure(StructureKind.JSON_SCHEMA, each.schema, function.param, each.is_strict)
+            for function, each in zip(rules.functions, held, strict=True)
+        ]
+        return [*own, Structure(StructureKind.CALLS, text, "tools")]
+
+    def answer(
+        self, call: ChatCall | CompletionCall, prompt: Sequence[int], text: AnswerText
+    ) -> AnswerText | ParsedAnswer:
+        form = self._format(call)
+        if form is None or isinstance(call, CompletionCall):
+            return text
+        parser = AnswerParser(
+            form,
+            self._prefix(prompt),
+            has_calls=call.tools is not None,
+            streams=call.stream,
+            is_parallel=call.tools is None or call.tools.is_parallel,
+            tools=[json.loads(tool) for tool in call.options.tools] if form.casts_arguments else (),
+        )
+        return ParsedAnswer(text, parser, shows_reasoning=call.shows_reasoning)
+
+    def shown_ids(self, call: ChatCall | CompletionCall) -> frozenset[int]:
+        """Special tokens that the parser must see."""
+        form = self._format(call)
+        return frozenset() if form is None else form.shown_ids
+
+    def _format(self, call: ChatCall | CompletionCall) -> AnswerSyntax | None:
+        """None: the answer is text as it is."""
+        if isinstance(call, CompletionCall):
+            return None
+        if call.tools is None:  # an answer under a structure has no room for reasoning
+            is_parsed = self._own is not None and self._own.has_reasoning and call.structure is None
+            return self._own if is_parsed else None
+        if call.tools.must_call and (self._own is None or self._own.calls is None):
+            return self._generic
+        return self._own
+
+    def _prefix(self, prompt: Sequence[int]) -> str:
+        return self._text.text(prompt[-PREFIX_TOKENS:])
+
+    def _where(self, form: AnswerSyntax, prompt: Sequence[int]) -> Reasoning:
+        if not form.has_reasoning:
+            return Reasoning.NONE
+        events = AnswerParser(form, self._prefix(prompt), has_calls=False).initial_events
+        if not events:
+            return Reasoning.MAY_COME
+        return Reasoning.OPEN if is_in_reasoning(events) else Reasoning.NONE
+
+    def _grammar(
+        self,
+        grammar: CallGrammar,
+        held: Sequence[HeldFunction],
+        rules: ToolRules,
+        answer: Structure | None,
+        where: Reasoning,
+    ) -> str:
+        if rules.must_call:
+            return grammar.required(held, where, is_parallel=rules.is_parallel)
+        if answer is not None:
+            return grammar.required(held, where, is_parallel=rules.is_parallel, answer=answer)
+        return grammar.triggered(held, is_parallel=rules.is_parallel)
+
+
+def needs_structure(call: ChatCall) -> bool:
+    """Whether something is promised about an answer in which there may be calls."""
+    return call.tools is not None and (call.tools.is_constrained or call.structure is not None)
+
+
+def _held(function: ToolFunction, rules: ToolRules) -> HeldFunction:
+    """Beside strict functions, others only get an object."""
+    is_held = function.is_strict or rules.must_call
+    schema = {"type": "object"} | (json.loads(function.parameters) if is_held else {})
+    return HeldFunction(function.name, json.dumps(schema), function.param, function.is_strict)

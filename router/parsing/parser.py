@@ -1,0 +1,165 @@
+"""The text of one answer to content, reasoning and calls, as it comes. transformers' `ResponseParser` finds
+the regions; text that may still become the beginning of one waits. One object per choice, on the door's
+event loop.
+
+White space at the beginning and at the end of content and of reasoning is dropped.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from cluster.text.answer_format import CALLS, REASONING, AnswerSyntax
+from cluster.types.messages import TokenEvent
+from router.answer_text import AnswerText
+from router.calls import TextDelta, ToolCallDelta
+from router.parsing.calls import CallRegion
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+class Parts(msgspec.Struct):
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
+
+
+class AnswerParser:
+    def __init__(
+        self,
+        form: AnswerSyntax,
+        prefix: str,
+        *,
+        has_calls: bool,
+        streams: bool = False,
+        is_parallel: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+    ):
+        """`prefix`: the end of the prompt; the answer may begin within a region. `has_calls`: False: what
+        looks like a call is content. `streams`: arguments come as they grow. `is_parallel`: False: the
+        answer ends with its first call. `tools`: whose schemas say what arguments are, for a form that writes
+        them as text."""
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._format = form
+        template = form.with_calls if has_calls else form.without_calls
+        anchored = prefix if template.start_anchor_re.search(prefix) else ""
+        self._parser = ResponseParser(template, anchored, tools=list(tools))
+        self._streams = streams
+        self._is_parallel = is_parallel
+        self._content, self._reasoning = _Trimmed(), _Trimmed()
+        self._region: CallRegion | None = None
+        self._num_calls = 0  # of closed regions
+        self.initial_events: Sequence[dict[str, Any]] = self._parser.initial_events  # what the prefix has
+        self.in_reasoning = is_in_reasoning(self.initial_events)
+        self.has_call = False
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more is wanted."""
+        return self._num_calls > 0 and not self._is_parallel
+
+    def push(self, text: str) -> Parts:
+        return self._parts(self._parser.feed(text)) if text and not self.is_over else Parts()
+
+    def finish(self) -> Parts:
+        """The end of the answer."""
+        return Parts() if self.is_over else self._parts(self._parser.finalize()[1])
+
+    def _parts(self, events: Sequence[dict[str, Any]]) -> Parts:
+        parts = Parts()
+        for event in events:
+            name, kind = event["field"], event["type"]
+            if name == CALLS:
+                self._on_call(kind, event, parts)
+            elif name in REASONING:
+                self.in_reasoning = kind != "region_close"
+                parts.reasoning += self._reasoning.push(event.get("text", ""))
+            else:
+                parts.content += self._content.push(event.get("text", ""))
+            if self.is_over:
+                break
+        if self._streams and self._region is not None:
+            parts.calls += self._region.progress(self._parser._captures)
+        if not self._is_parallel:
+            parts.calls = tuple(call for call in parts.calls if call.index == 0)
+        self.has_call = self.has_call or bool(parts.calls)
+        return parts
+
+    def _on_call(self, kind: str, event: dict[str, Any], parts: Parts) -> None:
+        if kind == "region_open":
+            self._region = CallRegion(
+                self._format.fields[CALLS],
+                self._num_calls,
+                self._new_id,
+                self._parser._coerce_tool_calls,
+            )
+        elif self._region is not None and kind == "region_chunk":
+            self._region.push(event["text"])
+        elif self._region is not None:
+            text, calls = self._region.close(event["value"]["captures"])
+            parts.content += self._content.push(text)
+            parts.calls += calls
+            self._num_calls += self._region.num_calls
+            self._region = None
+
+    def _new_id(self) -> str:
+        if self._format.id_chars:
+            return "".join(secrets.choice(_LETTERS) for _ in range(self._format.id_chars))
+        return f"call_{secrets.token_hex(12)}"
+
+
+class ParsedAnswer:
+    """An `AnswerText` whose text is parsed."""
+
+    def __init__(self, text: AnswerText, parser: AnswerParser, *, shows_reasoning: bool):
+        self._text = text
+        self._parser = parser
+        self._shows_reasoning = shows_reasoning
+
+    def push(self, event: TokenEvent) -> TextDelta:
+        delta = self._text.push(event)
+        was_reasoning = self._parser.in_reasoning
+        parts = self._parser.push(delta.text)
+        num_reasoning = delta.num_tokens if was_reasoning or self._parser.in_reasoning else 0
+        reason = delta.finish_reason
+        if reason is not None:
+            rest = self._parser.finish()
+            parts.content += rest.content
+            parts.reasoning += rest.reasoning
+            parts.calls += rest.calls
+        if self._parser.is_over or (self._parser.has_call and reason == "stop"):
+            reason = "tool_calls"
+        return msgspec.structs.replace(
+            delta,
+            text=parts.content,
+            reasoning=parts.reasoning if self._shows_reasoning else "",
+            calls=parts.calls,
+            finish_reason=reason,
+            num_reasoning_tokens=num_reasoning,
+        )
+
+
+class _Trimmed:
+    """Text without white space at its beginning and end."""
+
+    def __init__(self) -> None:
+        self._held = ""  # white space that the end may follow
+        self._has_begun = False
+
+    def push(self, text: str) -> str:
+        text = self._held + text if self._has_begun else text.lstrip()
+        out = text.rstrip()
+        self._held = text[len(out) :]
+        self._has_begun = self._has_begun or bool(out)
+        return out
+
+
+def is_in_reasoning(events: Sequence[dict[str, Any]]) -> bool:
+    """Whether these events of a parser end in reasoning."""
+    return bool(events) and events[-1]["field"] in REASONING and events[-1]["type"] != "region_close"

@@ -1,0 +1,121 @@
+"""Tools, calls in the history and reasoning: what a request means, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.text.chat import ChatMedia, ChatText, ToolCall
+from cluster.types.media import Modality
+from tests.unit.openai.test_app import chat, error_of
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+HELLO = {"role": "user", "content": "hi"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def tool(name: str, parameters: Any = SCHEMA, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+BOTH = [tool("a"), tool("b", strict=True, description="does b")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "must_call", "is_parallel"),
+    [
+        ({}, ["a", "b"], False, True),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, ["a", "b"], False, False),
+        ({"tool_choice": "required"}, ["a", "b"], True, True),
+        ({"tool_choice": named("b")}, ["b"], True, False),
+    ],
+)
+def test_a_choice_says_which_tools_may_and_must_be_called(door, fields, names, must_call, is_parallel):
+    assert chat(door, tools=BOTH, **fields).status_code == 200
+    rules = door.calls[0].tools
+    assert [function.name for function in rules.functions] == names
+    assert (rules.must_call, rules.is_parallel) == (must_call, is_parallel)
+    assert [function.is_strict for function in rules.functions] == [name == "b" for name in names]
+    shown = [json.loads(each) for each in door.calls[0].options.tools]
+    assert [each["function"]["name"] for each in shown] == ["a", "b"]
+    assert "strict" not in shown[1]["function"] and shown[1]["function"]["description"] == "does b"
+
+
+def test_a_model_that_must_not_call_sees_no_tools(door):
+    assert chat(door, tools=BOTH, tool_choice="none").status_code == 200
+    assert door.calls[0].tools is None and not door.calls[0].options.tools
+
+
+def test_variables_of_the_template_and_the_wish_for_reasoning_reach_the_door(door):
+    fields = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
+    assert chat(door, include_reasoning=False, **fields).status_code == 200
+    call = door.calls[0]
+    assert dict(call.options.variables) == {"enable_thinking": "false", "reasoning_effort": '"low"'}
+    assert not call.shows_reasoning
+
+
+def test_a_conversation_with_calls_and_their_results_is_taken_over(door):
+    call = {"id": "call_1", "type": "function", "function": {"name": "see", "arguments": '{"a": [1]}'}}
+    messages = [
+        HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "reasoning_content": "hm",
+            "refusal": None,
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "sun"}, IMAGE]},
+    ]
+    assert chat(door, messages=messages).status_code == 200
+    _, answer, result = door.calls[0].messages
+    assert answer.tool_calls == (ToolCall("call_1", "see", '{"a": [1]}'),)
+    assert (answer.content, answer.reasoning) == ("", "hm")
+    assert result.content == (ChatText("sun"), ChatMedia(Modality.IMAGE))
+    assert (result.tool_call_id, result.name) == ("call_1", "see")
+    assert [source.param for source in door.calls[0].media] == ["messages[2].content[1]"]
+
+
+def calling(**changes: Any) -> dict[str, Any]:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}} | changes
+    return {"messages": [HELLO, {"role": "assistant", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [tool("bad name")]}, "tools[0].function.name"),
+        ({"tools": [tool("a"), tool("a")]}, "tools[1].function.name"),
+        ({"tools": [tool("a", {"type": "array"})]}, "tools[0].function.parameters"),
+        ({"tools": [tool("a", 5)]}, "tools[0].function.parameters"),
+        ({"tools": [tool("a")] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes", "tools": BOTH}, "tool_choice"),
+        ({"tool_choice": named("c"), "tools": BOTH}, "tool_choice.function.name"),
+        ({"tools": BOTH, "guided_regex": "a"}, "guided_regex"),
+        ({"tools": BOTH, "min_tokens": 3}, "min_tokens"),
+        ({"reasoning_effort": "heroic"}, "reasoning_effort"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+        (calling(type="custom"), "messages[1].tool_calls[0].type"),
+        (calling(function={"name": "f", "arguments": "{"}), "messages[1].tool_calls[0].function.arguments"),
+        (calling(function={"name": "f", "arguments": "[]"}), "messages[1].tool_calls[0].function.arguments"),
+        (
+            {"messages": [HELLO | {"tool_calls": calling()["messages"][1]["tool_calls"]}]},
+            "messages[0].tool_calls",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [HELLO | {"tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(door, fields, param):
+    response = chat(door, **fields)
+    assert response.status_code == 400 and error_of(response)["param"] == param
+    assert not door.calls
