@@ -104,7 +104,7 @@ async def short_requests(bench: Bench) -> dict[str, Any]:
 
 
 async def beside(bench: Bench, kind: str) -> dict[str, Any]:
-    """Streams that are read, beside others that are read, too, that are never read, or whose clients leave."""
+    """Streams that are read, beside others that are read, that are never read, or whose clients leave."""
     row: dict[str, Any] = {"row": f"{NUM_MEASURED} streams beside {NUM_OTHERS} {kind}"}
     num_tokens, lags, unread = int(bench.seconds / OTHERS_STEP_S), bench.lags(), []
     async with bench.stepping(OTHERS_STEP_S):

@@ -1,5 +1,5 @@
-"""A door alone in its process, on uvicorn: `python -m bench.door.served MEMBER`, with the member as JSON. Prints
-its port when it listens. Ends with its standard input, or is killed."""
+"""A door alone in its process, on uvicorn: `python -m bench.door.served MEMBER`, with the member as JSON.
+Prints its port when it listens. Ends with its standard input, or is killed."""
 
 from __future__ import annotations
 

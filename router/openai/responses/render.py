@@ -182,7 +182,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
             "audio_tokens": usage.audio_tokens,
         },
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
