@@ -4,6 +4,7 @@ Prints its port when it listens. Ends with its standard input, or is killed."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 
@@ -33,6 +34,8 @@ async def main(member: Member) -> None:
     door.update_members(member.role, [member])
     while not (server.started and door.peers):
         await asyncio.sleep(0.01)
+    gc.collect()
+    gc.freeze()  # as a replica does
     print(server.servers[0].sockets[0].getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     os._exit(0)
