@@ -85,14 +85,20 @@ class LocalCluster:
         )
 
 
+def let_all_in(cluster: LocalCluster) -> None:
+    """However slow workers seem to be, no request waits at a door."""
+    for door in cluster.doors:
+        queue = door._flow._admission._queue
+        queue._args = queue._args.model_copy(update={"max_outstanding_s": PATIENCE_S})
+
+
 def overcommit(cluster: LocalCluster) -> None:
     """Doors expect empty answers, so that decode is given more than it has memory for; and however slow
     workers seem to be, as many requests as there are. Decode steps only when every prompt that it has given
     blocks to is there, so that answers grow together however fast it is."""
+    let_all_in(cluster)
     for door in cluster.doors:
         door._flow._placer._answer_tokens = 0.0
-        queue = door._flow._admission._queue
-        queue._args = queue._args.model_copy(update={"max_outstanding_s": PATIENCE_S})
     for decode in cluster.decodes:
         step_together(decode._engine)
 

@@ -16,7 +16,7 @@ from bench.workload import data_uri, png_bytes
 from deploy.demo_model.training.media import jpeg_bytes
 from tests.contract.fetch_host import MediaHost, answer
 from tests.fakes.local_prefill import let_prefill_locally
-from tests.flow.local_cluster import HANG_S, LocalCluster
+from tests.flow.local_cluster import HANG_S, LocalCluster, let_all_in
 from tests.flow.media_client import (
     Part,
     ask,
@@ -186,6 +186,7 @@ async def first_chunk(response: httpx.Response) -> dict[str, Any]:
 
 async def test_new_media_is_reduced_while_encoders_are_behind_and_the_client_is_told():
     async with serving(reduce_from_queued_rows=40) as (cluster, client):
+        let_all_in(cluster)
         with gate(cluster) as held:
             waiting = asyncio.ensure_future(ask(client, [picture_part(20)]))
             await until_queued(cluster, 64)
@@ -207,6 +208,7 @@ async def test_new_media_is_reduced_while_encoders_are_behind_and_the_client_is_
 
 async def test_a_queue_reduces_nothing_unless_the_operator_says_so():
     async with serving() as (cluster, client):
+        let_all_in(cluster)
         with gate(cluster) as held:
             waiting = [asyncio.ensure_future(ask(client, [picture_part(seed)])) for seed in (30, 31)]
             await until_queued(cluster, 128)

@@ -63,6 +63,8 @@ def test_a_worker_that_loses_a_rank_is_replaced(parallel):
 
 
 async def test_the_ranks_of_a_killed_worker_end_and_it_is_replaced(parallel):
+    async with httpx.AsyncClient(base_url=parallel.url, timeout=HANG_S) as client:
+        await until_running(client, "decode", 2)  # another test may have cost one
     workers = pids_of(parallel, "Decode")
     killed, rank = workers[0], os.pidfd_open(rank_of(parallel, workers[0]))
     os.kill(killed, signal.SIGKILL)
