@@ -257,17 +257,23 @@ class Attempts:
         elif isinstance(message, FeatureShared):
             self._media.on_shared(attempt, message.item_idx, now)
             self._item_done(attempt, message.item_idx)
-        elif isinstance(message, Encoded):  # the encoder has told the prompt worker by its own notification
-            self._media.on_encoded(attempt, message.item_idx, now)
-            attempt.client.timeline.encoded(message.item_idx, message.timing, message.cached)
-            self._cluster.item_done(message.request_id, message.item_idx, now)
-            self._item_done(attempt, message.item_idx)
+        elif isinstance(message, Encoded):
+            self._on_encoded(attempt, worker, message, now)
         elif isinstance(message, Preempted):
             attempt.on_preempted()
         elif isinstance(message, Failed) and message.item_idx is not None:
             self._media.on_failed(attempt, worker, message, now)
         elif isinstance(message, Failed) and attempt.needs(worker):
             self.fail(attempt, from_info(message.error))
+
+    def _on_encoded(self, attempt: Attempt, worker: WorkerState, message: Encoded, now: float) -> None:
+        """The encoder has told the prompt worker by its own notification."""
+        if attempt.media[message.item_idx].encoder is not worker:
+            return  # the item has moved: another encoder has it now
+        self._media.on_encoded(attempt, message.item_idx, now)
+        attempt.client.timeline.encoded(message.item_idx, message.timing, message.cached)
+        self._cluster.item_done(message.request_id, message.item_idx, now)
+        self._item_done(attempt, message.item_idx)
 
     def _on_decode_granted(self, attempt: Attempt, granted: DecodeGranted) -> None:
         self.send(attempt.prompt_worker, DecodeTarget(attempt.request_id, granted.grant), attempt)

@@ -86,7 +86,6 @@ class MediaFlow:
         state = attempt.media[item_idx]
         if state.is_shared:  # the other request has failed or left, or the item was not cached
             state.is_shared = False
-            attempt.unencoded.add(item_idx)
             self._start_again(attempt, item_idx, now)
         elif state.lease_id and not state.is_held:  # what this encoder sent did not arrive
             state.num_attempts += 1
@@ -264,5 +263,6 @@ class MediaFlow:
             self._start_again(attempt, item_idx, now)
 
     def _start_again(self, attempt: Attempt, item_idx: int, now: float) -> None:
+        attempt.unencoded.add(item_idx)  # again, if an encoder that was lost had sent it
         self._cluster.item_moved(attempt.request_id, item_idx, attempt.media[item_idx].encoder.replica_id)
         self._start(attempt, item_idx, now)

@@ -21,16 +21,19 @@ from cluster.types.messages import (
     FinishReason,
     GrantPassed,
     LoadReport,
+    Pong,
     Preempted,
     PrefillAdmitted,
     PrefillTiming,
     ReturnGrant,
+    Stalled,
     StartDecode,
     StartPrefill,
     TokenEvent,
     Tokens,
 )
 from cluster.types.request import Guidance, Prompt, SamplingParams
+from router.flow.watch import LOOK_EVERY_S, MOVE_S
 from router.policy import ClusterView, Decision, ItemView, JointPolicy, Placement, RequestView
 from router.policy.estimate import Estimate
 from router.telemetry.timeline import RequestTimeline
@@ -205,6 +208,37 @@ class Apart(JointPolicy):
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
         raise UnavailableError("no encode worker is ready")
+
+
+class EncodedAfar(JointPolicy):
+    """The prompt and the answer at one worker, the item at another, while that is there."""
+
+    def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
+        placement = Placement(("whole-2",) * len(request.media), "whole", "whole")
+        return Decision(placement, Estimate(request, cluster, now).prediction(placement))
+
+
+@pytest.mark.parametrize("how", ["is lost", "is silent and sends it later"])
+def test_an_item_that_moves_to_the_worker_of_its_prompt_is_called_off_there(how):
+    """The prompt may have got it from the first encoder all the same."""
+    door = ScriptedFlow(EncodedAfar(), (Role.WHOLE,))
+    door.join(Role.WHOLE, "whole-2")
+    reader = start(door)
+    door.tell("whole", FeatureGranted("r", 0, grant("lease")))
+    if how == "is lost":
+        door.tell("whole-2", Encoded("r", 0, cached=False))
+        door.lose("whole-2")
+    else:
+        door.tell("whole-2", Stalled(("engine",)))
+        for _ in range(int(MOVE_S / LOOK_EVERY_S)):
+            door.wait(LOOK_EVERY_S)
+            door.tell("whole", Pong())
+        door.wait(LOOK_EVERY_S)
+        door.tell("whole-2", Encoded("r", 0, cached=False))
+    assert door.sent("whole").count("StartEncode") == 1
+    door.token("whole", 5, reason=FinishReason.STOP)
+    assert reader.token_ids == [5] and door.messages["whole"][-1] == Cancel("r")
+    door.audit()
 
 
 def test_kv_may_travel_from_one_language_worker_to_another():
