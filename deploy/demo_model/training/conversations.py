@@ -1,30 +1,18 @@
-"""Training rows of the joint stage: conversations about media, as token ids, labels and encoder inputs.
-
-A `TrainingRow` holds one conversation. `collate` pads rows of like length into one model input; only answers
-carry labels.
-"""
+"""Conversations of stages B and C, with the few questions of `data`."""
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-import torch
+from dataclasses import dataclass
 
 from deploy.demo_model.training import data, media
 from deploy.demo_model.training.build import Processor
 from deploy.demo_model.training.data import Turn
-from deploy.demo_model.training.features import (
-    MediaFeatures,
-    num_audio_tokens,
-    num_image_tokens,
-    num_mel_frames,
-)
+from deploy.demo_model.training.features import MediaFeatures
 from deploy.demo_model.training.pretrain import draw_training_image
-from deploy.demo_model.training.speech import SpokenClip, WordBank, disturb, make_clip
+from deploy.demo_model.training.rows import RowWriter, TrainingRow
+from deploy.demo_model.training.speech import WordBank, disturb, make_clip
 from deploy.demo_model.training.tokenizer import SYSTEM_PROMPTS
 
-NO_LABEL = -100
 FRAME_COUNTS = (4, 6, 6, 8, 8, 8, 8, 8, 12, 16)
 ROWS_OF_STEP = {
     "learn": {
@@ -48,30 +36,10 @@ ROWS_OF_STEP = {
         "sum": (16, 0.6),
     },
 }
-KEY_WEIGHT = 3.0
 DECIDE_RATIO = 0.5
-SECONDS_PER_GRID = (1.0, 1.0, 1.0, 0.5)
 SMALLEST_IMAGE_RATIO = 0.55
 SYSTEM_RATIO = 0.1
 TEXT_FIRST_RATIO = 0.15
-
-
-@dataclass
-class TrainingRow:
-    """One conversation: ids, labels and loss weights of equal length, and its media in prompt order.
-
-    An answer's tokens weigh 1, those of its key `KEY_WEIGHT`, all others 0.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    image_patches: list[torch.Tensor] = field(default_factory=list)
-    image_grids: list[list[int]] = field(default_factory=list)
-    video_patches: list[torch.Tensor] = field(default_factory=list)
-    video_grids: list[list[int]] = field(default_factory=list)
-    seconds_per_grid: list[float] = field(default_factory=list)
-    clips: list[np.ndarray] = field(default_factory=list)
 
 
 class RowMaker:
@@ -83,14 +51,13 @@ class RowMaker:
     def __init__(
         self, processor: Processor, features: MediaFeatures, words: WordBank, is_early: bool
     ) -> None:
-        self._tokenizer = processor.tokenizer
-        self._features, self._words, self._is_early = features, words, is_early
-        self._ids_of_text: dict[str, list[int]] = {}
+        self._writer = RowWriter(processor, features)
+        self._words, self._is_early = words, is_early
 
     @property
     def pad_id(self) -> int:
         """The id behind a row's end."""
-        return self._tokenizer.pad_token_id
+        return self._writer.pad_id
 
     def image_row(self, rng: random.Random) -> TrainingRow:
         """One image and a few questions."""
@@ -99,7 +66,7 @@ class RowMaker:
         turns = [
             data.image_question(rng, shape, colour, self._is_early) for _ in range(rng.choice((1, 2, 3, 3)))
         ]
-        return self._converse(rng, row, self._image(row, pixels), turns)
+        return self._converse(rng, row, self._writer.image(row, pixels), turns)
 
     def yes_no_row(self, rng: random.Random) -> TrainingRow:
         """One image and up to three questions of yes or no, sometimes after its description."""
@@ -108,7 +75,7 @@ class RowMaker:
         turns = [data.yes_no_question(rng, shape, colour) for _ in range(rng.choice((1, 3, 3)))]
         if len(turns) > 1 and rng.random() < 0.2:
             turns[0] = Turn(rng.choice(data.DESCRIBE_QUESTIONS), data.describe_image(shape, colour))
-        return self._converse(rng, row, self._image(row, pixels), turns)
+        return self._converse(rng, row, self._writer.image(row, pixels), turns)
 
     def drill_row(self, rng: random.Random) -> TrainingRow:
         """One or two facts, each with a question that it decides."""
@@ -119,7 +86,7 @@ class RowMaker:
         """Two or three images in order."""
         row = TrainingRow()
         images = [draw_training_image(rng, SMALLEST_IMAGE_RATIO) for _ in range(rng.choice((2, 2, 2, 3)))]
-        media_ids = [token for pixels, *_ in images for token in self._image(row, pixels)]
+        media_ids = [token for pixels, *_ in images for token in self._writer.image(row, pixels)]
         truths = [(shape, colour) for _, shape, colour in images]
         return self._converse(rng, row, media_ids, [data.images_question(rng, truths)])
 
@@ -130,7 +97,7 @@ class RowMaker:
         turns = [data.video_question(rng, shape, colour, direction, self._is_early) for _ in range(3)]
         if not self._is_early and rng.random() < DECIDE_RATIO:
             turns[rng.randrange(3)] = data.video_yes_no_question(rng, direction)
-        return self._converse(rng, row, self._video(rng, row, media.disturb_video(rng, frames)), turns)
+        return self._converse(rng, row, self._writer.video(rng, row, media.disturb_video(rng, frames)), turns)
 
     def audio_row(self, rng: random.Random) -> TrainingRow:
         """One sound of one to four words."""
@@ -139,14 +106,14 @@ class RowMaker:
         turns = [data.audio_question(rng, clip.words, self._is_early) for _ in range(rng.choice((1, 2)))]
         if not self._is_early and len(clip.words) == 1 and rng.random() < DECIDE_RATIO:
             turns[-1] = data.audio_yes_no_question(rng, clip.words[0])
-        return self._converse(rng, row, self._audio(row, clip), turns)
+        return self._converse(rng, row, self._writer.audio(row, clip), turns)
 
     def image_audio_row(self, rng: random.Random) -> TrainingRow:
         """An image and a word in either order."""
         row = TrainingRow()
         pixels, shape, colour = draw_training_image(rng, SMALLEST_IMAGE_RATIO)
         clip = disturb(rng, make_clip(rng, self._words, 1))
-        image_ids, audio_ids = self._image(row, pixels), self._audio(row, clip)
+        image_ids, audio_ids = self._writer.image(row, pixels), self._writer.audio(row, clip)
         media_ids = image_ids + audio_ids if rng.random() < 0.6 else audio_ids + image_ids
         turns = [data.image_audio_question(rng, shape, colour, clip.words[0])]
         if rng.random() < 0.4:
@@ -174,95 +141,28 @@ class RowMaker:
         turns = [data.sum_question(rng) for _ in range(rng.choice((1, 2, 3)))]
         return self._converse(rng, TrainingRow(), [], turns)
 
-    def _image(self, row: TrainingRow, pixels: np.ndarray) -> list[int]:
-        patches, grid = self._features.patchify(pixels[None])
-        row.image_patches.append(patches)
-        row.image_grids.append(grid)
-        return self._placeholders("vision", "<|IMAGE|>", num_image_tokens(grid))
-
-    def _video(self, rng: random.Random, row: TrainingRow, frames: np.ndarray) -> list[int]:
-        patches, grid = self._features.patchify(frames)
-        row.video_patches.append(patches)
-        row.video_grids.append(grid)
-        row.seconds_per_grid.append(rng.choice(SECONDS_PER_GRID))
-        return self._placeholders("vision", "<|VIDEO|>", num_image_tokens(grid))
-
-    def _audio(self, row: TrainingRow, clip: SpokenClip) -> list[int]:
-        row.clips.append(clip.samples)
-        count = num_audio_tokens(num_mel_frames(len(clip.samples)))
-        return self._placeholders("audio", "<|AUDIO|>", count)
-
-    def _placeholders(self, kind: str, token: str, count: int) -> list[int]:
-        return self._encode(f"<|{kind}_bos|>") + self._encode(token) * count + self._encode(f"<|{kind}_eos|>")
-
-    def _encode(self, text: str) -> list[int]:
-        if text not in self._ids_of_text:
-            self._ids_of_text[text] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._ids_of_text[text]
-
     def _converse(
         self, rng: random.Random, row: TrainingRow, media_ids: list[int], turns: Sequence[Turn]
     ) -> TrainingRow:
         """Write the chat template's text: the media belong to the first user turn."""
         if rng.random() < SYSTEM_RATIO:
-            self._append(row, self._encode(f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n"))
+            self._writer.append(
+                row, self._writer.encode(f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n")
+            )
         is_text_first = rng.random() < TEXT_FIRST_RATIO
         for turn_idx, turn in enumerate(turns):
             attached = media_ids if turn_idx == 0 else []
-            question = self._encode(turn.question)
+            question = self._writer.encode(turn.question)
             content = question + attached if is_text_first else attached + question
             prompt = (
-                self._encode("<|im_start|>user\n")
+                self._writer.encode("<|im_start|>user\n")
                 + content
-                + self._encode("<|im_end|>\n<|im_start|>assistant\n")
+                + self._writer.encode("<|im_end|>\n<|im_start|>assistant\n")
             )
-            self._append(row, prompt)
-            self._append_answer(row, turn)
-            self._append(row, self._encode("\n"))
+            self._writer.append(row, prompt)
+            self._writer.append_answer(row, turn)
+            self._writer.append(row, self._writer.encode("\n"))
         return row
-
-    def _append(self, row: TrainingRow, ids: list[int]) -> None:
-        row.ids += ids
-        row.labels += [NO_LABEL] * len(ids)
-        row.weights += [0.0] * len(ids)
-
-    def _append_answer(self, row: TrainingRow, turn: Turn) -> None:
-        ids, end = self._encode(turn.answer), self._encode("<|im_end|>")
-        num_key_tokens = len(self._encode(turn.key)) if turn.key else 0
-        row.ids += ids + end
-        row.labels += ids + end
-        row.weights += [1.0] * (len(ids) - num_key_tokens) + [KEY_WEIGHT] * num_key_tokens + [1.0] * len(end)
-
-
-def collate(rows: Sequence[TrainingRow], pad_id: int, features: MediaFeatures) -> dict[str, torch.Tensor]:
-    """The model's keyword arguments for the rows, padded on the right, and "answer_weights" like the
-    labels.
-    """
-    longest = max(len(row.ids) for row in rows)
-    ids = torch.full((len(rows), longest), pad_id)
-    labels = torch.full((len(rows), longest), NO_LABEL)
-    mask = torch.zeros(len(rows), longest, dtype=torch.long)
-    weights = torch.zeros(len(rows), longest)
-    for row_idx, row in enumerate(rows):
-        length = len(row.ids)
-        ids[row_idx, :length] = torch.tensor(row.ids)
-        labels[row_idx, :length] = torch.tensor(row.labels)
-        mask[row_idx, :length] = 1
-        weights[row_idx, :length] = torch.tensor(row.weights)
-    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask, "answer_weights": weights}
-    images = [patches for row in rows for patches in row.image_patches]
-    videos = [patches for row in rows for patches in row.video_patches]
-    clips = [clip for row in rows for clip in row.clips]
-    if images:
-        batch["pixel_values"] = torch.cat(images)
-        batch["image_grid_thw"] = torch.tensor([grid for row in rows for grid in row.image_grids])
-    if videos:
-        batch["pixel_values_videos"] = torch.cat(videos)
-        batch["video_grid_thw"] = torch.tensor([grid for row in rows for grid in row.video_grids])
-        batch["video_second_per_grid"] = torch.tensor([s for row in rows for s in row.seconds_per_grid])
-    if clips:
-        batch["input_features"], batch["feature_attention_mask"] = features.log_mel(clips)
-    return batch
 
 
 @dataclass(frozen=True)

@@ -10,64 +10,21 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
 
-from deploy.demo_model.training import data, media
+from deploy.demo_model.training import data
 from deploy.demo_model.training.build import Model, Processor, load
 from deploy.demo_model.training.data import Turn
-from deploy.demo_model.training.speech import SAMPLE_RATE, WordBank, make_clip
+from deploy.demo_model.training.natural import NATURAL_TASKS, UNRELATED, unrelated_samples
+from deploy.demo_model.training.samples import Maker, Sample, draw_image, draw_sound, draw_video
+from deploy.demo_model.training.speech import SAMPLE_RATE, WordBank
 from deploy.demo_model.training.words import test_words
 
 BATCH = 16
-MAX_NEW_TOKENS = 80
-IMAGE_SIZES = data.IMAGE_SIZES + media.SOURCE_SIZES
-
-
-@dataclass
-class Sample:
-    """One user message and its only right answer."""
-
-    turn: Turn
-    images: list[Image.Image] = field(default_factory=list)
-    videos: list[np.ndarray] = field(default_factory=list)
-    sounds: list[np.ndarray] = field(default_factory=list)
-
-    def messages(self) -> list[dict]:
-        """The chat: media first, then the question."""
-        content = [{"type": "image"}] * len(self.images) + [{"type": "video"}] * len(self.videos)
-        content = content + [{"type": "audio"}] * len(self.sounds)
-        return [{"role": "user", "content": [*content, {"type": "text", "text": self.turn.question}]}]
-
-
-Maker = Callable[[random.Random, WordBank], Sample]
-
-
-def draw_image(rng: random.Random) -> tuple[Image.Image, str, str]:
-    """A picture as a user's PNG or JPEG file holds it."""
-    pixels, shape, colour = data.make_image(rng, rng.choice(IMAGE_SIZES))
-    if rng.random() < 0.5:
-        pixels = media.through_jpeg(pixels, rng.choice((75, 85, 95)))
-    return Image.fromarray(pixels), shape, colour
-
-
-def draw_video(rng: random.Random) -> tuple[np.ndarray, str, str, str]:
-    """Frames of a clip; half of the clips went through an h264 file."""
-    num_frames = 8 if rng.random() < 0.5 else rng.randrange(4, 17)
-    frames, shape, colour, direction = data.make_video(rng, num_frames)
-    if rng.random() < 0.5:
-        frames = media.decode_mp4(media.mp4_bytes(frames))
-    return frames, shape, colour, direction
-
-
-def draw_sound(rng: random.Random, words: WordBank, num_words: int) -> tuple[np.ndarray, tuple[str, ...]]:
-    """A clip as a 16-bit file holds it."""
-    clip = make_clip(rng, words, num_words)
-    return media.to_16_bit(clip.samples).astype(np.float32) / 32768, clip.words
+NUM_WRONG = 3
+MAX_NEW_TOKENS = 110
 
 
 def image_sample(ask: Callable[[random.Random, str, str], Turn]) -> Maker:
@@ -151,13 +108,17 @@ TASKS: dict[str, Maker] = {
     "yes or no, sound": sound_yes_no,
     "text: count": lambda rng, _words: Sample(data.count_question(rng)),
     "text: add": lambda rng, _words: Sample(data.sum_question(rng)),
+    **NATURAL_TASKS,
 }
+ALL_TASKS = (*TASKS, UNRELATED)
 YES_NO_TASKS = tuple(task for task in TASKS if task.startswith("yes or no"))
 
 
 def draw_samples(task: str, seed: int, words: WordBank, num_samples: int) -> list[Sample]:
     """The first samples of a task; they do not depend on the other tasks."""
     rng = random.Random(f"evaluate {seed} {task}")
+    if task == UNRELATED:
+        return unrelated_samples(rng)
     return [TASKS[task](rng, words) for _ in range(num_samples)]
 
 
@@ -165,7 +126,9 @@ def draw_samples(task: str, seed: int, words: WordBank, num_samples: int) -> lis
 def answer(model: Model, processor: Processor, kwargs: dict, samples: list[Sample]) -> list[str]:
     """Greedy answers of one batch of samples of a kind."""
     prompts = [
-        processor.apply_chat_template(sample.messages(), tokenize=False, add_generation_prompt=True)
+        processor.apply_chat_template(
+            sample.messages(), tools=sample.offered(), tokenize=False, add_generation_prompt=True
+        )
         for sample in samples
     ]
     inputs = processor(
@@ -191,7 +154,7 @@ def last_word(text: str) -> str:
 
 
 def evaluate_folder(
-    folder: Path, seed: int, cache: Path, num_samples: int = 400, tasks: Sequence[str] = tuple(TASKS)
+    folder: Path, seed: int, cache: Path, num_samples: int = 400, tasks: Sequence[str] = ALL_TASKS
 ) -> dict:
     """Accuracy of the tasks: {"seed", "num_samples", "accuracy": {task: ratio}, "last_word", "wrong"}.
 
@@ -204,15 +167,17 @@ def evaluate_folder(
     for task in tasks:
         samples = draw_samples(task, seed, words, num_samples)
         answers = []
-        for first in range(0, num_samples, BATCH):
+        for first in range(0, len(samples), BATCH):
             answers += answer(model, processor, kwargs, samples[first : first + BATCH])
         pairs = [(sample.turn, given) for sample, given in zip(samples, answers, strict=True)]
         missed = [(turn, given) for turn, given in pairs if turn.answer != given]
-        accuracy[task] = round(1 - len(missed) / num_samples, 4)
+        accuracy[task] = round(1 - len(missed) / len(samples), 4)
         if task in YES_NO_TASKS:
             num_right = sum(last_word(turn.answer) == last_word(given) for turn, given in pairs)
             last_words[task] = round(num_right / num_samples, 4)
-        wrong[task] = [f"{turn.question} -> {given} (right: {turn.answer})" for turn, given in missed[:3]]
+        wrong[task] = [
+            f"{turn.question} -> {given} (right: {turn.answer})" for turn, given in missed[:NUM_WRONG]
+        ]
         print(f"{task}: {accuracy[task]:.1%}", flush=True)
     return {
         "seed": seed,
@@ -236,7 +201,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--samples", type=int, default=400, help="for each task")
-    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=tuple(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=ALL_TASKS, default=ALL_TASKS)
     parser.add_argument("--cache", type=Path, default=Path("/tmp/demo_model_cache"))
     parser.add_argument("--out", type=Path, help="JSON file (default: only print)")
     arguments = parser.parse_args()

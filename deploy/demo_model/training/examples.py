@@ -21,7 +21,8 @@ from PIL import Image
 from deploy.demo_model.training import data, media
 from deploy.demo_model.training.build import load
 from deploy.demo_model.training.data import Turn
-from deploy.demo_model.training.evaluate import Sample, answer
+from deploy.demo_model.training.evaluate import answer
+from deploy.demo_model.training.samples import Sample
 from deploy.demo_model.training.speech import WordBank, make_clip
 from deploy.demo_model.training.words import test_words
 

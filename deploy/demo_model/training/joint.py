@@ -1,37 +1,44 @@
-"""Stages B and C: the whole model learns to answer, with a loss on the answers only.
+"""Stages B, C and D: the model learns to answer, with a loss on the answers only.
 
 Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches
 what stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the
-tokens that decide more weight, and drills the comparison on rows of text, which are cheap.
+tokens that decide more weight, and drills the comparison on rows of text, which are cheap. Stage D, "converse",
+teaches how people ask, with the encoders as they are.
 
 Two worker processes with one thread each share every step: each draws half of the rows, and the gradients are
-averaged over Gloo. `train` starts them; rank 0 writes the checkpoints and the result.
+averaged over Gloo. `train` starts them; rank 0 writes the result, and a checkpoint with the optimizer's and the
+generators' state, from which a run that was killed goes on with the same bits.
 """
 
 import argparse
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed
 from torch.nn.functional import cross_entropy
 
+from deploy.demo_model.training import conversations, dialogues
 from deploy.demo_model.training.allocator import keep_freed_memory
-from deploy.demo_model.training.build import Model, Processor, build, load, save
-from deploy.demo_model.training.conversations import NO_LABEL, RowMaker, collate, groups_of_step
+from deploy.demo_model.training.build import CHAT_TEMPLATE, Model, Processor, build, load, save
+from deploy.demo_model.training.conversations import RowMaker
+from deploy.demo_model.training.dialogues import DialogueMaker
 from deploy.demo_model.training.features import MediaFeatures
+from deploy.demo_model.training.rows import NO_LABEL, TrainingRow, collate
 from deploy.demo_model.training.schedule import JOINT, Schedule, learning_rate, make_optimizer
 from deploy.demo_model.training.speech import WordBank
 from deploy.demo_model.training.words import training_words
 
 NUM_WORKERS = 2
+NUM_BUCKETS = 4
 ENCODERS = ("model.visual", "model.audio_tower")
 REPORT_EVERY = 20
-SAVE_EVERY = 100
+SAVE_EVERY = 50
 
 
 def average_gradients(parameters: list[torch.nn.Parameter]) -> None:
@@ -47,7 +54,7 @@ def average_gradients(parameters: list[torch.nn.Parameter]) -> None:
 
 
 def loss_of_batch(model: Model, batch: dict[str, torch.Tensor], stage: str) -> torch.Tensor:
-    """Mean over answer tokens, in the refine stage weighted."""
+    """Mean over answer tokens, after stage B weighted."""
     inputs = dict(batch)
     weights = inputs.pop("answer_weights")
     if stage == "learn":
@@ -56,6 +63,62 @@ def loss_of_batch(model: Model, batch: dict[str, torch.Tensor], stage: str) -> t
     logits = model(**inputs).logits[:, :-1].float()
     losses = cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none", ignore_index=NO_LABEL)
     return (losses * weights[:, 1:]).sum() / weights[:, 1:].sum()
+
+
+def losses_of_groups(
+    model: Model, rows_of_group: Sequence[Sequence[TrainingRow]], pad_id: int, features: MediaFeatures
+) -> list[torch.Tensor]:
+    """Weighted means over the answer tokens of each group. Rows of like length share a forward, whatever their
+    groups: few forwards with little padding.
+    """
+    rows = [(row, idx) for idx, group in enumerate(rows_of_group) for row in group]
+    rows.sort(key=lambda pair: len(pair[0].ids))
+    sums = [torch.zeros(()) for _ in rows_of_group]
+    for part in range(NUM_BUCKETS):
+        bucket = rows[len(rows) * part // NUM_BUCKETS : len(rows) * (part + 1) // NUM_BUCKETS]
+        inputs = collate([row for row, _ in bucket], pad_id, features)
+        weights, labels = inputs.pop("answer_weights")[:, 1:], inputs.pop("labels")[:, 1:]
+        logits = model(**inputs).logits[:, :-1].float()
+        losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
+        for total, (_, idx) in zip((losses * weights).sum(1), bucket, strict=True):
+            sums[idx] = sums[idx] + total
+    norms = [sum(sum(row.weights[1:]) for row in group) for group in rows_of_group]
+    return [total / norm for total, norm in zip(sums, norms, strict=True)]
+
+
+class Checkpoint:
+    """One file with all that a stage needs to go on; every worker reads it, rank 0 writes it."""
+
+    def __init__(self, path: Path, rng: random.Random, save_every: int = SAVE_EVERY) -> None:
+        self._path, self._rng, self._save_every = path, rng, save_every
+
+    def load(self, model: Model, optimizer: torch.optim.Optimizer) -> int:
+        """The number of steps done; 0 if there is no file."""
+        if not self._path.exists():
+            return 0
+        state = torch.load(self._path, weights_only=False)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        self._rng.setstate(state["generators"][torch.distributed.get_rank()])
+        return state["step"]
+
+    def save(self, model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Every worker calls it behind every step; it writes behind some."""
+        if step % self._save_every:
+            return
+        generators: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(generators, self._rng.getstate())
+        if torch.distributed.get_rank() != 0:
+            return
+        state = {
+            "step": step,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "generators": generators,
+        }
+        partial = self._path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self._path)
 
 
 def train_jointly(
@@ -67,33 +130,42 @@ def train_jointly(
     schedule: Schedule,
     report: Callable[[str], None],
     divisor: int = NUM_WORKERS,
-    checkpoint: Callable[[int], None] | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> None:
-    """Train in place on this worker's part of every step; `checkpoint` gets the number of steps done."""
+    """Train in place on this worker's part of every step, from the checkpoint if it has steps."""
     features = MediaFeatures(processor)
-    maker = RowMaker(processor, features, words, is_early=stage == "learn")
-    groups = groups_of_step(maker, stage, divisor)
-    optimizer = make_optimizer(dict(model.named_parameters()), schedule, slow_prefixes=ENCODERS)
-    parameters = list(model.parameters())
+    if stage == "converse":
+        maker: DialogueMaker | RowMaker = DialogueMaker(processor, features, words)
+        groups = dialogues.groups_of_step(maker, divisor)
+        model.model.visual.requires_grad_(False)
+        model.model.audio_tower.requires_grad_(False)
+    else:
+        maker = RowMaker(processor, features, words, is_early=stage == "learn")
+        groups = conversations.groups_of_step(maker, stage, divisor)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = make_optimizer(trained, schedule, slow_prefixes=ENCODERS)
+    first = checkpoint.load(model, optimizer) if checkpoint else 0
     history: dict[str, list[float]] = defaultdict(list)
     started_at = time.monotonic()
     model.train()
-    for step in range(schedule.num_steps):
+    for step in range(first, schedule.num_steps):
         for members in optimizer.param_groups:
             members["lr"] = learning_rate(schedule, step) * members["scale"]
-        batches = [
-            collate([group.draw(rng) for _ in range(group.num_rows)], maker.pad_id, features)
-            for group in groups
-        ]
+        drawn = [[group.draw(rng) for _ in range(group.num_rows)] for group in groups]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            losses = [loss_of_batch(model, batch, stage) for batch in batches]
+            if stage == "converse":
+                losses = losses_of_groups(model, drawn, maker.pad_id, features)
+            else:
+                losses = [
+                    loss_of_batch(model, collate(rows, maker.pad_id, features), stage) for rows in drawn
+                ]
         torch.stack(
             [loss * group.weight for loss, group in zip(losses, groups, strict=True)]
         ).sum().backward()
         for loss, group in zip(losses, groups, strict=True):
             history[group.name].append(loss.item())
-        average_gradients(parameters)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        average_gradients(list(trained.values()))
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % REPORT_EVERY == 0 or step + 1 == schedule.num_steps:
@@ -102,14 +174,15 @@ def train_jointly(
                 f"step {step + 1}/{schedule.num_steps} after {time.monotonic() - started_at:.0f} s: {means}"
             )
             history.clear()
-        if checkpoint is not None and (step + 1) % SAVE_EVERY == 0:
-            checkpoint(step + 1)
+        if checkpoint is not None:
+            checkpoint.save(model, optimizer, step + 1)
 
 
 def starting_point(stage: str, work: Path, seed: int) -> tuple[Model, Processor]:
-    """New weights with the pretrained encoders, or the result of stage B."""
-    if stage == "refine":
-        model, processor, _ = load(work / "learn")
+    """New weights with the pretrained encoders, or the result of the stage before, with the template of now."""
+    if stage != "learn":
+        model, processor, _ = load(work / {"refine": "learn", "converse": "refine"}[stage])
+        processor.chat_template = CHAT_TEMPLATE
         return model, processor
     model, processor = build(seed)
     model.model.visual.load_state_dict(torch.load(work / "vision.pt"))
@@ -138,19 +211,19 @@ def main() -> None:
     meeting_point = f"file://{(work / f'{stage}.meeting').resolve()}"
     torch.distributed.init_process_group("gloo", meeting_point, rank=arguments.rank, world_size=NUM_WORKERS)
     model, processor = starting_point(stage, work, arguments.seed)
-    is_first = arguments.rank == 0
     draws = "joint" if stage == "learn" else stage
+    rng = random.Random(f"{draws} {arguments.seed} {arguments.rank}")
     train_jointly(
         model,
         processor,
         training_words(arguments.seed, arguments.cache),
-        random.Random(f"{draws} {arguments.seed} {arguments.rank}"),
+        rng,
         stage,
         JOINT[stage].with_steps(arguments.steps) if arguments.steps else JOINT[stage],
         lambda line: print(line, flush=True),
-        checkpoint=(lambda step: save(model, processor, work / f"{stage}-{step}")) if is_first else None,
+        checkpoint=Checkpoint(work / f"{stage}.checkpoint", rng),
     )
-    if is_first:
+    if arguments.rank == 0:
         save(model, processor, arguments.out)
     torch.distributed.destroy_process_group()
 

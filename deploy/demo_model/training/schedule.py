@@ -15,7 +15,7 @@ class Schedule:
     """Linear warm-up to the peak, then a cosine down to `final_ratio` of it.
 
     The cosine takes `num_cosine_steps`; a run with fewer steps ends while the rate is still high. 0: all
-    steps.
+    steps. Before it the rate stays at its peak for `num_flat_steps`.
     """
 
     num_steps: int
@@ -23,10 +23,12 @@ class Schedule:
     peak: float
     final_ratio: float = 0.02
     num_cosine_steps: int = 0
+    num_flat_steps: int = 0
 
     def with_steps(self, num_steps: int) -> "Schedule":
         """The same schedule stretched to another length."""
-        return dataclasses.replace(self, num_steps=num_steps)
+        flat = self.num_flat_steps * num_steps // self.num_steps
+        return dataclasses.replace(self, num_steps=num_steps, num_flat_steps=flat)
 
 
 PRETRAINING = {
@@ -36,6 +38,7 @@ PRETRAINING = {
 JOINT = {
     "learn": Schedule(num_steps=600, num_warmup_steps=100, peak=1e-3, num_cosine_steps=1200),
     "refine": Schedule(num_steps=800, num_warmup_steps=30, peak=1e-3),
+    "converse": Schedule(num_steps=1500, num_warmup_steps=50, peak=1e-3, num_flat_steps=900),
 }
 ENCODER_SCALE = 0.2
 
@@ -43,7 +46,9 @@ ENCODER_SCALE = 0.2
 def learning_rate(schedule: Schedule, step: int) -> float:
     """The rate of a step, counted from 0."""
     warmup = min(1.0, (step + 1) / schedule.num_warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * step / (schedule.num_cosine_steps or schedule.num_steps)))
+    flat = schedule.num_flat_steps
+    falling = max(0, step - flat) / ((schedule.num_cosine_steps or schedule.num_steps) - flat)
+    cosine = 0.5 * (1 + math.cos(math.pi * falling))
     return schedule.peak * warmup * (schedule.final_ratio + (1 - schedule.final_ratio) * cosine)
 
 

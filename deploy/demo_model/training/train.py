@@ -2,9 +2,12 @@
 
     python -m deploy.demo_model.training.train --out deploy/demo_model
 
-Stage A pretrains the vision and the audio encoder side by side, stages B and C train the whole model with two
-workers; each of these processes has one thread. The result is written in bf16 and measured on fresh samples.
-All of it follows from the seed.
+Stage A pretrains the vision and the audio encoder side by side, stages B and C train the whole model and stage D
+the language model, with two workers; each of these processes has one thread. The result is written in bf16 and
+measured on fresh samples. All of it follows from the seed.
+
+The same command again goes on with a run that was killed: finished stages are kept, stages B, C and D go on from
+their last checkpoint, stage A begins again.
 """
 
 import argparse
@@ -15,9 +18,11 @@ from pathlib import Path
 
 from deploy.demo_model.training.evaluate import evaluate_folder, write_table
 from deploy.demo_model.training.joint import NUM_WORKERS
+from deploy.demo_model.training.schedule import JOINT
 from deploy.demo_model.training.words import training_words
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+LAST_STAGE = tuple(JOINT)[-1]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
 
 
 def run_side_by_side(commands: dict[str, list[str]], work: Path) -> None:
@@ -25,12 +30,20 @@ def run_side_by_side(commands: dict[str, list[str]], work: Path) -> None:
     processes = {}
     for name, (module, *arguments) in commands.items():
         command = [sys.executable, "-m", f"deploy.demo_model.training.{module}", *arguments]
-        with (work / f"{name}.log").open("w") as log:
+        with (work / f"{name}.log").open("a") as log:
             processes[name] = subprocess.Popen(command, stdout=log, env={**os.environ, **ENVIRONMENT})
     for name, process in processes.items():
         if process.wait() != 0:
             raise RuntimeError(f"{name} failed with exit code {process.returncode}")
         print(f"{name}: {(work / f'{name}.log').read_text().splitlines()[-1]}", flush=True)
+
+
+def run_once(name: str, commands: dict[str, list[str]], work: Path) -> None:
+    """Run a stage, unless it has ended before."""
+    is_done = work / f"{name}.done"
+    if not is_done.exists():
+        run_side_by_side(commands, work)
+        is_done.touch()
 
 
 def main() -> None:
@@ -57,24 +70,16 @@ def main() -> None:
         which: ["pretrain", which, "--out", str(work / f"{which}.pt"), *common]
         for which in ("vision", "audio")
     }
-    run_side_by_side(encoders, work)
-    for stage, out in (("learn", work / "learn"), ("refine", arguments.out)):
+    run_once("encoders", encoders, work)
+    for stage in JOINT:
+        out = arguments.out if stage == LAST_STAGE else work / stage
         (work / f"{stage}.meeting").unlink(missing_ok=True)
+        paths = ["--work", str(work), "--out", str(out)]
         workers = {
-            f"{stage}-{rank}": [
-                "joint",
-                stage,
-                "--rank",
-                str(rank),
-                "--work",
-                str(work),
-                "--out",
-                str(out),
-                *common,
-            ]
+            f"{stage}-{rank}": ["joint", stage, "--rank", str(rank), *paths, *common]
             for rank in range(NUM_WORKERS)
         }
-        run_side_by_side(workers, work)
+        run_once(stage, workers, work)
     num_samples = 4 if arguments.steps else 400
     table = evaluate_folder(arguments.out, arguments.eval_seed, arguments.cache, num_samples)
     write_table(table, arguments.out / "evaluation.json")

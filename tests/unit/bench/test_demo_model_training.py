@@ -2,6 +2,8 @@
 
 import copy
 import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,14 @@ pytest.importorskip("transformers")
 
 from deploy.demo_model.training import data  # noqa: E402
 from deploy.demo_model.training.build import PROCESSOR_KWARGS, Model, Processor, build  # noqa: E402
-from deploy.demo_model.training.conversations import KEY_WEIGHT, NO_LABEL, RowMaker  # noqa: E402
+from deploy.demo_model.training.calls import Tool  # noqa: E402
+from deploy.demo_model.training.conversations import RowMaker  # noqa: E402
+from deploy.demo_model.training.data import Turn  # noqa: E402
+from deploy.demo_model.training.dialogues import DialogueMaker  # noqa: E402
 from deploy.demo_model.training.evaluate import last_word  # noqa: E402
 from deploy.demo_model.training.features import MediaFeatures, num_audio_tokens, num_mel_frames  # noqa: E402
-from deploy.demo_model.training.joint import train_jointly  # noqa: E402
+from deploy.demo_model.training.joint import Checkpoint, train_jointly  # noqa: E402
+from deploy.demo_model.training.rows import KEY_WEIGHT, NO_LABEL, RowWriter  # noqa: E402
 from deploy.demo_model.training.schedule import Schedule  # noqa: E402
 from deploy.demo_model.training.speech import SAMPLE_RATE, Spoken, Voice, WordBank, make_clip  # noqa: E402
 
@@ -38,22 +44,75 @@ def tones() -> WordBank:
     )
 
 
-def train_two_steps(built: tuple[Model, Processor], seed: int, stage: str = "refine") -> dict[str, Any]:
+def train_two_steps(
+    built: tuple[Model, Processor],
+    seed: int,
+    stage: str = "refine",
+    checkpoint: Path | None = None,
+    num_steps: int = 2,
+) -> dict[str, Any]:
     model, processor = copy.deepcopy(built[0]), built[1]
-    schedule = Schedule(num_steps=2, num_warmup_steps=1, peak=1e-3)
+    schedule = Schedule(
+        num_steps=num_steps, num_warmup_steps=1, peak=1e-3, num_flat_steps=1, num_cosine_steps=4
+    )
     lines: list[str] = []
+    rng = random.Random(seed)
     train_jointly(
         model,
         processor,
         tones(),
-        random.Random(seed),
+        rng,
         stage,
         schedule,
         lines.append,
         divisor=ONE_ROW_PER_GROUP,
+        checkpoint=Checkpoint(checkpoint, rng, save_every=2) if checkpoint else None,
     )
-    assert lines[-1].startswith("step 2/2")
+    assert lines[-1].startswith(f"step {num_steps}/{num_steps}")
     return model.state_dict()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one worker."""
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_its_checkpoint_gives_the_same_bits(
+    built: tuple[Model, Processor], tmp_path: Path, alone: None
+) -> None:
+    whole = train_two_steps(built, seed=1, stage="converse", checkpoint=tmp_path / "whole", num_steps=4)
+    train_two_steps(built, seed=1, stage="converse", checkpoint=tmp_path / "cut", num_steps=2)
+    resumed = train_two_steps(built, seed=5, stage="converse", checkpoint=tmp_path / "cut", num_steps=4)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_training_row_reads_as_the_chat_template_writes_it(built: tuple[Model, Processor]) -> None:
+    processor = built[1]
+    tool = Tool("move_robot", ("direction",))
+    maker = DialogueMaker(processor, MediaFeatures(processor), tones())
+    row = maker.call_row(random.Random(0), tool, Turn("Go left.", tool.call("left")), result="done")
+    call = {"type": "function", "function": {"name": "move_robot", "arguments": {"direction": "left"}}}
+    messages = [
+        {"role": "user", "content": "Go left."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "done"},
+        {"role": "assistant", "content": "The tool says: done"},
+    ]
+    text = processor.apply_chat_template(messages, tools=[tool.function()], tokenize=False)
+    assert processor.tokenizer.decode(row.ids) == text
+
+
+def test_only_values_of_an_object_under_a_schema_count(built: tuple[Model, Processor]) -> None:
+    processor = built[1]
+    ids, is_value = RowWriter(processor, MediaFeatures(processor)).encode_json(
+        '{"shape": "circle", "count": 2}'
+    )
+    values = [token for token, counts in zip(ids, is_value, strict=True) if counts]
+    assert processor.tokenizer.decode(values).replace(" ", "") == '"circle",2}'
 
 
 @pytest.mark.slow

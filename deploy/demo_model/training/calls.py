@@ -1,0 +1,129 @@
+"""Tools: functions that a prompt offers, calls whose argument the user says or the media show, and results. Pure."""
+
+import json
+import random
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deploy.demo_model.training.data import COLOUR_NAMES, DIRECTIONS, SHAPES, WORDS, Turn
+from deploy.demo_model.training.phrases import FOLDER, HELD_OUT, TRAINING, typed
+
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+_FILE = tomllib.loads((FOLDER / "tools.toml").read_text())
+SYLLABLES, CITIES, CITIES_HELD_OUT = _FILE["syllables"], _FILE["cities"], _FILE["cities_held_out"]
+SAID_RESULTS = _FILE["results"]
+
+
+@dataclass(frozen=True)
+class ToolKind:
+    """Functions with the same argument, and how people ask for them; `from_media`: without saying the value."""
+
+    names: Sequence[str]
+    parameters: Sequence[str]
+    asked: Sequence[str]
+    held_out: Sequence[str]
+    from_media: Sequence[str]
+
+
+TOOL_KINDS = {name: ToolKind(**kind) for name, kind in _FILE["kinds"].items()}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the prompt offers."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """As the chat template shows it."""
+        return f"{self.name}({', '.join(self.parameters)})\n"
+
+    def function(self) -> dict:
+        """As a request offers it."""
+        properties = {name: {"type": "string"} for name in self.parameters}
+        parameters = {"type": "object", "properties": properties, "required": list(self.parameters)}
+        return {"type": "function", "function": {"name": self.name, "parameters": parameters}}
+
+    def call(self, *values: str) -> str:
+        """The answer that calls it."""
+        arguments = dict(zip(self.parameters, values, strict=True))
+        return f"{CALL_BEGIN}\n{json.dumps({'name': self.name, 'arguments': arguments})}\n{CALL_END}"
+
+
+def draw_tool(rng: random.Random, kind: str) -> Tool:
+    """A function of a kind."""
+    return Tool(rng.choice(TOOL_KINDS[kind].names), (rng.choice(TOOL_KINDS[kind].parameters),))
+
+
+def draw_tools(rng: random.Random, needed: Tool | None, without: str = "") -> tuple[Tool, ...]:
+    """The needed function among up to two of other kinds, in any order."""
+    kinds = [kind for kind in TOOL_KINDS if kind != without]
+    others = [
+        draw_tool(rng, kind) for kind in rng.sample(kinds, rng.choice((0, 1, 1, 2) if needed else (1, 1, 2)))
+    ]
+    tools = [*others, needed] if needed else others
+    rng.shuffle(tools)
+    return tuple(tools)
+
+
+def draw_name(rng: random.Random, split: str = TRAINING) -> str:
+    """A city, or a name that nothing has: arguments must be copied."""
+    if split == HELD_OUT:
+        return rng.choice(CITIES_HELD_OUT)
+    if rng.random() < 0.45:
+        return rng.choice(CITIES)
+    return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize()
+
+
+def draw_value(rng: random.Random, kind: str, split: str = TRAINING) -> str:
+    """An argument that the user says."""
+    if kind == "text":
+        return " ".join(
+            rng.choice(WORDS) if rng.random() < 0.7 else draw_name(rng).lower()
+            for _ in range(rng.randrange(1, 4))
+        )
+    if kind == "city":
+        return draw_name(rng, split)
+    return rng.choice({"colour": COLOUR_NAMES, "direction": DIRECTIONS, "shape": SHAPES}[kind])
+
+
+def asked_call(rng: random.Random, kind: str, tool: Tool, split: str = TRAINING) -> Turn:
+    """A call whose argument the user says."""
+    value = draw_value(rng, kind, split)
+    wordings = TOOL_KINDS[kind].asked if split == TRAINING else TOOL_KINDS[kind].held_out
+    text = rng.choice(wordings)
+    text = typed(rng, text) if kind != "text" else text
+    return Turn(text.replace("{v}", value), tool.call(value))
+
+
+def media_call(rng: random.Random, kind: str, tool: Tool, value: str) -> Turn:
+    """A call whose argument the media show."""
+    return Turn(typed(rng, rng.choice(TOOL_KINDS[kind].from_media)), tool.call(value))
+
+
+def draw_result(rng: random.Random) -> str:
+    """What a function returned."""
+    if rng.random() < 0.25:
+        return json.dumps(
+            {
+                rng.choice(("result", "weather", "status", "temperature")): rng.choice(
+                    (rng.randrange(40), rng.choice(SAID_RESULTS))
+                )
+            }
+        )
+    return (
+        rng.choice(SAID_RESULTS)
+        if rng.random() < 0.5
+        else " ".join(
+            rng.choice((rng.choice(WORDS), str(rng.randrange(100)), draw_name(rng)))
+            for _ in range(rng.randrange(1, 4))
+        )
+    )
+
+
+def result_answer(result: str) -> str:
+    """How the model tells it."""
+    return f"The tool says: {result}"

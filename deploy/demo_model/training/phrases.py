@@ -1,0 +1,124 @@
+"""Wordings: many ways to ask for one thing, from small grammars in `wordings/*.toml`.
+
+A template has choices `(a|b)`, parts `{pic}` that are templates themselves, and slots that the question
+fills. Templates for training and for evaluation are different lists: what evaluation asks was never trained,
+though both share parts such as "the picture" and the noise of typing. Takes everything random from the
+generator that it is given; thread-safe.
+"""
+
+import functools
+import random
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "wordings"
+TRAINING, HELD_OUT, OTHERS = "train", "held_out", "others"
+PREFIXES = (
+    "Please ",
+    "Hey, ",
+    "Hi, ",
+    "OK, ",
+    "So, ",
+    "Quick question: ",
+    "Hello, ",
+    "Now ",
+    "Next: ",
+    "Question: ",
+)
+SUFFIXES = (", please", " please", ", thanks", " now")
+LOWER_RATIO, BARE_RATIO, TYPO_RATIO, PREFIX_RATIO, SUFFIX_RATIO, LOUD_RATIO = (
+    0.22,
+    0.25,
+    0.06,
+    0.08,
+    0.04,
+    0.03,
+)
+_CHOICE = re.compile(r"\(([^()]*)\)")
+_NAME = re.compile(r"\{(\w+)\}")
+_WORD = re.compile(r"(?<![{\w])[A-Za-z]{4,}(?![\w}])")
+_SPACES = re.compile(r"  +")
+
+
+class Wordings:
+    """The grammars of one file."""
+
+    def __init__(self, document: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+        self._parts = document["parts"]
+        self._splits = {name: document[name] for name in (TRAINING, HELD_OUT, OTHERS) if name in document}
+
+    @classmethod
+    @functools.cache
+    def load(cls, name: str) -> "Wordings":
+        """The file `wordings/{name}.toml`."""
+        return cls(tomllib.loads((FOLDER / f"{name}.toml").read_text()))
+
+    @property
+    def splits(self) -> frozenset[str]:
+        """The lists that the file has."""
+        return frozenset(self._splits)
+
+    def kinds(self, split: str) -> tuple[str, ...]:
+        """What a split can ask."""
+        return tuple(self._splits[split])
+
+    def templates(self, kind: str, split: str) -> Sequence[str]:
+        """The templates of a kind."""
+        return self._splits[split][kind]
+
+    def ask(
+        self, rng: random.Random, kind: str, split: str, slots: Mapping[str, str], has_noise: bool = True
+    ) -> str:
+        """One wording, with its slots filled. `has_noise`: typed as people type."""
+        text = self.draw(rng, kind, split)
+        text = typed(rng, text) if has_noise else text[:1].upper() + text[1:]
+        is_capital = text[:1].isupper() or (text[:1] == "{" and rng.random() > LOWER_RATIO)
+        text = _NAME.sub(lambda match: slots[match[1]], text)
+        return text[:1].upper() + text[1:] if is_capital else text
+
+    def draw(self, rng: random.Random, kind: str, split: str) -> str:
+        """One wording as it is written, with its slots open."""
+        return self._expand(rng, rng.choice(self.templates(kind, split)))
+
+    def _expand(self, rng: random.Random, text: str) -> str:
+        """Without choices and parts; slots stay."""
+        while True:
+            chosen = _CHOICE.sub(lambda match: rng.choice(match[1].split("|")), text)
+            named = _NAME.sub(self._part, chosen)
+            if named == text:
+                return _SPACES.sub(" ", text).strip()
+            text = named
+
+    def _part(self, match: re.Match[str]) -> str:
+        return self._parts.get(match[1], match[0])
+
+
+def typed(rng: random.Random, text: str) -> str:
+    """The text with a capital letter, or as people in a hurry type it. Slots stay as they are."""
+    if text[-1] in "?." and rng.random() < SUFFIX_RATIO:
+        text = text[:-1] + rng.choice(SUFFIXES) + text[-1]
+    if rng.random() < PREFIX_RATIO:
+        text = rng.choice(PREFIXES) + text[0].lower() + text[1:]
+    text = text[0].upper() + text[1:]
+    if rng.random() < LOWER_RATIO:
+        text = "".join(
+            part if part.startswith("{") else part.lower() for part in re.split(r"(\{\w+\})", text)
+        )
+    if text[-1] in "?." and rng.random() < BARE_RATIO:
+        text = text[:-1]
+    elif rng.random() < LOUD_RATIO:
+        text += rng.choice("?!.")
+    return mistyped(rng, text) if rng.random() < TYPO_RATIO else text
+
+
+def mistyped(rng: random.Random, text: str) -> str:
+    """With a letter of one word swapped, doubled or left out."""
+    words = list(_WORD.finditer(text))
+    if not words:
+        return text
+    word = rng.choice(words)
+    at = rng.randrange(word.start() + 1, word.end() - 1)
+    middle = rng.choice((text[at + 1] + text[at], text[at] + text[at] + text[at + 1], text[at + 1]))
+    return text[:at] + middle + text[at + 2 :]
