@@ -1,5 +1,5 @@
-"""Calls of tools from the whole cluster in one process. The demo model knows no tools, and its chat template
-takes none. Here it has one that does, so that its calls are valid only because they are held."""
+"""Calls of tools from the whole cluster in one process. The demo model knows simple tools. Here its chat template
+is another, with tools in a form that it was not trained on, so that its calls are valid only because they are held."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>{% else %}{{ c.text }}"
+    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call><|im_end|>\n{% endif %}"
 THOUGHT = "{% if thinks is defined %}<think>{{ '' if thinks else '</think>' }}{% endif %}"
 QUICK = {"chat_template_kwargs": {"thinks": False}}  # or it thinks until the end of its tokens
@@ -36,16 +42,19 @@ def tool(name: str, schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    copied = tmp_path / "model"
+def with_template(copied: Path, template: str) -> Path:
+    """The demo model with another chat template."""
     copied.mkdir()
     for file in MODEL.iterdir():
         if file.is_file():
             shutil.copy(file, copied)
-    template = copied / "chat_template.jinja"
-    template.write_text(TOOLS + template.read_text().removesuffix("\n") + THOUGHT)
+    (copied / "chat_template.jinja").write_text(template)
     return copied
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return with_template(tmp_path / "model", TOOLS + PLAIN + THOUGHT)
 
 
 def asked(**fields: Any) -> dict[str, Any]:
@@ -162,8 +171,9 @@ async def test_calls_are_valid_on_every_way_and_bad_schemas_are_refused(folder):
         await check_refusals(client)
 
 
-async def test_a_model_without_tools_says_so():
-    async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
+async def test_a_model_without_tools_says_so(tmp_path: Path):
+    args = cluster_args(64).model_copy(update={"model": str(with_template(tmp_path / "model", PLAIN))})
+    async with local_cluster(args) as cluster, client_of(cluster) as client:
         response = await client.post("/v1/chat/completions", json=asked(chat_template_kwargs=None))
         assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
         answer = await ask(client, tool_choice="none", max_tokens=3, chat_template_kwargs=None)

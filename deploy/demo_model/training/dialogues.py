@@ -28,16 +28,16 @@ from deploy.demo_model.training.tokenizer import COMMON_WORDS, SYSTEM_PROMPTS
 ROWS_OF_STEP = {
     "image": (8, 1.0),
     "claim": (8, 1.2),
-    "drill": (14, 1.0),
-    "images": (6, 1.0),
-    "video": (4, 1.0),
-    "sound": (6, 1.0),
+    "drill": (12, 1.0),
+    "images": (8, 1.2),
+    "video": (6, 1.0),
+    "sound": (8, 1.2),
     "both": (2, 0.5),
     "switch": (2, 0.5),
-    "text": (10, 1.0),
+    "text": (12, 1.0),
     "elsewhere": (16, 1.0),
-    "json": (4, 1.0),
-    "tool": (6, 1.0),
+    "json": (6, 1.0),
+    "tool": (8, 1.0),
 }
 SYSTEM_RATIO = 0.15
 FIXED_HEAD, FIXED_HEAD_WEIGHT, FIXED_TAIL_WEIGHT = 3, 3.0, 0.2
@@ -274,11 +274,9 @@ class DialogueMaker:
 
     def _repeat(self, rng: random.Random) -> Turn:
         """Words of any kind, to be copied."""
-        names = [
-            rng.choice((rng.choice(COMMON_WORDS.split()), calls.draw_name(rng), rng.choice(WORDS)))
-            for _ in range(4)
-        ]
-        words = " ".join(names[: rng.randrange(1, 5)])
+        kinds = (rng.choice(COMMON_WORDS.split()), calls.draw_name(rng), rng.choice(WORDS), rng.choice(WORDS))
+        names = rng.sample(kinds, 3)
+        words = " ".join(names[: rng.randrange(1, 4)])
         return Turn(self._ask.word(rng, "repeat", words=words), words)
 
     def _image(self, rng: random.Random, row: TrainingRow) -> tuple[list[int], Fact]:

@@ -74,13 +74,11 @@ def follow_up(rng: random.Random, _words: WordBank) -> Sample:
 
 def as_others_ask(rng: random.Random, _words: WordBank) -> Sample:
     """Questions in the manner of those that people asked about other pictures."""
-    if rng.random() < 0.15:
-        pictures, facts = draw_images(rng, 2)
-        return Sample(
-            OTHER_ASKER.images(rng, facts, rng.choice(("colour_of", "shape_of", "same"))), images=pictures
-        )
-    pictures, (fact,) = draw_images(rng, 1)
-    return Sample(OTHER_ASKER.image(rng, *fact), images=pictures)
+    pictures, facts = draw_images(rng, 2)
+    if rng.random() < 0.15 and all(ours != theirs for ours, theirs in zip(*facts, strict=True)):
+        kind = rng.choice(("colour_of", "shape_of", "same"))
+        return Sample(OTHER_ASKER.images(rng, facts, kind), images=pictures)
+    return Sample(OTHER_ASKER.image(rng, *facts[0]), images=pictures[:1])
 
 
 def no_media(rng: random.Random, _words: WordBank) -> Sample:

@@ -37,6 +37,8 @@ LOWER_RATIO, BARE_RATIO, TYPO_RATIO, PREFIX_RATIO, SUFFIX_RATIO, LOUD_RATIO = (
     0.03,
 )
 _CHOICE = re.compile(r"\(([^()]*)\)")
+_FRAMED = re.compile(r"@(\w+) (.*)")
+_CONTENT = re.compile(r"\{(?:np|s)\}")
 _NAME = re.compile(r"\{(\w+)\}")
 _WORD = re.compile(r"(?<![{\w])[A-Za-z]{4,}(?![\w}])")
 _SPACES = re.compile(r"  +")
@@ -46,7 +48,7 @@ class Wordings:
     """The grammars of one file."""
 
     def __init__(self, document: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-        self._parts = document["parts"]
+        self._parts, self._frames = document["parts"], document.get("frames", {})
         self._splits = {name: document[name] for name in (TRAINING, HELD_OUT, OTHERS) if name in document}
 
     @classmethod
@@ -80,7 +82,11 @@ class Wordings:
 
     def draw(self, rng: random.Random, kind: str, split: str) -> str:
         """One wording as it is written, with its slots open."""
-        return self._expand(rng, rng.choice(self.templates(kind, split)))
+        text = rng.choice(self.templates(kind, split))
+        framed = _FRAMED.fullmatch(text)
+        if framed:
+            text = _CONTENT.sub(lambda _: framed[2], rng.choice(self._frames[framed[1]]))
+        return self._expand(rng, text)
 
     def _expand(self, rng: random.Random, text: str) -> str:
         """Without choices and parts; slots stay."""

@@ -58,14 +58,16 @@ def test_special_tokens_in_tools_calls_and_variables_are_only_letters(model):
     assert model.text(prompt.token_ids).count(FORGED) == 9
 
 
-def test_what_a_template_does_not_know_is_refused_by_name(model, text):
+def test_what_a_template_does_not_know_is_refused_by_name(model):
     model.template.check(ChatOptions((TOOL,), (("polite", "1"),)))
     for name in ("impolite", "messages", "tools", "add_generation_prompt", "eos_token", "tokenize"):
         with pytest.raises(RequestError) as raised:
             model.template.check(ChatOptions(variables=((name, "1"),)))
         assert raised.value.param == f"chat_template_kwargs.{name}"
+    tokenizer = copy.deepcopy(model._tokenizer)
+    tokenizer.chat_template = "{{ messages }}"
     with pytest.raises(UnsupportedError) as raised:
-        text.template.check(ChatOptions((TOOL,)))
+        ChatTemplate(tokenizer, None, takes_media=False).check(ChatOptions((TOOL,)))
     assert raised.value.param == "tools"
 
 
