@@ -159,6 +159,7 @@ class InputMessage(StrictModel):
     audio: None = None
     function_call: None = None
     annotations: Harmless = None
+    parsed: Harmless = None  # what the openai clients' helpers add
 
 
 class StreamOptions(StrictModel):

@@ -52,6 +52,7 @@ class _Called(BaseModel):
     model_config = _STRICT
     name: ToolName
     arguments: str
+    parsed_arguments: Any = None  # what the openai clients' helpers add
 
 
 class InputToolCall(BaseModel):
