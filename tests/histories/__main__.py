@@ -13,8 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from os import cpu_count
 
 from tests.histories.history import History, HistoryError, play
-from tests.histories.hunt import OPEN, seeds_to_find
-from tests.histories.mutants import MUTANTS
+from tests.histories.hunt import MUTANTS, OPEN, seeds_to_find
 from tests.histories.steps import VICTIMS, crash_everywhere
 
 CHUNK = 100

@@ -13,6 +13,7 @@ from cluster.types.members import Role
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from tests.histories.clients import ITEMS, make_prompt
 from tests.histories.history import END_S, FORGET_S, LEDGER_S, alone
+from tests.histories.lookout import Lookout
 from tests.histories.oracle import check_answers, check_budgets, check_ledgers
 from tests.histories.world import Shape, World
 
@@ -38,7 +39,7 @@ def crash_at(victim: str, nth: int) -> bool:
     rng = Random(nth)
     with alone() as errors:
         world = World(rng, Shape((Role.ENCODE, Role.PREFILL, Role.DECODE)))
-        scheduler = world.scheduler
+        scheduler, lookout = world.scheduler, Lookout(world)
         struck: list[int] = []
 
         def before_step(number: int) -> None:
@@ -57,6 +58,7 @@ def crash_at(victim: str, nth: int) -> bool:
             assert all(story.is_over for story in world.clients.stories.values()), "a request waits for ever"
             check_answers(world, ())
             scheduler.run_until(END_S + LEDGER_S)
+            lookout.is_over = True
             scheduler.run_until(END_S + LEDGER_S + FORGET_S)
             world.wake_all()
             scheduler.run_until(scheduler.now + 1.0)

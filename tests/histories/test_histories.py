@@ -12,8 +12,7 @@ import pytest
 
 from tests.histories import steps
 from tests.histories.history import History, play
-from tests.histories.hunt import OPEN, seeds_to_find
-from tests.histories.mutants import MUTANTS
+from tests.histories.hunt import MUTANTS, OPEN, seeds_to_find
 
 NUM_HISTORIES, CHUNK = 500, 100
 SEED = 12
