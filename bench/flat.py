@@ -1,8 +1,9 @@
 """Whether a series of measurements is flat: the test behind the verdicts of `bench.soak`.
 
-The slope is Theil and Sen's: the median of the slopes of all pairs of points, which outliers hardly move. Its
-interval is Sen's, from the variance of Kendall's statistic. A series rises if even the lower end of the interval,
-over all the time measured, is more than what is tolerated: neither noise nor a trend too small to matter counts.
+The slope is Theil and Sen's: the median of the slopes of all pairs of points, which outliers hardly move.
+Its interval is Sen's, from the variance of Kendall's statistic. A series rises if even the lower end of the
+interval, over all the time measured, is more than what is tolerated: neither noise nor a trend too small to
+matter counts.
 Points that are neighbours resemble each other more than the interval assumes; the tolerance makes up for it.
 
 The first part of a run is left out: caches and allocators fill.

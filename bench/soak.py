@@ -1,5 +1,5 @@
-"""Many requests, some of whose clients disconnect at random moments. Nothing may be held afterwards, and nothing
-may grow meanwhile.
+"""Many requests, some of whose clients disconnect at random moments. Nothing may be held afterwards, and
+nothing may grow meanwhile.
 
     python -m bench.soak --url http://127.0.0.1:8000 --num-requests 1000 --cancelled-ratio 0.2
     python -m bench.soak --minutes 90 [--config FILE]
@@ -9,8 +9,9 @@ time. Then waits until the cluster is idle and reads /metrics: in-flight choices
 open leases must be zero in every worker.
 
 With `--minutes` it starts a cluster of its own, loads it for so long and has a verdict for each series
-(`bench.soak_series`): memory, descriptors and threads of each kind of process, /dev/shm, latency. A day at one
-request per second is 86,400 requests. Linux only; other programs on the machine disturb latency and /dev/shm.
+(`bench.soak_series`): memory, descriptors and threads of each kind of process, /dev/shm, latency. A day at
+one request per second is 86,400 requests. Linux only; other programs on the machine disturb latency and
+/dev/shm.
 
 Exit status 1 if anything is still held, a request that was not cancelled got no answer, or a series grows.
 """

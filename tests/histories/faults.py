@@ -1,7 +1,7 @@
 """What goes wrong in a history: drawn from its seed, at instants of virtual time, with an end.
 
-Every method of `Faults` that a plan names is one kind of fault (`KINDS`). After `ends_at` nothing goes wrong any more:
-every process runs, every partition is healed, and every phase has a worker.
+Every method of `Faults` that a plan names is one kind of fault (`KINDS`). After `ends_at` nothing goes wrong
+any more: every process runs, every partition is healed, and every phase has a worker.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LATE_S = 14.0  # longer than the time of a lease and its margin
 AWAY_S = 60.0  # longer than any deadline
 # Messages at which a process dies or loses a connection
 STEPS = (
-    "StartPrefill", "StartDecode", "StartEncode", "EncodeTarget", "DecodeTarget", "GrantPassed", "ReturnGrant",
-    "EncoderLost", "Cancel", "PrefillAdmitted", "FeatureGranted", "FeatureShared", "DecodeGranted", "Encoded",
-    "Preempted", "Failed", "Tokens",
+    "StartPrefill", "StartDecode", "StartEncode", "EncodeTarget", "DecodeTarget", "GrantPassed",
+    "ReturnGrant", "EncoderLost", "Cancel", "PrefillAdmitted", "FeatureGranted", "FeatureShared",
+    "DecodeGranted", "Encoded", "Preempted", "Failed", "Tokens",
 )  # fmt: skip
 KINDS = {  # how often, against the others
     "cancels": 2.0,

@@ -1,7 +1,7 @@
 """What must hold while time passes, seen every LOOK_EVERY_S of virtual time.
 
-    orphaned    a worker works for a request that its door has landed, or encodes an item that its door does not
-                want from it
+    orphaned    a worker works for a request that its door has landed, or encodes an item that its door does
+                not want from it
     forgotten   a door waits for workers that know nothing of the request
     overdue     a request is older than all its deadlines
 

@@ -158,7 +158,7 @@ def stop_token_ignored() -> Change:
     return (
         state,
         "finish_reason",
-        lambda token_id, num_generated, stop: (
+        lambda token_id, num_generated, stop, is_complete=False: (
             state.FinishReason.LENGTH if num_generated >= stop.max_tokens else None
         ),
     )

@@ -7,8 +7,8 @@ connections in any order.
                  SILENT_S has ended by then, for each end in its own time
     death        the sockets of a process that has ended: what it sent arrives, then the end
     a stopped process reads nothing; its kernel keeps what arrives
-    armed        what happens when the next message of a kind is sent, or has arrived: so a fault comes at a step
-                 of the protocol, and not only at an instant
+    armed        what happens when the next message of a kind is sent, or has arrived: so a fault comes at a
+                 step of the protocol, and not only at an instant
 """
 
 from __future__ import annotations

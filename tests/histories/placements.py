@@ -1,6 +1,6 @@
-"""Placements that no sensible policy makes, and that must be right all the same: any worker that can do a phase
-may be chosen for it. An item may be encoded far from a prompt whose own worker could encode it, KV may travel
-between workers that do all phases."""
+"""Placements that no sensible policy makes, and that must be right all the same: any worker that can do a
+phase may be chosen for it. An item may be encoded far from a prompt whose own worker could encode it, KV may
+travel between workers that do all phases."""
 
 from __future__ import annotations
 

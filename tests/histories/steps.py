@@ -1,7 +1,8 @@
 """A scripted mix of requests in which one process is killed before its N-th protocol step, for every N.
 
 A step is a message that is delivered, a write or a notification that lands, or a turn of an engine. The
-victims are one worker of each phase and a door. The run ends when no step is left.
+victims are one worker of each phase and a door, and one of two workers of several phases, between which
+requests are scattered. The run ends when no step is left.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from tests.histories.lookout import Lookout
 from tests.histories.oracle import check_answers, check_budgets, check_ledgers
 from tests.histories.world import Shape, World
 
-VICTIMS = ("E0", "P1", "D2", "door0")
+E, P, D = Role.ENCODE, Role.PREFILL, Role.DECODE
+VICTIMS: dict[str, tuple[Role, ...]] = {  # and the cluster that loses it
+    "E0": (E, P, D),
+    "P1": (E, P, D),
+    "D2": (E, P, D),
+    "door0": (E, P, D),
+    "L1": (E, Role.LANGUAGE, Role.LANGUAGE),
+    "EP0": (Role.ENCODE_PREFILL, Role.ENCODE_PREFILL, D),
+    "W1": (Role.WHOLE, Role.WHOLE),
+}
 REPLACED_AFTER_S = 0.2
 
 
@@ -38,7 +48,8 @@ def crash_at(victim: str, nth: int) -> bool:
     """False: there were not so many steps."""
     rng = Random(nth)
     with alone() as errors:
-        world = World(rng, Shape((Role.ENCODE, Role.PREFILL, Role.DECODE)))
+        roles = VICTIMS[victim]
+        world = World(rng, Shape(roles, scattered=0.0 if len(set(roles)) == len(roles) else 1.0))
         scheduler, lookout = world.scheduler, Lookout(world)
         struck: list[int] = []
 

@@ -49,9 +49,9 @@ def test_room_that_is_not_granted_yet_is_free_when_its_last_consumer_leaves() ->
 
 
 def test_an_item_that_is_asked_for_again_at_its_own_worker_does_not_stay_there() -> None:
-    """The encoder's thread is behind: it is asked for the item, told that others bring it, asked again and told of
-    the room, all before it has read the first. Before, the room was there for the first, and the second waited
-    for room until its deadline."""
+    """The encoder's thread is behind: it is asked for the item, told that others bring it, asked again and
+    told of the room, all before it has read the first. Before, the room was there for the first, and the
+    second waited for room until its deadline."""
     world = World(Random(1), Shape((Role.WHOLE,)))
     with world.lease_ids():
         scheduler, (worker,) = world.scheduler, world.workers.values()

@@ -328,9 +328,9 @@ class SimulatedWorker:
         language, requests = self.language, self.language._engine._requests
         for request in requests.values():
             held = set(request.held_blocks) if memory is language.kv else language.rows_of(request.request_id)
-            assert request.is_closing or held.isdisjoint(block_ids), (
-                f"{self.name} goes on with {request.request_id} in blocks {sorted(held.intersection(block_ids))}, "
-                "which were written late"
+            late = sorted(held.intersection(block_ids))
+            assert request.is_closing or not late, (
+                f"{self.name} goes on with {request.request_id} in blocks {late}, which were written late"
             )
 
     def note(self, what: str) -> None:
