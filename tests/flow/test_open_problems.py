@@ -36,8 +36,8 @@ async def test_images_back_to_back_are_answered_as_by_generate():
 
 
 async def test_answers_under_a_schema_go_on_when_their_decode_worker_is_lost(monkeypatch: pytest.MonkeyPatch):
-    """dynamo#7634: after a replay the grammar began at its root, and JSON was doubled. Here choices, seeds and
-    an image, too: the texts are those without a loss."""
+    """dynamo#7634: a replay began the grammar at its root, and JSON was doubled. Here with choices, seeds
+    and an image: the texts are those without a loss."""
     media = make_case(random.Random(5), "image").messages
     fields: list[dict[str, Any]] = [
         {
@@ -59,8 +59,8 @@ async def test_answers_under_a_schema_go_on_when_their_decode_worker_is_lost(mon
 
 
 async def test_large_corrupt_images_are_refused_by_name_and_text_beside_them_answered():
-    """sglang#24152: a request with a corrupt image of 6 MB did not end within an hour. Here the beginning of a
-    good file, and noise behind it."""
+    """sglang#24152: a request with a corrupt image of 6 MB did not end within an hour. Here the beginning of
+    a good file, and noise behind it."""
     noise = random.Random(1).randbytes(NUM_BYTES)
     files = [image(640, 480, form)[:600] + noise for form in ("PNG", "JPEG")]
     parts = [[picture_part(1), part("image", data_uri("image/png", file))] for file in files]
