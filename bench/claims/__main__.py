@@ -37,9 +37,7 @@ def main(names: Sequence[str]) -> int:
     for name in names or CLAIMS:
         claim, each = CLAIMS[name], CLAIMS[name].measure()
         lines = [f"Ours, {claim.how}: {each.ours}.", "", *table(each.columns, each.rows)]
-        print(
-            "\n".join([f"## {name}: {claim.title}", f"Published: {claim.published}.", *lines, ""]), flush=True
-        )
+        print(f"## {name}: {claim.title}\nPublished: {claim.published}.", *lines, "", sep="\n", flush=True)
         found[name], text = each, text if names else replaced(text, name, lines)
         rows.append((f"[{claim.title}](#{name})", claim.published, each.ours, claim.how))
     if not names:

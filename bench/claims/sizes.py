@@ -24,9 +24,8 @@ CALL_ROWS, STEP_TOKENS, ANSWER_TOKENS, NUM_ANSWERS, CACHE_BYTES = 4096, 2048, 20
 def layout(model: str, kv_cache_dtype: KvCacheDtype = "auto") -> MemoryLayout:
     """Of a block of one group."""
     layers, heads, width = KV[model]
-    return MemoryLayout(
-        kv_segments([(heads, width)] * 2 * layers, GROUP_TOKENS, torch.bfloat16, kv_cache_dtype)
-    )
+    rows = [(heads, width)] * 2 * layers
+    return MemoryLayout(kv_segments(rows, GROUP_TOKENS, torch.bfloat16, kv_cache_dtype))
 
 
 def kv_int8() -> Found:
@@ -36,13 +35,8 @@ def kv_int8() -> Found:
         ratio, fits = plain / coded, num_kv_blocks(MODELS[model], gpu) * BLOCK_SIZE / ANSWER_TOKENS
         counts = (f"{each:,.0f}" for each in (plain, coded, fits, fits * ratio))
         rows.append((f"{model}, {gpu.name}", *counts, f"{ratio:.2f}"))
-    fit = f"requests of {ANSWER_TOKENS:,} tokens that fit: 16 bit"
-    return Found(
-        ("model", "bytes a token: 16 bit", "INT8", fit, "INT8", "×"),
-        rows,
-        f"{ratio:.2f} times as many",
-        ratio,
-    )
+    columns = ("model", "bytes a token: 16 bit", "INT8", "requests that fit: 16 bit", "INT8", "×")
+    return Found(columns, rows, f"{ratio:.2f} times as many", ratio)
 
 
 def transfer_volume() -> Found:
