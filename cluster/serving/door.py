@@ -50,6 +50,12 @@ class DoorReplica:
     async def check_health(self) -> None:
         await self._held_check.hold()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls it once a second if the deployment has an `autoscaling_config`."""
+        from cluster.serving.scaling import door_stats
+
+        return door_stats(*self._door.scaling_report())
+
     def _update_members(self, role: Role, members: list[Member]) -> None:
         if role.decodes:
             known = {replica_id: own for replica_id, own in self._role_of.items() if own is not role}

@@ -76,10 +76,12 @@ class Replica:
         import torch  # the composing process must not load it
 
         torch.set_num_threads(threads)
-        replica_id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        replica_id, self._app = context.replica_id.unique_id, context.app_name
         if args.side_channel == "tcp":
             args = args.model_copy(update={"host": ray.util.get_node_ip_address()})
         self._service = load(service)(args, replica_id)
+        self._replica_id = replica_id
         self._held_check = HeldCheck()
 
     async def record_replica_metadata(self) -> dict[str, str]:
@@ -95,6 +97,16 @@ class Replica:
         if unknown := sorted(set(user_config or ()) - {"phases_by_rank"}):
             raise ConfigError(f"unknown fields of user_config: {', '.join(unknown)}", param=unknown[0])
         self._service.assign(by_rank[min(rank.rank, len(by_rank) - 1)] if by_rank else None)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls it once a second if the deployment has an `autoscaling_config`. The doors tell the
+        policy how busy this worker is; this worker asks what it shall do."""
+        from cluster.serving.scaling import assigned_phases
+
+        phases = await asyncio.to_thread(assigned_phases, self._app, self._replica_id)
+        if phases is not None:
+            self._service.assign(phases)
+        return {}
 
     async def check_health(self) -> None:
         await self._held_check.hold()

@@ -83,6 +83,11 @@ class DoorMetrics:
         if timeline.predicted_ttft_s is not None:
             self.predicted_ttft_s.observe(timeline.predicted_ttft_s)
 
+    def first_tokens(self) -> dict[float, float]:
+        """How many came within so many seconds, by the bounds of the buckets; the last one is infinite."""
+        (metric,) = self.ttft_s.collect()
+        return {float(each.labels["le"]): each.value for each in metric.samples if "le" in each.labels}
+
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
