@@ -119,7 +119,10 @@ class Door:
         )
         self._dispatcher = Dispatcher(self._flow, call_decode, environment.cluster_secret, self._clock)
         self._members = self._dispatcher.members
-        self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._flow)
+        classes = [each.name for each in args.door.admission.classes]
+        self._metrics = DoorMetrics(
+            self.model_id, self._members.all_peers, self._flow, self._admission.totals, classes
+        )
         self._tracing = _tracing(args, self._clock)
         self._structures = StructureChecker(
             lambda: VocabularySource.load(args.model, self._text.vocab_size, self.defaults.eos_token_ids)
@@ -142,6 +145,11 @@ class Door:
     def num_running(self) -> int:
         """Requests that workers compute."""
         return self._flow.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not been admitted yet."""
+        return self._flow.num_waiting
 
     @property
     def is_idle(self) -> bool:

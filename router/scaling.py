@@ -22,9 +22,10 @@ def door_report(
     fixed_s = decodes.curve("decode").fixed_s[decodes.is_listed]
     return DoorReport(
         num_requests=totals.num_offered.total(),
-        num_media=totals.num_media,
         encode_s=totals.encode_s,
         prefill_s=totals.prefill_s,
+        encode_s2=totals.encode_s2,
+        prefill_s2=totals.prefill_s2,
         num_answered=num_answered,
         num_in_time=num_in_time,
         num_refused=totals.num_refused.total(),

@@ -24,10 +24,12 @@ from cluster.types.members import Phase
 # Arrivals count over both windows. The short one sees a step within seconds; because the work of few requests
 # varies, it counts by its confidence interval only.
 SLOW_S, FAST_S = 20.0, 4.0
-CONFIDENCE = 1.5  # standard deviations
+CONFIDENCE = 1.0  # standard deviations
 MEMORY_S = 120.0  # time constant of what a request takes of decode workers
 MIN_ANSWERED = 5.0  # requests, before that is known
-TOTALS = ("num_requests", "num_media", "encode_s", "prefill_s", "num_answered", "num_in_time", "num_refused")
+TOTALS = (
+    "num_requests", "encode_s", "prefill_s", "encode_s2", "prefill_s2", "num_answered", "num_in_time", "num_refused",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +91,18 @@ class DemandMeter:
             each_s = self._decode_s / self._num_decoded
             decoding = max(decoding, each_s * self._gained("num_requests", SLOW_S) / SLOW_S)
         return {
-            Phase.ENCODE: Need(
-                self._arriving("encode_s", "num_media"), state.waiting_encode_s + state.queued_encode_s
-            ),
+            Phase.ENCODE: Need(self._arriving("encode_s"), state.waiting_encode_s + state.queued_encode_s),
             Phase.PREFILL: Need(
-                self._arriving("prefill_s", "num_requests"), state.waiting_prefill_s + state.queued_prefill_s
+                self._arriving("prefill_s"), state.waiting_prefill_s + state.queued_prefill_s
             ),
             Phase.DECODE: Need(decoding, 0.0),
         }
 
-    def _arriving(self, work: str, count: str) -> float:
+    def _arriving(self, work: str) -> float:
         """The slow window's, as far as the fast one does not contradict."""
-        slow, fast = self._gained(work, SLOW_S) / SLOW_S, self._gained(work, FAST_S) / FAST_S
-        num_fast = self._gained(count, FAST_S)
-        # The work of a request is taken to vary as an exponential one, and its arrival as Poisson's
-        error = CONFIDENCE * math.sqrt(2.0 / num_fast) if num_fast else math.inf
-        return max(fast * (1.0 - error), min(slow, fast * (1.0 + error))) if num_fast else slow
+        slow, fast_s = self._gained(work, SLOW_S) / SLOW_S, self._gained(work, FAST_S)
+        error_s = CONFIDENCE * math.sqrt(self._gained(f"{work}2", FAST_S))  # of a compound Poisson process
+        return max((fast_s - error_s) / FAST_S, min(slow, (fast_s + error_s) / FAST_S)) if fast_s else slow
 
     def _gained(self, total: str, window_s: float) -> float:
         """Since the last observation that is at least so old."""

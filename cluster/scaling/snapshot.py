@@ -15,8 +15,9 @@ from cluster.types.members import Role
 class DoorReport:
     """Of one door. Totals since its start, which are summed over doors:
 
-    num_requests, num_media            that arrived, refused ones included; those of them with media to encode
+    num_requests                       that arrived, refused ones included
     encode_s, prefill_s                predicted work of these
+    encode_s2, prefill_s2              sums of the squares of each request's work, which say how much it varies
     num_answered, num_in_time          with a first token; with one within the target
     num_refused                        by admission control
 
@@ -32,9 +33,10 @@ class DoorReport:
     a worker's step without them, on average"""
 
     num_requests: float = 0.0
-    num_media: float = 0.0
     encode_s: float = 0.0
     prefill_s: float = 0.0
+    encode_s2: float = 0.0
+    prefill_s2: float = 0.0
     num_answered: float = 0.0
     num_in_time: float = 0.0
     num_refused: float = 0.0

@@ -30,9 +30,11 @@ from ray import serve
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError, UnavailableError
 from cluster.serving.exposure import bind_to_node_address
+from cluster.serving.gauges import WorkerGauges
 from cluster.serving.held_check import HeldCheck
 from cluster.serving.published import encode_member
 from cluster.types.members import Member
+from cluster.types.messages import LoadReport
 
 DRAIN_S = 14.0  # part of the time that Serve gives a replica to end (cluster.app); the rest is for stopping
 
@@ -47,6 +49,8 @@ class WorkerService(Protocol):
     async def drain(self, timeout_s: float) -> None: ...
 
     async def stop(self) -> None: ...
+
+    def loads(self) -> list[LoadReport]: ...
 
     def check_health(self) -> None: ...
 
@@ -83,9 +87,11 @@ class Replica:
         self._service = load(service)(args, replica_id)
         self._replica_id = replica_id
         self._held_check = HeldCheck()
+        self._gauges: WorkerGauges | None = None
 
     async def record_replica_metadata(self) -> dict[str, str]:
         member = await self._service.start()
+        self._gauges = WorkerGauges(member.num_blocks)
         freeze_what_is_loaded()
         return encode_member(member)
 
@@ -111,6 +117,8 @@ class Replica:
     async def check_health(self) -> None:
         await self._held_check.hold()
         self._service.check_health()
+        if self._gauges is not None:
+            self._gauges.set(self._service.loads())
 
     async def __del__(self) -> None:
         service = getattr(self, "_service", None)

@@ -31,9 +31,10 @@ class Traffic:
                 part = 1 / len(self.reports)
                 totals = {
                     "num_requests": last.num_requests + 20 * part,
-                    "num_media": last.num_media + 20 * part * (encode > 0),
                     "encode_s": last.encode_s + encode * part,
                     "prefill_s": last.prefill_s + prefill * part,
+                    "encode_s2": last.encode_s2 + encode**2 / 20 * part,
+                    "prefill_s2": last.prefill_s2 + prefill**2 / 20 * part,
                     "num_answered": last.num_answered + 20 * part,
                     "num_in_time": last.num_in_time + 20 * part,
                 }
@@ -161,9 +162,11 @@ def test_a_worker_keeps_its_phase_while_others_can_move():
     traffic.targets = {Role.WHOLE: 5}
     traffic.run(10, encode=0.5, prefill=1.5)
     before = traffic.decision.phases
-    traffic.run(10, encode=1.8, prefill=0.5)
+    assert _counts(traffic.decision) == {Phase.ENCODE: 1, Phase.PREFILL: 3, Phase.DECODE: 1}
+    traffic.run(30, encode=1.8, prefill=0.5)
+    assert _counts(traffic.decision) == {Phase.ENCODE: 3, Phase.PREFILL: 1, Phase.DECODE: 1}
     moved = [name for name, phases in traffic.decision.phases.items() if before[name] != phases]
-    assert len(moved) == 1
+    assert {before[name] for name in moved} == {frozenset({Phase.PREFILL})} and len(moved) == 2
 
 
 def _counts(decision: ScalingDecision) -> dict[Phase, int]:
