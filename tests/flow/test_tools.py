@@ -28,8 +28,9 @@ SCHEMA = {
 }
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for c in m.content %}{% if c.type == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>{% else %}{{ c.text }}"
-    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% elif c.type == 'audio' %}<|audio_bos|><|AUDIO|>"
+    "<|audio_eos|>{% else %}<|vision_bos|><|{{ c.type | upper }}|><|vision_eos|>{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call><|im_end|>\n{% endif %}"
@@ -42,19 +43,24 @@ def tool(name: str, schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
 
 
-def with_template(copied: Path, template: str) -> Path:
-    """The demo model with another chat template."""
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return with_tools(tmp_path, THOUGHT)
+
+
+def with_tools(tmp_path: Path, end: str = "") -> Path:
+    """The demo model with a template that shows tools as JSON. `end`: of the template."""
+    return with_template(tmp_path, TOOLS + PLAIN + end)
+
+
+def with_template(tmp_path: Path, template: str) -> Path:
+    copied = tmp_path / "model"
     copied.mkdir()
     for file in MODEL.iterdir():
         if file.is_file():
             shutil.copy(file, copied)
     (copied / "chat_template.jinja").write_text(template)
     return copied
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return with_template(tmp_path / "model", TOOLS + PLAIN + THOUGHT)
 
 
 def asked(**fields: Any) -> dict[str, Any]:
@@ -172,7 +178,7 @@ async def test_calls_are_valid_on_every_way_and_bad_schemas_are_refused(folder):
 
 
 async def test_a_model_without_tools_says_so(tmp_path: Path):
-    args = cluster_args(64).model_copy(update={"model": str(with_template(tmp_path / "model", PLAIN))})
+    args = cluster_args(64).model_copy(update={"model": str(with_template(tmp_path, PLAIN))})
     async with local_cluster(args) as cluster, client_of(cluster) as client:
         response = await client.post("/v1/chat/completions", json=asked(chat_template_kwargs=None))
         assert response.status_code == 400 and response.json()["error"]["param"] == "tools"

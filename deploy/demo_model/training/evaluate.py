@@ -23,7 +23,7 @@ from deploy.demo_model.training.speech import SAMPLE_RATE, WordBank
 from deploy.demo_model.training.words import test_words
 
 BATCH = 16
-NUM_WRONG = 8
+NUM_WRONG = 3
 MAX_NEW_TOKENS = 110
 
 
