@@ -38,7 +38,7 @@ PRETRAINING = {
 JOINT = {
     "learn": Schedule(num_steps=600, num_warmup_steps=100, peak=1e-3, num_cosine_steps=1200),
     "refine": Schedule(num_steps=800, num_warmup_steps=30, peak=1e-3),
-    "converse": Schedule(num_steps=1500, num_warmup_steps=50, peak=1e-3, num_flat_steps=900),
+    "converse": Schedule(num_steps=1300, num_warmup_steps=50, peak=1e-3, num_flat_steps=750),
 }
 ENCODER_SCALE = 0.2
 
