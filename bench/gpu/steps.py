@@ -1,5 +1,5 @@
-"""How far steps are from what a device can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷ peak,
-with random weights; and one layer's decode attention by the backend that serves such blocks.
+"""How far steps are from what a device can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷
+peak, with random weights; and one layer's decode attention by the backend that serves such blocks.
 
 Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. Never run on a
 GPU yet.
@@ -64,7 +64,8 @@ class TableLine:
     bound_s: float
 
     def __str__(self) -> str:
-        return f"{self.what:44} {1e6 * self.seconds:12.1f} {1e6 * self.bound_s:12.1f} {self.bound_s / self.seconds:8.2f}"
+        numbers = f"{1e6 * self.seconds:12.1f} {1e6 * self.bound_s:12.1f} {self.bound_s / self.seconds:8.2f}"
+        return f"{self.what:44} {numbers}"
 
 
 def median_s(work: Callable[[], object], device: torch.device, repeats: int, calls: int = 1) -> float:
@@ -144,8 +145,14 @@ def prefill_row(
 
 
 def attention_row(
-    name: str, kv_cache_dtype: KvCacheDtype, block_size: int, shape: ModelShape, batch: int, context: int, machine: DeviceSpeed
-) -> TableLine:  # fmt: skip
+    name: str,
+    kv_cache_dtype: KvCacheDtype,
+    block_size: int,
+    shape: ModelShape,
+    batch: int,
+    context: int,
+    machine: DeviceSpeed,
+) -> TableLine:
     """One layer's decode attention, by the backend that serves such blocks."""
     width = shape.hidden // shape.heads
     per_seq = -(-context // block_size)
