@@ -77,6 +77,7 @@ def _overview() -> Rows:
 
 def _requests() -> list[Panel]:
     by_reason = f"sum by (finished_reason) ({_model_rate('epdg_requests_total')})"
+    refused = f"sum by (admission_class, reason) ({_rate('epdg_admission_refusals_total')})"
     good = _rate(f"{TTFT}_bucket", 'model_name="$model", le="$target"')
     return [
         Panel(
@@ -112,6 +113,14 @@ def _requests() -> list[Panel]:
                 ("sum(epdg_door_unplaced)", "wait for a worker to join"),
             ],
         ),
+        Panel("Whole request", "s", _quantiles("epdg_e2e_request_latency_seconds")),
+        Panel(
+            "Answers, by status",
+            "reqps",
+            [(f"sum by (status) ({_rate('epdg_http_responses_total')})", "{{status}}")],
+            is_stacked=True,
+        ),
+        Panel("Refused, by class and reason", "reqps", [(refused, "{{admission_class}}: {{reason}}")]),
     ]
 
 
@@ -151,10 +160,21 @@ def _first_tokens() -> list[Panel]:
 
 
 def _pools() -> list[Panel]:
+    num_workers = f"count by (pool) ({_each('epdg_worker_running')})"
+    busy = f"sum by (pool) ({_each(_rate('epdg_worker_busy_seconds_total'))}) / {num_workers}"
+    used, blocks = (
+        f"sum by (pool) ({_each(name)})" for name in ("epdg_worker_used_blocks", "epdg_worker_blocks")
+    )
     return [
         Panel(
-            "Workers", "short", [(f"count by (pool) ({_each('epdg_worker_running')})", "{{pool}}")], width=6
+            "Busy",
+            "percentunit",
+            [(busy, "{{pool}}")],
+            "Part of the time in which the workers compute. One answer alone keeps a decode worker busy.",
+            12,
         ),
+        Panel("Memory held by requests", "percentunit", [(f"{used} / {blocks}", "{{pool}}")], width=12),
+        Panel("Workers", "short", [(num_workers, "{{pool}}")], width=6),
         Panel("In work", "short", _by_pool("epdg_worker_running"), width=6),
         Panel(
             "Waiting",
@@ -251,6 +271,7 @@ def _pool(role: Role) -> Rows:
         (
             "Load",
             [
+                per_replica("Busy", "epdg_worker_busy_seconds_total", unit="percentunit"),
                 per_replica("In work", "epdg_worker_running"),
                 per_replica("Waiting", "epdg_worker_waiting", "For memory, embeddings or KV."),
                 per_replica("Queued work", "epdg_worker_queued_units"),

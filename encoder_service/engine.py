@@ -169,6 +169,7 @@ class EncoderEngine:
             sending_bytes=self._deliveries.sending_bytes,
             encoded=self._totals,
             is_of_encoder=True,
+            busy_s=self._cpu_slots.busy_s,
         )
 
     def _start(self, door: DoorId, message: StartEncode, came_at: float) -> None:

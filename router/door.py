@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ from cluster.ids import new_request_id
 from cluster.media.fetch import Fetcher, FetchPolicy
 from cluster.media.processor import MediaProcessor
 from cluster.media.surveyors import SurveyorPool
+from cluster.scaling import DoorReport
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.structure.checker import StructureChecker
 from cluster.structure.vocabulary import VocabularySource
@@ -55,6 +57,7 @@ from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.intake import ByteLimits, MediaIntake
 from router.prompts.media import MediaPlanner
 from router.prompts.media_budget import load_share
+from router.scaling import door_report
 from router.telemetry.metrics import DoorMetrics
 from router.telemetry.timeline import RequestTimeline
 
@@ -105,16 +108,21 @@ class Door:
             ByteLimits(rules.max_request_bytes, rules.max_held_bytes),
             self._clock,
         )
+        self._placer = Placer(make_policy(args.door.policy), self._cluster, args.block_size)
+        self._admission = AdmissionController(
+            AdmissionQueue(args.door.admission, args.scheduling.text_share, Capacity(0, 0, 0))
+        )
         self._flow = RequestFlow(
-            Placer(make_policy(args.door.policy), self._cluster, args.block_size),
-            AdmissionController(
-                AdmissionQueue(args.door.admission, args.scheduling.text_share, Capacity(0, 0, 0))
-            ),
+            self._placer,
+            self._admission,
             Timeouts(args.door.first_token_timeout_s, args.door.request_timeout_s),
         )
         self._dispatcher = Dispatcher(self._flow, call_decode, environment.cluster_secret, self._clock)
         self._members = self._dispatcher.members
-        self._metrics = DoorMetrics(self.model_id, self._members.all_peers, self._flow)
+        classes = [each.name for each in args.door.admission.classes]
+        self._metrics = DoorMetrics(
+            self.model_id, self._members.all_peers, self._flow, self._admission.totals, classes
+        )
         self._tracing = _tracing(args, self._clock)
         self._structures = StructureChecker(
             lambda: VocabularySource.load(args.model, self._text.vocab_size, self.defaults.eos_token_ids)
@@ -137,6 +145,11 @@ class Door:
     def num_running(self) -> int:
         """Requests that workers compute."""
         return self._flow.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not been admitted yet."""
+        return self._flow.num_waiting
 
     @property
     def is_idle(self) -> bool:
@@ -169,6 +182,12 @@ class Door:
 
     def metrics(self) -> bytes:
         return self._metrics.render()
+
+    def scaling_report(self) -> tuple[DoorReport, dict[float, float]]:
+        """For the scaling policy: what arrived and what waits here; and how many first tokens came within so
+        many seconds."""
+        within = self._metrics.first_tokens()
+        return door_report(self._admission, self._placer, within[inf], 0.0), within
 
     async def chat(self, call: ChatCall) -> list[Choice]:
         timeline = RequestTimeline(self._clock.now(), call.trace_parent)

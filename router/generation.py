@@ -101,6 +101,9 @@ class Choice:
         self._prompt.release()
         if self._outcome is not None:
             self._metrics.finished(self._outcome)
+            if self._keeps_timeline:
+                prompt, num_tokens = self._prompt.num_tokens, self._num_tokens
+                self._metrics.observe_ended(self.timeline, self._clock.now(), prompt, num_tokens)
             if self._keeps_timeline and self._tracing is not None:
                 self._tracing.ended(self.timeline, self._outcome, self.usage)
             self._outcome = None

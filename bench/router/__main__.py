@@ -5,6 +5,7 @@ python -m bench.router simulate --out R.jsonl [--only policies,splits,groups,ove
 python -m bench.router report   R.jsonl [--svg R.svg]
 python -m bench.router decide   [--workers 16,64,256]
 python -m bench.router scale    --replicas 1000 --requests 1000000
+python -m bench.router scaling  --out R.jsonl [--seeds 5] [--devices 5,7,8]
 python -m bench.router replay   TRACE [--out records.jsonl]
 """
 
@@ -18,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench import records
-from bench.router import decisions, report
+from bench.router import decisions, report, scaling
 from bench.router.cases import NUM_SEEDS, all_cases, names
 from bench.router.overheads import measure
 from bench.router.recording import read
@@ -59,6 +60,12 @@ def make_parser() -> argparse.ArgumentParser:
     big.add_argument("--policy", default="joint")
     big.add_argument("--media", action="store_true", help="an image in every prompt; else text alone")
     big.add_argument("--seed", type=int, default=0)
+    pools = commands.add_parser("scaling", help="a day with pools that are scaled, and with fixed ones")
+    pools.add_argument("--out", type=Path, required=True, help="JSON lines; appended to")
+    pools.add_argument("--seeds", type=int, default=NUM_SEEDS)
+    pools.add_argument(
+        "--devices", type=lambda text: [int(each) for each in text.split(",")], default=[5, 7, 8]
+    )
     again = commands.add_parser(
         "replay", help="a recorded live run (bench.router.live --record-for-simulator)"
     )
@@ -95,6 +102,12 @@ def _scale(args: argparse.Namespace) -> int:
     return 0
 
 
+def _scaling(args: argparse.Namespace) -> int:
+    records.append(args.out, scaling.runs(args.seeds, args.devices))
+    print("\n".join(scaling.table(records.read([args.out]))))
+    return 0
+
+
 def _replay(args: argparse.Namespace) -> int:
     try:
         recording = read(args.trace)
@@ -120,6 +133,7 @@ COMMANDS = {
     "report": _report,
     "decide": _decide,
     "scale": _scale,
+    "scaling": _scaling,
     "replay": _replay,
 }
 

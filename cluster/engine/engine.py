@@ -242,6 +242,7 @@ class LanguageEngine:
             num_prompts=self._lifecycle.num_prompts if generates else 0,
             num_prompt_tokens=self._lifecycle.num_missing_tokens if generates else 0,
             tier=TierTotals() if self._loader is None else self._loader.totals,
+            busy_s=self._cpu_slots.busy_s,
         )
 
     def _tell_doors(self, load: LoadReport | None) -> None:

@@ -28,13 +28,14 @@ from cluster.types.members import Member, Role
 class DoorReplica:
     async def __init__(self, args: ClusterArgs, door: str, api: str, pools: dict[str, DeploymentHandle]):
         """`pools`: handles of all worker pools, by role. `door` and `api` are import paths."""
+        from cluster.serving.gauges import DoorGauges
         from cluster.serving.held_check import HeldCheck
         from cluster.serving.replicas import freeze_what_is_loaded, load
 
         bind_to_node_address()
         self._pools = {Role(name): handle.options(_by_reference=False) for name, handle in pools.items()}
         self._role_of: dict[str, Role] = {}  # of each replica that generates answers
-        self._held_check = HeldCheck()
+        self._held_check, self._gauges = HeldCheck(), DoorGauges()
         door_class = load(door)
         self._door: Any = await asyncio.to_thread(door_class, args, self._call_decode)
         self._api = load(api)(self._door, tells_request_id=False)  # Serve's server adds it to every answer
@@ -49,6 +50,13 @@ class DoorReplica:
 
     async def check_health(self) -> None:
         await self._held_check.hold()
+        self._gauges.set(self._door.num_running, self._door.num_waiting)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls it once a second if the deployment has an `autoscaling_config`."""
+        from cluster.serving.scaling import door_stats
+
+        return door_stats(*self._door.scaling_report())
 
     def _update_members(self, role: Role, members: list[Member]) -> None:
         if role.decodes:

@@ -30,9 +30,11 @@ from ray import serve
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError, UnavailableError
 from cluster.serving.exposure import bind_to_node_address
+from cluster.serving.gauges import WorkerGauges
 from cluster.serving.held_check import HeldCheck
 from cluster.serving.published import encode_member
 from cluster.types.members import Member
+from cluster.types.messages import LoadReport
 
 DRAIN_S = 14.0  # part of the time that Serve gives a replica to end (cluster.app); the rest is for stopping
 
@@ -47,6 +49,8 @@ class WorkerService(Protocol):
     async def drain(self, timeout_s: float) -> None: ...
 
     async def stop(self) -> None: ...
+
+    def loads(self) -> list[LoadReport]: ...
 
     def check_health(self) -> None: ...
 
@@ -76,14 +80,18 @@ class Replica:
         import torch  # the composing process must not load it
 
         torch.set_num_threads(threads)
-        replica_id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        replica_id, self._app = context.replica_id.unique_id, context.app_name
         if args.side_channel == "tcp":
             args = args.model_copy(update={"host": ray.util.get_node_ip_address()})
         self._service = load(service)(args, replica_id)
+        self._replica_id = replica_id
         self._held_check = HeldCheck()
+        self._gauges: WorkerGauges | None = None
 
     async def record_replica_metadata(self) -> dict[str, str]:
         member = await self._service.start()
+        self._gauges = WorkerGauges(member.num_blocks)
         freeze_what_is_loaded()
         return encode_member(member)
 
@@ -96,9 +104,21 @@ class Replica:
             raise ConfigError(f"unknown fields of user_config: {', '.join(unknown)}", param=unknown[0])
         self._service.assign(by_rank[min(rank.rank, len(by_rank) - 1)] if by_rank else None)
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls it once a second if the deployment has an `autoscaling_config`. The doors tell the
+        policy how busy this worker is; this worker asks what it shall do."""
+        from cluster.serving.scaling import assigned_phases
+
+        phases = await asyncio.to_thread(assigned_phases, self._app, self._replica_id)
+        if phases is not None:
+            self._service.assign(phases)
+        return {}
+
     async def check_health(self) -> None:
         await self._held_check.hold()
         self._service.check_health()
+        if self._gauges is not None:
+            self._gauges.set(self._service.loads())
 
     async def __del__(self) -> None:
         service = getattr(self, "_service", None)

@@ -5,7 +5,8 @@
     Send                   the message is at its worker after the network's delay. Messages about grants are
                            dropped: simulated workers need none to write
     Deliver                an answer's events; the last one, or an error, makes the request's outcome
-    CallDecode, Placed, Drained    nothing: there is no Serve, no clock and no connection
+    Drained                a worker that retires has no request of this door any more
+    CallDecode, Placed     nothing: there is no Serve and no clock
 
 The only timer is admission's. The flow also looks for silent workers every 0.25 s; simulated workers are
 never silent, so no look is planned, and a ping is answered at once, without an event. There are no time
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import InternalError, OverloadedError
+from cluster.scaling import DoorReport
 from cluster.simulator.attempt import SimAttempt
 from cluster.simulator.client import SimClient, make_client, name_of
 from cluster.simulator.placer import UNLIMITED, SimPlacer
@@ -39,9 +41,10 @@ from cluster.types.messages import (
 from cluster.types.request import GenerateRequest
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue
-from router.flow.outputs import Deliver, Output, Send
+from router.flow.outputs import Deliver, Drained, Output, Send
 from router.flow.request_flow import RequestFlow, Timeouts
 from router.policy import ClusterView, Policy
+from router.scaling import door_report
 
 if TYPE_CHECKING:
     from cluster.simulator.simulation import Simulation
@@ -59,8 +62,10 @@ class SimDoor:
         self._attempts: dict[str, SimAttempt] = {}  # of these clients, the last one each
         self._num_submitted = 0
         self._timer_at = inf
-        placer = SimPlacer(self, simulation, policy, admission is not None)
-        self.flow = RequestFlow(placer, self._admission, Timeouts(inf, inf))
+        self.num_answered = self.num_in_time = 0  # within `target_ttft_s`
+        self.target_ttft_s = inf
+        self._placer = SimPlacer(self, simulation, policy, admission is not None)
+        self.flow = RequestFlow(self._placer, self._admission, Timeouts(inf, inf))
 
     @property
     def is_idle(self) -> bool:
@@ -89,6 +94,14 @@ class SimDoor:
         """The connection to the worker has ended."""
         self._run(self.flow.on_lost, replica_id)
 
+    def unlist(self, replica_id: str) -> None:
+        """The worker gets nothing new."""
+        self._run(self.flow.on_listed, replica_id, False)
+
+    def report(self) -> DoorReport:
+        """For the scaling policy."""
+        return door_report(self._admission, self._placer, self.num_answered, self.num_in_time)
+
     def client_of(self, request_id: str) -> SimClient:
         """`request_id`: of any attempt."""
         return self._clients[name_of(request_id)]
@@ -109,6 +122,8 @@ class SimDoor:
                 self._send(output.replica_id, output.message)
             elif isinstance(output, Deliver) and self._deliver(output):
                 ended.append(output.request_id)
+            elif isinstance(output, Drained):
+                self._simulation.drained(self, output.replica_id)
         for request_id in ended:  # after its last messages
             self._forget(request_id)
 
@@ -153,6 +168,9 @@ class SimDoor:
         if isinstance(event, Exception):
             status = "refused" if isinstance(event, OverloadedError) else "failed"
         else:
+            if client.ttft_s is None:
+                self.num_answered += 1
+                self.num_in_time += now - client.request.arrived_at <= self.target_ttft_s
             client.on_tokens(event, now)
             status = "finished"
             if event.finish_reason is None:

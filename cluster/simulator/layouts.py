@@ -57,7 +57,7 @@ def workers(layout: Layout, model: Model, accelerator: Accelerator, first: int =
     """Devices count from `first`."""
     kinds = [kind for kind, count in layout.counts.items() for _ in range(count)]
     return [
-        _worker(kind, f"{accelerator.name}-{number}", layout, model, accelerator)
+        worker(kind, f"{accelerator.name}-{number}", layout, model, accelerator)
         for number, kind in enumerate(kinds, first)
     ]
 
@@ -66,7 +66,8 @@ def throttled(specs: list[WorkerSpec], replica_id: str, since: float, factor: fl
     return [replace(s, throttled=(since, factor)) if s.replica_id == replica_id else s for s in specs]
 
 
-def _worker(kind: str, device: str, layout: Layout, model: Model, accelerator: Accelerator) -> WorkerSpec:
+def worker(kind: str, device: str, layout: Layout, model: Model, accelerator: Accelerator) -> WorkerSpec:
+    """One, on a device of this name. `kind`: a key of `ROLES`."""
     replica_id, has_encoder_beside = f"{kind}:{device}", kind in ("ep", "epd")
     phases, step_tokens = kind[1:] if has_encoder_beside else kind, 0
     if kind == "d" and layout.may_prefill_locally:

@@ -54,14 +54,16 @@ class Simulation:
         self.specs = {spec.replica_id: spec for spec in specs}
         self.outcomes: list[Outcome] = []
         self.on_outcome = on_outcome or self.outcomes.append
+        self.has_arrivals = False  # requests are still to come
         self.scheduling = scheduling
         self._rng, self._noise = Random(f"noise {seed}"), noise
         self.encoders: dict[str, SimEncoder] = {}
         self.languages: dict[str, SimLanguage] = {}
+        self.prefills: dict[str, SimLanguage] = {}
+        self.decodes: dict[str, SimLanguage] = {}
+        self._draining: dict[str, tuple[set[SimDoor], Callable[[str], None]]] = {}
         for spec in specs:
             self._make(spec)
-        self.prefills = {name: each for name, each in self.languages.items() if each.spec.role.prefills}
-        self.decodes = {name: each for name, each in self.languages.items() if each.spec.role.decodes}
         self.doors = [
             SimDoor(
                 self,
@@ -84,6 +86,7 @@ class Simulation:
         """Serve all requests, by these doors in turn; None: by all doors. Returns the outcomes in the order
         in which the requests ended."""
         self._arrivals = zip(cycle(doors or self.doors), requests, strict=False)
+        self.has_arrivals = True
         self._next_arrival()
         self.loop.run(until)
         return self.outcomes
@@ -96,6 +99,35 @@ class Simulation:
             worker.planner.budget = worker.budget()
         self._each_door(SimDoor.receive, replica_id, Measured(told))
 
+    def add(self, spec: WorkerSpec) -> None:
+        """A worker more, which is ready at its time or now."""
+        self.specs[spec.replica_id] = spec
+        self._make(spec)
+        self._plan(spec)
+
+    def retire(self, replica_id: str, on_gone: Callable[[str], None]) -> None:
+        """The worker gets nothing new, and goes when its last request is done."""
+        self._draining[replica_id] = (set(self.doors), on_gone)
+        if self.specs[replica_id].ready_at > self.loop.now:
+            for door in self.doors:
+                self.drained(door, replica_id)
+        else:
+            self._each_door(SimDoor.unlist, replica_id)
+
+    def drained(self, door: SimDoor, replica_id: str) -> None:
+        """No request of this door is left at a worker that retires."""
+        waiting, on_gone = self._draining.get(replica_id, (set(), None))
+        waiting.discard(door)
+        if waiting or on_gone is None:
+            return
+        del self._draining[replica_id], self.specs[replica_id]
+        for part in self.parts(replica_id):
+            part.is_dead = True
+        self._each_door(SimDoor.lose, replica_id)
+        for table in (self.encoders, self.languages, self.prefills, self.decodes):
+            table.pop(replica_id, None)
+        on_gone(replica_id)
+
     def parts(self, replica_id: str) -> list[SimEncoder | SimLanguage]:
         """The engines of a worker: an encoder, a language engine, or one of each."""
         parts = (self.encoders.get(replica_id), self.languages.get(replica_id))
@@ -105,6 +137,7 @@ class Simulation:
         for door, request in self._arrivals:
             self.loop.at(max(self.loop.now, request.arrived_at), self._arrive, door, request)
             return
+        self.has_arrivals = False
 
     def _arrive(self, door: SimDoor, request: SimRequest) -> None:
         self._next_arrival()
@@ -121,18 +154,26 @@ class Simulation:
         if spec.role is not Role.ENCODE:
             worker = SimLanguage(spec, *common, self.scheduling, self._draw, self.model)
             self.languages[spec.replica_id] = worker
+            if spec.role.prefills:
+                self.prefills[spec.replica_id] = worker
+            if spec.role.decodes:
+                self.decodes[spec.replica_id] = worker
 
     def _plan(self, spec: WorkerSpec) -> None:
         """The worker's start, its death and its throttling."""
-        if spec.ready_at > 0:
-            self.loop.at(spec.ready_at, self._each_door, SimDoor.join, spec)
+        if spec.ready_at > self.loop.now:
+            self.loop.at(spec.ready_at, self._join, spec)
         else:
-            self._each_door(SimDoor.join, spec)
+            self._join(spec)
         if spec.dies_at is not None:
             self.loop.at(spec.dies_at, self._kill, spec)
         if spec.throttled is not None:
             since, factor = spec.throttled
             self.loop.at(since, self._throttle, spec, factor)
+
+    def _join(self, spec: WorkerSpec) -> None:
+        if spec.replica_id in self.specs:  # it has not gone before it was ready
+            self._each_door(SimDoor.join, spec)
 
     def _each_door(self, call: Callable[..., object], *args: object) -> None:
         for door in self.doors:

@@ -329,6 +329,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     tier: TierTotals = TierTotals()
     # A worker that encodes and does other phases, too, reports of its encoder and of the rest one by one
     is_of_encoder: bool = False
+    busy_s: float = 0.0  # in which its engine computed steps, since the start
 
     @property
     def is_idle(self) -> bool:
@@ -341,6 +342,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
             received=self.received,
             tier=self.tier,
             is_of_encoder=self.is_of_encoder,
+            busy_s=self.busy_s,
         )
 
 

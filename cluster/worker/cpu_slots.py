@@ -72,6 +72,7 @@ class CpuSlots:
         self._may_run_s = math.inf  # since `_began_at`
         self._ran_s = 0.0  # before `_began_at`, in this step
         self._pauses_s: list[float] = []  # the pauses of this step
+        self.busy_s = 0.0  # of all steps that have ended, without their pauses
 
     @contextmanager
     def acquire(self, exclusive_s: float = math.inf) -> Iterator[None]:
@@ -85,6 +86,7 @@ class CpuSlots:
             yield
         finally:
             self._release()
+            self.busy_s += self._ran_s
 
     def yield_between_layers(self) -> None:
         """Inside `acquire`. May wait. Costs 2 us if no other worker waits."""

@@ -28,6 +28,7 @@ class Outbox:
         self._events: dict[DoorId, list[TokenEvent]] = defaultdict(list)
         self._doors: set[DoorId] = set()
         self._last_load: LoadReport | None = None
+        self.load = LoadReport()  # the last one that was given here; any thread may read it
         self._greetings: list[Callable[[], ChannelMessage]] = []
 
     def greet_with(self, greeting: Callable[[], ChannelMessage]) -> None:
@@ -63,5 +64,6 @@ class Outbox:
         self._messages.clear()
         self._events.clear()
         self._last_load = load or self._last_load
+        self.load = load or self.load
         if out:
             self._deliver(out)

@@ -19,7 +19,7 @@ from cluster.clock import SystemClock
 from cluster.errors import UnavailableError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.types.members import Member, ProcessId, Role
-from cluster.types.messages import AnyMessage
+from cluster.types.messages import AnyMessage, LoadReport
 from cluster.worker.hardware import hardware_of
 from cluster.worker.outbox import DoorId
 from cluster.worker.pulse import Watch
@@ -189,6 +189,10 @@ class WorkerProcess:
             await asyncio.to_thread(transfer_engine.close, STOP_TIMEOUT_S)
         if self._ranks is not None:
             await asyncio.to_thread(self._ranks.stop)
+
+    def loads(self) -> list[LoadReport]:
+        """The last report of each engine."""
+        return [seat.outbox.load for seat in self._seats]
 
     def check_health(self) -> None:
         """Raises the error that ended an engine, if there is one, or UnavailableError if one of the threads

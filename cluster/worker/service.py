@@ -12,6 +12,7 @@ import msgspec
 
 from cluster.errors import ConfigError
 from cluster.types.members import Member
+from cluster.types.messages import LoadReport
 from cluster.worker.process import WorkerProcess
 
 
@@ -49,6 +50,10 @@ class PhaseService:
         if wanted != self._assigned:
             self._assigned = wanted
             self._process.shell.assign(wanted)
+
+    def loads(self) -> list[LoadReport]:
+        """`WorkerProcess.loads`."""
+        return self._process.loads()
 
     def check_health(self) -> None:
         """`WorkerProcess.check_health`."""

@@ -8,6 +8,7 @@ its next call.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from cluster.errors import ClusterError, InternalError
 from router.admission.queue import (
@@ -18,6 +19,7 @@ from router.admission.queue import (
     Capacity,
     Reported,
 )
+from router.admission.totals import AdmissionTotals
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +31,18 @@ Settled = tuple[str, ClusterError | None]  # a request that waits no longer; Non
 class AdmissionController:
     def __init__(self, queue: AdmissionQueue):
         self._queue = queue
-        self._waiting: dict[str, None] = {}  # in order of arrival
+        self._waiting: dict[str, AdmissionTicket] = {}  # in order of arrival
+        self.totals = AdmissionTotals()
         self._is_changed = False  # since the last `settle`
         self.deadline: float | None = None  # of the next waiting request
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> Collection[AdmissionTicket]:
+        return self._waiting.values()
 
     @property
     def is_idle(self) -> bool:
@@ -47,12 +54,14 @@ class AdmissionController:
     def offer(self, ticket: AdmissionTicket, now: float) -> bool:
         """True: admitted. False: it waits, until `settle` names it. Raises OverloadedError."""
         self._is_changed = True
+        self.totals.offered(ticket)
         answer = self._queue.offer(ticket, now)
         if isinstance(answer, AdmissionRefusal):
+            self.totals.refused(ticket, answer.reason)
             raise answer.to_error()
         if isinstance(answer, Admitted):
             return True
-        self._waiting[ticket.request_id] = None
+        self._waiting[ticket.request_id] = ticket
         return False
 
     def report(self, capacity: Capacity, reported: Reported) -> None:
@@ -101,6 +110,7 @@ class AdmissionController:
 
     def _refuse(self, now: float, settled: list[Settled]) -> None:
         for ticket, answer in self._queue.expired(now):
+            self.totals.refused(ticket, answer.reason)
             self._settle(ticket.request_id, answer.to_error(), settled)
 
     def _settle(self, request_id: str, error: ClusterError | None, settled: list[Settled]) -> None:

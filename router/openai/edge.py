@@ -62,6 +62,9 @@ class HttpMetrics:
             ("status",),
             registry=self._registry,
         )
+        self.responses = Counter(
+            "epdg_http_responses", "Answers, by HTTP status", ("status",), registry=self._registry
+        )
         self.refusals = {
             refusal: refusals.labels(refusal.status)
             for refusal in (InvalidKeyError, ForbiddenError, RateLimitError)
@@ -108,9 +111,17 @@ class _LoopWatch:
 class _Sending:
     """The sends of one response. If the client does not read for `timeout_s`, the request ends."""
 
-    def __init__(self, send: Send, deadline: asyncio.Timeout, timeout_s: float, request_id: str | None):
-        """`request_id`: for the answer's headers."""
+    def __init__(
+        self,
+        send: Send,
+        deadline: asyncio.Timeout,
+        timeout_s: float,
+        request_id: str | None,
+        responses: Counter,
+    ):
+        """`request_id`: for the answer's headers. `responses`: counts it by its status."""
         self.has_started = False
+        self._responses = responses
         self._request_id = request_id
         self._send = send
         self._deadline = deadline
@@ -123,6 +134,7 @@ class _Sending:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_started = True
+            self._responses.labels(str(message["status"])).inc()
             if self._request_id is not None:
                 MutableHeaders(scope=message)[_ID_HEADER] = self._request_id
         self._is_sending = True
@@ -180,7 +192,9 @@ class Edge:
         told_id = scope[_REQUEST_ID] if self._tells_request_id else None
         try:
             async with deadline:
-                await self._answer(scope, receive, _Sending(send, deadline, self._read_timeout_s, told_id))
+                counted = self._metrics.responses
+                sending = _Sending(send, deadline, self._read_timeout_s, told_id, counted)
+                await self._answer(scope, receive, sending)
         except TimeoutError:
             if not deadline.expired():
                 raise

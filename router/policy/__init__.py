@@ -19,7 +19,7 @@ from router.policy.calibration import CalibrationStatistics
 from router.policy.cluster import ClusterView
 from router.policy.joint import JointPolicy
 from router.policy.registry import Policy, make_policy
-from router.policy.shared import free_shares
+from router.policy.shared import answers_step_s, free_shares
 from router.policy.views import (
     Decision,
     ItemPrediction,
@@ -42,6 +42,7 @@ __all__ = [
     "Prediction",
     "RequestView",
     "Worker",
+    "answers_step_s",
     "free_shares",
     "make_policy",
 ]

@@ -67,10 +67,10 @@ class SharedWorkers:
 def free_shares(cluster: ClusterView) -> Floats:
     """[prefills]: the part of a worker's time that running answers leave to prompts, and to its encoder."""
     pause_s = cluster.scheduling.prompt_pause_s
-    return pause_s / (pause_s + cluster.shared.at_prefills(_answers_s(cluster.decodes)))
+    return pause_s / (pause_s + cluster.shared.at_prefills(answers_step_s(cluster.decodes)))
 
 
-def _answers_s(decodes: WorkerPool) -> Floats:
+def answers_step_s(decodes: WorkerPool) -> Floats:
     """[decodes]: how much longer a step with prompts is for the tokens of the answers that run there."""
     curve = decodes.curve("decode")
     context = decodes.context_tokens / np.maximum(1.0, decodes.reported_units)
@@ -138,7 +138,7 @@ class PromptSteps:
         self.queued_token_s = self.per_token_s + self.per_pair_s * cluster.context_tokens
         self._queued = pool.reported_units + pool.sent_units
         decode = decodes.curve("decode")
-        num_running, answers_s = decodes.running_units, _answers_s(decodes)
+        num_running, answers_s = decodes.running_units, answers_step_s(decodes)
         self.num_sequences = shared.at_prefills(decodes.reported_units + decodes.sent_units)
         self.has_answers = shared.at_prefills(num_running) > 0
         self.answers_s = shared.at_prefills(answers_s)

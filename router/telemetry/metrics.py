@@ -3,22 +3,22 @@ loop.
 
 Request metrics use the names of vLLM's, so that existing dashboards work. There is no work per token:
 inter-token latency is observed once per event (one decode step of one request), counters once per request.
-Worker gauges are read from the members' last load reports when Prometheus scrapes.
+Gauges and the workers' totals: `state`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.types.members import Role
-from cluster.types.messages import LoadReport
+from router.admission.answers import RefusalReason
+from router.admission.totals import AdmissionTotals
 from router.flow.request_flow import RequestFlow
 from router.members import Peer
+from router.telemetry.state import StateCollector
 from router.telemetry.timeline import RequestTimeline
 
 _TTFT_BUCKETS_S = (
@@ -26,9 +26,31 @@ _TTFT_BUCKETS_S = (
 )  # fmt: skip
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 
+_LENGTH_BUCKETS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
+)  # fmt: skip
+_LATENCY_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+# Of a request that has ended; the names are vLLM's behind the prefix
+_ENDED = (
+    ("e2e_request_latency_seconds", "Arrival at the door until the end of the answer", _LATENCY_BUCKETS_S),
+    ("request_queue_time_seconds", "Waiting at the door for admission", _LATENCY_BUCKETS_S),
+    ("request_prefill_time_seconds", "Admission until the first token", _LATENCY_BUCKETS_S),
+    ("request_decode_time_seconds", "First token until the end of the answer", _LATENCY_BUCKETS_S),
+    ("request_prompt_tokens", "Tokens of the prompt", _LENGTH_BUCKETS),
+    ("request_generation_tokens", "Tokens of the first choice", _LENGTH_BUCKETS),
+)
+
 
 class DoorMetrics:
-    def __init__(self, model_id: str, peers: Callable[[], Iterable[Peer]], flow: RequestFlow):
+    def __init__(
+        self,
+        model_id: str,
+        peers: Callable[[], Iterable[Peer]],
+        flow: RequestFlow,
+        admission: AdmissionTotals | None = None,
+        classes: Sequence[str] = (),
+    ):
+        """`admission`: what it has counted; `classes`: the names of its classes."""
         self._registry = CollectorRegistry()
         labels = {"labelnames": ("model_name",), "registry": self._registry}
         name = model_id
@@ -71,7 +93,12 @@ class DoorMetrics:
             registry=self._registry,
         )
         self._model_id = model_id
-        self._registry.register(_Gauges(peers, flow))
+        self._ended = {
+            name: Histogram(f"epdg_{name}", text, buckets=buckets, **labels).labels(model_id)
+            for name, text, buckets in _ENDED
+        }
+        self._registry.register(StateCollector(peers, flow))
+        self._registry.register(_Admission(admission or AdmissionTotals(), classes))
 
     def finished(self, reason: str) -> None:
         self._finished.labels(self._model_id, reason).inc()
@@ -83,243 +110,48 @@ class DoorMetrics:
         if timeline.predicted_ttft_s is not None:
             self.predicted_ttft_s.observe(timeline.predicted_ttft_s)
 
+    def observe_ended(self, timeline: RequestTimeline, now: float, num_prompt: int, num_tokens: int) -> None:
+        """A request that got a first token has ended, however. `num_tokens`: of the choice that keeps the
+        timeline."""
+        if timeline.first_token_at is None:
+            return
+        for name, value in (
+            ("e2e_request_latency_seconds", now - timeline.arrived_at),
+            ("request_queue_time_seconds", timeline.admitted_at - timeline.prepared_at),
+            ("request_prefill_time_seconds", timeline.first_token_at - timeline.admitted_at),
+            ("request_decode_time_seconds", now - timeline.first_token_at),
+            ("request_prompt_tokens", num_prompt),
+            ("request_generation_tokens", num_tokens),
+        ):
+            self._ended[name].observe(value)
+
+    def first_tokens(self) -> dict[float, float]:
+        """How many came within so many seconds, by the bounds of the buckets; the last one is infinite."""
+        (metric,) = self.ttft_s.collect()
+        return {float(each.labels["le"]): each.value for each in metric.samples if "le" in each.labels}
+
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
 
-class _Gauges(Collector):
-    """Worker state from the last load reports."""
+class _Admission(Collector):
+    """What admission control has let wait or refused, by class. Zeros are exported, too."""
 
-    _FIELDS: ClassVar = {
-        "num_running": ("epdg_worker_running", "Requests (encoder: media items) being worked on"),
-        "num_waiting": ("epdg_worker_waiting", "Requests waiting for memory, embeddings or KV"),
-        "num_queued_units": (
-            "epdg_worker_queued_units",
-            "Work not done: prompt tokens (prefill), sequences (decode, language) or embedding rows (encode)",
-        ),
-        "num_prompt_tokens": (
-            "epdg_worker_prompt_tokens",
-            "Prompt tokens that a worker that decodes has still to compute itself",
-        ),
-        "num_used_blocks": ("epdg_worker_used_blocks", "Memory blocks held by requests"),
-        "num_cached_blocks": ("epdg_worker_cached_blocks", "Memory blocks kept for reuse"),
-        "num_open_leases": (
-            "epdg_worker_open_leases",
-            "Transfers by or into this worker that are not closed",
-        ),
-        "held_bytes": (
-            "epdg_worker_media_bytes",
-            "Held for media in work: files and tensors (encode), room for embeddings (prefill, language)",
-        ),
-        "sending_bytes": (
-            "epdg_worker_sending_bytes",
-            "Embeddings that are being written to other workers",
-        ),
-    }
-
-    _TOTALS: ClassVar = {
-        "num_preempted": ("epdg_decode_preemptions", "Requests whose blocks went to older ones"),
-        "num_drafted": ("epdg_decode_draft_tokens", "Tokens that speculation guessed"),
-        "num_accepted": ("epdg_decode_accepted_tokens", "Guesses that were right"),
-    }
-
-    _ITEMS: ClassVar = {"num_encoded": "encoded", "num_cached": "cached", "num_failed": "failed"}
-
-    _SENT: ClassVar = {
-        "raw_bytes": ("epdg_transfer_raw_bytes", "Bytes sent as they are"),
-        "coded_bytes": ("epdg_transfer_coded_bytes", "Bytes sent coded, as they travelled"),
-        "coded_groups": ("epdg_transfer_coded_groups", "Groups of 64 tokens of KV sent coded"),
-        "crowded_groups": (
-            "epdg_transfer_crowded_groups",
-            "Groups sent raw because there was no room to code them",
-        ),
-    }
-
-    _RECEIVED: ClassVar = {
-        "num_ignored": (
-            "epdg_transfer_ignored_notifications",
-            "Notifications about no open lease: duplicate, foreign, or late without a write",
-        ),
-        "num_late": ("epdg_transfer_late_writes", "Writes that came after their lease had been taken back"),
-        "num_mismatched": (
-            "epdg_transfer_mismatched_notifications",
-            "Notifications that named other blocks or generations than their lease",
-        ),
-        "num_corrupt": (
-            "epdg_transfer_corrupt_leases",
-            "Leases that failed because other bytes arrived than were sent",
-        ),
-        "spared_bytes": (
-            "epdg_transfer_spared_bytes",
-            "KV of prompts that did not travel because the worker had it already",
-        ),
-    }
-
-    _TIER: ClassVar = {
-        "num_stored": ("epdg_tier_stored_blocks", "Blocks of KV copied to the second tier"),
-        "num_loaded": ("epdg_tier_loaded_blocks", "Blocks of KV copied back from the second tier"),
-        "num_evicted": ("epdg_tier_evicted_blocks", "Blocks of KV that the second tier had no room for"),
-        "num_missed": (
-            "epdg_tier_missed_blocks",
-            "Blocks of KV whose memory was used again before it was copied to the second tier",
-        ),
-        "num_corrupt": ("epdg_tier_corrupt_blocks", "Blocks of KV that could not be read back as written"),
-        "num_failed": ("epdg_tier_failed_blocks", "Blocks of KV that could not be written"),
-    }
-
-    _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}
-
-    def __init__(self, peers: Callable[[], Iterable[Peer]], flow: RequestFlow):
-        self._peers = peers
-        self._flow = flow
+    def __init__(self, totals: AdmissionTotals, classes: Sequence[str]):
+        self._totals, self._classes = totals, classes
 
     def collect(self) -> Iterable[Metric]:
-        flow = self._flow
-        yield GaugeMetricFamily("epdg_door_flights", "Requests in flight", value=flow.num_running)
-        yield GaugeMetricFamily(
-            "epdg_door_waiting", "Requests that wait at the door for admission", value=flow.num_waiting
+        arrived = CounterMetricFamily(
+            "epdg_admission_requests", "Requests that arrived, by class", labels=("admission_class",)
         )
-        yield from self._predictions()
-        peers = list(self._peers())
-        parts = [(role, peer.member.replica_id, load) for peer in peers for role, load in peer.loads.items()]
-        yield from self._troubles()
-        for field, (name, text) in self._FIELDS.items():
-            family = GaugeMetricFamily(name, text, labels=("pool", "replica"))
-            for role, replica_id, load in parts:
-                family.add_metric([role.value, replica_id], getattr(load, field))
-            yield family
-        yield from self._assigned(peers)
-        for field, (name, text) in self._TOTALS.items():
-            counter = CounterMetricFamily(name, text, labels=("replica",))
-            for role, replica_id, load in parts:
-                if role.decodes:
-                    counter.add_metric([replica_id], getattr(load.totals, field))
-            yield counter
-        yield from self._encoders([(name, load) for role, name, load in parts if role is Role.ENCODE])
-        for field, (name, text) in self._SENT.items():
-            counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
-            for role, replica_id, load in parts:
-                if role.encodes or role.prefills:
-                    counter.add_metric([role.value, replica_id], getattr(load.sent, field))
-            yield counter
-        for field, (name, text) in self._RECEIVED.items():
-            counter = CounterMetricFamily(name, text, labels=("pool", "replica"))
-            for role, replica_id, load in parts:
-                if role.prefills or role.decodes:
-                    counter.add_metric([role.value, replica_id], getattr(load.received, field))
-            yield counter
-        yield from self._tiers(parts)
-        error = GaugeMetricFamily(
-            "epdg_transfer_codec_error",
-            "Mean change by the codec / mean size, of the group of KV that was last looked at",
-            labels=("replica", "tensor"),
+        refused = CounterMetricFamily(
+            "epdg_admission_refusals",
+            "Requests that were refused with 429: wait (too long), target (would be missed), full, displaced",
+            labels=("admission_class", "reason"),
         )
-        for role, replica_id, load in parts:
-            if role.prefills:
-                for tensor, field in self._ERRORS.items():
-                    error.add_metric([replica_id, tensor], getattr(load.sent, field))
-        yield error
-
-    def _tiers(self, parts: Sequence[tuple[Role, str, LoadReport]]) -> Iterable[Metric]:
-        language = [part for part in parts if part[0] is not Role.ENCODE]
-        labels = ("pool", "replica")
-        held = GaugeMetricFamily("epdg_tier_bytes", "KV in the second tier of the cache", labels=labels)
-        for role, replica_id, load in language:
-            held.add_metric([role.value, replica_id], load.tier.held_bytes)
-        yield held
-        for field, (name, text) in self._TIER.items():
-            counter = CounterMetricFamily(name, text, labels=labels)
-            for role, replica_id, load in language:
-                counter.add_metric([role.value, replica_id], getattr(load.tier, field))
-            yield counter
-
-    def _troubles(self) -> Iterable[Metric]:
-        flow = self._flow
-        silent = GaugeMetricFamily(
-            "epdg_door_silent_workers",
-            "Workers without progress: avoided while there are others",
-            labels=("pool",),
-        )
-        for role in Role:
-            silent.add_metric([role.value], sum(w.is_silent for w in flow.workers if w.role is role))
-        yield silent
-        yield GaugeMetricFamily(
-            "epdg_door_unplaced",
-            "Requests, and rests of answers, that wait for a worker to join",
-            value=len(flow.continuation.unplaced),
-        )
-        for name, text, value in (
-            (
-                "epdg_door_replays",
-                "Times that other workers took over from ones that failed",
-                flow.continuation.num_replays,
-            ),
-            ("epdg_door_silences", "Times that a worker stopped making progress", flow.num_silences),
-            (
-                "epdg_door_quarantined",
-                "Media items and prompts that are not retried for now, because workers were lost with them",
-                flow.quarantine.num_barred,
-            ),
-            (
-                "epdg_door_crashed_requests",
-                "Requests that ended by an error of the door itself",
-                flow.num_crashed,
-            ),
-        ):
-            yield CounterMetricFamily(name, text, value=value)
-
-    def _assigned(self, peers: list[Peer]) -> Iterable[Metric]:
-        assigned = GaugeMetricFamily(
-            "epdg_worker_assigned",
-            "1: new requests use the worker for this phase of its role; 0: only if no other worker is left",
-            labels=("pool", "replica", "phase"),
-        )
-        epochs = GaugeMetricFamily(
-            "epdg_worker_assignment_epoch",
-            "How many times the worker has been assigned phases",
-            labels=("pool", "replica"),
-        )
-        for peer in peers:
-            role, replica_id = peer.member.role, peer.member.replica_id
-            epochs.add_metric([role.value, replica_id], peer.assigned.epoch)
-            for phase in sorted(role.phases):
-                is_assigned = phase in peer.assigned.phases
-                assigned.add_metric([role.value, replica_id, phase.value], is_assigned)
-        yield assigned
-        yield epochs
-
-    def _predictions(self) -> Iterable[Metric]:
-        known = self._flow.calibration
-        if known.num_observed:
-            yield GaugeMetricFamily(
-                "epdg_ttft_prediction_error_ratio",
-                "Mean absolute error of recent predicted times to first token, as a ratio to the actual ones",
-                value=known.mape,
-            )
-            yield GaugeMetricFamily(
-                "epdg_ttft_prediction_coverage_ratio",
-                "Share of times to first token inside their predicted 90 % interval; recent requests",
-                value=known.coverage,
-            )
-        factor = GaugeMetricFamily(
-            "epdg_prediction_factor",
-            "Learnt factor by which predicted durations of a phase are multiplied",
-            labels=("pool", "hardware"),
-        )
-        for (role, hardware), value in known.factors.items():
-            factor.add_metric([role.value, hardware], value)
-        yield factor
-
-    def _encoders(self, encoders: list[tuple[str, LoadReport]]) -> Iterable[Metric]:
-        items = CounterMetricFamily(
-            "epdg_encoder_items",
-            "Media items that were encoded, that the encoder had already, or that could not be encoded",
-            labels=("replica", "result"),
-        )
-        rows = CounterMetricFamily("epdg_encoder_rows", "Embedding rows made", labels=("replica",))
-        for replica_id, load in encoders:
-            for field, result in self._ITEMS.items():
-                items.add_metric([replica_id, result], getattr(load.encoded, field))
-            rows.add_metric([replica_id], load.encoded.num_rows)
-        yield items
-        yield rows
+        for name in self._classes:
+            arrived.add_metric([name], self._totals.num_offered[name])
+            for reason in RefusalReason:
+                refused.add_metric([name, reason.value], self._totals.num_refused[name, reason])
+        yield arrived
+        yield refused

@@ -36,7 +36,7 @@ from tests.flow.media_client import (
 )
 from tests.flow.media_reference import MediaReference
 from tests.flow.test_law import MAX_TOKENS, MODEL
-from tests.flow.test_media_crowd import gate
+from tests.flow.test_media_crowd import Gate, gate
 
 
 @pytest.fixture(scope="module")
@@ -163,17 +163,21 @@ async def test_a_request_whose_items_are_all_bad_is_answered_from_its_words(refe
 # When encoders are behind
 
 
-async def until_queued(cluster: LocalCluster, num_rows: int) -> None:
-    async with asyncio.timeout(HANG_S):
-        while cluster.door._cluster.num_queued_rows() < num_rows:
-            await asyncio.sleep(0.002)
+async def first_held(held: Gate, request: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+    """Send the request, and go on once the encoder is held with its item: it reports no load from now on."""
+    sent = asyncio.ensure_future(request)
+    assert await asyncio.to_thread(held.has_first.wait, HANG_S)
+    return sent
 
 
 async def queued(cluster: LocalCluster, request: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
     """Send the request, and go on once an encoder's queue has grown by it."""
     before = cluster.door._cluster.num_queued_rows()
     sent = asyncio.ensure_future(request)
-    await until_queued(cluster, before + 1)
+    async with asyncio.timeout(HANG_S):
+        while cluster.door._cluster.num_queued_rows() <= before:
+            assert not sent.done(), sent.result()
+            await asyncio.sleep(0.002)
     return sent
 
 
@@ -188,8 +192,7 @@ async def test_new_media_is_reduced_while_encoders_are_behind_and_the_client_is_
     async with serving(reduce_from_queued_rows=40) as (cluster, client):
         let_all_in(cluster)
         with gate(cluster) as held:
-            waiting = asyncio.ensure_future(ask(client, [picture_part(20)]))
-            await until_queued(cluster, 64)
+            waiting = await first_held(held, ask(client, [picture_part(20)]))
             new = await queued(cluster, ask(client, [picture_part(21)]))
             streamed = await queued(cluster, post(client, [picture_part(22)], stream=True))
             exact = await queued(cluster, ask(client, [picture_part(23)], exact_media=True))
@@ -210,10 +213,10 @@ async def test_a_queue_reduces_nothing_unless_the_operator_says_so():
     async with serving() as (cluster, client):
         let_all_in(cluster)
         with gate(cluster) as held:
-            waiting = [asyncio.ensure_future(ask(client, [picture_part(seed)])) for seed in (30, 31)]
-            await until_queued(cluster, 128)
+            first = await first_held(held, ask(client, [picture_part(30)]))
+            second = await queued(cluster, ask(client, [picture_part(31)]))
             held.let_through(2)
-            assert not any(notes_of(got) for got in await asyncio.gather(*waiting))
+            assert not any(notes_of(got) for got in await asyncio.gather(first, second))
 
 
 # Who may share it

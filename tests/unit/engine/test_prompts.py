@@ -292,6 +292,7 @@ def test_layers_of_a_long_prompt_last_no_longer_than_their_slice(rig, relay, mea
         yield_between_layers=lambda: None,
         mean_slice_s=mean_slice_s,
         ran_s=0.0,
+        busy_s=0.0,
     )
     compute, engine._runner.run = engine._runner.run, run
     relay.start(make_request("long", 80))
