@@ -1,27 +1,42 @@
-"""Many requests, some of whose clients disconnect at random moments; afterwards the cluster must hold
-nothing.
+"""Many requests, some of whose clients disconnect at random moments. Nothing may be held afterwards, and
+nothing may grow meanwhile.
 
     python -m bench.soak --url http://127.0.0.1:8000 --num-requests 1000 --cancelled-ratio 0.2
+    python -m bench.soak --minutes 90 [--config FILE]
 
 Streams mixed requests at a fixed concurrency and closes the connection of a fifth of them after a random
 time. Then waits until the cluster is idle and reads /metrics: in-flight choices, requests, blocks, bytes and
-open leases must be zero in every worker. Exit status 1 if anything is still held or a request that was not
-cancelled got no answer.
+open leases must be zero in every worker.
+
+With `--minutes` it starts a cluster of its own, loads it for so long and has a verdict for each series
+(`bench.soak_series`): memory, descriptors and threads of each kind of process, /dev/shm, latency. A day at
+one request per second is 86,400 requests. Linux only; other programs on the machine disturb latency and
+/dev/shm.
+
+Exit status 1 if anything is still held, a request that was not cancelled got no answer, or a series grows.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import random
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.workload import Case, make_cases
+from bench.soak_series import Sampler, table
+from bench.workload import KINDS, Case, make_case, make_cases
+from cluster.serving.command import DEFAULT_CONFIG
+from cluster.serving.launch import LocalCluster
 
 HELD = (
     "epdg_door_flights",
@@ -33,10 +48,16 @@ HELD = (
     "epdg_worker_media_bytes",
     "epdg_worker_sending_bytes",
 )
+NUM_SAMPLES = 120
+READY_TIMEOUT_S = 300.0
+
+OnToken = Callable[[], None]
 
 
-async def stream(client: httpx.AsyncClient, model_id: str, case: Case) -> str:
-    """Read one streamed answer to its end; returns its outcome."""
+async def stream(
+    client: httpx.AsyncClient, model_id: str, case: Case, on_line: OnToken = lambda: None
+) -> str:
+    """Read one streamed answer to its end; returns its outcome. `on_line` is called for each event."""
     body = {"model": model_id, "messages": case.messages, "max_tokens": 64, "temperature": 0, "stream": True}
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
@@ -44,31 +65,45 @@ async def stream(client: httpx.AsyncClient, model_id: str, case: Case) -> str:
         last = ""
         async for line in response.aiter_lines():
             last = line or last
+            if line:
+                on_line()
         return "answered" if last == "data: [DONE]" else "broken off"
 
 
 async def run(
-    url: str, cases: list[Case], concurrency: int, cancelled_ratio: float, seed: int
+    url: str,
+    cases: Iterable[Case],
+    concurrency: int,
+    cancelled_ratio: float,
+    seed: int,
+    on_answer: Callable[[list[float]], None] = lambda times: None,
 ) -> Counter[str]:
+    """`on_answer` is given the instants of each complete answer: its start, then its events."""
     rng = random.Random(seed)
-    slots = asyncio.Semaphore(concurrency)
     outcomes: Counter[str] = Counter()
     limits = httpx.Limits(max_connections=2 * concurrency)
+    left = enumerate(cases)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         model_id = (await client.get("/v1/models")).json()["data"][0]["id"]
 
-        async def one(case: Case, leaves_after_s: float | None) -> None:
-            async with slots:
+        def note(times: list[float]) -> None:
+            times.append(time.monotonic())
+
+        async def one_after_another() -> None:
+            for number, case in left:
+                leaves = int((number + 1) * cancelled_ratio) > int(number * cancelled_ratio)
+                leaves_after_s = rng.uniform(0, 0.4) if leaves else None
+                times = [time.monotonic()]
                 try:
                     async with asyncio.timeout(leaves_after_s):
-                        outcomes[await stream(client, model_id, case)] += 1
+                        outcome = await stream(client, model_id, case, partial(note, times))
                 except TimeoutError:
-                    outcomes["left"] += 1
+                    outcome = "left"
+                outcomes[outcome] += 1
+                if outcome == "answered":
+                    on_answer(times)
 
-        leaving = set(rng.sample(range(len(cases)), round(cancelled_ratio * len(cases))))
-        await asyncio.gather(
-            *(one(case, rng.uniform(0, 0.4) if i in leaving else None) for i, case in enumerate(cases))
-        )
+        await asyncio.gather(*(one_after_another() for _ in range(concurrency)))
     return outcomes
 
 
@@ -91,16 +126,60 @@ def wait_idle(url: str, timeout_s: float) -> dict[str, float]:
     return held
 
 
+def endless(seed: int, until: float) -> Iterator[Case]:
+    """New cases until that instant of `time.monotonic`."""
+    rng = random.Random(seed)
+    for kind in itertools.cycle(KINDS):
+        if time.monotonic() >= until:
+            return
+        yield make_case(rng, kind)
+
+
+async def load_and_sample(url: str, sampler: Sampler, args: argparse.Namespace) -> Counter[str]:
+    seconds = 60 * args.minutes
+    cases = endless(args.seed, time.monotonic() + seconds)
+    sampling = asyncio.create_task(sampler.sample_every(seconds / NUM_SAMPLES))
+    try:
+        return await run(
+            url, cases, args.concurrency, args.cancelled_ratio, args.seed, sampler.latency.add_answer
+        )
+    finally:
+        sampling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sampling
+
+
+def soak(args: argparse.Namespace) -> int:
+    """For so many minutes, on a cluster of its own."""
+    with LocalCluster(args.config) as cluster:
+        cluster.wait_ready(READY_TIMEOUT_S)
+        sampler = Sampler(cluster.folder)
+        outcomes = asyncio.run(load_and_sample(cluster.url, sampler, args))
+        held = wait_idle(cluster.url, timeout_s=30)
+    number = sum(outcomes.values())
+    print(f"{number} requests in {args.minutes:g} min: {dict(outcomes)}")
+    print(f"as many as in {number / 3600:.2f} h at one request per second")
+    print(f"still held: {held or 'nothing'}")
+    verdicts = sampler.verdicts()
+    print(table(verdicts, 1000 / max(1, number) * 60 * args.minutes))
+    grows = any(verdict.rises for verdict in verdicts)
+    return 0 if not held and not grows and set(outcomes) <= {"answered", "left"} else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--num-requests", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, help="start a cluster and load it for so long")
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="of that cluster")
     parser.add_argument("--cancelled-ratio", type=float, default=0.2)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    if args.minutes is not None:
+        return soak(args)
     cases = make_cases(args.seed, args.num_requests)
     started_at = time.monotonic()
     outcomes = asyncio.run(run(args.url, cases, args.concurrency, args.cancelled_ratio, args.seed))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "demo_model" / "examples"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MAX_TOKENS = 4
 
 
@@ -56,8 +56,12 @@ def seeds(model_id: str) -> list[Seed]:
             messages = [*before, {"role": "user", "content": content}]
             found.append(Seed(CHAT, _body(model_id, messages=messages, **more)))
     for prompt in ("once upon", ["one", "two"], [5, 6, 7], [[5, 6], [7]]):
-        for more in fields[:5]:
+        for more in (*fields[:5], {"echo": True, "logprobs": 2}, {"echo": True, "max_tokens": 0, "n": 2}):
             found.append(Seed(COMPLETIONS, _body(model_id, prompt=prompt, **more)))
+    found += [
+        Seed(CHAT, _body(model_id, messages=_called(contents[3]), **more)) for more in _tool_fields(TOOL)
+    ]
+    found += [Seed(RESPONSES, body) for body in _responses(model_id)]
     conversation = [system, {"role": "user", "content": contents[3]}]
     tokens: list[tuple[str, dict[str, Any]]] = [
         ("/tokenize", {"prompt": "once upon", "add_special_tokens": False, "return_token_strs": True}),
@@ -65,6 +69,59 @@ def seeds(model_id: str) -> list[Seed]:
         ("/detokenize", {"tokens": [5, 6, 7]}),
     ]
     return found + [Seed(path, {"model": model_id, **fields}) for path, fields in tokens for _ in range(4)]
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": SCHEMA, "strict": True},
+}
+FUNCTION = {"type": "function", "name": "look", "parameters": SCHEMA, "strict": True}
+
+
+def _called(content: Any) -> list[dict[str, Any]]:
+    """A conversation in which a tool was called."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"said": "x"}'}}
+    return [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "a circle"},
+    ]
+
+
+def _tool_fields(tool: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of both endpoints that have tools. For a model whose chat template takes none only the last is valid."""
+    return [
+        {"tools": [tool], "stream": True},
+        {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [tool], "tool_choice": "none"},
+    ]
+
+
+def _responses(model_id: str) -> list[dict[str, Any]]:
+    picture = {"type": "input_image", "image_url": part("image", "png", "red_circle.png")["image_url"]["url"]}
+    sound = {"type": "input_file", "filename": "a.wav", "file_data": encoded("seven.wav")}
+    question = {"type": "input_text", "text": "What do you see or hear?"}
+    output = {"type": "function_call_output", "call_id": "call_1", "output": [picture]}
+    inputs: list[Any] = [
+        "hello",
+        [{"role": "user", "content": [picture, question]}],
+        [{"type": "message", "role": "user", "content": [sound, question]}],
+        [
+            {"role": "user", "content": "hi"},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"},
+            output,
+        ],
+    ]
+    options: list[dict[str, Any]] = [
+        {"stream": True, "instructions": "Be brief."},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}}},
+        {"top_logprobs": 2, "include": ["message.output_text.logprobs"], "metadata": {"a": "b"}},
+        *_tool_fields(FUNCTION),
+    ]
+    fixed = {"model": model_id, "max_output_tokens": MAX_TOKENS, "temperature": 0}
+    return [{**fixed, "input": asked, **more} for asked in inputs for more in options]
 
 
 def _fields() -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ TEXTS = (
     "http://127.0.0.1:1/", "data:", "data:image/png;base64,", "data:,x", "%00", "\\u0000",
 )  # fmt: skip
 OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [[]], [None], {"": None}, {"type": "text"}, [0] * 300)
+FILES = ("url", "data", "image_url", "file_data")  # what a file is the value of
 Node = tuple[Any, Any]  # (container, key or index)
 
 
@@ -107,7 +108,7 @@ def _files(body: Any) -> list[Node]:
     return [
         (container, key)
         for container, key in _nodes(body)
-        if isinstance(container, dict) and key in ("url", "data") and isinstance(container[key], str)
+        if isinstance(container, dict) and key in FILES and isinstance(container[key], str)
     ]
 
 

@@ -234,8 +234,8 @@ class LanguageWorker(PhaseService):
     ) -> None:
         """Its part of a message."""
         if isinstance(message, EncodeTarget) and message.grant.agent_metadata == self._own_metadata:
-            if self._features is not None:
-                self._features.fill_here(message.grant.lease_id)
+            if self._features is not None:  # behind the encoder's earlier messages: one may call the item off
+                self._process.encoder_seat.loop.call(self._features.fill_here, message.grant.lease_id)
             encoder.on_room(message.request_id, message.item_idx)
         elif not (isinstance(message, Cancel) and message.choice_idx is not None):
             encoder.on_message(door, message)

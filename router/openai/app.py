@@ -29,22 +29,21 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ClusterError, ModelNotFoundError
+from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall, CompletionCall, TokenizeCall
 from router.openai import render
 from router.openai.absent import mount_absent
 from router.openai.bodies import BodyBudget, check_json_type, read_body
 from router.openai.edge import Edge, HttpMetrics, lease_of, permit_of, tenant_of
 from router.openai.errors import (
-    PROMPT_FIELDS,
     answer_error,
     answer_http_exception,
     answer_wrong_parameter,
     json_answer,
     log_unexpected,
-    naming_prompt,
 )
-from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
-from router.openai.names import with_names
+from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts, Limits
+from router.openai.names import NameOf, chat_name, completion_name, naming
 from router.openai.openapi import document
 from router.openai.protocol import DoorProtocol
 from router.openai.responses.render import ResponsesFormat
@@ -69,7 +68,6 @@ from router.openai.tokens import (
 )
 from router.openai.transcriptions import (
     TranscriptFormat,
-    TranscriptionRequest,
     transcription_call,
     transcription_name,
 )
@@ -153,71 +151,41 @@ class _Routes:
         api.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
 
     async def chat(self, request: Request) -> Response:
-        door = self._door
         call: ChatCall = await self._call(
-            request,
-            lambda body: chat_call(
-                parse(ChatRequest, body),
-                door.model_id,
-                door.defaults,
-                tenant_of(request),
-                _trace_parent(request),
-                door.limits,
-            ),
+            request, lambda body: chat_call(parse(ChatRequest, body), *self._asking(request))
         )
-        answer = render.ChatFormat(_new_id("chatcmpl"), int(time.time()), door.model_id, call)
-        return await self._answer(request, call, door.chat, answer)
+        answer = render.ChatFormat(_new_id("chatcmpl"), int(time.time()), self._door.model_id, call)
+        return await self._answer(request, call, self._door.chat, answer, chat_name)
 
     async def complete(self, request: Request) -> Response:
-        door = self._door
         call: CompletionCall = await self._call(
-            request,
-            lambda body: completion_call(
-                parse(CompletionRequest, body),
-                door.model_id,
-                door.defaults,
-                tenant_of(request),
-                _trace_parent(request),
-                door.limits,
-            ),
+            request, lambda body: completion_call(parse(CompletionRequest, body), *self._asking(request))
         )
-        answer = render.CompletionFormat(_new_id("cmpl"), int(time.time()), door.model_id, call)
-        return await self._answer(request, call, door.complete, answer)
+        answer = render.CompletionFormat(_new_id("cmpl"), int(time.time()), self._door.model_id, call)
+        return await self._answer(request, call, self._door.complete, answer, completion_name)
 
     async def respond(self, request: Request) -> Response:
-        door = self._door
-
         def translate(body: bytes) -> tuple[ResponsesRequest, ChatCall]:
             asked = parse(ResponsesRequest, body)
-            tenant, parent = tenant_of(request), _trace_parent(request)
-            return asked, responses_call(asked, door.model_id, door.defaults, tenant, parent, door.limits)
+            return asked, responses_call(asked, *self._asking(request))
 
         asked, call = await self._call(request, translate)
         answer = ResponsesFormat(_new_id("resp", "_"), int(time.time()), asked, call)
-        return await self._answer(
-            request, call, lambda call: with_names(door.chat(call), responses_name), answer
-        )
+        return await self._answer(request, call, self._door.chat, answer, responses_name)
 
     async def transcribe(self, request: Request) -> Response:
-        door = self._door
-
-        def translate(body: bytes) -> tuple[TranscriptionRequest, ChatCall]:
-            return transcription_call(
-                body,
-                request.headers.get("content-type", ""),
-                door.transcription_instruction,
-                door.model_id,
-                door.defaults,
-                tenant_of(request),
-                _trace_parent(request),
-                door.limits,
-            )
-
-        asked, call = await self._call(request, translate, is_json=False)
-        answer = TranscriptFormat(asked)
-        return await self._answer(
-            request, call, lambda call: with_names(door.chat(call), transcription_name), answer
+        kind, instruction = request.headers.get("content-type", ""), self._door.transcription_instruction
+        asked, call = await self._call(
+            request,
+            lambda body: transcription_call(body, kind, instruction, *self._asking(request)),
+            is_json=False,
         )
+        return await self._answer(request, call, self._door.chat, TranscriptFormat(asked), transcription_name)
+
+    def _asking(self, request: Request) -> tuple[str, GenerationDefaults, str, str, Limits]:
+        """What a call needs beside the body."""
+        door = self._door
+        return door.model_id, door.defaults, tenant_of(request), _trace_parent(request), door.limits
 
     async def models(self, request: Request) -> Response:
         return json_answer(msgspec.json.encode({"object": "list", "data": [self._card()]}))
@@ -278,9 +246,9 @@ class _Routes:
         call: Any,
         start: Callable[[Any], Awaitable[Any]],
         answer: AnswerFormat,
+        name_of: NameOf,
     ) -> Response:
         num_choices = len(call.sampling)
-        prompt_field = PROMPT_FIELDS.get(request.scope["route"].path, "")
 
         async def begin() -> Any:
             generations = await start(call)
@@ -293,9 +261,9 @@ class _Routes:
             report = TimelineReport(headers, LEDGER, shows_workers=self._door.limits.shows_workers)
         if call.stream:
             events = stream(begin, answer, num_choices, call.include_usage, report)
-            return EventStream(events, headers, answer.error_event, prompt_field)
+            return EventStream(events, headers, answer.error_event, name_of)
         try:
-            with naming_prompt(prompt_field):
+            with naming(name_of):
                 body = await until_disconnect(request, whole(begin, answer, num_choices, report))
             return Response(body, headers=headers, media_type=answer.media_type)
         except ClientGoneError:
@@ -311,10 +279,9 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         more_headers: Mapping[str, str],
         error_event: Callable[[ClusterError], bytes],
-        prompt_field: str,
+        name_of: NameOf,
     ):
-        """`more_headers` may grow until the first event. `error_event`: writes an error after it.
-        `prompt_field`: as errors name it."""
+        """`more_headers` may grow until the first event. `error_event`: writes an error after it."""
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
@@ -322,7 +289,7 @@ class EventStream(Response):
         self._events = events
         self._more_headers = more_headers
         self._error_event = error_event
-        self._prompt_field = prompt_field
+        self._name_of = name_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -342,7 +309,7 @@ class EventStream(Response):
 
         has_started = False
         try:
-            with naming_prompt(self._prompt_field):
+            with naming(self._name_of):
                 async for event in self._events:
                     if not has_started:
                         has_started = True

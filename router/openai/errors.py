@@ -4,10 +4,8 @@ application's exception handlers; no request is known to them but its headers. R
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterator
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -21,13 +19,6 @@ from router.openai.edge import request_id_of
 from router.openai.keys import InvalidKeyError
 
 log = logging.getLogger(__name__)
-# The field that has the prompt. Workers and prompt builder, which know no endpoint, name one of these
-PROMPT_FIELDS = {
-    "/v1/chat/completions": "messages",
-    "/v1/completions": "prompt",
-    "/v1/responses": "input",
-    "/v1/audio/transcriptions": "file",
-}
 
 
 class NoSuchRouteError(RequestError):
@@ -80,17 +71,6 @@ async def answer_wrong_parameter(request: Request, error: Exception) -> Response
 def log_unexpected(request: Request, error: Exception) -> None:
     if not isinstance(error, ClusterError):
         log.error("request %s failed unexpectedly", request_id_of(request), exc_info=error)
-
-
-@contextlib.contextmanager
-def naming_prompt(field: str) -> Iterator[None]:
-    """Errors of the prompt name the endpoint's own field; empty: they stay."""
-    try:
-        yield
-    except ClusterError as error:
-        if field and error.param in PROMPT_FIELDS.values():
-            error.param = field
-        raise
 
 
 def json_answer(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -1,26 +1,45 @@
-"""Errors about a chat request that another endpoint has made, in that endpoint's own names. Pure."""
+"""Errors in the endpoint's own names. Workers, prompt builder and translation name fields of a chat request;
+each endpoint has a function from these to its own. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
 
-from cluster.errors import RequestError
+from cluster.errors import ClusterError
 
-Result = TypeVar("Result")
-
-
-def renamed(error: RequestError, name_of: Callable[[str], str]) -> RequestError:
-    """`name_of`: from a chat request's field to the endpoint's own."""
-    if error.param is None:
-        return error
-    name = name_of(error.param)
-    return type(error)(error.message.replace(error.param, name), param=name)
+NameOf = Callable[[str], str]
 
 
-async def with_names(work: Awaitable[Result], name_of: Callable[[str], str]) -> Result:
-    """Renames what the door refuses, too."""
+@contextlib.contextmanager
+def naming(name_of: NameOf) -> Iterator[None]:
+    """Errors that leave the block name the endpoint's field. An error may be of several requests, so another
+    one is raised in its place."""
     try:
-        return await work
-    except RequestError as error:
-        raise renamed(error, name_of) from error
+        yield
+    except ClusterError as error:
+        name = error.param if error.param is None else name_of(error.param)
+        if error.param is None or name == error.param:
+            raise
+        named = copy.copy(error)
+        named.param, named.message = name, error.message.replace(error.param, str(name))
+        raise named from error
+
+
+def chat_name(param: str) -> str:
+    return "messages" if param == "prompt" else param
+
+
+def completion_name(param: str) -> str:
+    return "prompt" if param == "messages" else param
+
+
+def renamed(param: str, names: Mapping[str, str]) -> str:
+    """By the longest beginning of `param` that has another name."""
+    known = param
+    while known:
+        if known in names:
+            return names[known] + param[len(known) :]
+        known = known[: max(known.rfind("."), known.rfind("["), 0)]
+    return param

@@ -65,14 +65,14 @@ class WholeChoice(msgspec.Struct, frozen=True):
     calls: Sequence[ToolCallDelta] = ()
 
     @classmethod
-    def of(cls, deltas: Sequence[TextDelta], finish_reason: str) -> WholeChoice:
+    def of(cls, deltas: Sequence[TextDelta]) -> WholeChoice:
         calls: dict[int, ToolCallDelta] = {}
         for piece in (piece for delta in deltas for piece in delta.calls):
             begun = calls.get(piece.index)
             calls[piece.index] = piece if begun is None else _continued(begun, piece)
         return cls(
             "".join(delta.text for delta in deltas),
-            finish_reason,
+            str(deltas[-1].finish_reason),
             [scores for delta in deltas for scores in delta.scores],
             [token_id for delta in deltas for token_id in delta.token_ids],
             "".join(delta.reasoning for delta in deltas),
@@ -97,7 +97,7 @@ class ResponseFormat(ABC):
 
     def body(
         self,
-        answers: Sequence[WholeChoice],
+        answers: Sequence[Sequence[TextDelta]],
         generations: Sequence[Generation],
         num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
@@ -112,7 +112,7 @@ class ResponseFormat(ABC):
                 "finish_reason": answer.finish_reason,
                 **({"token_ids": answer.token_ids} if self._has_token_ids else {}),
             }
-            for idx, answer in enumerate(answers)
+            for idx, answer in enumerate(map(WholeChoice.of, answers))
         ]
         usage = usage_fields([generation.usage for generation in generations], num_choices)
         whole: dict[str, Any] = {**self._head, "object": self._kind, "choices": choices, "usage": usage}

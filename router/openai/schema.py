@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from cluster.errors import RequestError, UnsupportedError
 from router.openai.limits import MAX_INT
 from router.openai.structure import StructureFields
-from router.openai.tools import InputToolCall, ToolFields
+from router.openai.tools import CallId, InputToolCall, ToolFields
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -151,7 +151,7 @@ class InputMessage(StrictModel):
     ) = None  # only of an assistant that calls tools
     name: Harmless = None  # of a tool's message: the template may want it
     tool_calls: Annotated[list[InputToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
-    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    tool_call_id: CallId | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     # Fields of the API's assistant messages, which clients send back; they must be empty
@@ -159,6 +159,7 @@ class InputMessage(StrictModel):
     audio: None = None
     function_call: None = None
     annotations: Harmless = None
+    parsed: Harmless = None  # what the openai clients' helpers add
 
 
 class StreamOptions(StrictModel):

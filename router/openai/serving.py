@@ -32,11 +32,13 @@ class AnswerFormat(Protocol):
 
     def body(
         self,
-        answers: Sequence[render.WholeChoice],
+        answers: Sequence[Sequence[TextDelta]],
         generations: Sequence[Generation],
         num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
-    ) -> bytes: ...
+    ) -> bytes:
+        """`answers`: all deltas of each; the last one has the finish reason."""
+        ...
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes: ...
 
@@ -169,12 +171,12 @@ async def _close_all(generations: Sequence[Generation]) -> None:
             log.error("closing a generation failed", exc_info=result)
 
 
-async def _collect(generation: Generation) -> render.WholeChoice:
+async def _collect(generation: Generation) -> list[TextDelta]:
     deltas: list[TextDelta] = []
     async for delta in generation:
         deltas.append(delta)
         if delta.finish_reason is not None:
-            return render.WholeChoice.of(deltas, delta.finish_reason)
+            return deltas
     raise InternalError("a generation ended without a finish reason")
 
 

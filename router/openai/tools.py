@@ -19,6 +19,8 @@ _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class _Function(BaseModel):
@@ -50,13 +52,14 @@ class _Called(BaseModel):
     model_config = _STRICT
     name: ToolName
     arguments: str
+    parsed_arguments: Any = None  # what the openai clients' helpers add
 
 
 class InputToolCall(BaseModel):
     """A call in an assistant's message of the conversation."""
 
     model_config = _STRICT
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: CallId
     type: Literal["function"]
     function: _Called
     index: Any = None  # of streamed pieces; some clients send it back
@@ -80,7 +83,7 @@ class ToolFields(BaseModel):
     ) = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Variables | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
 
 

@@ -24,7 +24,7 @@ from router.calls import ChatCall, TextDelta, Usage
 from router.openai import render
 from router.openai.forms import parse_form
 from router.openai.limits import Limits
-from router.openai.names import renamed
+from router.openai.names import naming
 from router.openai.protocol import Generation
 from router.openai.schema import ChatRequest, StrictModel, Unit, validated
 from router.openai.translate import ANY, chat_call
@@ -92,10 +92,8 @@ def transcription_call(
             "return_token_ids": has_details,
         }
     )
-    try:
+    with naming(lambda param: "prompt" if param == "messages" else param):
         call = chat_call(chat, model_id, defaults, tenant, trace_parent, limits)
-    except RequestError as error:
-        raise renamed(error, lambda param: "prompt" if param == "messages" else param) from error
     media = tuple(msgspec.structs.replace(source, param="file") for source in call.media)
     return request, msgspec.structs.replace(call, media=media)
 
@@ -127,7 +125,7 @@ def _data_uri(data: bytes) -> str:
 
 def transcription_name(param: str) -> str:
     """A field of the chat request that the door refuses, as this endpoint names it."""
-    return "file" if param.startswith("messages") else param
+    return "file" if param.startswith(("messages", "prompt")) else param
 
 
 class TranscriptFormat:
@@ -141,12 +139,12 @@ class TranscriptFormat:
 
     def body(
         self,
-        answers: Sequence[render.WholeChoice],
+        answers: Sequence[Sequence[TextDelta]],
         generations: Sequence[Generation],
         num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
     ) -> bytes:
-        (answer,), usage = answers, generations[0].usage
+        answer, usage = render.WholeChoice.of(answers[0]), generations[0].usage
         match self._request.response_format:
             case "text":
                 return f"{answer.text}\n".encode()

@@ -73,6 +73,55 @@ async def loose_completions(lax: openai.AsyncOpenAI, model: str, text: str) -> N
     assert [len(each or ()) for each in told] == [3, 1]
 
 
+class Answered(BaseModel):
+    """A function without description: what it is called with."""
+
+    kind: bool
+
+
+async def tools(api: openai.AsyncOpenAI, model: str) -> None:
+    """The call that must come; what it answered is a part of the next request."""
+    fields: Any = {"tools": [openai.pydantic_function_tool(Answered, name="tell")], "tool_choice": "required"}
+    fields |= {"temperature": 0, "max_tokens": 150, "parallel_tool_calls": False}
+    whole = await api.chat.completions.parse(model=model, messages=HELLO, **fields)
+    (call,) = whole.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Answered)
+    async with api.chat.completions.stream(model=model, messages=HELLO, **fields) as stream:
+        final = await stream.get_final_completion()
+    (again,) = final.choices[0].message.tool_calls or ()
+    assert again.function.arguments == call.function.arguments
+    result = {"role": "tool", "tool_call_id": call.id, "content": "yes"}
+    sent = call.model_dump(exclude={"function": {"parsed_arguments"}})
+    history = [*HELLO, {"role": "assistant", "tool_calls": [sent]}, result]
+    more = await api.chat.completions.create(model=model, messages=history, **FIELDS)
+    assert more.usage and whole.usage and more.usage.prompt_tokens > 0
+
+
+async def responses(api: openai.AsyncOpenAI, model: str) -> None:
+    plain = await api.responses.create(
+        model=model, input="What do you see?", temperature=0, max_output_tokens=6
+    )
+    chat = await api.chat.completions.create(model=model, messages=HELLO, **FIELDS)
+    assert plain.output_text == chat.choices[0].message.content
+    async with api.responses.stream(
+        model=model, input=HELLO, text_format=Answer, temperature=0, max_output_tokens=60
+    ) as stream:
+        assert isinstance((await stream.get_final_response()).output_parsed, Answer)
+    tool: Any = openai.pydantic_function_tool(Answered, name="tell")
+    fields: Any = {"tools": [{"type": "function", **tool["function"]}], "tool_choice": "required"}
+    fields |= {"temperature": 0, "max_output_tokens": 150, "parallel_tool_calls": False}
+    whole = await api.responses.parse(model=model, input=HELLO, **fields)
+    async with api.responses.stream(model=model, input=HELLO, **fields) as stream:
+        final = await stream.get_final_response()
+    for answer in (whole, final):
+        (call,) = (item for item in answer.output if item.type == "function_call")
+        Answered.model_validate_json(call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "yes"}
+    history: Any = [*HELLO, *final.output, result]
+    more = await api.responses.create(model=model, input=history, temperature=0, max_output_tokens=6)
+    assert more.status in ("completed", "incomplete")
+
+
 async def errors(api: openai.AsyncOpenAI, model: str) -> None:
     for refused, error, code in (
         ({"messages": HELLO, "model": "other"}, openai.NotFoundError, "model_not_found"),
@@ -91,7 +140,7 @@ async def main(url: str, model: str, version: str) -> None:
     assert openai.__version__.startswith(version), openai.__version__
     async with client(f"{url}/v1", is_strict=True) as api:
         assert [each.id async for each in api.models.list()] == [model]
-        for part in (chat, structure, completions, errors):
+        for part in (chat, structure, completions, tools, responses, errors):
             await part(api, model)
 
 

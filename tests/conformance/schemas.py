@@ -16,12 +16,47 @@ import jsonschema
 import openai
 from openai.types import Completion, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 COPY = Path(__file__).with_name("openai_schemas.json")
-TYPES = (ChatCompletion, ChatCompletionChunk, Completion, ErrorObject, Model)
+TYPES: dict[str, Any] = {
+    "ChatCompletion": ChatCompletion,
+    "ChatCompletionChunk": ChatCompletionChunk,
+    "Completion": Completion,
+    "ErrorObject": ErrorObject,
+    "Model": Model,
+    "ResponseStreamEvent": ResponseStreamEvent,  # its last event has the whole response
+}
 LEFT_OUT = {"title", "description", "default"}
-FOREIGN = {"moderation", "misalignment"}  # fields of services that are no part of this one
+# Fields of services that are no part of this one
+FOREIGN = {
+    "moderation", "misalignment", "access_programs", "conversation", "image", "input_transformations",
+    "prompt", "prompt_cache_diagnostics", "prompt_cache_options", "prompt_cache_retention", "tool_usage",
+    "caller", "namespace", "allowed_callers", "defer_loading", "output_schema", "async",
+}  # fmt: skip
+
+# Of these types' unions only what this server has
+RESPONSES = {
+    "FunctionTool",
+    "ToolChoiceFunction",
+    "ResponseOutputMessage",
+    "ResponseReasoningItem",
+    "ResponseFunctionToolCall",
+    "ResponseOutputText",
+    "PartReasoningText",
+    "ResponseFormatText",
+    "ResponseFormatTextJSONSchemaConfig",
+    "ResponseFormatJSONObject",
+}
+RESPONSES |= {
+    f"Response{kind}Event"
+    for kind in (
+        "Created", "InProgress", "Completed", "Incomplete", "Failed", "OutputItemAdded", "OutputItemDone",
+        "ContentPartAdded", "ContentPartDone", "TextDelta", "TextDone", "ReasoningTextDelta",
+        "ReasoningTextDone", "FunctionCallArgumentsDelta", "FunctionCallArgumentsDone",
+    )
+}  # fmt: skip
 
 # Fields of ours and of vLLM's beside OpenAI's, by type. Everything else is refused.
 OWN_FIELDS = {
@@ -34,13 +69,18 @@ OWN_FIELDS = {
     "Completion": {"ledger"},
     "CompletionChoice": {"token_ids", "prompt_token_ids", "prompt_logprobs"},
     "Model": {"max_model_len"},
+    "Response": {"media", "ledger", "frequency_penalty", "presence_penalty", "store"},
+    "InputTokensDetails": {"audio_tokens"},
+    "ResponseFunctionCallArgumentsDoneEvent": {"name"},  # the types of openai 2 demand it
+    "Logprob": {"bytes"},  # of events; as it is of a whole text
+    "LogprobTopLogprob": {"bytes"},
     "PromptTokensDetails": {"image_tokens", "video_tokens"},
 }
 
 
 def published() -> dict[str, Any]:
     """Of the client that is installed."""
-    schemas = {each.__name__: _trimmed(TypeAdapter(each).json_schema()) for each in TYPES}
+    schemas = {name: _trimmed(TypeAdapter(each).json_schema()) for name, each in TYPES.items()}
     for schema in schemas.values():
         definitions = schema.get("$defs", {})
         used = _referred(schema, definitions)
@@ -50,7 +90,12 @@ def published() -> dict[str, Any]:
 
 def _trimmed(part: Any) -> Any:
     if isinstance(part, list):
-        return [_trimmed(each) for each in part]
+        ours = [each for each in part if isinstance(each, dict) and _name(each) in RESPONSES]
+        other = [each for each in part if not (isinstance(each, dict) and _name(each))]
+        kept = other + ours if ours else part
+        if {"type": "string"} in kept:  # so no list of names says more
+            kept = [each for each in kept if "enum" not in each]
+        return [_trimmed(each) for each in kept]
     if not isinstance(part, dict):
         return part
     kept = {name: _trimmed(each) for name, each in part.items() if name not in LEFT_OUT}
@@ -61,6 +106,11 @@ def _trimmed(part: Any) -> Any:
             name: _trimmed(each) for name, each in part["properties"].items() if name not in FOREIGN
         }
     return kept
+
+
+def _name(part: dict[str, Any]) -> str:
+    """Of the definition that it refers to."""
+    return str(part.get("$ref", "")).rpartition("/")[2]
 
 
 def _referred(schema: dict[str, Any], definitions: dict[str, Any]) -> set[str]:
@@ -83,7 +133,9 @@ def validator(name: str, *, is_event: bool = False, is_echo: bool = False) -> js
     log-probability."""
     schema = json.loads(COPY.read_text())["schemas"][name]
     for part, body in (("", schema), *schema.get("$defs", {}).items()):
-        own = OWN_FIELDS.get(f"{name}.{part}", set()) | OWN_FIELDS.get(part or name, set())
+        if "properties" not in body:
+            continue  # a union, or an enumeration
+        own = OWN_FIELDS.get(f"{name}.{part}", set()) | OWN_FIELDS.get((part or name).split("__")[-1], set())
         body["properties"] |= dict.fromkeys(own, True)
         body["additionalProperties"] = False
     if is_event and name == "Completion":
@@ -98,7 +150,9 @@ def validator(name: str, *, is_event: bool = False, is_echo: bool = False) -> js
 
 
 def check(name: str, answer: Any, **how: bool) -> None:
-    validator(name, **how).validate(answer)
+    error = jsonschema.exceptions.best_match(validator(name, **how).iter_errors(answer))
+    if error is not None:
+        raise error
 
 
 def _main() -> None:

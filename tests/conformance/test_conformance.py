@@ -21,6 +21,7 @@ from router.openai.app import build_api
 from tests.conformance import schemas
 from tests.flow.local_cluster import HANG_S, local_cluster
 from tests.flow.test_law import cluster_args
+from tests.flow.test_tools import with_tools
 from tests.unit.openai.conftest import serving_api
 
 CHAT = {"messages": [{"role": "user", "content": "What do you see?"}]}
@@ -28,6 +29,7 @@ OPENAI_2 = Path(sys.prefix) / "openai-2"  # made by `make`; next to it, site-pac
 CLIENT = Path(__file__).with_name("client.py")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
 STRICT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "tell", "parameters": SCHEMA}}
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 
@@ -39,7 +41,9 @@ def asked() -> Iterator[tuple[str, dict[str, Any]]]:
         {"return_token_ids": True},
         {"stop": ["e"], "include_stop_str_in_output": True},
     ]
-    for more in (*kinds, {"logprobs": True, "top_logprobs": 3, "n": 2}, {"response_format": STRICT}):
+    called = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}
+    scored = {"logprobs": True, "top_logprobs": 3, "n": 2}
+    for more in (*kinds, scored, {"response_format": STRICT}, called):
         yield "/v1/chat/completions", {**CHAT, **more}
     for more in (*kinds, {"logprobs": 3, "n": 2}, {"logprobs": 0, "echo": True}):
         yield "/v1/completions", {"prompt": ["one two", "three"], **more}
@@ -62,16 +66,17 @@ def _tells_prompt(answer: Any) -> bool:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[str]:
+async def served(model: Path) -> AsyncIterator[str]:
+    args = cluster_args(4096).model_copy(update={"model": str(model)})
     async with (
-        local_cluster(cluster_args(4096), (1, 0, 0, 1)) as cluster,
+        local_cluster(args, (1, 0, 0, 1)) as cluster,
         serving_api(build_api(cluster.door)) as url,
     ):
         yield url
 
 
-async def test_every_answer_event_and_error_has_the_published_form():
-    async with served() as url, httpx.AsyncClient(base_url=url, timeout=HANG_S) as client:
+async def test_every_answer_event_and_error_has_the_published_form(tmp_path: Path):
+    async with served(with_tools(tmp_path)) as url, httpx.AsyncClient(base_url=url, timeout=HANG_S) as client:
         for (path, fields), options in itertools.product(asked(), (None, {}, USAGE)):
             body = {"model": "demo", "max_tokens": 5, "temperature": 0, **fields}
             if options is None:
@@ -86,8 +91,39 @@ async def test_every_answer_event_and_error_has_the_published_form():
             for event in events:
                 checked(path, json.loads(event.removeprefix("data: ")), body, is_event=True)
         schemas.check("Model", (await client.get("/v1/models/demo")).json())
+        await check_responses(client)
         await check_errors(client)
         await check_clients(url)
+
+
+async def check_responses(client: httpx.AsyncClient) -> None:
+    function = {"type": "function", "name": "tell", "parameters": SCHEMA}
+    named = {"tool_choice": {"type": "function", "name": "tell"}, "max_output_tokens": 100}
+    strict = {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}
+    for more in (
+        {"instructions": "Be brief.", "metadata": {"a": "b"}, "include": ["message.output_text.logprobs"]},
+        {"tools": [{**function, "strict": True, "description": "x"}], **named, "parallel_tool_calls": False},
+        {"text": {"format": strict}, "top_logprobs": 2, "max_output_tokens": 60},
+    ):
+        body = {
+            "model": "demo",
+            "input": "What do you see?",
+            "max_output_tokens": 5,
+            "temperature": 0,
+            **more,
+        }
+        response = await client.post("/v1/responses", json=body)
+        assert response.status_code == 200, response.text
+        last = {"type": "response.completed", "sequence_number": 0, "response": response.json()}
+        schemas.check("ResponseStreamEvent", last)
+        response = await client.post("/v1/responses", json={**body, "stream": True})
+        *events, done, end = response.text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "") and events
+        for event in events:
+            kind, data = event.split("\n")
+            found = json.loads(data.removeprefix("data: "))
+            assert kind == f"event: {found['type']}"
+            schemas.check("ResponseStreamEvent", found)
 
 
 async def check_errors(client: httpx.AsyncClient) -> None:
@@ -97,6 +133,7 @@ async def check_errors(client: httpx.AsyncClient) -> None:
         ("/v1/completions", {"model": "demo", "prompt": "a", "suffix": "b"}, 400),
         ("/v1/completions", {"model": "demo", "prompt": [], "stream": True}, 400),
         ("/v1/nothing", {}, 404),
+        ("/v1/responses", {"model": "demo", "input": "x", "tools": [{"type": "web_search"}]}, 400),
     ):
         response = await client.post(path, json=body)
         assert response.status_code == status, response.text
@@ -106,10 +143,10 @@ async def check_errors(client: httpx.AsyncClient) -> None:
 
 
 async def check_clients(url: str) -> None:
-    for version, folder in (("2.", str(OPENAI_2)), ("3.", "")):
+    for version, path in (("2.", str(OPENAI_2)), ("3.", "")):
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(CLIENT), url, "demo", version,
-            env={**os.environ, "PYTHONPATH": folder}, stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path}, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         async with asyncio.timeout(HANG_S):
             _, said = await process.communicate()

@@ -73,7 +73,8 @@ async def test_extreme_values_that_are_accepted_harm_nobody() -> None:
     async with local_cluster(cluster_args(256)) as cluster:
         door = cluster.door
         found = []
-        for path, kind in ENDPOINTS.items():
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            kind = ENDPOINTS[path]
             for field in fields(kind):
                 if field[0] in (*NEUTRAL, *HARMLESS):
                     continue  # never looked at

@@ -38,13 +38,18 @@ def tool(name: str, schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    return with_tools(tmp_path, THOUGHT)
+
+
+def with_tools(tmp_path: Path, end: str = "") -> Path:
+    """The demo model with a template that shows tools. `end`: of the template."""
     copied = tmp_path / "model"
     copied.mkdir()
     for file in MODEL.iterdir():
         if file.is_file():
             shutil.copy(file, copied)
     template = copied / "chat_template.jinja"
-    template.write_text(TOOLS + template.read_text().removesuffix("\n") + THOUGHT)
+    template.write_text(TOOLS + template.read_text().removesuffix("\n") + end)
     return copied
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import msgspec
+
 from cluster.errors import ClusterError
 from cluster.kvcache.hashing import block_hashes
 from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
@@ -72,6 +74,16 @@ def draw_request(
         stop = StopParams(stop.max_tokens, (rng.choice(answer(request, 0)),))
         request = GenerateRequest(request_id, prompt, sampling, stop, guidance, request.priority)
     return request, items
+
+
+def next_turn(rng: Random, request_id: str, request: GenerateRequest) -> GenerateRequest:
+    """A request whose prompt is that of `request` with a part of its answer, known to the oracle before it is
+    given: so blocks of an answer are looked up while it runs."""
+    tokens = answer(request, 0)
+    said = tuple(tokens[: rng.randint(1, len(tokens))])
+    prompt = msgspec.structs.replace(request.prompt, token_ids=(*request.prompt.token_ids, *said, 7))
+    sampling = (SamplingParams(temperature=1.0, seed=rng.randrange(1000)),)
+    return GenerateRequest(request_id, prompt, sampling, StopParams(rng.choice([1, 4, 9])))
 
 
 @dataclass

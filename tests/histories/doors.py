@@ -19,7 +19,7 @@ from router.flow.outputs import CallDecode, Deliver, Output
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
 from router.members import MemberTable
-from router.policy import ClusterView, make_policy
+from router.policy import ClusterView, Policy
 from tests.histories.model import BLOCK_SIZE
 from tests.histories.network import End
 from tests.histories.scheduler import Scheduler, SimulatedProcess, SimulatedThread, SkewedClock
@@ -122,7 +122,7 @@ class SimulatedDoor:
         scheduler: Scheduler,
         name: str,
         clock: SkewedClock,
-        policy: str,
+        policy: Policy,
         admission: AdmissionArgs,
         dial: Dial,
         on_deliver: Callable[[SimulatedDoor, Deliver], None],
@@ -135,7 +135,7 @@ class SimulatedDoor:
         self.admission = AdmissionQueue(admission, POLICY.text_share, Capacity(0, 0, 0))
         self.cluster = ClusterView(POLICY, kv_bytes_per_token=0.0, num_layers=1, codecs=("raw",))
         self.flow = RequestFlow(
-            Placer(make_policy(policy), self.cluster, BLOCK_SIZE),
+            Placer(policy, self.cluster, BLOCK_SIZE),
             AdmissionController(self.admission),
             Timeouts(FIRST_TOKEN_S, REQUEST_S),
         )

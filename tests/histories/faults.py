@@ -1,7 +1,7 @@
 """What goes wrong in a history: drawn from its seed, at instants of virtual time, with an end.
 
-Every method of `Faults` that a plan names is one kind of fault. After `ends_at` nothing goes wrong any more:
-every process runs, every partition is healed, and every phase has a worker.
+Every method of `Faults` that a plan names is one kind of fault (`KINDS`). After `ends_at` nothing goes wrong
+any more: every process runs, every partition is healed, and every phase has a worker.
 """
 
 from __future__ import annotations
@@ -9,15 +9,45 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from kv_transfer.agents.agent import PeerLostError, TransferError
+from tests.histories.network import End
 from tests.histories.scheduler import SimulatedProcess
 from tests.histories.workers import SimulatedWorker
 from tests.histories.world import World
 
-FOCUSED = 0.25  # of the histories
 STOPS_S = (0.05, 0.4, 1.7, 3.0, 9.0, 14.0, 14.0)
 LATE_S = 14.0  # longer than the time of a lease and its margin
+AWAY_S = 60.0  # longer than any deadline
+# Messages at which a process dies or loses a connection
+STEPS = (
+    "StartPrefill", "StartDecode", "StartEncode", "EncodeTarget", "DecodeTarget", "GrantPassed",
+    "ReturnGrant", "EncoderLost", "Cancel", "PrefillAdmitted", "FeatureGranted", "FeatureShared",
+    "DecodeGranted", "Encoded", "Preempted", "Failed", "Tokens",
+)  # fmt: skip
+KINDS = {  # how often, against the others
+    "cancels": 2.0,
+    "cuts": 1.5,
+    "kills": 1.5,
+    "strikes": 1.5,
+    "stops": 1.0,
+    "partitions": 0.6,
+    "worker partitions": 0.6,
+    "transport faults": 1.0,
+    "silent transport faults": 0.7,
+    "lost notifications": 0.5,
+    "doubled notifications": 0.5,
+    "late writes": 0.8,
+    "late grants": 0.4,
+    "hung engines": 0.6,
+    "slow networks": 0.6,
+    "slow disks": 0.5,
+    "drains": 0.4,
+    "assignments": 0.3,
+    "door kills": 0.4,
+    "long losses": 0.1,
+}
 
 
 class Faults:
@@ -26,33 +56,11 @@ class Faults:
         self.world, self.rng, self._submit = world, rng, submit
         self.counts: Counter[str] = Counter()
         self.ends_at = 0.0
-        self.kinds: dict[str, tuple[float, Callable[[], None]]] = {
-            "cancels": (2.0, self.cancel),
-            "cuts": (1.5, self.cut),
-            "kills": (1.5, self.kill_worker),
-            "stops": (1.0, self.stop),
-            "partitions": (0.6, self.part_door),
-            "worker partitions": (0.6, self.part_workers),
-            "transport faults": (1.0, self.break_transport),
-            "silent transport faults": (0.7, self.break_transport_silently),
-            "lost notifications": (0.5, self.lose_notification),
-            "doubled notifications": (0.5, self.double_notification),
-            "late writes": (0.8, self.stall_write),
-            "hung engines": (0.6, self.hang),
-            "slow networks": (0.6, self.slow_network),
-            "slow disks": (0.5, self.slow_disk),
-            "drains": (0.4, self.drain),
-            "door kills": (0.4, self.kill_door),
-        }
 
     def plan(self, num_faults: int, until_s: float, focus: str = "") -> None:
         """So many faults within that time. `focus`: the only kind."""
-        names = list(self.kinds)
-        if self.rng.random() < FOCUSED:  # one kind alone, many times
-            names = [self.rng.choice(names)]
-        names = [focus] if focus else names
-        weights = [self.kinds[name][0] for name in names]
-        for name in self.rng.choices(names, weights, k=num_faults):
+        names = [focus] if focus else list(KINDS)
+        for name in self.rng.choices(names, [KINDS[name] for name in names], k=num_faults):
             self.world.scheduler.at(
                 self.rng.uniform(0.0, until_s), None, f"fault: {name}", self._happen, name
             )
@@ -60,7 +68,29 @@ class Faults:
 
     def _happen(self, name: str) -> None:
         self.counts[name] += 1
-        self.kinds[name][1]()
+        happen: dict[str, Callable[[], None]] = {
+            "cancels": self.cancel,
+            "cuts": self.cut,
+            "kills": self.kill_worker,
+            "strikes": self.strike,
+            "stops": self.stop,
+            "partitions": self.part_door,
+            "worker partitions": self.part_workers,
+            "transport faults": self.break_transport,
+            "silent transport faults": self.break_transport_silently,
+            "lost notifications": self.lose_notification,
+            "doubled notifications": self.double_notification,
+            "late writes": self.stall_write,
+            "late grants": self.hold_grant,
+            "hung engines": self.hang,
+            "slow networks": self.slow_network,
+            "slow disks": self.slow_disk,
+            "drains": self.drain,
+            "assignments": self.assign,
+            "door kills": self.kill_door,
+            "long losses": self.lose_for_long,
+        }
+        happen[name]()
 
     def _lasts(self, seconds: float) -> None:
         self.ends_at = max(self.ends_at, self.world.scheduler.now + seconds)
@@ -83,10 +113,39 @@ class Faults:
     def kill_worker(self) -> None:
         worker = self._worker()
         if worker is not None:
-            self.world.kill(worker.process)
-            is_same_name = self.rng.random() < 0.3
-            self.world.replace_later(worker, self.rng.choice([0.02, 0.3, 2.0]), is_same_name=is_same_name)
-            self._lasts(2.1)
+            self._kill(worker, self.rng.choice([0.02, 0.3, 2.0]))
+
+    def lose_for_long(self) -> None:
+        worker = self._worker()
+        if worker is not None:
+            self._kill(worker, AWAY_S)
+
+    def _kill(self, worker: SimulatedWorker, away_s: float) -> None:
+        self.world.kill(worker.process)
+        self.world.replace_later(worker, away_s, is_same_name=self.rng.random() < 0.3)
+        self._lasts(away_s + 0.1)
+
+    def strike(self) -> None:
+        """A worker dies, or loses a connection, right after the next message of one kind has arrived."""
+        self.world.network.when_arrived[self.rng.choice(STEPS)] = self._strike
+
+    def _strike(self, end: End, _: Any) -> None:
+        act = self._kill_end if self.rng.random() < 0.7 else self._cut_end
+        delay_s = self.rng.choice([0.0, 0.0, 0.001, 0.004, 0.02])
+        self.world.scheduler.after(delay_s, None, "fault: it strikes", act, end)
+
+    def _cut_end(self, end: End) -> None:
+        if end.is_open:
+            self.counts["cuts"] += 1
+            self.world.network.cut(end, at_once=self.rng.random() < 0.5)
+
+    def _kill_end(self, end: End) -> None:
+        """The worker of the two."""
+        both = (end.process, end.peer.process)
+        worker = next((each for each in self.world.workers.values() if each.process in both), None)
+        if worker is not None and not worker.process.is_dead:
+            self.counts["kills"] += 1
+            self._kill(worker, self.rng.choice([0.02, 0.3, 2.0]))
 
     def kill_door(self) -> None:
         if self.world.doors:
@@ -147,6 +206,22 @@ class Faults:
             self.world.hangs[worker.process] = seconds
             self._lasts(seconds + 0.5)
 
+    def hold_grant(self) -> None:
+        """The next grant is on its way for long. Its door stands still from then on, so it calls nothing off,
+        and the writer's next step ends at about the time when the owner takes the blocks back."""
+        kind = self.rng.choice(["EncodeTarget", "DecodeTarget"])
+        self.world.network.when_sent[kind] = self._hold_grant
+
+    def _hold_grant(self, end: End, message: Any) -> None:
+        travel_s = self.rng.choice([0.02, 0.4, 1.5])
+        end.arrives_at = max(end.arrives_at, self.world.scheduler.now + travel_s)
+        after_s = self.rng.choice([self.rng.uniform(-0.1, travel_s), self.rng.uniform(0.0, 4.0)])
+        ends_at = self.world.made_at(message.grant.lease_id) + message.grant.ttl_s + after_s
+        seconds = ends_at - self.world.scheduler.now
+        self.world.hangs[end.process] = seconds
+        self.world.stop_for(end.peer.process, seconds + 0.5)
+        self._lasts(seconds + 1.0)
+
     def _more_until(self, seconds: float) -> None:
         """Requests that take the blocks which others have lost by then."""
         for _ in range(6):
@@ -173,6 +248,17 @@ class Faults:
         if worker is not None:
             self.world.drain(worker)
             self._lasts(1.0)
+
+    def assign(self) -> None:
+        """A worker of several phases is told to take new requests for some of them only."""
+        worker = self._worker()
+        if worker is not None and len(worker.role.phases) > 1:
+            phases = sorted(worker.role.phases)
+            some = self.rng.sample(phases, self.rng.randint(1, len(phases)))
+            worker.soon(worker.shell.assign, some)
+            self.world.scheduler.after(
+                self.rng.choice([0.02, 0.2]), worker.event_loop, "", worker.shell.assign, phases
+            )
 
     # Whom
 
@@ -201,3 +287,5 @@ class Faults:
         faults.notifications.clear()
         faults.stalls.clear()
         self.world.hangs.clear()
+        self.world.network.when_sent.clear()
+        self.world.network.when_arrived.clear()

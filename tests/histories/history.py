@@ -19,10 +19,12 @@ from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from cluster.engine import kv_output
 from cluster.errors import OverloadedError, OverwrittenError, QuarantinedError, UnavailableError
 from cluster.types.members import Role
+from router.flow import watch
 from router.flow.continuation import MAX_REPLAYS
-from tests.histories.clients import draw_request
+from tests.histories.clients import draw_request, next_turn
 from tests.histories.doors import REQUEST_S, SimulatedDoor
-from tests.histories.faults import Faults
+from tests.histories.faults import KINDS, Faults
+from tests.histories.lookout import Lookout
 from tests.histories.model import BLOCK_SIZE
 from tests.histories.oracle import FORGET_S, check_answers, check_budgets, check_ledgers
 from tests.histories.workers import Sizes
@@ -30,17 +32,24 @@ from tests.histories.world import Shape, World
 
 MAX_EVENTS = 40_000  # a long history has 4,000
 CHECK_EVERY = 24  # events between two looks at the budgets
+FOCUSED = 0.25  # of the histories have one kind of fault, many times, in a cluster where it may do harm
+TURNS, TURN_S = 0.25, 0.08  # of the requests have a next one, with their answer in the prompt, soon after
 # Faults that keep no worker away for long
 QUICK = {
     "cancels",
     "cuts",
     "kills",
+    "strikes",
+    "assignments",
     "transport faults",
     "doubled notifications",
     "drains",
     "door kills",
     "slow disks",
 }
+# Messages without which the owner of blocks cannot know whether a writer was given them
+GRANTS = {"FeatureGranted", "DecodeGranted", "EncodeTarget", "DecodeTarget", "GrantPassed", "ReturnGrant"}
+MOVE_S = 3.0  # a request leaves a silent worker in time for its deadline
 CALM_S = 6.0  # after the last request: if nothing has gone wrong, everything has ended
 END_S = REQUEST_S + 3.0  # after the last fault: every request has ended
 LEDGER_S = END_S + 20.0  # … and nothing is held any more
@@ -53,8 +62,12 @@ E, P, D = Role.ENCODE, Role.PREFILL, Role.DECODE
 L, EP, W = Role.LANGUAGE, Role.ENCODE_PREFILL, Role.WHOLE
 CLUSTERS = (
     (E, P, D), (E, P, D, D), (E, E, P, P, D, D), (E, E, P, D), (E, P, P, D), (E, P, D), (E, L), (E, L, L),
-    (E, P, L, D), (EP, D), (E, EP, D), (W,), (W, W), (E, P, D, W),
+    (E, P, L, D), (EP, D), (E, EP, D), (EP, EP, D, D), (EP, L), (W,), (W, W), (W, W, W), (E, W), (W, D),
+    (E, P, D, W), (E, P, D, L, EP, W),
 )  # fmt: skip
+# For faults that do harm only if others take the memory that a writer has lost
+CROWDED = ((E, P, P, D), (E, E, P, P, D, D), (E, L, L), (EP, EP, D, D), (W, W), (W, W, W))
+CROWDING = {"late writes", "late grants", "hung engines", "stops", "strikes"}
 
 
 class HistoryError(AssertionError):
@@ -68,13 +81,16 @@ class HistoryError(AssertionError):
 
 class History:
     def __init__(self, seed: int, focus: str = ""):
-        """`focus`: the only kind of fault."""
-        self.seed, self.focus = seed, focus
-        self.rng = rng = Random(seed)
+        """`focus`: the only kind of fault; empty: the seed decides."""
+        self.seed, self.rng = seed, Random(seed)
+        rng = self.rng
+        drawn = rng.choice(list(KINDS)) if rng.random() < FOCUSED else ""
+        self.focus = focus or drawn
         self.hostility = rng.choice([0, 1, 2, 4, 8])
         self.is_tight = rng.random() < 0.15
         self.world = World(rng, self._shape())
         self.faults = Faults(self.world, rng, self._submit)
+        self.lookout = Lookout(self.world)
         self._num_requests = 0
         self.cut_blocks = rng.choice([1, 2]) if rng.random() < 0.15 else None
         self._num_events = 0
@@ -88,12 +104,12 @@ class History:
             cache_blocks=rng.choice([4, 6, 9]),
             step_tokens=rng.choice([8, 12, 40]),
             max_sequences=rng.choice([2, 4, 8]),
-            tier_bytes=1 << 14 if rng.random() < 0.12 else 0,
+            tier_bytes=1 << 14 if rng.random() < (0.8 if self.focus == "slow disks" else 0.12) else 0,
             window=rng.choice([6, 12]) if rng.random() < 0.08 else None,
         )
         outstanding_s = rng.choice([0.004, 0.02]) if self.is_tight else 1e9
         return Shape(
-            rng.choice(CLUSTERS),
+            rng.choice(CROWDED if self.focus in CROWDING else CLUSTERS),
             num_doors=rng.choice([1, 1, 2]),
             sizes=sizes,
             admission=AdmissionArgs(
@@ -101,13 +117,14 @@ class History:
             ),
             is_one_host=rng.random() < 0.6,
             drafts=rng.choice([0.0, 0.0, 0.7]),
+            scattered=rng.choice([0.0, 0.0, 0.5, 1.0]),
             overcommit=rng.choice([1, 1, 4]),
             skew=rng.random() < 0.5,
         )
 
     def run(self) -> Counter[str]:
         counts: Counter[str] = Counter()
-        with alone() as errors, self.world.lease_ids(), cut_ends(self.cut_blocks):
+        with alone() as errors, self.world.lease_ids(), cut_ends(self.cut_blocks), sooner_moves():
             failure: Exception | None = None
             try:
                 counts = self._play()
@@ -132,7 +149,7 @@ class History:
         num_requests = rng.randint(2, 7) + (6 if self.world.sizes.tier_bytes else 0)
         for _ in range(num_requests):
             scheduler.at(0.05 + rng.uniform(0.0, last_s), None, "", self._submit)
-        num_faults = 4 if self.focus else rng.randint(0, self.hostility)
+        num_faults = rng.randint(1, 6) if self.focus else rng.randint(0, self.hostility)
         self.faults.plan(num_faults, 0.05 + 1.5 * last_s, self.focus)
         while scheduler.next_at is not None and scheduler.next_at <= self.faults.ends_at:
             scheduler.run_next()
@@ -152,6 +169,7 @@ class History:
         assert not late, f"these requests wait for ever: {late}"
         counts = check_answers(world, self._allowed_errors())
         scheduler.run_until(healed_at + LEDGER_S)
+        self.lookout.is_over = True
         scheduler.run_until(healed_at + FORGET_S)
         world.wake_all()
         scheduler.run_until(scheduler.now + 1.0)
@@ -162,8 +180,12 @@ class History:
         """What a client may be told. What is lost goes on elsewhere, so an error has a reason: the cluster is
         small, a worker was unavailable for long, or the same request was in work at two that were lost."""
         counts = self.faults.counts
-        allowed: set[type[Exception]] = {OverloadedError} if self.is_tight else set()
+        allowed: set[type[Exception]] = set()
         num_lost = counts["kills"] + counts["cuts"]
+        if self.is_tight or counts["slow disks"] or num_lost > 1:  # admission waits for 3 s, workers for 2 s
+            allowed.add(OverloadedError)
+        if self.world.network.num_lost.keys() & GRANTS:  # blocks are fenced for the time of a lease
+            allowed |= {OverloadedError, UnavailableError}
         if (
             not set(counts) <= QUICK
             or num_lost + counts["transport faults"] + counts["drains"] > MAX_REPLAYS - 1
@@ -200,6 +222,10 @@ class History:
             if request.max_blocks(BLOCK_SIZE) <= self.world.sizes.kv_blocks:
                 break
         door.later(0.0, self._submit_at, door, request, items)
+        if self.rng.random() < TURNS:
+            turn = next_turn(self.rng, f"{request_id}-next", request)
+            if turn.max_blocks(BLOCK_SIZE) <= self.world.sizes.kv_blocks:
+                door.later(self.rng.uniform(0.0, TURN_S), self._submit_at, door, turn, items)
 
     def _submit_at(self, door: SimulatedDoor, request: Any, items: Any) -> None:
         self.world.scheduler.note(door.name, f"submit {describe_request(request)}")
@@ -259,6 +285,10 @@ def alone() -> Iterator[list[logging.LogRecord]]:
             logger.removeHandler(handler)
             logger.setLevel(level)
             logger.propagate = propagate
+
+
+def sooner_moves() -> Any:
+    return patch.object(watch, "MOVE_S", MOVE_S)
 
 
 @contextmanager

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+from tests.histories import mutants, mutants_of_doors
 from tests.histories.history import HistoryError, play
-from tests.histories.mutants import MUTANTS
+from tests.histories.mutants import Change
 
 MAX_SEEDS = 300
+MUTANTS: dict[str, Callable[[], Change]] = {
+    each.__name__: each for each in (*mutants.ALL, *mutants_of_doors.ALL)
+}
 
-# Not found within 30 to 150 seeds: histories are not yet hostile enough in these places, or the rest of the
-# product makes up for the bug within its deadlines
-OPEN = frozenset(
-    {
-        "lease_time_from_open", "no_margin", "late_write_ignored", "late_embeddings_ignored",
-        "unwanted_grant_kept",
-        "early_tokens_lost", "lost_worker_unnoticed", "needs_no_worker", "stale_tier", "registered_too_early",
-        "encoder_lost_ignored", "suspect_held_for_ever", "deadline_ignored",
-    }
-)  # fmt: skip
+# Found by a test of its own: histories do not come to the state in which the bug shows
+NAMED = {
+    "former_encoder_heard": "tests/unit/router/test_language_flow.py::"
+    "test_an_item_that_moves_to_the_worker_of_its_prompt_is_called_off_there",
+}
 
 # Bugs that show after one kind of fault only: histories with that kind alone
 FOCUS = {
+    "moved_item_not_called_off": "strikes",
+    "unwanted_grant_kept": "cancels",
+    "early_tokens_lost": "slow networks",
+    "lost_worker_unnoticed": "kills",
+    "needs_no_worker": "kills",
+    "stale_tier": "slow disks",
     "late_write_ignored": "late writes",
     "late_embeddings_ignored": "late writes",
     "late_word_unnoticed": "late writes",
-    "lease_time_from_open": "hung engines",
-    "no_margin": "hung engines",
+    "lease_time_from_open": "late grants",
+    "no_margin": "late grants",
     "encoder_keeps_dropped_doors": "cuts",
     "door_drop_frees_the_first": "cuts",
     "drained_worker_kept": "drains",
     "suspect_held_for_ever": "kills",
     "encoder_lost_ignored": "kills",
-    "deadline_ignored": "partitions",
+    "deadline_ignored": "long losses",
 }
 
 
@@ -47,10 +52,18 @@ def planted(name: str) -> Iterator[None]:
 
 def seeds_to_find(name: str, max_seeds: int = MAX_SEEDS) -> tuple[int, str] | None:
     """How many seeds it took, and what was seen. None: it was not found."""
-    with planted(name):
-        for seed in range(max_seeds):
-            try:
-                play(seed, FOCUS.get(name, ""))
-            except HistoryError as error:
-                return seed + 1, str(error).partition("\n")[0].partition(": ")[2]
+    focus = FOCUS.get(name, "")
+    for seed in range(max_seeds):
+        with planted(name):
+            seen = failure_of(seed, focus)
+        if seen is not None and failure_of(seed, focus) is None:  # without the bug nothing is wrong
+            return seed + 1, seen
+    return None
+
+
+def failure_of(seed: int, focus: str) -> str | None:
+    try:
+        play(seed, focus)
+    except HistoryError as error:
+        return str(error).partition("\n")[0].partition(": ")[2]
     return None

@@ -1,6 +1,6 @@
 """Planted bugs: each must be found by some seed. One entry is one small change of the product.
 
-`python -m tests.histories mutants` prints how many seeds each took.
+`python -m tests.histories mutants` prints how many seeds each took. Bugs of doors: `mutants_of_doors.py`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,12 @@ from cluster.engine.lifecycle import Lifecycle
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
 from cluster.kvcache.tier import KvTier
-from cluster.types.messages import Cancel, DecodeGranted, FeatureGranted
-from cluster.types.request import GenerateRequest
 from cluster.worker.outbox import Outbox
 from encoder_service.deliveries import Deliveries
 from encoder_service.engine import EncoderEngine
 from kv_transfer.lease import lease_writer
 from kv_transfer.lease.receiver import Receiver
 from kv_transfer.lease.sender import Sender
-from router.admission.controller import AdmissionController
-from router.flow.attempts import Attempts
-from router.flow.media import MediaFlow
-from router.flow.request_flow import RequestFlow
-from router.flow.state import Attempt, ChoiceState
-from router.policy.cluster import ClusterView
-from router.policy.pool import WorkerPool
 
 Change = tuple[Any, str, Callable[..., Any]]  # owner, name, what takes its place
 
@@ -119,17 +110,6 @@ def dead_writer_waited_for() -> Change:
     return Receiver, "_expire", forgets
 
 
-def grant_not_returned() -> Change:
-    """A grant that comes after its request has ended is kept."""
-    handle = RequestFlow._on_worker_message
-
-    def keeps(self: RequestFlow, worker: Any, message: Any, now: float) -> None:
-        if not isinstance(message, DecodeGranted | FeatureGranted):
-            handle(self, worker, message, now)
-
-    return RequestFlow, "_on_worker_message", keeps
-
-
 # --------------------------------------------------------------------------------------------------- engines
 
 
@@ -178,7 +158,7 @@ def stop_token_ignored() -> Change:
     return (
         state,
         "finish_reason",
-        lambda token_id, num_generated, stop: (
+        lambda token_id, num_generated, stop, is_complete=False: (
             state.FinishReason.LENGTH if num_generated >= stop.max_tokens else None
         ),
     )
@@ -266,104 +246,11 @@ def outbox_forgets_doors() -> Change:
     return Outbox, "remove_door", nothing
 
 
-# ----------------------------------------------------------------------------------------------------- doors
-
-
-def first_token_twice() -> Change:
-    arrived = ChoiceState.arrived
-
-    def twice(self: ChoiceState, event: Any, is_first: bool) -> Any:
-        return (event, *arrived(self, event, is_first)) if is_first else arrived(self, event, is_first)
-
-    return ChoiceState, "arrived", twice
-
-
-def early_tokens_lost() -> Change:
-    """Decode's tokens that overtake the first one are dropped."""
-    arrived = ChoiceState.arrived
-
-    def loses(self: ChoiceState, event: Any, is_first: bool) -> Any:
-        if is_first:
-            self._early = []
-        return arrived(self, event, is_first)
-
-    return ChoiceState, "arrived", loses
-
-
-def resumed_one_token_back() -> Change:
-    """The last token before a preemption is generated, and told, again."""
-    resumed = GenerateRequest.resumed
-
-    def back(self: Any, request_id: str, choice_idx: int, token_ids: Any, waited_s: float) -> Any:
-        return resumed(self, request_id, choice_idx, token_ids[:-1], waited_s)
-
-    return GenerateRequest, "resumed", back
-
-
-def charge_kept() -> Change:
-    return WorkerPool, "discharge", nothing
-
-
-def in_flight_kept() -> Change:
-    return ClusterView, "ended", nothing
-
-
-def admission_kept() -> Change:
-    return AdmissionController, "leave", nothing
-
-
-def lost_worker_unnoticed() -> Change:
-    return Attempts, "on_lost", nothing
-
-
-def deadline_ignored() -> Change:
-    return RequestFlow, "_end_overdue", nothing
-
-
-def landed_without_cancel() -> Change:
-    """Workers are not told that a request is over."""
-
-    def quiet(self: Attempts, attempt: Any, now: float) -> None:
-        land(self, attempt, now)
-        kept = [each for each in self._outputs if not isinstance(getattr(each, "message", None), Cancel)]
-        self._outputs[:] = kept
-
-    land = Attempts._land
-    return Attempts, "_land", quiet
-
-
-def suspect_held_for_ever() -> Change:
-    """An item that waits for another suspect is forgotten."""
-
-    def forgets(self: MediaFlow, attempt: Any, item_idx: int, now: float) -> None:
-        encoder = attempt.media[item_idx].encoder
-        if self._suspects.get(encoder) == (attempt, item_idx):
-            del self._suspects[encoder]
-
-    return MediaFlow, "_release", forgets
-
-
-def needs_no_worker() -> Change:
-    """The loss of the worker that computes a prompt ends no attempt."""
-    needs = Attempt.needs
-    return Attempt, "needs", lambda self, worker: needs(self, worker) and worker is self.decode
-
-
-def drained_worker_kept() -> Change:
-    return Attempts, "check_drained", nothing
-
-
-MUTANTS: dict[str, Callable[[], Change]] = {
-    each.__name__: each
-    for each in (
-        fence_removed, generation_not_bumped, lease_time_from_open, no_margin, done_before_the_bytes,
-        late_write_ignored, late_embeddings_ignored, late_word_unnoticed, dead_writer_waited_for,
-        grant_not_returned,
-        cancel_lost, door_drop_frees_the_first, encoder_keeps_dropped_doors, companion_forgotten,
-        partial_block_shared, preempted_keeps_blocks, stop_token_ignored, registered_too_early,
-        last_block_not_sent, rows_not_released, shared_rows_not_granted_again, encoder_lost_ignored, pin_kept,
-        unwanted_grant_kept, stale_tier, outbox_forgets_doors, first_token_twice, early_tokens_lost,
-        resumed_one_token_back, charge_kept, in_flight_kept, admission_kept, lost_worker_unnoticed,
-        deadline_ignored, landed_without_cancel, suspect_held_for_ever, needs_no_worker, drained_worker_kept,
-    )
-}  # fmt: skip
+ALL = (
+    fence_removed, generation_not_bumped, lease_time_from_open, no_margin, done_before_the_bytes,
+    late_write_ignored, late_embeddings_ignored, late_word_unnoticed, dead_writer_waited_for,
+    cancel_lost, door_drop_frees_the_first, encoder_keeps_dropped_doors, companion_forgotten,
+    partial_block_shared, preempted_keeps_blocks, stop_token_ignored, registered_too_early,
+    last_block_not_sent, rows_not_released, shared_rows_not_granted_again, encoder_lost_ignored, pin_kept,
+    unwanted_grant_kept, stale_tier, outbox_forgets_doors,
+)  # fmt: skip

@@ -7,6 +7,8 @@ connections in any order.
                  SILENT_S has ended by then, for each end in its own time
     death        the sockets of a process that has ended: what it sent arrives, then the end
     a stopped process reads nothing; its kernel keeps what arrives
+    armed        what happens when the next message of a kind is sent, or has arrived: so a fault comes at a
+                 step of the protocol, and not only at an instant
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from cluster.types.messages import Tokens
 from tests.histories.scheduler import Scheduler, SimulatedProcess, SimulatedThread
 
 SILENT_S = 5.0  # as in cluster.rpc.server: keepalive, and unacknowledged data
+STRAGGLERS, STRAGGLER_S = 0.01, 0.02  # the share of messages that take long, and how long
 
 
 class End:
@@ -46,6 +49,8 @@ class End:
     def send(self, message: Any) -> None:
         if self.is_open:
             self._network.send(self.peer, message)
+        else:
+            self._network.num_lost[type(message).__name__] += 1
 
     def abort(self) -> None:
         self._network.cut(self, at_once=True)
@@ -56,9 +61,15 @@ class End:
 
 class Network:
     def __init__(self, scheduler: Scheduler, rng: Random):
-        self.delay_s: Callable[[], float] = lambda: 0.0005 + 0.002 * rng.random()
+        self.delay_s: Callable[[], float] = lambda: (
+            0.0005 + 0.002 * rng.random() + (STRAGGLER_S if rng.random() < STRAGGLERS else 0.0)
+        )
+        # By the name of the message, once each; called with the end that it goes to, and with it
+        self.when_sent: dict[str, Callable[[End, Any], None]] = {}
+        self.when_arrived: dict[str, Callable[[End, Any], None]] = {}
         self.partitions: set[frozenset[SimulatedProcess]] = set()
         self.num_heard: Counter[str] = Counter()  # messages, by kind
+        self.num_lost: Counter[str] = Counter()  # messages into a connection that was cut
         self._scheduler, self._rng = scheduler, rng
         self.ends: list[End] = []
 
@@ -74,6 +85,8 @@ class Network:
 
     def send(self, end: End, message: Any) -> None:
         """To this end."""
+        if (happen := self.when_sent.pop(type(message).__name__, None)) is not None:
+            happen(end, message)
         end.arrives_at = max(end.arrives_at, self._scheduler.now + self.delay_s())
         self._scheduler.at(end.arrives_at, end.thread, "", self._arrive, end, message)
 
@@ -101,6 +114,7 @@ class Network:
 
     def _arrive(self, end: End, message: Any) -> None:
         if end.is_deaf or end.is_ended:
+            self.num_lost[type(message).__name__] += 1
             return
         if end.blocked or self.is_parted(end.process, end.peer.process):
             end.blocked.append(message)
@@ -109,6 +123,8 @@ class Network:
         self.num_heard[type(message).__name__] += 1
         self._scheduler.note(str(end.thread), f"<- {end.peer_name} {describe(message)}")
         end.on_message(end, message)
+        if (happen := self.when_arrived.pop(type(message).__name__, None)) is not None:
+            happen(end, message)
 
     def _close_later(self, end: End) -> None:
         end.arrives_at = max(end.arrives_at, self._scheduler.now + self.delay_s())

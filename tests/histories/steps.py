@@ -1,7 +1,8 @@
 """A scripted mix of requests in which one process is killed before its N-th protocol step, for every N.
 
 A step is a message that is delivered, a write or a notification that lands, or a turn of an engine. The
-victims are one worker of each phase and a door. The run ends when no step is left.
+victims are one worker of each phase and a door, and one of two workers of several phases, between which
+requests are scattered. The run ends when no step is left.
 """
 
 from __future__ import annotations
@@ -13,10 +14,20 @@ from cluster.types.members import Role
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from tests.histories.clients import ITEMS, make_prompt
 from tests.histories.history import END_S, FORGET_S, LEDGER_S, alone
+from tests.histories.lookout import Lookout
 from tests.histories.oracle import check_answers, check_budgets, check_ledgers
 from tests.histories.world import Shape, World
 
-VICTIMS = ("E0", "P1", "D2", "door0")
+E, P, D = Role.ENCODE, Role.PREFILL, Role.DECODE
+VICTIMS: dict[str, tuple[Role, ...]] = {  # and the cluster that loses it
+    "E0": (E, P, D),
+    "P1": (E, P, D),
+    "D2": (E, P, D),
+    "door0": (E, P, D),
+    "L1": (E, Role.LANGUAGE, Role.LANGUAGE),
+    "EP0": (Role.ENCODE_PREFILL, Role.ENCODE_PREFILL, D),
+    "W1": (Role.WHOLE, Role.WHOLE),
+}
 REPLACED_AFTER_S = 0.2
 
 
@@ -37,8 +48,9 @@ def crash_at(victim: str, nth: int) -> bool:
     """False: there were not so many steps."""
     rng = Random(nth)
     with alone() as errors:
-        world = World(rng, Shape((Role.ENCODE, Role.PREFILL, Role.DECODE)))
-        scheduler = world.scheduler
+        roles = VICTIMS[victim]
+        world = World(rng, Shape(roles, scattered=0.0 if len(set(roles)) == len(roles) else 1.0))
+        scheduler, lookout = world.scheduler, Lookout(world)
         struck: list[int] = []
 
         def before_step(number: int) -> None:
@@ -57,6 +69,7 @@ def crash_at(victim: str, nth: int) -> bool:
             assert all(story.is_over for story in world.clients.stories.values()), "a request waits for ever"
             check_answers(world, ())
             scheduler.run_until(END_S + LEDGER_S)
+            lookout.is_over = True
             scheduler.run_until(END_S + LEDGER_S + FORGET_S)
             world.wake_all()
             scheduler.run_until(scheduler.now + 1.0)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 from cluster.engine.features import FeatureStore
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
+from cluster.types.members import Role
+from cluster.types.messages import Cancel, EncodeTarget, StartDecode, StartEncode
 from tests.fakes.engines import FEATURE_LAYOUT, Rig
 from tests.fakes.kv_rows import BLOCK_SIZE
 from tests.fakes.relay import Relay
 from tests.fakes.requests import make_item, make_request
+from tests.histories.world import Shape, World
 
 
 def test_room_of_an_item_in_the_cached_prefix_is_given_back_at_once() -> None:
@@ -42,3 +46,27 @@ def test_room_that_is_not_granted_yet_is_free_when_its_last_consumer_leaves() ->
     store.release(("second", 0), has_ended=True)
     store.close_lease(lease_id, completed=False)
     assert pool.num_referenced == 0
+
+
+def test_an_item_that_is_asked_for_again_at_its_own_worker_does_not_stay_there() -> None:
+    """The encoder's thread is behind: it is asked for the item, told that others bring it, asked again and
+    told of the room, all before it has read the first. Before, the room was there for the first, and the
+    second waited for room until its deadline."""
+    world = World(Random(1), Shape((Role.WHOLE,)))
+    with world.lease_ids():
+        scheduler, (worker,) = world.scheduler, world.workers.values()
+        scheduler.run_until(0.1)
+        item, far_door = make_item("a", 3), 99
+        world.clients.submit(world.doors[0], make_request("first", 1, [item]), [item])
+        scheduler.run_until(1.0)
+        language, encoder = worker.language, worker.encoder
+        assert language is not None and encoder is not None and item.media_hash in encoder.cache
+        request = make_request("second", 5, [item])
+        language._on_message(far_door, StartDecode(request, 10.0, prefills=True))
+        (lease,) = worker.parts.feature_transfer_engine._receiver._leases.values()
+        start = StartEncode("second", 0, item, 10.0)
+        for message in (start, Cancel("second", item_idx=0), start, EncodeTarget("second", 0, lease.grant)):
+            language._on_message(far_door, message)
+        scheduler.run_until(2.0)
+    assert not encoder.engine._deliveries._deliveries
+    assert worker.ended[-1] == "second"

@@ -33,7 +33,7 @@ from cluster.types.members import Member, ProcessId, Role
 from cluster.worker.cpu_slots import no_cpu_slots
 from cluster.worker.outbox import Outbox
 from cluster.worker.process import WorkerProcess
-from cluster.worker.pulse import Pulse
+from cluster.worker.pulse import LOOK_EVERY_S, SILENT_S, Pulse
 from cluster.worker.seat import EngineSeat
 from cluster.worker.shell import WorkerShell
 from encoder_service.cache import EmbeddingCache
@@ -54,6 +54,7 @@ from tests.histories.threads import (
 )
 
 FEATURE_LAYOUT = feature_layout(1, BLOCK_SIZE, torch.int64)
+STALLED_S = SILENT_S + LOOK_EVERY_S  # then the doors are told that a thread does not move
 POLICY = SchedulingPolicy(aging_s=5.0, tokens_per_s=2000.0, text_share=0.3)
 
 
@@ -223,6 +224,12 @@ class SimulatedLanguage(LanguageWorker):
         if self._tier is not None:
             self._tier.start(process.loop.call)
 
+    def rows_of(self, request_id: str) -> set[int]:
+        """The blocks of feature memory from which the request reads, or has read."""
+        assert self._features is not None
+        items = [copy for (name, _), copy in self._features._items.items() if name == request_id]
+        return {block_id for copy in items for block_id in copy.block_ids}
+
     def _make_tier(self, worker: SimulatedWorker) -> KvTier:
         executor = SimulatedExecutor(worker.host, worker.process, "tier", is_serial=True)
         levels = [HostSlots(worker.host.sizes.tier_bytes, KV_LAYOUT.block_bytes)]
@@ -292,6 +299,10 @@ class SimulatedWorker:
 
     def compute(self, thread_name: str, seconds: float) -> None:
         hangs_s = self.host.hangs.pop(self.process, 0.0)
+        if hangs_s > STALLED_S:
+            tell = self.shell.tell_stalled
+            self.host.scheduler.after(STALLED_S, self.event_loop, "", tell, (thread_name,))
+            self.host.scheduler.after(hangs_s, self.event_loop, "", tell, ())
         self.host.scheduler.pass_time(self.thread(thread_name), seconds + hangs_s)
 
     def transfer(self, name: str, on_event: Callable[..., None], **memories: Any) -> TransferEngine:
@@ -310,8 +321,17 @@ class SimulatedWorker:
         return engine
 
     def told_late(self, engine: TransferEngine, block_ids: Sequence[int]) -> None:
-        assert engine._receiver is not None
-        self.late_blocks.get(engine._receiver._incoming.memory, set()).difference_update(block_ids)
+        """The engine has been told: no request may hold one of these blocks any more."""
+        assert engine._receiver is not None and self.language is not None
+        memory = engine._receiver._incoming.memory
+        self.late_blocks.get(memory, set()).difference_update(block_ids)
+        language, requests = self.language, self.language._engine._requests
+        for request in requests.values():
+            held = set(request.held_blocks) if memory is language.kv else language.rows_of(request.request_id)
+            late = sorted(held.intersection(block_ids))
+            assert request.is_closing or not late, (
+                f"{self.name} goes on with {request.request_id} in blocks {late}, which were written late"
+            )
 
     def note(self, what: str) -> None:
         self.host.scheduler.note(self.name, what)

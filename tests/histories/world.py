@@ -21,6 +21,7 @@ from tests.histories.agents import SimulatedAgent, SimulatedWrite, TransferNetwo
 from tests.histories.clients import Clients
 from tests.histories.doors import SimulatedDoor
 from tests.histories.network import End, Network
+from tests.histories.placements import ScatteredPolicy
 from tests.histories.scheduler import Scheduler, SimulatedProcess, SimulatedThread, SkewedClock
 from tests.histories.workers import SimulatedWorker, Sizes, WorkerHost
 
@@ -34,7 +35,7 @@ class Shape:
     roles: tuple[Role, ...]
     num_doors: int = 1
     sizes: Sizes = field(default_factory=Sizes)
-    policy: str = "joint"
+    scattered: float = 0.0  # the share of placements that are drawn, of those that are possible
     admission: AdmissionArgs = field(default_factory=lambda: AdmissionArgs(max_outstanding_s=1e9))
     is_one_host: bool = True  # the end of a process is known to all others
     drafts: float = 0.0  # the share of guesses that are right; 0: none
@@ -79,6 +80,10 @@ class World(WorkerHost):
     def make_agent(self, name: str, thread: SimulatedThread) -> SimulatedAgent:
         return self.transfers.agent(name, thread)
 
+    def made_at(self, lease_id: str) -> float:
+        """When the lease was opened."""
+        return self._made_at[lease_id]
+
     def has_ended(self, process: Any) -> bool:
         return self.shape.is_one_host and any(worker.process_id == process for worker in self.past_workers)
 
@@ -114,7 +119,7 @@ class World(WorkerHost):
             self.scheduler,
             f"{name}@{self._num_incarnations}",
             self._clock(),
-            self.shape.policy,
+            ScatteredPolicy(self.rng, self.shape.scattered),
             self.shape.admission,
             self._dial,
             self.clients.on_deliver,

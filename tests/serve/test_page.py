@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from bench import soak
-from tests.serve.chromium import ANSWER, BINARY, answer, ask, page
+from bench.chromium import ANSWER, BINARY, answer, ask, page
 from tests.serve.test_replicas import pid_of
 
 pytestmark = [

@@ -15,12 +15,12 @@ import uvicorn
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from bench.chromium import ANSWER, BINARY, HANG_S, answer, ask, page
 from cluster.config.environment import read_environment
 from cluster.config.settings import AccessArgs
 from cluster.errors import OverloadedError
 from router.openai.app import build_api
 from router.openai.keys import Access
-from tests.serve.chromium import ANSWER, BINARY, HANG_S, answer, ask, page
 from tests.unit.openai.fake_door import FakeDoor
 
 pytestmark = [

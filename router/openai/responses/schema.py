@@ -20,6 +20,7 @@ from router.openai.schema import (
     Unit,
 )
 from router.openai.structure import NamedSchema
+from router.openai.tools import MAX_TOOLS, CallId, Effort, ToolName
 
 LOGPROBS = "message.output_text.logprobs"  # value of `include`
 
@@ -49,6 +50,7 @@ class OutputText(StrictModel):
     text: str
     annotations: Harmless = None
     logprobs: Harmless = None
+    parsed: Harmless = None  # what the openai client's helpers add
 
 
 class InputImage(StrictModel):
@@ -83,23 +85,104 @@ def _content_kind(value: Any) -> str:
     return "<text>" if isinstance(value, str) else "<parts>"
 
 
+Content = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[
+        list[Annotated[Part, Field(discriminator="type")]],
+        Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),
+        Tag("<parts>"),
+    ],
+    Discriminator(_content_kind),
+]
+
+
 class MessageItem(StrictModel):
     """A message of the client, or of an earlier answer."""
 
     type: Literal["message"] = "message"  # first: it is named in the error about an item of another type
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")]
-        | Annotated[
-            list[Annotated[Part, Field(discriminator="type")]],
-            Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),
-            Tag("<parts>"),
-        ],
-        Discriminator(_content_kind),
-    ]
+    content: Content
     id: Harmless = None
     status: Harmless = None
     phase: Harmless = None
+
+
+class CallItem(StrictModel):
+    """A call in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: ToolName
+    arguments: str
+    parsed_arguments: Harmless = None  # what the openai client's helpers add
+    id: Harmless = None
+    status: Harmless = None
+    namespace: None = None
+    caller: None = None
+
+
+class CallOutputItem(StrictModel):
+    """What a tool answered."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Content
+    name: ToolName | None = None
+    id: Harmless = None
+    status: Harmless = None
+    namespace: None = None
+    caller: None = None
+
+
+class ReasoningText(StrictModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+ReasoningTexts = Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class ReasoningItem(StrictModel):
+    """The reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    content: ReasoningTexts | None = None
+    summary: ReasoningTexts | None = None  # read if there is no content
+    encrypted_content: None = None
+    id: Harmless = None
+    status: Harmless = None
+
+
+def _item_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in ("function_call", "function_call_output", "reasoning") else "<message>"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(_item_kind),
+]
+
+
+class FunctionTool(StrictModel):
+    type: Literal["function"]  # first, as a message's
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(StrictModel):
+    type: Literal["function"]
+    name: str
+
+
+class ReasoningOptions(StrictModel):
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None  # there is none: the reasoning itself is in the answer
 
 
 class PlainFormat(StrictModel):
@@ -136,14 +219,11 @@ Label = Annotated[str, Field(max_length=512)]
 
 class ResponsesRequest(StrictModel):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "previous_response_id": (),
         "conversation": (),
         "background": (False,),
         "store": (False,),
         "prompt": (),
-        "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
         "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
         "moderation": (),
@@ -152,16 +232,13 @@ class ResponsesRequest(StrictModel):
         "image": ({}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
         "access_programs": (),
     }
-    harmless: ClassVar[tuple[str, ...]] = (
-        "max_tool_calls", "parallel_tool_calls", "prompt_cache_retention",
-    )  # fmt: skip
+    # The first one is about tools that a server calls itself
+    harmless: ClassVar[tuple[str, ...]] = ("max_tool_calls", "prompt_cache_retention")
 
     model: str
     input: Annotated[
         Annotated[str, Tag("<text>")]
-        | Annotated[
-            list[MessageItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("<parts>")
-        ],
+        | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("<parts>")],
         Discriminator(_content_kind),
     ]
     instructions: str | None = None
@@ -170,6 +247,17 @@ class ResponsesRequest(StrictModel):
     top_p: Unit | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+            | Annotated[NamedFunction, Tag("<tool>")],
+            Discriminator(lambda value: "<word>" if isinstance(value, str) else "<tool>"),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: Annotated[list[Includable], Field(max_length=16)] | None = None
     top_logprobs: NumLogprobs | None = None

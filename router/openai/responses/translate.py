@@ -6,10 +6,9 @@ endpoint names it: `messages[2].content[0]` becomes `input[1].content[0]`.
 
 from __future__ import annotations
 
-import functools
 import mimetypes
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,33 +17,41 @@ from cluster.errors import RequestError, UnsupportedError
 from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall
 from router.openai.limits import Limits
-from router.openai.names import renamed
+from router.openai.names import naming, renamed
 from router.openai.responses.schema import (
     LOGPROBS,
+    CallItem,
+    CallOutputItem,
     InputFile,
     InputImage,
     InputText,
     InputVideo,
+    Item,
     MessageItem,
+    NamedFunction,
     OutputText,
     Part,
+    ReasoningItem,
     ResponsesRequest,
     SchemaFormat,
 )
-from router.openai.schema import ChatRequest
+from router.openai.schema import ChatRequest, validated
 from router.openai.structure import AskedFormat
 from router.openai.translate import ANY, chat_call
 
 _MEDIA_KINDS = ("image", "audio", "video")
 _NAMES = {
     "messages": "input",
+    "prompt": "input",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    "tool_choice.function": "tool_choice",
+    "reasoning_effort": "reasoning.effort",
 }
 _ENDING = re.compile(r"\.[a-zA-Z0-9]{1,8}$")
-_MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 def responses_call(
@@ -56,56 +63,120 @@ def responses_call(
     limits: Limits = ANY,
 ) -> ChatCall:
     """Raises RequestError."""
-    origins, messages = _messages(request)
-    name_of = functools.partial(responses_name, origins=origins)
+    conversation = _Conversation(request)
+    names, tools = conversation.names, []
+    for idx, tool in enumerate(request.tools or ()):
+        names[f"tools[{idx}].function"] = f"tools[{idx}]"
+        tools.append({"type": "function", "function": tool.model_dump(exclude={"type"})})
+    choice = request.tool_choice
+    if isinstance(choice, NamedFunction):
+        choice = {"type": "function", "function": {"name": choice.name}}
     wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
-    chat = ChatRequest.model_validate(
-        {
-            "model": request.model,
-            "messages": messages,
-            "max_completion_tokens": request.max_output_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "frequency_penalty": request.frequency_penalty,
-            "presence_penalty": request.presence_penalty,
-            "response_format": _asked_format(request),
-            "logprobs": wants_logprobs,
-            "top_logprobs": request.top_logprobs if wants_logprobs else None,
-            "stream": request.stream,
-        }
-    )
-    try:
+    asked = {
+        "model": request.model,
+        "messages": conversation.messages,
+        "max_completion_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "frequency_penalty": request.frequency_penalty,
+        "presence_penalty": request.presence_penalty,
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "reasoning_effort": request.reasoning and request.reasoning.effort,
+        "response_format": _asked_format(request),
+        "logprobs": wants_logprobs,
+        "top_logprobs": request.top_logprobs if wants_logprobs else None,
+        "stream": request.stream,
+    }
+    with naming(lambda param: renamed(param, names)):
+        chat = validated(ChatRequest, asked, ChatRequest.model_validate)
         call = chat_call(chat, model_id, defaults, tenant, trace_parent, limits)
-    except RequestError as error:
-        raise renamed(error, name_of) from error
-    structure = call.structure
+    return _with_names(call, names)
+
+
+def _with_names(call: ChatCall, names: Mapping[str, str]) -> ChatCall:
+    """What is told later about its media, its structure and its tools has this endpoint's names, too."""
+    structure, tools = call.structure, call.tools
     if structure is not None:
-        structure = msgspec.structs.replace(structure, param=name_of(structure.param))
-    media = tuple(msgspec.structs.replace(source, param=name_of(source.param)) for source in call.media)
-    return msgspec.structs.replace(call, media=media, structure=structure)
+        structure = msgspec.structs.replace(structure, param=renamed(structure.param, names))
+    if tools is not None:
+        functions = tuple(
+            msgspec.structs.replace(each, param=renamed(each.param, names)) for each in tools.functions
+        )
+        tools = msgspec.structs.replace(tools, functions=functions)
+    media = tuple(
+        msgspec.structs.replace(source, param=renamed(source.param, names)) for source in call.media
+    )
+    return msgspec.structs.replace(call, media=media, structure=structure, tools=tools)
 
 
-def _messages(request: ResponsesRequest) -> tuple[list[str], list[dict[str, Any]]]:
-    """The conversation, and which field each message comes from."""
-    origins: list[str] = []
-    messages: list[dict[str, Any]] = []
-    if request.instructions is not None:
-        origins.append("instructions")
-        messages.append({"role": "system", "content": request.instructions})
-    if isinstance(request.input, str):
-        return [*origins, "input"], [*messages, {"role": "user", "content": request.input}]
-    for idx, item in enumerate(request.input):
-        origins.append(f"input[{idx}]")
-        messages.append({"role": item.role, "content": _content(item, origins[-1])})
-    return origins, messages
+class _Conversation:
+    """The messages of an input, and which field each part of them comes from. An assistant's reasoning, text
+    and calls are items of their own here; in this order they are one message."""
+
+    def __init__(self, request: ResponsesRequest):
+        self.names = dict(_NAMES)
+        self.messages: list[dict[str, Any]] = []
+        if request.instructions is not None:
+            self._add("instructions", "system", content=request.instructions)
+        if isinstance(request.input, str):
+            self._add("input", "user", content=request.input)
+            return
+        for idx, item in enumerate(request.input):
+            self._take(item, f"input[{idx}]")
+        for message in self.messages:
+            message.setdefault("content", None if "tool_calls" in message else "")
+
+    def _take(self, item: Item, param: str) -> None:
+        match item:
+            case MessageItem():
+                content = _content(item.content, item.role, f"{param}.content")
+                if item.role == "assistant" and self._has_room("content", "tool_calls"):
+                    self.names[f"{self._last}.content"] = f"{param}.content"
+                    self.messages[-1]["content"] = content
+                else:
+                    self._add(param, item.role, content=content)
+            case ReasoningItem():
+                if not self._has_room("content", "tool_calls"):
+                    self._add(param, "assistant", reasoning_content="")
+                texts = item.content or item.summary or ()
+                self.messages[-1]["reasoning_content"] += "".join(each.text for each in texts)
+            case CallItem():
+                if not self._has_room():
+                    self._add(param, "assistant")
+                calls = self.messages[-1].setdefault("tool_calls", [])
+                self.names |= {
+                    f"{self._last}.tool_calls": param,
+                    f"{self._last}.tool_calls[{len(calls)}].function": param,
+                }
+                function = {"name": item.name, "arguments": item.arguments}
+                calls.append({"id": item.call_id, "type": "function", "function": function})
+            case CallOutputItem():
+                content = _content(item.output, "tool", f"{param}.output")
+                self._add(param, "tool", content=content, tool_call_id=item.call_id, name=item.name)
+                self.names[f"{self._last}.content"] = f"{param}.output"
+
+    def _add(self, param: str, role: str, **fields: Any) -> None:
+        self.messages.append({"role": role, **fields})
+        self.names[self._last] = param
+
+    @property
+    def _last(self) -> str:
+        return f"messages[{len(self.messages) - 1}]"
+
+    def _has_room(self, *fields: str) -> bool:
+        """Whether the last message is an assistant's that has none of these."""
+        last = self.messages[-1] if self.messages else {}
+        return last.get("role") == "assistant" and not last.keys() & set(fields)
 
 
-def _content(item: MessageItem, param: str) -> Any:
+def _content(content: str | Sequence[Part], role: str, param: str) -> Any:
     """A single text becomes a string: this endpoint's clients write every text as a part, and templates may
     treat a list of parts differently."""
-    if isinstance(item.content, str):
-        return item.content
-    parts = [_part(part, item.role, f"{param}.content[{idx}]") for idx, part in enumerate(item.content)]
+    if isinstance(content, str):
+        return content
+    parts = [_part(part, role, f"{param}[{idx}]") for idx, part in enumerate(content)]
     if len(parts) == 1 and isinstance(parts[0], dict) and parts[0]["type"] == "text":
         return parts[0]["text"]
     return parts
@@ -161,9 +232,6 @@ def _asked_format(request: ResponsesRequest) -> AskedFormat | None:
     return AskedFormat(type=wanted.type, json_schema=schema)
 
 
-def responses_name(param: str, origins: Sequence[str] = ()) -> str:
-    """A field of a chat request, as this endpoint names it. `origins`: of the messages."""
-    found = _MESSAGE.match(param)
-    if found and int(found[1]) < len(origins):
-        return origins[int(found[1])] + param[found.end() :]
-    return _NAMES.get(param, param)
+def responses_name(param: str) -> str:
+    """A field of a chat request, as this endpoint names it."""
+    return renamed(param, _NAMES)

@@ -1,4 +1,4 @@
-"""Every field of both endpoints, found in the schema, and values that no request should have."""
+"""Every field of the endpoints that take JSON, found in the schema, and values no request should have."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 
-from router.calls import ChatCall, CompletionCall
+from router.openai import openapi
 from router.openai.protocol import DoorProtocol
-from router.openai.schema import HARMLESS, NEUTRAL, ChatRequest, CompletionRequest, InputMessage, parse
+from router.openai.responses.translate import responses_call
+from router.openai.schema import InputMessage, StrictModel, parse
+from router.openai.tokens import ids_to_detokenize, tokenize_call
 from router.openai.translate import chat_call, completion_call
 
 Path = tuple[str | int, ...]
-ENDPOINTS: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
+ENDPOINTS: dict[str, type[StrictModel]] = {
+    path: endpoint.body
+    for path, endpoint in openapi.ENDPOINTS.items()
+    if endpoint.body is not None and not endpoint.file
 }
 # As JSON; some of it is not what `json.dumps` writes.
 EXTREMES = (
@@ -33,9 +36,10 @@ EXTREMES = (
 _HERE = "\u2603 here \u2603"
 
 
-def fields(model: type[BaseModel]) -> list[Path]:
+def fields(model: type[StrictModel]) -> list[Path]:
     """Every field of a request and of what is nested in it; elements of lists are 0."""
-    return [*dict.fromkeys([*_fields(model), *((name,) for name in (*NEUTRAL, *HARMLESS, "no such field"))])]
+    untyped = ((name,) for name in (*model.neutral, *model.harmless, "no such field"))
+    return [*dict.fromkeys([*_fields(model), *untyped])]
 
 
 def request(kind: type[BaseModel], values: dict[Path, str], **more: Any) -> bytes:
@@ -49,13 +53,18 @@ def request(kind: type[BaseModel], values: dict[Path, str], **more: Any) -> byte
     return text.encode()
 
 
-def accepted(path: str, body: bytes, door: DoorProtocol) -> ChatCall | CompletionCall:
+def accepted(path: str, body: bytes, door: DoorProtocol) -> Any:
     """The call that a door is asked for. Raises ClusterError for a request that is refused before."""
-    if path == "/v1/completions":
-        return completion_call(
-            parse(CompletionRequest, body), door.model_id, door.defaults, limits=door.limits
-        )
-    return chat_call(parse(ChatRequest, body), door.model_id, door.defaults, limits=door.limits)
+    translate: Any = {
+        "/v1/chat/completions": chat_call,
+        "/v1/completions": completion_call,
+        "/v1/responses": responses_call,
+        "/tokenize": tokenize_call,
+    }.get(path)
+    asked = parse(ENDPOINTS[path], body)
+    if translate is None:
+        return ids_to_detokenize(asked, door.model_id, door.limits)  # pyright: ignore[reportArgumentType]
+    return translate(asked, door.model_id, door.defaults, "", limits=door.limits)
 
 
 def _fields(kind: Any) -> Iterator[Path]:
@@ -125,7 +134,7 @@ def _inner(container: Any, kind: Any, step: str | int) -> Any:
         if isinstance(each, type) and issubclass(each, BaseModel) and step in each.model_fields:
             tag = each.model_fields.get("type")
             tags = typing.get_args(tag.annotation) if tag is not None else ()
-            if not tags or not isinstance(container, dict) or container.get("type") in tags:
+            if not tags or not isinstance(container, dict) or container.get("type", tag.default) in tags:
                 return each.model_fields[step].annotation
     return Any
 
@@ -142,7 +151,8 @@ def _fits(present: Any, kind: Any, step: str | int) -> bool:
         step in each.model_fields
         and (
             "type" not in each.model_fields
-            or present.get("type") in typing.get_args(each.model_fields["type"].annotation)
+            or present.get("type", each.model_fields["type"].default)
+            in typing.get_args(each.model_fields["type"].annotation)
         )
         for each in tagged
     )

@@ -1,25 +1,32 @@
-"""Every field of both endpoints at its extremes: a call that workers can be sent, or a refusal in OpenAI's
-form."""
+"""Every field of the endpoints that take JSON at its extremes: a call that workers can be sent, or a refusal
+in OpenAI's form. What is taken is what `/openapi.json` says."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
+from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import RequestError
-from router.calls import ChatCall, CompletionCall
+from router.calls import ChatCall, CompletionCall, TokenizeCall
 from tests.unit.openai.extremes import ENDPOINTS, EXTREMES, accepted, fields, request
 from tests.unit.openai.fake_door import FakeDoor
 from tests.unit.openai.test_app import call, error_of
 
 
-def check(call_: ChatCall | CompletionCall, door: FakeDoor) -> None:
+def check(call_: Any, door: FakeDoor) -> None:
     """No worker stumbles over it."""
     msgspec.msgpack.encode(call_)
+    if isinstance(call_, TokenizeCall):
+        call_ = call_.what
+    if not isinstance(call_, ChatCall | CompletionCall):
+        return
     ids = [token_id for token_id in call_.stop.token_ids if token_id not in door.defaults.eos_token_ids]
     if isinstance(call_, CompletionCall):
         ids += [token_id for prompt in call_.prompts if not isinstance(prompt, str) for token_id in prompt]
@@ -43,24 +50,33 @@ def test_every_field_takes_every_extreme(door, path):
             except RequestError as error:
                 assert error.param is None or error.param
                 num_refused += 1
-    assert num_accepted > 500 and num_refused > 500
+    assert num_accepted > 10 and num_refused > 50
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_several_fields_take_extremes_at_once(path, data):
-    """Over HTTP: 200 or 4xx, and every generation closed."""
+    """Over HTTP: 200 or 4xx, every generation closed, and nothing taken that the document does not allow."""
     door, kind = FakeDoor(), ENDPOINTS[path]
     values = data.draw(
         st.dictionaries(st.sampled_from(fields(kind)), st.sampled_from(EXTREMES), min_size=1, max_size=4)
     )
     body = request(kind, values, model=door.model_id)
     response = call(door, "POST", path, content=body)
-    if response.status_code != 200:
+    if response.status_code == 200:
+        body_schema(path).validate(json.loads(body))
+    else:
         assert 400 <= response.status_code < 500
         assert error_of(response)["type"] == "invalid_request_error" and len(response.content) < 4000
     assert all(generation.num_closed for generation in door.generations)
+
+
+@cache
+def body_schema(path: str) -> jsonschema.Draft202012Validator:
+    told = call(FakeDoor(), "GET", "/openapi.json").json()
+    content = told["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    return jsonschema.Draft202012Validator({**content["schema"], "components": told["components"]})
 
 
 def test_nested_fields_are_found_and_stand_where_they_belong():

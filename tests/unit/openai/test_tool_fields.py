@@ -62,6 +62,7 @@ def test_variables_of_the_template_and_the_wish_for_reasoning_reach_the_door(doo
 
 def test_a_conversation_with_calls_and_their_results_is_taken_over(door):
     call = {"id": "call_1", "type": "function", "function": {"name": "see", "arguments": '{"a": [1]}'}}
+    call["function"]["parsed_arguments"] = {"a": [1]}
     messages = [
         HELLO,
         {
@@ -70,6 +71,7 @@ def test_a_conversation_with_calls_and_their_results_is_taken_over(door):
             "tool_calls": [call],
             "reasoning_content": "hm",
             "refusal": None,
+            "parsed": None,
         },
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "sun"}, IMAGE]},
     ]

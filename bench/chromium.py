@@ -12,7 +12,6 @@ import base64
 import itertools
 import json
 import shutil
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -120,7 +119,8 @@ class Chromium:
         assert BINARY is not None  # tests are skipped without it
         self._profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         command = [BINARY, f"--user-data-dir={self._profile.name}", *FLAGS]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        nowhere = asyncio.subprocess.DEVNULL
+        self._process = await asyncio.create_subprocess_exec(*command, stdout=nowhere, stderr=nowhere)
         self._http = aiohttp.ClientSession()
         self._socket = await self._http.ws_connect(await self._address(), max_msg_size=0)
         self._reader = asyncio.ensure_future(self._read())
@@ -130,7 +130,7 @@ class Chromium:
         self._reader.cancel()
         await self._http.close()
         self._process.kill()
-        self._process.wait()
+        await self._process.wait()
         self._profile.cleanup()
 
     @asynccontextmanager

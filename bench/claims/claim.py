@@ -1,0 +1,54 @@
+"""What a claim is, and how claims are shown. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.simulator.charts import box, label, svg
+
+WIDTH, LEFT, BAR, VALUES = 760, 300, 13, 130
+SIMULATED, COUNTED = "simulated", "counted"
+
+
+@dataclass(frozen=True)
+class Found:
+    """`ours`: in one line. `ratio`: of a claim that says how many times better something is."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    ours: str
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`how`: SIMULATED in virtual time, with curves from data sheets, or COUNTED by the product's own
+    components. `published_ratio`: what `Found.ratio` stands beside."""
+
+    title: str
+    published: str
+    how: str
+    measure: Callable[[], Found]
+    published_ratio: float | None = None
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of Markdown."""
+    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *rows)]
+
+
+def plot(claims: Mapping[str, Claim], found: Mapping[str, Found]) -> str:
+    """Ours beside the published figure, of the claims that are ratios, each pair to its own scale."""
+    y, body = 28.0, [label(8, 16, "times better: ours (blue), published (grey)")]
+    for name, each in found.items():
+        pair = (each.ratio, claims[name].published_ratio)
+        body += [label(8, y + BAR, claims[name].title)] if all(pair) else []
+        for value, colour in zip(pair, ("#2f6fb0", "#bbbbbb"), strict=True) if all(pair) else ():
+            width = (WIDTH - LEFT - VALUES) * value / max(pair)
+            body += [
+                box(LEFT, y, width, BAR - 2, colour),
+                label(LEFT + width + 5, y + BAR - 3, f"{value:.2f}"),
+            ]
+            y += BAR * (1.0 if colour == "#2f6fb0" else 1.5)
+    return svg(WIDTH, y + 8, body)

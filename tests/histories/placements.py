@@ -1,0 +1,47 @@
+"""Placements that no sensible policy makes, and that must be right all the same: any worker that can do a
+phase may be chosen for it. An item may be encoded far from a prompt whose own worker could encode it, KV may
+travel between workers that do all phases."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from random import Random
+
+import numpy as np
+
+from router.policy import ClusterView, Decision, ItemView, JointPolicy, RequestView
+from router.policy.at_encoders import EncodeEstimate
+from router.policy.baselines import StagedPolicy
+from router.policy.estimate import Estimate
+from router.policy.pool import Floats
+
+
+class ScatteredPolicy(StagedPolicy):
+    def __init__(self, rng: Random, share: float):
+        """`share`: of the placements that are drawn; the others are the cheapest."""
+        self._rng, self._share, self._joint = rng, share, JointPolicy()
+
+    def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
+        cheapest = self._joint.decide(request, cluster, now)  # raises if the request cannot be placed
+        return super().decide(request, cluster, now) if self._is_drawn() else cheapest
+
+    def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
+        if not self._is_drawn():
+            return self._joint.place_item(item, cluster, now, excluded)
+        is_able = EncodeEstimate([item], cluster, now, excluded).is_able[0]
+        return cluster.encoders.replica_ids[self._least(self._drawn(len(is_able)), is_able)]
+
+    def _encoders(self, estimate: Estimate) -> list[int]:
+        return [self._least(self._drawn(len(row)), row) for row in estimate.encoders.is_able]
+
+    def _prefill_scores(self, estimate: Estimate) -> Floats:
+        return self._drawn(len(estimate.cluster.prefills))
+
+    def _decode_scores(self, estimate: Estimate) -> Floats:
+        return self._drawn(len(estimate.cluster.decodes))
+
+    def _is_drawn(self) -> bool:
+        return self._share > 0.0 and self._rng.random() < self._share
+
+    def _drawn(self, number: int) -> Floats:
+        return np.array([self._rng.random() for _ in range(number)])
