@@ -2,7 +2,8 @@
 that was recorded.
 
 python -m cluster.simulator run   --workload 4-image --layout 1,4,3 --rate 20 --policy joint
-python -m cluster.simulator plan  --workload 4-image --slo-ttft-s 2 --slo-tpot-s 0.05 --gpus h200:8 [--svg plan.svg] [--values my.yaml]
+python -m cluster.simulator plan  --workload 4-image --slo-ttft-s 2 --slo-tpot-s 0.05 --gpus h200:8
+    [--svg plan.svg] [--values FILE]
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def plan_plot(plans: Sequence[Plan], title: str) -> str:
 
 
 def plan_values(best: Plan, promise: str) -> str:
-    """A values file for deploy/chart. Raises ValueError for several kinds of GPUs, because a pool of the chart
-    has one."""
+    """A values file for deploy/chart. Raises ValueError for several kinds of GPUs, because a pool of the
+    chart has one."""
     if len(best.division) > 1:
         raise ValueError("values can be written for one kind of GPU only")
     ((name, layout),) = best.division
