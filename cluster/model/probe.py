@@ -4,7 +4,7 @@ backends would silently ignore."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -132,7 +132,7 @@ def check_post_head(
         )
 
 
-def kv_row_shapes(shapes: list[LayerShape]) -> list[tuple[int, int]]:
+def kv_row_shapes(shapes: Sequence[LayerShape]) -> list[tuple[int, int]]:
     """For every layer: (heads, width) of K, then of V."""
     return [row for shape in shapes for row in (shape.key, shape.value)]
 

@@ -1,5 +1,5 @@
-"""Changed settings are deployed to a running cluster, as `serve deploy` does it: Serve replaces every replica,
-one of a pool after the other. No request fails."""
+"""Changed settings are deployed to a running cluster, as `serve deploy` does it: Serve replaces every
+replica, one of a pool after the other. No request fails."""
 
 from __future__ import annotations
 
