@@ -39,7 +39,7 @@ from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone, window_of_all
-from cluster.model.support import check_class, family_of, num_deepstack_layers, post_head
+from cluster.model.support import backbone_of, check_class, family_of, num_deepstack_layers, post_head
 from cluster.types.request import Prompt
 
 MAX_SCORED_ROWS = 64  # logits of so many tokens of a prompt are in memory at once
@@ -66,7 +66,7 @@ class LanguageModel:
         family = family_of(config)
         text_config = config.get_text_config()
         self._model = model
-        self._base = model.model
+        self._base = backbone_of(model)
         self._text = getattr(self._base, family.text_module) if family.modalities else self._base
         check_class(type(self._text))
         self._embed = cast(nn.Embedding, model.get_input_embeddings())
