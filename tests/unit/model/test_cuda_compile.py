@@ -19,7 +19,8 @@ from cluster.model.cuda import kernels  # noqa: E402
 
 POINTERS = {
     "query": "*bf16", "key": "*i8", "key_scales": "*fp16", "value": "*i8", "value_scales": "*fp16",
-    "tables": "*i32", "context_lens": "*i64", "partial_out": "*fp32", "partial_stats": "*fp32", "sinks": "*bf16",
+    "tables": "*i32", "context_lens": "*i64", "partial_out": "*fp32", "partial_stats": "*fp32",
+    "sinks": "*bf16",
     "out": "*bf16",
     "rows": "*bf16", "slots": "*i64", "codes": "*i8", "scales": "*fp16",
 }  # fmt: skip
