@@ -97,9 +97,9 @@ class LanguageModel:
             kv_segments(kv_row_shapes(shapes), block_size, self.dtype, kv_cache_dtype)
         )
         self._text.set_attn_implementation(ATTENTION_NAME)
-        self._backend = make_backend(
-            self.device, self.dtype, self._attention_shape(text_config, kv_cache_dtype)
-        )
+        is_on_gpu = self.device.type == "cuda"
+        shape = self._attention_shape(text_config, kv_cache_dtype) if is_on_gpu else None
+        self._backend = make_backend(self.device, self.dtype, shape)
         self._decoder: WholeDecoder | None = None  # runs steps in one call, where that is possible
 
     def _attention_shape(self, config: PreTrainedConfig, kv_cache_dtype: KvCacheDtype) -> AttentionShape:
