@@ -7,7 +7,7 @@ export const PICTURE = readFileSync(
   new globalThis.URL('../../../deploy/demo_model/examples/red_circle.png', import.meta.url),
 );
 export const PICTURE_URI = `data:image/png;base64,${PICTURE.toString('base64')}`;
-export const LONG = 500; // tokens that a call has room in, with much white space
+export const LONG = 300; // tokens that a call has room in
 export const [DESCRIBE, SEEN] = ['Describe the image.', 'The image shows a red circle.'];
 export const [COUNT, COUNTED] = ['Count from 3 to 9.', '3, 4, 5, 6, 7, 8, 9.'];
 export const SCHEMA = {

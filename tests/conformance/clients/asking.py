@@ -16,13 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 URL, MODEL = sys.argv[1:3]
 API = f"{URL}/v1"
 KEY = "unused"
 PICTURE = (Path(__file__).parents[3] / "deploy" / "demo_model" / "examples" / "red_circle.png").read_bytes()
-LONG = 500  # tokens that a call has room in, with much white space
+LONG = 300  # tokens that a call has room in
 PICTURE_URI = f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"
 DESCRIBE, SEEN = "Describe the image.", "The image shows a red circle."
 COUNT, COUNTED = "Count from 3 to 9.", "3, 4, 5, 6, 7, 8, 9."
@@ -31,6 +31,7 @@ COUNT, COUNTED = "Count from 3 to 9.", "3, 4, 5, 6, 7, 8, 9."
 class Shape(BaseModel):
     """A shape in an image."""
 
+    model_config = ConfigDict(extra="forbid")  # a model that knows no tools goes on and on with other fields
     colour: Literal["red", "blue"]
     is_round: bool
 

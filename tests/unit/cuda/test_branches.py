@@ -53,7 +53,7 @@ REHEARSED = {  # test file: places
         cluster/config/machine.py:has_triton cluster/model/encoder.py:EncoderModel.load
         cluster/model/encoder.py:EncoderModel.load.make
         cluster/model/language.py:LanguageModel._use_native_kernels
-        cluster/model/language.py:LanguageModel.load cluster/model/parallel.py:join_group
+        cluster/model/language.py:LanguageModel.__init__ cluster/model/language.py:LanguageModel.load cluster/model/parallel.py:join_group
         cluster/worker/hardware.py:hardware_of cluster/worker/language.py:load_language
         cluster/worker/memory_plan.py:available_bytes cluster/worker/setup.py:set_up """,
     "../serving/test_composition.py": "cluster/app.py:actor_options_of",

@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import LayerAttention
 from cluster.model.attention_flash import FlashAttention
-from cluster.model.cuda import decode_attention
+from cluster.model.cuda import choice, decode_attention
 from cluster.model.cuda.graphs import GraphedModel, capture_cuda
 from cluster.model.encoder import EncoderModel
 from cluster.model.kv_format import LayerCache, QuantizedRows
@@ -135,6 +135,8 @@ def _gathered(codes: Tensor, scales: Tensor, slots: Tensor, dtype: torch.dtype) 
 def kernels(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels(device)
     monkeypatch.setattr(decode_attention, "is_available", lambda: True)
+    monkeypatch.setattr(choice, "DECODE", ((30, 1), (7, 1)))
+    monkeypatch.setattr(choice, "CHUNK", ((20, 9), (0, 5)))
     for name in ("paged_decode", "write_quantised", "gather_quantised"):
         monkeypatch.setattr(decode_attention, name, getattr(made, name))
     return made
@@ -152,6 +154,7 @@ def test_our_kernels_serve_decode_steps_recorded_or_not(kv_cache_dtype, device, 
     expected = computed(LanguageModel.from_model(copy.deepcopy(whole), kv_cache_dtype=kv_cache_dtype), "cpu")
     model = LanguageModel.from_model(device.put(whole), kv_cache_dtype=kv_cache_dtype)
     assert isinstance(model._backend, FlashAttention)
+    kernels.num_decodes = 0
     check_equal(computed(model, "cuda"), expected, 0.1)
     assert kernels.num_decodes == 2 * (NUM_STEPS + 1)  # two layers; the mixed step has one answer
     check_equal(computed(model, "cuda", graphed), expected, 0.1)
