@@ -50,7 +50,7 @@ def plan_values(best: Plan, promise: str) -> str:
     chart has one."""
     if len(best.division) > 1:
         raise ValueError("values can be written for one kind of GPU only")
-    ((name, layout),) = best.division
+    name, layout = best.division[0]
     counts = {"encode": layout.num_encode, "prefill": layout.num_prefill, "decode": layout.num_decode}
     pools = (
         f"  {pool}: {{pods: {count}}}" if count else f"  {pool}: {{enabled: false}}"

@@ -76,7 +76,7 @@ class CudaTensor(torch.Tensor):
         if device is not None:
             device.recorded.setdefault(self.held.data_ptr(), set()).add(stream.number)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -27,9 +27,9 @@ class Stream:
         self._device.handler._handle_event_wait(event.number, self.number)
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or torch.cuda.Event()
-        event.record(self)
-        return event
+        recorded: Any = event or torch.cuda.Event()  # of this module, while the device is simulated
+        recorded.record(self)
+        return recorded
 
     def synchronize(self) -> None:
         self._device.sync("the host waits for a stream")

@@ -42,8 +42,13 @@ class StepLengths:
 class FlashLibrary(Protocol):
     """Both calls are causal, take query [T, Hq, D] and return [T, Hq, D]."""
 
-    page_multiple: int | None  # pages whose number of rows is a multiple of this can be read; None: no pages
-    has_softcap: bool
+    @property
+    def page_multiple(self) -> int | None:
+        """Pages whose number of rows is a multiple of this can be read; None: no pages."""
+        ...
+
+    @property
+    def has_softcap(self) -> bool: ...
 
     def paged(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
