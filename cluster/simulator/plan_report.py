@@ -48,9 +48,9 @@ def plan_plot(plans: Sequence[Plan], title: str) -> str:
 def plan_values(best: Plan, promise: str) -> str:
     """A values file for deploy/chart. Raises ValueError for several kinds of GPUs, because a pool of the
     chart has one."""
-    if len(best.division) > 1:
+    if len(best.division) != 1:
         raise ValueError("values can be written for one kind of GPU only")
-    name, layout = best.division[0]
+    ((name, layout),) = best.division
     counts = {"encode": layout.num_encode, "prefill": layout.num_prefill, "decode": layout.num_decode}
     pools = (
         f"  {pool}: {{pods: {count}}}" if count else f"  {pool}: {{enabled: false}}"
