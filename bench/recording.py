@@ -1,5 +1,5 @@
-"""The page at work, as the README shows it: a moving picture and a still, both from one session with a running
-cluster.
+"""The page at work, as the README shows it: a moving picture and a still, both from one session with a
+running cluster.
 
     python -m bench.recording --url http://127.0.0.1:8000 --out docs/images
 

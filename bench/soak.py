@@ -24,6 +24,7 @@ import contextlib
 import itertools
 import json
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -31,12 +32,15 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.chaos.processes import Processes
 from bench.soak_series import Sampler, table
 from bench.workload import KINDS, Case, make_case, make_cases
 from cluster.serving.command import DEFAULT_CONFIG
 from cluster.serving.launch import LocalCluster
+from cluster.serving.local_environment import free_port
 
 HELD = (
     "epdg_door_flights",
@@ -149,11 +153,23 @@ async def load_and_sample(url: str, sampler: Sampler, args: argparse.Namespace) 
             await sampling
 
 
+def at_free_port(config: Path, folder: Path) -> Path:
+    """A copy of the configuration: another cluster may answer at its port."""
+    settings = yaml.safe_load(config.read_text())
+    settings["http_options"] = {**settings.get("http_options", {}), "port": free_port()}
+    copy = folder / "cluster.yaml"
+    copy.write_text(yaml.safe_dump(settings))
+    return copy
+
+
 def soak(args: argparse.Namespace) -> int:
     """For so many minutes, on a cluster of its own."""
-    with LocalCluster(args.config) as cluster:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalCluster(at_free_port(args.config, Path(folder))) as cluster,
+    ):
         cluster.wait_ready(READY_TIMEOUT_S)
-        sampler = Sampler(cluster.folder)
+        sampler = Sampler(Processes(cluster.folder).by_kind)
         outcomes = asyncio.run(load_and_sample(cluster.url, sampler, args))
         held = wait_idle(cluster.url, timeout_s=30)
     number = sum(outcomes.values())

@@ -17,12 +17,11 @@ import contextlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.chaos.processes import Processes
 from bench.flat import Trend, trend
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -73,10 +72,10 @@ class Latency:
 
 
 class Sampler:
-    def __init__(self, folder: Path):
-        """`folder`: of the cluster whose processes are watched."""
+    def __init__(self, by_kind: Callable[[], Mapping[int, str]]):
+        """`by_kind()`: id and kind of every process that is watched (`Processes.by_kind`)."""
         self.latency = Latency()
-        self._processes = Processes(folder)
+        self._by_kind = by_kind
         self._series: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         self._num_samples = 0
 
@@ -89,7 +88,7 @@ class Sampler:
     def sample(self, now: float) -> None:
         self._num_samples += 1
         totals: dict[tuple[str, str], float] = defaultdict(float)
-        for pid, kind in self._processes.by_kind().items():
+        for pid, kind in self._by_kind().items():
             for unit, value in usage_of(pid).items():
                 totals[kind, unit] += value
         for (kind, unit), value in totals.items():

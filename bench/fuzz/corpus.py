@@ -89,7 +89,8 @@ def _called(content: Any) -> list[dict[str, Any]]:
 
 
 def _tool_fields(tool: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of both endpoints that have tools. For a model whose chat template takes none only the last is valid."""
+    """Of both endpoints that have tools. For a model whose chat template takes none, only the last is
+    valid."""
     return [
         {"tools": [tool], "stream": True},
         {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},

@@ -55,6 +55,12 @@ def tell_net_devices(devices: Sequence[str]) -> None:
     os.environ["UCX_NET_DEVICES"] = ",".join(devices)
 
 
+def keep_process_without_peer() -> None:
+    """Tells NCCL's watchdog not to end this process when a peer of a process group is gone. NCCL reads it
+    when a group is made. Changes this process's environment."""
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+
+
 def child_environment(**overrides: str) -> dict[str, str]:
     """This process's environment with `overrides`, for a child process."""
     return {**os.environ, **overrides}

@@ -1,8 +1,14 @@
-"""What the kernel says about this machine."""
+"""What is found out about this machine without a library."""
 
 from __future__ import annotations
 
+import logging
+import shutil
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the driver's; under WSL
 
@@ -15,3 +21,15 @@ def available_memory() -> int:
 
 def has_gpu() -> bool:
     return any(device.exists() for device in _GPU_DEVICES)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton's kernels can run: it is installed, with a C compiler, which it calls when it first
+    meets a GPU."""
+    if find_spec("triton") is None:
+        return False
+    if shutil.which("gcc") or shutil.which("clang"):
+        return True
+    logger.warning("Triton is installed, but neither gcc nor clang, which it needs: plain torch is used")
+    return False

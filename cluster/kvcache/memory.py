@@ -104,12 +104,21 @@ class BlockMemory:
 
     def mark(self) -> Callable[[], bool] | None:
         """A function that says whether everything that this thread has enqueued so far is in the buffer. Any
-        thread may call it; it does not wait. None: it is. Not yet tried on hardware."""
+        thread may call it; it does not wait. None: it is."""
         if self.buffer.device.type != "cuda":
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.buffer.device))
         return event.query
+
+    def use_own_stream(self) -> None:
+        """For a thread that moves bytes while another one computes: on CUDA, all that this thread enqueues
+        from now on goes to this memory's device, which need not be the process's first, and to a stream of
+        its own, so that it waits for no step of the model. Bytes that others have enqueued are there for it
+        once `mark` or `synchronize` has said so. Does nothing on the CPU."""
+        if self.buffer.device.type == "cuda":
+            torch.cuda.set_device(self.buffer.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.buffer.device))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Block targets[i] becomes a copy of block sources[i], in every segment. On CUDA the copy is

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from cluster.kvcache.memory import BlockMemory
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import LayerCache, layer_cache
 
 ATTENTION_NAME = "epdg_paged"
@@ -97,6 +97,16 @@ class LayerAttention:
     sinks: Tensor | None = None  # [Hq]: one more logit per head in the softmax, with no value (GPT-OSS)
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """By which a backend is chosen."""
+
+    layout: MemoryLayout  # of the KV of one layer, or of several that are like the first
+    block_size: int
+    num_heads: int  # of queries
+    layer: LayerAttention
+
+
 class AttentionBackend(Protocol):
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         """key [T, Hk, D] and value [T, Hk, Dv] to `batch.slots`."""
@@ -158,15 +168,17 @@ def paged_attention(
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
-def make_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The fastest installed backend for the device. Each backend reads every cache format. If its kernels do
-    not support a case, it uses the torch backend."""
+def make_backend(
+    device: torch.device, dtype: torch.dtype, shape: AttentionShape | None = None
+) -> AttentionBackend:
+    """The fastest installed backend for the device; on CUDA, that for `shape`. Each backend reads every cache
+    format. If its kernels do not support a case, it uses the torch backend."""
     from cluster.model.attention_torch import TorchAttention
 
-    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
-        from cluster.model.attention_flash import make_cuda_backend
+    if device.type == "cuda" and shape is not None and dtype in (torch.float16, torch.bfloat16):
+        from cluster.model.cuda.choice import choose
 
-        return make_cuda_backend(device, fallback=TorchAttention())
+        return choose(device, dtype, shape, fallback=TorchAttention())
     if device.type == "cpu":
         from cluster.model.attention_cpu import CpuAttention
         from cluster.model.cpu import library

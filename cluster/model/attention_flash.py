@@ -1,27 +1,21 @@
-"""Attention over block memory on CUDA, with flash-attn or our own decode kernel. Letters as in `attention`.
+"""Attention over block memory on CUDA, with a library of attention kernels or our own decode kernel. Letters
+as in `attention`.
 
 `route` decides:
 
-* flash-attn 2 reads only pages of a multiple of 256 rows. flash-attn 3 (module `flash_attn_interface`,
-  Hopper) reads any.
-* Smaller blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention`, and prefilled from rows
+* Pages are read by a library that can (`cluster.model.cuda.libraries`).
+* Other blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention`, and prefilled from rows
   that are gathered into one tensor.
 * Where pages cannot be read, the sequences of a mixed step with one new token are decoded apart from the
   others: to gather their rows would copy their whole contexts in every layer.
 * Bidirectional spans use the fallback. In prefill, sinks and different widths of K and V use it as well.
 
-Either library may be missing. Untried on a GPU: calls follow the signatures of flash-attn 2.8.3 and of its
-hopper/flash_attn_interface.py. Routing and arguments are tested on the CPU with stand-ins for these
-functions.
+Untried on a GPU. Routing and arguments are tested on the CPU with stand-ins for the libraries.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,91 +23,10 @@ from torch import Tensor
 
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch, attend_parts, mixed_parts
 from cluster.model.cuda import decode_attention
+from cluster.model.cuda.libraries import FlashLibrary, StepLengths
 from cluster.model.kv_format import LayerCache, PlainRows, QuantizedRows, RowStore
 
 _MAX_FLASH_WIDTH = 256
-
-
-@dataclass(frozen=True)
-class StepLengths:
-    """Sizes of one packed step, on the device and on the host."""
-
-    query_starts: Tensor  # [B + 1] int32: exclusive prefix sums
-    context_starts: Tensor  # [B + 1] int32
-    contexts: Tensor  # [B] int32
-    tables: Tensor  # [B, max_blocks] int32
-    max_query: int
-    max_context: int
-
-
-class FlashLibrary(Protocol):
-    """One generation of flash-attn. Both calls are causal, take query [T, Hq, D] and return [T, Hq, D]."""
-
-    page_multiple: int  # pages of block_size rows can be read when block_size is a multiple of this
-
-    def paged(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
-    ) -> Tensor:
-        """key and value [num_blocks, block_size, Hk, D]."""
-        ...
-
-    def rows(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
-    ) -> Tensor:
-        """key and value [sum of contexts, Hk, D], sequence after sequence."""
-        ...
-
-
-class Flash2:
-    """`module` is flash_attn."""
-
-    page_multiple = 256
-
-    def __init__(self, module: Any):
-        self._varlen = module.flash_attn_varlen_func
-        self._with_kvcache = module.flash_attn_with_kvcache
-
-    def paged(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
-    ) -> Tensor:
-        if lengths.max_query == 1:
-            out = self._with_kvcache(
-                query[:, None], key, value, cache_seqlens=lengths.contexts, block_table=lengths.tables,
-                **_common(layer),
-            )  # fmt: skip
-            return out[:, 0]
-        return self._varlen(
-            query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
-            lengths.max_context, block_table=lengths.tables, **_common(layer),
-        )  # fmt: skip
-
-    def rows(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
-    ) -> Tensor:
-        return _rows(self._varlen, query, key, value, lengths, layer)
-
-
-class Flash3:
-    """`module` is flash_attn_interface."""
-
-    page_multiple = 1
-
-    def __init__(self, module: Any):
-        self._varlen = module.flash_attn_varlen_func
-        self._with_kvcache = module.flash_attn_with_kvcache
-
-    def paged(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
-    ) -> Tensor:
-        return self._with_kvcache(
-            query, key, value, cache_seqlens=lengths.contexts, page_table=lengths.tables,
-            cu_seqlens_q=lengths.query_starts, max_seqlen_q=lengths.max_query, **_common(layer),
-        )  # fmt: skip
-
-    def rows(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
-    ) -> Tensor:
-        return _rows(self._varlen, query, key, value, lengths, layer)
 
 
 class Route(Enum):
@@ -126,23 +39,32 @@ class Route(Enum):
 
 
 def route(
-    batch: PagedBatch, layer: LayerAttention, cache: LayerCache, page_multiple: int | None, has_kernels: bool
+    batch: PagedBatch,
+    layer: LayerAttention,
+    cache: LayerCache,
+    library: FlashLibrary | None,
+    has_kernels: bool,
 ) -> Route:
-    """page_multiple: of the flash library; None without one. has_kernels: whether triton is installed."""
+    """has_kernels: whether our Triton kernels work here."""
     flash_can = (
-        page_multiple is not None
+        library is not None
+        and (library.has_softcap or layer.softcap is None)
         and layer.sinks is None
         and cache.key.row_shape == cache.value.row_shape
         and cache.key.row_shape[1] <= _MAX_FLASH_WIDTH
         and cache.key.row_shape[1] % 8 == 0
         and not any(batch.bidirectional_spans)
     )
-    is_plain = isinstance(cache.key, PlainRows)
-    if flash_can and is_plain and page_multiple is not None and batch.block_size % page_multiple == 0:
+    if flash_can and isinstance(cache.key, PlainRows) and reads_pages(library, batch.block_size):
         return Route.PAGES
     if batch.is_decode and has_kernels and decode_attention.can_decode(cache):
         return Route.DECODE_KERNEL
     return Route.ROWS if flash_can else Route.FALLBACK
+
+
+def reads_pages(library: FlashLibrary | None, block_size: int) -> bool:
+    multiple = None if library is None else library.page_multiple
+    return multiple is not None and block_size % multiple == 0
 
 
 class FlashAttention:
@@ -158,16 +80,14 @@ class FlashAttention:
     ):
         self._fallback = fallback
         self._library = library
-        self._page_multiple = None if library is None else library.page_multiple
         self._has_kernels = has_kernels
         self._num_processors = num_processors
 
     def can_capture(self, block_size: int, cache: LayerCache) -> bool:
         """Whether a decode step over such a cache launches only kernels whose shapes do not depend on the
         contexts."""
-        pages = self._page_multiple is not None and block_size % self._page_multiple == 0
         kernel = self._has_kernels and decode_attention.can_decode(cache)
-        return kernel or (pages and isinstance(cache.key, PlainRows))
+        return kernel or (reads_pages(self._library, block_size) and isinstance(cache.key, PlainRows))
 
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         for store, rows in ((cache.key, key), (cache.value, value)):
@@ -180,7 +100,7 @@ class FlashAttention:
         self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
         cache: LayerCache,
     ) -> Tensor:  # fmt: skip
-        chosen = route(batch, layer, cache, self._page_multiple, self._has_kernels)
+        chosen = route(batch, layer, cache, self._library, self._has_kernels)
         if chosen is not Route.PAGES and (parts := mixed_parts(batch)):
             return attend_parts(parts, self, layer, query, new_key, new_value, cache)
         if chosen is Route.DECODE_KERNEL:
@@ -212,49 +132,6 @@ class FlashAttention:
         return decode_attention.paged_decode(
             query, cache, batch.block_tables, batch.context_lens_tensor, layer, splits
         )
-
-
-def make_cuda_backend(device: torch.device, fallback: AttentionBackend) -> AttentionBackend:
-    """For float16 and bfloat16. Returns the fallback if neither flash-attn nor triton is installed."""
-    properties = torch.cuda.get_device_properties(device)
-    library = _find_library(is_hopper=properties.major == 9)
-    has_kernels = decode_attention.is_available()
-    if library is None and not has_kernels:
-        return fallback
-    return FlashAttention(fallback, library, has_kernels, properties.multi_processor_count)
-
-
-def _find_library(is_hopper: bool) -> FlashLibrary | None:
-    candidates: Sequence[tuple[str, Any]] = (("flash_attn", Flash2),)
-    if is_hopper:
-        candidates = (("flash_attn_interface", Flash3), *candidates)
-    for name, library in candidates:
-        try:
-            return library(importlib.import_module(name))
-        except ImportError:
-            continue
-    return None
-
-
-def _common(layer: LayerAttention) -> dict[str, Any]:
-    """Keywords of all calls in both generations."""
-    window = (-1, -1) if layer.sliding_window is None else (layer.sliding_window - 1, 0)
-    return {
-        "softmax_scale": layer.scaling,
-        "causal": True,
-        "window_size": window,
-        "softcap": layer.softcap or 0.0,
-    }
-
-
-def _rows(
-    varlen: Any, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
-) -> Tensor:
-    return varlen(
-        query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
-        lengths.max_context,
-        **_common(layer),
-    )  # fmt: skip
 
 
 def _lengths(batch: PagedBatch) -> StepLengths:

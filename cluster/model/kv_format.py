@@ -144,7 +144,9 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     The scale is rounded before the codes are made, so the error of an element is at most half a scale (plus
     4e-6 if the scale is below float16's normal range)."""
     grouped = _grouped(rows.float())
-    scales = (grouped.abs().amax(-1) / MAX_CODE).half()
+    # A tensor: CUDA turns a division by a Python number into a product with its inverse.
+    largest_code = torch.full((), MAX_CODE, dtype=torch.float32, device=rows.device)
+    scales = (grouped.abs().amax(-1) / largest_code).half()
     divisors = scales.float().masked_fill_(scales == 0, 1.0)
     codes = (grouped / divisors[..., None]).round_().clamp_(-MAX_CODE, MAX_CODE)
     return codes.flatten(-2)[..., : rows.shape[-1]].to(torch.int8), scales

@@ -17,11 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.attention import ATTENTION_NAME, PagedBatch, make_backend
+from cluster.model.attention import (
+    ATTENTION_NAME,
+    AttentionShape,
+    LayerAttention,
+    PagedBatch,
+    make_backend,
+)
 from cluster.model.attention_flash import FlashAttention
 from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, WholeDecoder, optimise_layers, whole_decoder
@@ -33,7 +39,7 @@ from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone, window_of_all
-from cluster.model.support import check_class, family_of, num_deepstack_layers, post_head
+from cluster.model.support import backbone_of, check_class, family_of, num_deepstack_layers, post_head
 from cluster.types.request import Prompt
 
 MAX_SCORED_ROWS = 64  # logits of so many tokens of a prompt are in memory at once
@@ -60,7 +66,7 @@ class LanguageModel:
         family = family_of(config)
         text_config = config.get_text_config()
         self._model = model
-        self._base = model.model
+        self._base = backbone_of(model)
         self._text = getattr(self._base, family.text_module) if family.modalities else self._base
         check_class(type(self._text))
         self._embed = cast(nn.Embedding, model.get_input_embeddings())
@@ -91,8 +97,19 @@ class LanguageModel:
             kv_segments(kv_row_shapes(shapes), block_size, self.dtype, kv_cache_dtype)
         )
         self._text.set_attn_implementation(ATTENTION_NAME)
-        self._backend = make_backend(self.device, self.dtype)
+        is_on_gpu = self.device.type == "cuda"
+        shape = self._attention_shape(text_config, kv_cache_dtype) if is_on_gpu else None
+        self._backend = make_backend(self.device, self.dtype, shape)
         self._decoder: WholeDecoder | None = None  # runs steps in one call, where that is possible
+
+    def _attention_shape(self, config: PreTrainedConfig, kv_cache_dtype: KvCacheDtype) -> AttentionShape:
+        """Of the first layer, as this rank has it."""
+        (kv_heads, width), num_heads = self.shapes[0].key, config.num_attention_heads
+        group = num_heads // (getattr(config, "num_key_value_heads", None) or num_heads)
+        segments = kv_segments(kv_row_shapes(self.shapes[:1]), self.block_size, self.dtype, kv_cache_dtype)
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        layer = LayerAttention(width**-0.5, softcap=softcap)
+        return AttentionShape(MemoryLayout(segments), self.block_size, kv_heads * group, layer)
 
     @classmethod
     def load(

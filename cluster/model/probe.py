@@ -4,13 +4,13 @@ backends would silently ignore."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from cluster.errors import ConfigError
 
@@ -69,9 +69,14 @@ def _probe_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    probe: _ShapeRecorder,
+    probe: _ShapeRecorder | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
+    if probe is None:
+        name = cast(PreTrainedConfig, module.config).model_type
+        raise ConfigError(
+            f"model type '{name}' is not supported: its layers pass no arguments on to attention"
+        )
     probe.see(module, key, value, attention_mask, kwargs)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -132,7 +137,7 @@ def check_post_head(
         )
 
 
-def kv_row_shapes(shapes: list[LayerShape]) -> list[tuple[int, int]]:
+def kv_row_shapes(shapes: Sequence[LayerShape]) -> list[tuple[int, int]]:
     """For every layer: (heads, width) of K, then of V."""
     return [row for shape in shapes for row in (shape.key, shape.value)]
 

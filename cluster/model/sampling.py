@@ -37,6 +37,8 @@ _MIX_2 = 0x94D049BB133111EB
 # draws 32 rows in 60 ms in such groups and in 393 ms all at once. `python -m bench.kernels` measures the time
 # of a row.
 _MAX_GROUP_ELEMENTS = 1 << 18
+# The same on other devices, where each group costs launches: 128 MiB for each number of 64 bit.
+_MAX_DEVICE_ELEMENTS = 1 << 24
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
@@ -51,7 +53,8 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         temperatures = [params[row].temperature for row in plain]
         tokens[plain] = draw_native(native, logits, plain, temperatures, [keys[row] for row in plain])
         sampled = [row for row in sampled if _has_filter(params[row])]
-    group = max(1, _MAX_GROUP_ELEMENTS // logits.shape[-1])
+    most = _MAX_GROUP_ELEMENTS if logits.device.type == "cpu" else _MAX_DEVICE_ELEMENTS
+    group = max(1, most // logits.shape[-1])
     for start in range(0, len(sampled), group):
         some = sampled[start : start + group]
         temperature = _column([params[row].temperature for row in some], logits)

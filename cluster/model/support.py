@@ -8,9 +8,10 @@ model's class (`check_class`). Holds no state.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cluster.config.families import MEDIA_FAMILIES, ModelFamily, family_of_type, no_adapter
@@ -54,6 +55,13 @@ def check_class(model_class: type) -> None:
         _refuse(name, f"{model_class.__name__} keeps recurrent (SSM or linear-attention) state")
     if not model_class._supports_attention_backend:
         _refuse(name, f"{model_class.__name__} does not call transformers' attention interface")
+
+
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Everything but the head: `model.model`, the name by which halves are loaded. Raises ConfigError."""
+    if not hasattr(model, "model"):
+        _refuse(model.config.model_type, f"{type(model).__name__} has no backbone named 'model'")
+    return cast(PreTrainedModel, model.model)
 
 
 def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:

@@ -28,7 +28,8 @@ CONFIDENCE = 1.0  # standard deviations
 MEMORY_S = 120.0  # time constant of what a request takes of decode workers
 MIN_ANSWERED = 5.0  # requests, before that is known
 TOTALS = (
-    "num_requests", "encode_s", "prefill_s", "encode_s2", "prefill_s2", "num_answered", "num_in_time", "num_refused",
+    "num_requests", "encode_s", "prefill_s", "encode_s2", "prefill_s2",
+    "num_answered", "num_in_time", "num_refused",
 )  # fmt: skip
 
 

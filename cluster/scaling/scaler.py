@@ -83,9 +83,12 @@ class Scaler:
         self._decided_at = -inf
         self._began_at: float | None = None
 
+    def is_due(self, now: float) -> bool:
+        return now - self._decided_at >= self.settings.period_s
+
     def decide(self, snapshot: Snapshot, now: float) -> ScalingDecision | None:
         """None: it is not time yet, or nothing is known."""
-        if not snapshot.doors or now - self._decided_at < self.settings.period_s:
+        if not snapshot.doors or not self.is_due(now):
             return None
         passed_s = min(now - self._decided_at, 2 * self.settings.period_s)
         self._decided_at = now
@@ -119,7 +122,7 @@ class Scaler:
             self._room = {phase: min(1.0, room + RECOVERY * passed_s) for phase, room in self._room.items()}
         elif all(len(pool.replica_ids) >= pool.target for pool in pools):
             able = {phase: sum(pool.target for pool in pools if phase in pool.role.phases) for phase in Phase}
-            tightest = max(wants, key=lambda phase: wants[phase] / max(1, able[phase]))
+            tightest = max(wants, key=lambda phase: wants[phase] / able[phase] if able[phase] else 0.0)
             self._room[tightest] = max(LEAST_ROOM, self._room[tightest] - ROOM_STEP * passed_s)
 
     def _target(self, pool: PoolState, needed: float, now: float) -> int:

@@ -17,7 +17,7 @@ class DoorReport:
 
     num_requests                       that arrived, refused ones included
     encode_s, prefill_s                predicted work of these
-    encode_s2, prefill_s2              sums of the squares of each request's work, which say how much it varies
+    encode_s2, prefill_s2              sums of the squares of each request's work: how much it varies
     num_answered, num_in_time          with a first token; with one within the target
     num_refused                        by admission control
 

@@ -138,8 +138,9 @@ def write_client(folder: Path) -> str:
     return str(client)
 
 
-def check_forkable(modules: Mapping[str, object]) -> None:
-    """Raises NotForkable if a child would share what it must not share. `modules`: imported ones."""
+def check_forkable(modules: Mapping[str, object], files: Sequence[str]) -> None:
+    """Raises NotForkable if a child would share what it must not share. `modules`: imported ones. `files`:
+    paths of open ones."""
     if loaded := sorted(name for name in modules if name.partition(".")[0] in ("ray", "grpc")):
         raise NotForkable(f"{loaded[0]} has been imported")
     if len(os.listdir("/proc/self/task")) > 1:
@@ -147,6 +148,16 @@ def check_forkable(modules: Mapping[str, object]) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise NotForkable("an import has initialised CUDA")
+    if any(file.startswith("/dev/nvidia") for file in files):  # asking for the number of GPUs is enough
+        raise NotForkable("an import has started CUDA's driver")
+
+
+def _open_files() -> list[str]:
+    files = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder itself, by now closed
+            files.append(os.readlink(f"/proc/self/fd/{number}"))
+    return files
 
 
 def import_model(folder: Path) -> None:
@@ -207,7 +218,7 @@ class ForkServer:
             if differing := self._differing(request.environment):
                 _say(f"a worker has other variables than the fork server and is not forked: {differing}")
             else:
-                check_forkable(sys.modules)
+                check_forkable(sys.modules, _open_files())
                 gc.freeze()
                 if os.fork() == 0:
                     self._listener.close()

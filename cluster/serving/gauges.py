@@ -6,6 +6,7 @@ event loop; `/metrics` of the doors has much more (docs/metrics.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from ray.serve import metrics
 
@@ -17,7 +18,7 @@ class WorkerGauges:
     def __init__(self, num_blocks: int, clock: Clock | None = None):
         """`num_blocks`: that the worker has for requests."""
         self._num_blocks, self._clock = num_blocks, clock or SystemClock()
-        self._busy_s, self._at = 0.0, self._clock.now()
+        self._busy_s, self._at = inf, self._clock.now()  # what it computed before counts for nothing
         self._busy = metrics.Gauge(
             "epdg_replica_busy_ratio", "Part of the last seconds in which the worker computed steps"
         )

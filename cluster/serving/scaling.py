@@ -63,10 +63,13 @@ class ScalingPolicy:
             return {}, None
 
     def _decide(self, contexts: Contexts) -> dict[Any, int]:
+        now = self._clock.now()
+        if not self._scaler.is_due(now):
+            return {}
         pools = {ROLES[each.deployment_name]: name for name, each in contexts.items() if _is_pool(each)}
         states = tuple(_state(role, contexts[name]) for role, name in pools.items())
         doors = self._doors(each for each in contexts.values() if each.deployment_name == DOOR)
-        decision = self._scaler.decide(Snapshot(states, doors), self._clock.now())
+        decision = self._scaler.decide(Snapshot(states, doors), now)
         if decision is None:
             return {}
         for change in decision.changes:

@@ -1,4 +1,4 @@
-"""Plans as a table and a plot. Pure."""
+"""Plans as a table, a plot, and values for the chart. Pure."""
 
 from __future__ import annotations
 
@@ -43,3 +43,18 @@ def plan_plot(plans: Sequence[Plan], title: str) -> str:
         body.append(label(x, y + BAR - 4, f"{each.rate:.2f} of {each.estimate:.2f}"))
         y += BAR
     return svg(WIDTH, y + BAR, body)
+
+
+def plan_values(best: Plan, promise: str) -> str:
+    """A values file for deploy/chart. Raises ValueError for several kinds of GPUs, because a pool of the
+    chart has one."""
+    if len(best.division) != 1:
+        raise ValueError("values can be written for one kind of GPU only")
+    ((name, layout),) = best.division
+    counts = {"encode": layout.num_encode, "prefill": layout.num_prefill, "decode": layout.num_decode}
+    pools = (
+        f"  {pool}: {{pods: {count}}}" if count else f"  {pool}: {{enabled: false}}"
+        for pool, count in counts.items()
+    )
+    told = f"# {best.name}, simulated: {best.rate:.2f} requests/s with {promise}"
+    return "\n".join([told, "device: cuda", f"pools: # {name}", *pools, ""])

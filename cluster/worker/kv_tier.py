@@ -45,7 +45,7 @@ def open_tier(args: ClusterArgs, language: Language, blocks: BlockPool, clock: C
     levels = [level for level in levels if level.num_slots > 0]
     if not levels:
         return None
-    executor = ThreadPoolExecutor(1, thread_name_prefix="kv-tier")
+    executor = ThreadPoolExecutor(1, "kv-tier", initializer=language.kv.use_own_stream)
     return KvTier(language.kv, lambda block_id: blocks.generations([block_id])[0], levels, executor, clock)
 
 

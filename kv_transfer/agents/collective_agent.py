@@ -13,8 +13,8 @@ The metadata carries host, port, a random token, the kind of device and the regi
 without the token is dropped. A writer that names other memory is dropped before a byte has moved.
 
 The verbs never wait: the threads of the links dial, make groups and copy, and each of their waits has a
-deadline. NCCL is untried on hardware. It needs the two agents on different GPUs; without "nccl" in `backends`
-they use Gloo, with a copy through host memory at both ends.
+deadline. NCCL is untried on hardware. It refuses two ranks on one GPU: such agents, and those without "nccl"
+in `backends`, use Gloo, with a copy through host memory at both ends.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import time
 
 import msgspec
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from cluster.errors import ConfigError
@@ -75,8 +76,9 @@ class CollectiveAgent:
         self._table.register(memory)
 
     def metadata(self) -> bytes:
-        port, kind = self._listener.getsockname()[1], self._table.device.type
-        own = CollectiveMetadata(self.name, self._host, port, self._token, kind, self._table.regions)
+        port = self._listener.getsockname()[1]
+        device = _identity(self._table.device)
+        own = CollectiveMetadata(self.name, self._host, port, self._token, device, self._table.regions)
         return msgspec.msgpack.encode(own)
 
     def connect(self, metadata: bytes) -> str:
@@ -90,8 +92,9 @@ class CollectiveAgent:
         if self._is_closed:
             raise TransferError(f"agent {self.name} is closed")
         self._drop_link(owner.name)
-        on_devices = owner.device == self._table.device.type == "cuda"
-        backend: Backend = "nccl" if on_devices and "nccl" in self._backends else "gloo"
+        devices = {owner.device, _identity(self._table.device)}
+        can_nccl = "nccl" in self._backends and len(devices) == 2 and "cpu" not in devices
+        backend: Backend = "nccl" if can_nccl else "gloo"
         logger.info("agent %s writes to %s over %s", self.name, owner.name, backend)
         self._peers[owner.name] = (metadata, OutgoingLink(self.name, owner, backend, self._table))
         return owner.name
@@ -184,3 +187,8 @@ class CollectiveAgent:
             self._writers.append(
                 IncomingLink(connection, self._token, self._backends, self._table, self._inbox.put)
             )
+
+
+def _identity(device: torch.device) -> str:
+    """Of a device, in all processes and on all hosts; "cpu" of the CPU."""
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)

@@ -7,8 +7,8 @@ Gloo reports the end of a send or receive only to a thread that waits for it, an
 the connection of the pair. Hence each link has a thread, and `Channel.sever` ends a wait by letting another
 wait time out.
 
-NCCL (untried on hardware): the same calls on device tensors. Its watchdog must not end the process when a
-peer dies: run workers with TORCH_NCCL_ASYNC_ERROR_HANDLING=0.
+NCCL (untried on hardware): the same calls on device tensors. Its watchdog, which would end the process when a
+peer dies, is told not to.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cluster.config.environment import keep_process_without_peer
 from kv_transfer.agents.agent import PeerLostError, TransferError
 from kv_transfer.agents.collective_frames import Backend, FrameSocket, StoreItem, refused
 from kv_transfer.agents.regions import pieces
@@ -161,6 +162,7 @@ class Channel:
 
 def _make_group(store: PairStore, rank: int, backend: Backend, host: str, timeout_s: float) -> Any:
     if backend == "nccl":
+        keep_process_without_peer()
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = NCCL_TIMEOUT
         return dist.ProcessGroupNCCL(store, rank, 2, options)

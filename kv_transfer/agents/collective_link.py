@@ -58,7 +58,7 @@ class CollectiveMetadata(msgspec.Struct, frozen=True, array_like=True):
     host: str
     port: int
     token: bytes
-    device: str  # "cpu" or "cuda"
+    device: str  # "cpu", or the identity of a GPU
     regions: tuple[Region, ...]
 
 

@@ -3,12 +3,16 @@
 A worker on a GPU asks at start. Without CUDA IPC NIXL may go through host memory: that works, but is so slow
 that the cause would be hard to find later.
 
+Before that it asks the driver whether other processes can open such memory at all. Of torch's allocator with
+`expandable_segments:True` they cannot: NIXL then copies through host memory, hundreds of times slower.
+
 `probe_transport` starts `python -m kv_transfer.agents.transport_probe` as the other process. It registers a
 memory on the same device, drives its agent while the bytes come, and reports their checksum.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import socket
@@ -30,6 +34,7 @@ from kv_transfer.codecs.checksum import checksum_blocks
 LAYOUT = MemoryLayout((SegmentSpec(1, (1 << 20,), torch.uint8),))
 NUM_BLOCKS = 32
 NUM_WRITES = 3  # after the write that makes the connection
+IS_LEGACY_CUDA_IPC_CAPABLE = 10  # cuPointerGetAttribute
 TIMEOUT_S = 90.0  # a process that loads torch, NIXL and CUDA may take half a minute
 
 
@@ -55,10 +60,28 @@ def probe_transport(device: torch.device, timeout_s: float = TIMEOUT_S) -> float
         process.wait()
 
 
+def check_shareable(address: int, driver: ctypes.CDLL) -> None:
+    """Raises ConfigError if other processes cannot open the device memory at this address."""
+    is_shareable = ctypes.c_int(0)
+    status = driver.cuPointerGetAttribute(
+        ctypes.byref(is_shareable), IS_LEGACY_CUDA_IPC_CAPABLE, ctypes.c_uint64(address)
+    )
+    if status != 0:
+        raise TransferError(f"the driver does not know memory at {address:#x} (error {status})")
+    if not is_shareable.value:
+        raise ConfigError(
+            "other processes cannot open this GPU's memory; take expandable_segments out of "
+            "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF",
+            param="transport",
+        )
+
+
 def _measure(device: torch.device, pipe: Connection, deadline: float) -> float:
     agent = make_agent("nixl", f"transport-probe-{secrets.token_hex(8)}")
     try:
         memory = BlockMemory(LAYOUT, NUM_BLOCKS, device)
+        if device.type == "cuda":
+            check_shareable(memory.base_address, ctypes.CDLL("libcuda.so.1"))
         memory.buffer.random_(0, 256)
         memory.synchronize()
         agent.register(memory)

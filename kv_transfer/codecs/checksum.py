@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
-from functools import cache
 from typing import Literal
 
 import msgspec
@@ -114,8 +112,8 @@ def _signed(word: int) -> int:
 
 
 def checksum_blocks(memory: BlockMemory, block_ids: Sequence[int]) -> Checksum:
-    """Of the bytes of these blocks in all segments, in this order. Reads them once; on a GPU, on a stream of
-    its own."""
+    """Of the bytes of these blocks in all segments, in this order. Reads them once; waits for this thread's
+    stream."""
     if memory.buffer.device.type == "cpu":
         return Checksum("stream", checksum(memory.descriptors(block_ids)))
     return _tensor_checksum(memory, block_ids)
@@ -134,14 +132,6 @@ def has_checksum(memory: BlockMemory, block_ids: Sequence[int], expected: Checks
 def _tensor_checksum(memory: BlockMemory, block_ids: Sequence[int]) -> Checksum:
     if not block_ids:
         return Checksum("tensor", 0)
-    device = memory.buffer.device
-    with torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else nullcontext():
-        ids = torch.tensor(block_ids, device=device)
-        blocks = (segment.flatten(1).view(torch.uint8).index_select(0, ids) for segment in memory.segments)
-        return Checksum("tensor", tensor_checksum(blocks))
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Of the transfer thread, which so does not wait for the model's steps. Untried on hardware."""
-    return torch.cuda.Stream(device)
+    ids = torch.tensor(block_ids, device=memory.buffer.device)
+    blocks = (segment.flatten(1).view(torch.uint8).index_select(0, ids) for segment in memory.segments)
+    return Checksum("tensor", tensor_checksum(blocks))

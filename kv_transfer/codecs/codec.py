@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import Literal
 
@@ -25,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.config.machine import has_triton
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from kv_transfer.codecs import native as native_code
 from kv_transfer.codecs.quantisation import (
@@ -131,7 +130,7 @@ class Codec:
         blocks_tensor, wire_tensor = (torch.from_numpy(ids).to(device) for ids in (block_ids, wire_ids))
         for segment in (chosen[:, None] * 2 + (0, 1)).flatten().tolist():
             rows, codes, scales = kv.segments[segment], *wire.segments[2 * segment : 2 * segment + 2]
-            if device.type == "cuda" and self.name == "int8" and _has_triton():
+            if device.type == "cuda" and self.name == "int8" and has_triton():
                 from kv_transfer.codecs import triton_codec
 
                 triton_codec.code_groups(
@@ -195,8 +194,3 @@ def _ids(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray, end: int)
     if ids.size and ids.view(np.uint64).max() >= end:  # read unsigned, a negative id is large
         raise IndexError(f"ids {ids.min()} to {ids.max()} are not all in [0, {end})")
     return ids
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None

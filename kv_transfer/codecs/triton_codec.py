@@ -1,7 +1,7 @@
 """The int8 codec on a GPU: the same bytes as `quantisation` makes, without moving rows to the host. Importing
 it needs triton.
 
-Tried in Triton's interpreter and compiled for sm_80 and sm_90; never run on a GPU.
+Tried in Triton's interpreter and compiled for sm_80, sm_90 and sm_100 (Triton 3.9); never run on a GPU.
 
 A group is GROUP_TOKENS tokens in GROUP_TOKENS / BLOCK_SIZE blocks [num_blocks, BLOCK_SIZE, HEADS, WIDTH],
 contiguous. `blocks` [groups, GROUP_TOKENS / BLOCK_SIZE] and `wire_blocks` [groups] are int64.

@@ -82,6 +82,7 @@ class TransferEngine:
         self._on_event = on_event
         self._poll_interval_s = poll_interval_s
         self._linger_s = linger_s
+        self._memory = outgoing or incoming
         self._sender = None
         if outgoing is not None:
             self._sender = Sender(agent, outgoing, clock, self._wake, model, outgoing_wire)
@@ -228,6 +229,8 @@ class TransferEngine:
         return True
 
     def _run(self) -> None:
+        if self._memory is not None:
+            self._memory.use_own_stream()
         while True:
             with self._condition:
                 if self._thread is None:

@@ -126,6 +126,7 @@ class ParsedAnswer:
         delta = self._text.push(event)
         was_reasoning = self._parser.in_reasoning
         parts = self._parser.push(delta.text)
+        is_over = self._parser.is_over  # not by its end: that may have come within a call
         num_reasoning = delta.num_tokens if was_reasoning or self._parser.in_reasoning else 0
         reason = delta.finish_reason
         if reason is not None:
@@ -133,7 +134,7 @@ class ParsedAnswer:
             parts.content += rest.content
             parts.reasoning += rest.reasoning
             parts.calls += rest.calls
-        if self._parser.is_over or (self._parser.has_call and reason == "stop"):
+        if is_over or (self._parser.has_call and reason == "stop"):
             reason = "tool_calls"
         return msgspec.structs.replace(
             delta,

@@ -84,11 +84,11 @@ async def tools(api: openai.AsyncOpenAI, model: str) -> None:
     fields: Any = {"tools": [openai.pydantic_function_tool(Answered, name="tell")], "tool_choice": "required"}
     fields |= {"temperature": 0, "max_tokens": 150, "parallel_tool_calls": False}
     whole = await api.chat.completions.parse(model=model, messages=HELLO, **fields)
-    (call,) = whole.choices[0].message.tool_calls or ()
+    (call,) = whole.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Answered)
     async with api.chat.completions.stream(model=model, messages=HELLO, **fields) as stream:
         final = await stream.get_final_completion()
-    (again,) = final.choices[0].message.tool_calls or ()
+    (again,) = final.choices[0].message.tool_calls or []
     assert again.function.arguments == call.function.arguments
     result = {"role": "tool", "tool_call_id": call.id, "content": "yes"}
     sent = call.model_dump(exclude={"function": {"parsed_arguments"}})

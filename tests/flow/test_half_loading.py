@@ -110,6 +110,24 @@ def test_a_model_that_cannot_be_served_is_refused_by_name(
         LanguageModel.load(tmp_path, dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2), "gpt2.*no backbone named 'model'"),
+        (hf.GPTNeoXConfig(**_SMALL, intermediate_size=64), "gpt_neox.*no backbone named 'model'"),
+        (
+            hf.NemotronConfig(**_SMALL, num_key_value_heads=2, intermediate_size=64),
+            "nemotron.*no arguments on to attention",
+        ),
+    ],
+)
+def test_a_backbone_that_cannot_be_driven_is_refused_by_name(
+    config: hf.PreTrainedConfig, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        LanguageModel.from_model(hf.AutoModelForCausalLM.from_config(config))
+
+
 def test_a_text_model_has_no_encoder_half(tmp_path: Path) -> None:
     TEXT_FAMILIES["llama"]().model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no media encoder"):

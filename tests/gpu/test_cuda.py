@@ -12,11 +12,13 @@ import torch
 import transformers as hf
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.attention import LayerAttention
-from cluster.model.attention_flash import FlashAttention, make_cuda_backend
+from cluster.model.attention import AttentionShape, LayerAttention
+from cluster.model.attention_flash import FlashAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda import decode_attention
+from cluster.model.cuda.choice import choose
 from cluster.model.cuda.graphs import GraphedModel, capture_cuda
+from cluster.model.cuda.libraries import installed
 from cluster.model.encoder import EncoderModel
 from cluster.model.kv_format import QuantizedRows, kv_segments
 from cluster.model.language import LanguageModel, SequenceChunk
@@ -28,26 +30,25 @@ if not torch.cuda.is_available():
     pytest.skip("there is no GPU here", allow_module_level=True)
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-needs_backend = pytest.mark.skipif(
-    find_spec("triton") is None and find_spec("flash_attn") is None, reason="neither triton nor flash-attn"
-)
 HEADS = [Heads(28, 4, 128, 128), Heads(14, 2, 64, 64), Heads(8, 8, 80, 80), Heads(8, 1, 256, 256)]
 LAYERS = [LayerAttention(0.1), LayerAttention(0.1, sliding_window=100), LayerAttention(0.1, softcap=20.0)]
 DEVICE = "cuda"
 
 
-@needs_backend
+@pytest.mark.parametrize(("name", "library"), [(None, None), *installed()], ids=lambda each: str(each)[:12])
 @pytest.mark.parametrize("sizes", [[(0, 300), (0, 70)], [(500, 200), (0, 33)], [(1, 1), (777, 1), (2000, 1)]])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_the_backend_equals_dense_attention(sizes, layer, heads, block_size, kv_cache_dtype) -> None:
+def test_every_library_equals_dense_attention(
+    name, library, sizes, layer, heads, block_size, kv_cache_dtype
+) -> None:
     case = paged_case(
         sizes, layer, heads, block_size=block_size, kv_cache_dtype=kv_cache_dtype, dtype=torch.bfloat16,
         device=DEVICE,
     )  # fmt: skip
-    backend = make_cuda_backend(torch.device(DEVICE, 0), TorchAttention())
+    backend = FlashAttention(TorchAttention(), library, decode_attention.is_available(), 100)
     out = backend.attend(case.batch, layer, case.query, case.new_key, case.new_value, case.cache)
     torch.testing.assert_close(out.float(), case.expected, rtol=2e-2, atol=2e-2)
 
@@ -117,7 +118,9 @@ def test_recorded_decode_steps_equal_unrecorded_ones(kv_cache_dtype) -> None:
 
 @needs_triton
 def test_a_model_on_the_gpu_gets_the_cuda_backend() -> None:
-    backend = make_cuda_backend(torch.device(DEVICE, 0), TorchAttention())
+    layout = MemoryLayout(kv_segments([(4, 128)] * 2, 16, torch.bfloat16))
+    shape = AttentionShape(layout, 16, 28, LayerAttention(128**-0.5))
+    backend = choose(torch.device(DEVICE, 0), torch.bfloat16, shape, TorchAttention())
     assert isinstance(backend, FlashAttention)
 
 

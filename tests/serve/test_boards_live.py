@@ -1,5 +1,5 @@
-"""Every panel of the boards has data: Prometheus scrapes a live cluster that has answered text and an image, and
-is asked every query of the overview and of the pools that the cluster has."""
+"""Every panel of the boards has data: Prometheus scrapes a live cluster that has answered text and an image,
+and is asked every query of the overview and of the pools that the cluster has."""
 
 from __future__ import annotations
 

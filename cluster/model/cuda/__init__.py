@@ -4,11 +4,13 @@
   module needs triton.
 * `decode_attention`: calls these kernels and decides how a decode is split. It imports `kernels` inside the
   functions that launch them, so it can be imported anywhere.
+* `libraries`: attention kernels of other projects. `choice`: which of them, or ours, serves a model on this
+  GPU.
 * `graphs`: CUDA graphs of the decode step by batch size. `copies`: a step's inputs as one pinned matrix and
   one copy.
 * `uploads`: media tensors to the GPU on a stream of their own.
 
-Tried: the kernels in Triton's interpreter on the CPU and in its compiler for sm_80 and sm_90; graphs with a
-stand-in for the capture.
-Untried: everything on a GPU.
+Tried: all of it on a simulated device (tests/unit/cuda, tests/fakes/cuda_device.py), whose tensors are
+computed on the CPU, and which refuses what a GPU refuses; the kernels in Triton's interpreter and in its
+compiler for sm_80, sm_90 and sm_100. Untried: everything on a GPU.
 """

@@ -5,11 +5,10 @@ contexts, so calls may be captured in a CUDA graph. Never run on a GPU. Letters 
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
+from cluster.config.machine import has_triton
 from cluster.model.attention import LayerAttention
 from cluster.model.kv_format import LayerCache, PlainRows, QuantizedRows, RowStore
 
@@ -20,8 +19,8 @@ _GATHER_TILE = 16  # rows per program
 
 
 def is_available() -> bool:
-    """Whether triton can be imported."""
-    return find_spec("triton") is not None
+    """Whether Triton is installed, with the C compiler that it calls when it first meets a device."""
+    return has_triton()
 
 
 def can_decode(cache: LayerCache) -> bool:

@@ -167,7 +167,8 @@ def capture_cuda() -> Capture:
                 work()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # thread_local: other threads of a worker, NCCL's among them, may use the device meanwhile
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             out = work()
 
         def replay() -> Tensor:

@@ -1,5 +1,5 @@
 """Triton kernels over paged KV. Importing them needs triton. Tried in Triton's interpreter and compiled for
-sm_80 and sm_90 (Triton 3.9, no register spills up to widths of 128), never run on a GPU.
+sm_80, sm_90 and sm_100 (Triton 3.9), never run on a GPU.
 
 Blocks are [num_blocks, BLOCK_SIZE, KV_HEADS, width], contiguous; a flat slot is block id * BLOCK_SIZE + row.
 INT8 blocks hold codes and have float16 scales [num_blocks, BLOCK_SIZE, KV_HEADS, cdiv(width, 64)], one for
@@ -137,7 +137,7 @@ def write_quantised(
     slot = tl.load(slots + token).to(tl.int64)
     runs = tl.arange(0, RUNS_PAD)
     columns = runs[:, None] * SCALE_RUN + tl.arange(0, SCALE_RUN)[None, :]
-    source = rows + token.to(tl.int64) * row_stride + head * head_stride
+    source = rows + token.to(tl.int64) * row_stride + head.to(tl.int64) * head_stride
     numbers = tl.load(source + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     scale = tl.div_rn(tl.max(tl.abs(numbers), 1), 127.0).to(tl.float16)
     divisor = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))

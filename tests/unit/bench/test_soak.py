@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from bench.flat import trend
-from bench.soak_series import Latency, Verdict, table, usage_of
+from bench.soak_series import Latency, Sampler, Verdict, table, usage_of
 
 TIMES = [float(second) for second in range(120)]
 
@@ -64,3 +64,23 @@ def test_latency_is_that_of_the_answers_since_the_last_sample() -> None:
 def test_the_usage_of_a_process_that_has_ended_is_empty() -> None:
     assert usage_of(os.getpid())["threads"] >= 1
     assert usage_of(2**22 + 1) == {}
+
+
+def test_a_process_that_keeps_its_descriptors_is_found() -> None:
+    """Also: a process that came later has no verdict, and nothing else of this one grows."""
+    kinds = {os.getpid(): "door"}
+    sampler, opened = Sampler(lambda: kinds), []
+    try:
+        for second in range(30):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+            if second == 20:
+                kinds = {**kinds, 1: "other"}
+            sampler.latency.add_answer([0.0, 0.1, 0.2, 0.3])
+            sampler.sample(float(second))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    verdicts = {(verdict.name, verdict.unit): verdict for verdict in sampler.verdicts()}
+    assert {name for name, _ in verdicts} == {"door", "/dev/shm", "TTFT", "ITL"}
+    assert verdicts["door", "descriptors"].rises
+    assert not any(verdicts[key].rises for key in (("door", "threads"), ("TTFT", "ms"), ("ITL", "ms")))

@@ -66,7 +66,7 @@ def test_the_kernels_code_as_torch_does(shape: tuple[int, int], dtype: torch.dty
 
 
 @needs_compiler
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("encodes", [True, False])
 @pytest.mark.parametrize("is_key", [True, False])

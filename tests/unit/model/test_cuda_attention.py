@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cluster.model.attention import LayerAttention
-from cluster.model.attention_flash import Flash2, Flash3, FlashAttention, FlashLibrary, Route, route
+from cluster.model.attention_flash import FlashAttention, Route, route
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda import decode_attention
+from cluster.model.cuda.libraries import Flash2, Flash3, Flash4, FlashLibrary, TorchVarlen
 from cluster.model.kv_format import QuantizedRows
 from tests.gpu.cases import Heads, dense, paged_case
 
@@ -85,7 +86,41 @@ def flash_module(calls: list[str]) -> SimpleNamespace:
         starts = torch.arange(len(q) + 1, dtype=torch.int32)
         return paged(q[:, 0], k_cache, v_cache, starts, cache_seqlens, block_table, **keywords)[:, None]
 
-    return SimpleNamespace(flash_attn_varlen_func=varlen, flash_attn_with_kvcache=with_kvcache)
+    def torch_varlen(q, k, v, starts_q, starts_k, max_q, max_k, *, scale, window_size, enable_gqa) -> Tensor:
+        assert enable_gqa and window_size[1] == 0
+        calls.append("varlen")
+        return answer(
+            q, k, v, starts_q, starts_k, softmax_scale=scale, causal=True, window_size=window_size, softcap=0
+        )
+
+    return SimpleNamespace(
+        flash_attn_varlen_func=varlen, flash_attn_with_kvcache=with_kvcache, varlen_attn=torch_varlen
+    )
+
+
+def cute_module(calls: list[str]) -> SimpleNamespace:
+    """flash-attn 4's one function, which returns a pair."""
+    older = flash_module(calls)
+
+    def varlen(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q, max_seqlen_k, seqused_k=None,
+        page_table=None, window_size, **keywords,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        keywords["window_size"] = tuple(-1 if side is None else side for side in window_size)
+        if page_table is None:
+            arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            return older.flash_attn_varlen_func(q, k, v, *arguments, **keywords), None
+        assert cu_seqlens_k is None and max_seqlen_k >= seqused_k.max()
+        return older.flash_attn_with_kvcache(
+            q, k, v, seqused_k, page_table=page_table, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+            **keywords,
+        ), None  # fmt: skip
+
+    return SimpleNamespace(flash_attn_varlen_func=varlen)
+
+
+def library(generation, calls: list[str]) -> FlashLibrary:
+    return generation((cute_module if generation is Flash4 else flash_module)(calls))
 
 
 def backend(library: FlashLibrary | None, *, has_kernels: bool = False) -> FlashAttention:
@@ -100,7 +135,7 @@ def attend(subject: FlashAttention, layer: LayerAttention, case) -> Tensor:
 @pytest.mark.parametrize(
     "layer", [PLAIN, LayerAttention(0.3, sliding_window=4), LayerAttention(0.3, softcap=2.0)]
 )
-@pytest.mark.parametrize("generation", [Flash2, Flash3])
+@pytest.mark.parametrize("generation", [Flash2, Flash3, Flash4, TorchVarlen])
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_every_step_equals_dense_attention_through_flash(
@@ -112,11 +147,13 @@ def test_every_step_equals_dense_attention_through_flash(
 ):
     case = paged_case(sizes, layer, Heads(), block_size=block_size, kv_cache_dtype=kv_cache_dtype)
     calls: list[str] = []
-    out = attend(backend(generation(flash_module(calls))), layer, case)
+    out = attend(backend(library(generation, calls)), layer, case)
     torch.testing.assert_close(out, case.expected, rtol=1e-4, atol=1e-5)
     is_mixed = len({new == 1 for _, new in sizes}) == 2
-    reads_pages = generation.page_multiple <= block_size and kv_cache_dtype == "auto"
-    assert len(calls) == (2 if is_mixed and not reads_pages else 1)
+    pages = generation.page_multiple
+    reads_pages = pages is not None and pages <= block_size and kv_cache_dtype == "auto"
+    can = generation.has_softcap or layer.softcap is None
+    assert len(calls) == (2 if is_mixed and not reads_pages else 1) * can
 
 
 @pytest.mark.parametrize(
@@ -128,12 +165,14 @@ def test_every_step_equals_dense_attention_through_flash(
         (Flash2, 16, [(0, 2), (0, 9)], ["varlen"]),
         (Flash3, 16, [(3, 2), (5, 1)], ["kvcache"]),
         (Flash3, 16, [(3, 1), (5, 1)], ["kvcache"]),
+        (Flash4, 16, [(3, 2), (5, 1)], ["kvcache"]),
+        (TorchVarlen, 256, [(3, 2), (5, 1)], ["varlen", "varlen"]),
     ],
 )
 def test_pages_are_read_where_the_library_can(generation, block_size, sizes, expected) -> None:
     calls: list[str] = []
     attend(
-        backend(generation(flash_module(calls))),
+        backend(library(generation, calls)),
         PLAIN,
         paged_case(sizes, PLAIN, Heads(), block_size=block_size),
     )
@@ -155,8 +194,11 @@ def test_the_rule_sends_everything_somewhere_that_can_do_it() -> None:
     sinks = replace(PLAIN, sinks=torch.zeros(4))
     spans = replace(chunk.batch, bidirectional_spans=[[(3, 5)]])
 
+    def library_of(page_multiple: int | None) -> FlashLibrary | None:
+        return None if page_multiple is None else library(Flash2 if page_multiple == 256 else Flash3, [])
+
     def chosen(case, page_multiple: int | None, has_kernels: bool, layer: LayerAttention = PLAIN) -> Route:
-        return route(case.batch, layer, case.cache, page_multiple, has_kernels)
+        return route(case.batch, layer, case.cache, library_of(page_multiple), has_kernels)
 
     assert chosen(decode, 1, True) is Route.PAGES
     assert chosen(decode, 256, True) is Route.DECODE_KERNEL
@@ -172,7 +214,11 @@ def test_the_rule_sends_everything_somewhere_that_can_do_it() -> None:
     assert chosen(chunk, 256, True) is Route.ROWS
     assert chosen(chunk, None, True) is Route.FALLBACK
     assert chosen(chunk, 1, True, sinks) is Route.FALLBACK
-    assert route(spans, PLAIN, chunk.cache, 1, True) is Route.FALLBACK
+    assert route(spans, PLAIN, chunk.cache, library_of(1), True) is Route.FALLBACK
+    varlen, capped = library(TorchVarlen, []), replace(PLAIN, softcap=2.0)
+    assert route(chunk.batch, PLAIN, chunk.cache, varlen, True) is Route.ROWS
+    assert route(chunk.batch, capped, chunk.cache, varlen, True) is Route.FALLBACK
+    assert route(decode.batch, PLAIN, decode.cache, varlen, True) is Route.DECODE_KERNEL
 
 
 def test_only_steps_that_ignore_the_contexts_may_be_captured() -> None:

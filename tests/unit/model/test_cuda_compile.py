@@ -18,8 +18,10 @@ from triton.compiler import ASTSource  # noqa: E402
 from cluster.model.cuda import kernels  # noqa: E402
 
 POINTERS = {
-    "query": "*bf16", "key": "*i8", "key_scales": "*fp16", "value": "*i8", "value_scales": "*fp16", "tables": "*i32",
-    "context_lens": "*i64", "partial_out": "*fp32", "partial_stats": "*fp32", "sinks": "*bf16", "out": "*bf16",
+    "query": "*bf16", "key": "*i8", "key_scales": "*fp16", "value": "*i8", "value_scales": "*fp16",
+    "tables": "*i32", "context_lens": "*i64", "partial_out": "*fp32", "partial_stats": "*fp32",
+    "sinks": "*bf16",
+    "out": "*bf16",
     "rows": "*bf16", "slots": "*i64", "codes": "*i8", "scales": "*fp16",
 }  # fmt: skip
 NUMBERS = {
@@ -31,14 +33,16 @@ DECODE = SIZES | {
     "BLOCK_SIZE": 16, "GROUP": 7, "GROUP_PAD": 16, "K_WIDTH": 128, "K_PAD": 128, "TILE": 64, "WINDOW": 4096,
     "HAS_SOFTCAP": True,
 }  # fmt: skip
+WIDEST = {"K_WIDTH": 256, "K_PAD": 256, "V_WIDTH": 256, "V_PAD": 256}
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     ("name", "constants"),
     [
         ("decode_split", {**DECODE, "QUANTISED": True}),
         ("decode_split", {**DECODE, "QUANTISED": False, "key_scales": None, "value_scales": None}),
+        ("decode_split", {**DECODE, **WIDEST, "QUANTISED": False, "key_scales": None, "value_scales": None}),
         ("decode_reduce", {**SIZES, "HEADS": 28, "SPLITS_PAD": 64, "HAS_SINKS": True}),
         ("write_quantised", {**SIZES, "RUNS": 2, "RUNS_PAD": 2}),
         ("gather_quantised", {**SIZES, "TILE": 16}),

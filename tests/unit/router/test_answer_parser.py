@@ -158,17 +158,18 @@ class Said:
     """An `AnswerText` that says its events' tokens as letters."""
 
     def push(self, event: TokenEvent) -> TextDelta:
-        reason = None if event.finish_reason is None else "stop"
+        reasons: dict[Any, Any] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+        reason = reasons.get(event.finish_reason)
         return TextDelta("".join(map(chr, event.token_ids)), len(event.token_ids), reason)
 
 
-def said(text: str, size: int, **more: Any) -> list[TextDelta]:
+def said(text: str, size: int, end: FinishReason = FinishReason.STOP, **more: Any) -> list[TextDelta]:
     answer = ParsedAnswer(Said(), parser_of("hermes", **more), shows_reasoning=False)
     deltas = []
     for start in range(0, len(text), size):
         is_last = start + size >= len(text)
         tokens = tuple(map(ord, text[start : start + size]))
-        deltas.append(answer.push(TokenEvent("r", tokens, FinishReason.STOP if is_last else None)))
+        deltas.append(answer.push(TokenEvent("r", tokens, end if is_last else None)))
         if deltas[-1].finish_reason is not None:
             break
     return deltas
@@ -187,6 +188,17 @@ def test_an_answer_with_calls_ends_with_their_reason(size):
     assert deltas[-1].finish_reason == "tool_calls"
     assert {call.index for delta in deltas for call in delta.calls} == {0}
     assert said("no call", size)[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_an_answer_that_is_cut_within_its_first_call_ends_with_its_length(size, is_parallel):
+    cut = '<tool_call>{"name": "f", "arguments": {"a": tru'
+    for streams in (False, True):
+        deltas = said(cut, size, FinishReason.LENGTH, is_parallel=is_parallel, streams=streams)
+        assert deltas[-1].finish_reason == "length"
+        whole = said(cut + "e}}</tool_call>", size, is_parallel=is_parallel, streams=streams)
+        assert whole[-1].finish_reason == "tool_calls"
 
 
 def test_an_argument_that_is_written_twice_is_an_error_once_it_has_been_sent():

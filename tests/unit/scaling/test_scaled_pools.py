@@ -1,4 +1,5 @@
-"""Pools that are scaled while requests run, in virtual time: the real scaler, flow, admission and placement."""
+"""Pools that are scaled while requests run, in virtual time: the real scaler, flow, admission and
+placement."""
 
 from __future__ import annotations
 

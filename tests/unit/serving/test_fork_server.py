@@ -112,7 +112,14 @@ def test_a_server_that_shares_too_much_does_not_fork(tmp_path, name):
 @pytest.mark.parametrize("name", ["ray", "ray._raylet", "grpc._cython.cygrpc"])
 def test_a_process_that_has_imported_ray_is_told_so(name):
     with pytest.raises(NotForkable, match=f"^{name} has been imported"):
-        check_forkable({"torch": sys, name: sys})
+        check_forkable({"torch": sys, name: sys}, [])
+
+
+@pytest.mark.parametrize("file", ["/dev/nvidiactl", "/dev/nvidia0"])
+def test_a_process_that_has_asked_for_gpus_does_not_fork(file):
+    """torch does not call that an initialisation, but no child could use CUDA."""
+    with pytest.raises(NotForkable, match="CUDA's driver"):
+        check_forkable({}, ["/dev/null", file])
 
 
 def test_workers_that_are_forked_at_once_draw_different_ids(tmp_path):

@@ -1,9 +1,5 @@
-"""How far steps are from what one GPU can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷ peak,
-with random weights; and one layer's decode attention, ours over plain and INT8 blocks against flash-attn's.
-
-    python -m bench.gpu                 # a GPU; models 0.5b and 7b
-    python -m bench.gpu --models 0.5b --kv-cache-dtype int8
-    python -m bench.gpu --smoke         # a tiny model on the CPU: only shows that it runs
+"""How far steps are from what a device can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷
+peak, with random weights; and one layer's decode attention by the backend that serves such blocks.
 
 Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. Never run on a
 GPU yet.
@@ -11,7 +7,6 @@ GPU yet.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,13 +16,15 @@ import torch
 import transformers as hf
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.attention import LayerAttention, PagedBatch, make_backend
+from cluster.model.attention import AttentionShape, LayerAttention, PagedBatch, make_backend
 from cluster.model.cuda.graphs import GraphedModel, capture_cuda
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.step_model import StepModel
+from cluster.worker.memory_plan import available_bytes
 
 BLOCK_SIZE = 16
+KV_SHARE = 0.7  # of the memory that is free beside the weights; larger batches are left out
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,8 @@ class TableLine:
     bound_s: float
 
     def __str__(self) -> str:
-        return f"{self.what:44} {1e6 * self.seconds:12.1f} {1e6 * self.bound_s:12.1f} {self.bound_s / self.seconds:8.2f}"
+        numbers = f"{1e6 * self.seconds:12.1f} {1e6 * self.bound_s:12.1f} {self.bound_s / self.seconds:8.2f}"
+        return f"{self.what:44} {numbers}"
 
 
 def median_s(work: Callable[[], object], device: torch.device, repeats: int, calls: int = 1) -> float:
@@ -147,8 +145,14 @@ def prefill_row(
 
 
 def attention_row(
-    name: str, kv_cache_dtype: KvCacheDtype, block_size: int, shape: ModelShape, batch: int, context: int, machine: DeviceSpeed
-) -> TableLine:  # fmt: skip
+    name: str,
+    kv_cache_dtype: KvCacheDtype,
+    block_size: int,
+    shape: ModelShape,
+    batch: int,
+    context: int,
+    machine: DeviceSpeed,
+) -> TableLine:
     """One layer's decode attention, by the backend that serves such blocks."""
     width = shape.hidden // shape.heads
     per_seq = -(-context // block_size)
@@ -160,8 +164,9 @@ def attention_row(
     step = PagedBatch(kv, block_size, slots, [1] * batch, [context] * batch, tables, lens, ())
     query = torch.randn(batch, shape.heads, width, device=machine.device, dtype=machine.dtype)
     new = query[:, : shape.kv_heads]
-    backend = make_backend(machine.device, machine.dtype)
     layer, cache = LayerAttention(width**-0.5), layer_cache(kv, 0)
+    wanted = AttentionShape(kv.layout, block_size, shape.heads, layer)
+    backend = make_backend(machine.device, machine.dtype, wanted)
     seconds = median_s(
         lambda: backend.attend(step, layer, query, new, new, cache), machine.device, 10, calls=20
     )
@@ -177,6 +182,8 @@ def model_rows(
     shape = SHAPES[name]
     model = random_model(shape, machine, kv_cache_dtype)
     per_seq = -(-(context + 1) // BLOCK_SIZE)
+    room = available_bytes(machine.device) * KV_SHARE / (per_seq * model.kv_layout.block_bytes)
+    batches = [batch for batch in batches if batch <= room]
     kv = BlockMemory(model.kv_layout, max(batches) * per_seq + 1, machine.device)
     weight_bytes = num_weights(shape) * machine.dtype.itemsize
     models: list[tuple[str, StepModel]] = [("decode", model)]
@@ -196,50 +203,3 @@ def num_weights(shape: ModelShape) -> int:
     head_width = shape.hidden // shape.heads
     attention = shape.hidden * (2 * shape.hidden + 2 * shape.kv_heads * head_width)
     return shape.layers * (attention + 3 * shape.hidden * shape.intermediate) + shape.hidden * shape.vocab
-
-
-def smoke_rows() -> list[TableLine]:
-    device = torch.device("cpu")
-    machine = measure_machine(device, torch.float32, scale=128)
-    rows = model_rows("tiny", machine, "int8", [1, 2], 32)
-    return [*rows, attention_row("tiny attention", "int8", 16, SHAPES["tiny"], 2, 32, machine)]
-
-
-def gpu_rows(names: Sequence[str], kv_cache_dtype: KvCacheDtype) -> list[TableLine]:
-    device = torch.device("cuda")
-    machine = measure_machine(device, torch.bfloat16, scale=1)
-    print(
-        f"copy {machine.bytes_per_s / 1e9:.0f} GB/s, matrix product {machine.flops_per_s / 1e12:.0f} TFLOP/s"
-    )
-    formats: tuple[tuple[KvCacheDtype, int], ...] = (("int8", 16), ("auto", 16), ("auto", 256))
-    rows = []
-    for name in names:
-        rows += model_rows(name, machine, kv_cache_dtype, [1, 8, 64], 2048)
-        for batch, context in ((1, 8192), (16, 2048), (64, 8192)):
-            for dtype, block_size in formats:
-                title = f"{name} attention, {dtype} KV, blocks of {block_size}, {batch} × {context}"
-                rows.append(attention_row(title, dtype, block_size, SHAPES[name], batch, context, machine))
-    return rows
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["0.5b", "7b"])
-    parser.add_argument("--kv-cache-dtype", choices=["auto", "int8"], default="auto")
-    parser.add_argument("--smoke", action="store_true")
-    args = parser.parse_args()
-    if not args.smoke and not torch.cuda.is_available():
-        print("no GPU here; --smoke runs a tiny model on the CPU")
-        return 1
-    with torch.inference_mode():
-        rows = smoke_rows() if args.smoke else gpu_rows(args.models, args.kv_cache_dtype)
-    print(f"{'':44} {'median us':>12} {'bound us':>12} {'of bound':>8}")
-    for row in rows:
-        print(row)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,0 +1,122 @@
+"""What one GPU does with this product, in one command: at most 25 minutes, without the network, with random
+weights.
+
+    python -m bench.gpu all --out results.jsonl              # every part in a process of its own
+    python -m bench.gpu all --out results.jsonl --parts machine codecs
+    python -m bench.gpu all --out results.jsonl --rehearse   # on the CPU, tiny: shows that it runs
+    python -m bench.gpu table results.jsonl
+    python -m bench.gpu part steps-7b                        # one part, to the terminal
+
+A part that fails, or outlasts its limit and is killed, is a line of the results, and the next part begins.
+Results are appended to the file as they come. Never run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from bench.gpu.parts import PARTS
+
+LAST_LINES = 12  # of what a failed part has said
+OF_A_PART = (sys.executable, "-m", "bench.gpu", "part")
+
+
+def run_all(names: Sequence[str], limits: Mapping[str, float], command: Sequence[str], out: Path) -> int:
+    """`command`: of a part; its name follows. Returns how many parts failed."""
+    num_failed = 0
+    for name in names:
+        with out.open("a") as results:
+            end = _run([*command, name], limits[name], results)
+            num_failed += not end["ok"]
+            _note(json.dumps({"part": name, "what": "end", **end}), results)
+    return num_failed
+
+
+def _run(command: Sequence[str], limit_s: float, results: IO[str]) -> dict[str, object]:
+    began, was_killed = time.monotonic(), threading.Event()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True
+        )
+
+        def kill() -> None:
+            was_killed.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        limit = threading.Timer(limit_s, kill)
+        limit.start()
+        for line in process.stdout or ():
+            if line.startswith("{"):
+                _note(line.rstrip(), results)
+        code = process.wait()
+        limit.cancel()
+        said.seek(0)
+        why = "time limit" if was_killed.is_set() else said.read().splitlines()[-LAST_LINES:]
+    end: dict[str, object] = {"ok": code == 0, "s": time.monotonic() - began}
+    return end if code == 0 else {**end, "why": why}
+
+
+def _note(line: str, results: IO[str]) -> None:
+    results.write(line + "\n")
+    results.flush()
+    print(line, flush=True)
+
+
+def table(file: Path) -> str:
+    lines = []
+    for record in map(json.loads, file.read_text().splitlines()):
+        part, what = record.pop("part"), record.pop("what")
+        told = (f"{key} {_short(value)}" for key, value in record.items())
+        lines.append(f"{part:12} {what:58} {', '.join(told)}")
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    every = commands.add_parser("all")
+    every.add_argument("--out", type=Path, required=True)
+    every.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    one = commands.add_parser("part")
+    one.add_argument("name", choices=list(PARTS))
+    for command in (every, one):
+        command.add_argument("--rehearse", action="store_true")
+    commands.add_parser("table").add_argument("file", type=Path)
+    args = parser.parse_args()
+    if args.command == "table":
+        print(table(args.file))
+        return 0
+    if not args.rehearse and not torch.cuda.is_available():
+        print("no GPU here; --rehearse runs tiny shapes on the CPU")
+        return 1
+    if args.command == "part":
+        for measurement in PARTS[args.name].run(args.rehearse):
+            print(json.dumps({"part": args.name, **measurement}), flush=True)
+        return 0
+    part = (*OF_A_PART, *(["--rehearse"] if args.rehearse else []))
+    num_failed = run_all(args.parts, {name: each.limit_s for name, each in PARTS.items()}, part, args.out)
+    print(table(args.out))
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,218 @@
+"""Attention kernels of other projects behind one interface. Each may be missing; `installed` names those that
+can be imported. Letters as in `cluster.model.attention`.
+
+| library | reads pages of | GPUs | installed by |
+| --- | --- | --- | --- |
+| flash-attn 4 (`flash_attn.cute`) | any size, Hopper and Blackwell | from Ampere on | the extra `gpu` |
+| flash-attn 3 (`flash_attn_interface`) | any size | Hopper | a build of one's own |
+| flash-attn 2 (`flash_attn`) | multiples of 256 rows | from Ampere on | a build |
+| torch's `varlen_attn` | – | from Ampere on | torch; no soft caps |
+
+Untried on a GPU. Calls are checked against the libraries' signatures (tests/unit/cuda/test_libraries.py), and
+against plain softmax when a worker starts (`choice`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from cluster.model.attention import LayerAttention
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepLengths:
+    """Sizes of one packed step, on the device and on the host."""
+
+    query_starts: Tensor  # [B + 1] int32: exclusive prefix sums
+    context_starts: Tensor  # [B + 1] int32
+    contexts: Tensor  # [B] int32
+    tables: Tensor  # [B, max_blocks] int32
+    max_query: int
+    max_context: int
+
+
+class FlashLibrary(Protocol):
+    """Both calls are causal, take query [T, Hq, D] and return [T, Hq, D]."""
+
+    @property
+    def page_multiple(self) -> int | None:
+        """Pages whose number of rows is a multiple of this can be read; None: no pages."""
+        ...
+
+    @property
+    def has_softcap(self) -> bool: ...
+
+    def paged(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
+    ) -> Tensor:
+        """key and value [num_blocks, block_size, Hk, D]."""
+        ...
+
+    def rows(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
+    ) -> Tensor:
+        """key and value [sum of contexts, Hk, D], sequence after sequence."""
+        ...
+
+
+class Flash2:
+    """`module` is flash_attn."""
+
+    page_multiple = 256
+    has_softcap = True
+
+    def __init__(self, module: Any):
+        self._varlen = module.flash_attn_varlen_func
+        self._with_kvcache = module.flash_attn_with_kvcache
+
+    def paged(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
+    ) -> Tensor:
+        if lengths.max_query == 1:
+            out = self._with_kvcache(
+                query[:, None], key, value, cache_seqlens=lengths.contexts, block_table=lengths.tables,
+                **_common(layer),
+            )  # fmt: skip
+            return out[:, 0]
+        return self._varlen(
+            query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
+            lengths.max_context, block_table=lengths.tables, **_common(layer),
+        )  # fmt: skip
+
+    def rows(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
+    ) -> Tensor:
+        return _rows(self._varlen, query, key, value, lengths, layer)
+
+
+class Flash3:
+    """`module` is flash_attn_interface."""
+
+    page_multiple = 1
+    has_softcap = True
+
+    def __init__(self, module: Any):
+        self._varlen = module.flash_attn_varlen_func
+        self._with_kvcache = module.flash_attn_with_kvcache
+
+    def paged(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
+    ) -> Tensor:
+        return self._with_kvcache(
+            query, key, value, cache_seqlens=lengths.contexts, page_table=lengths.tables,
+            cu_seqlens_q=lengths.query_starts, max_seqlen_q=lengths.max_query, **_common(layer),
+        )  # fmt: skip
+
+    def rows(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
+    ) -> Tensor:
+        return _rows(self._varlen, query, key, value, lengths, layer)
+
+
+class Flash4:
+    """`module` is flash_attn.cute, whose calls return the logarithms of sums, too."""
+
+    page_multiple = 1
+    has_softcap = True
+
+    def __init__(self, module: Any):
+        self._varlen = module.flash_attn_varlen_func
+
+    def paged(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
+    ) -> Tensor:
+        out, _ = self._varlen(
+            query, key, value, cu_seqlens_q=lengths.query_starts, max_seqlen_q=lengths.max_query,
+            max_seqlen_k=lengths.max_context, seqused_k=lengths.contexts, page_table=lengths.tables,
+            **_cute(layer),
+        )  # fmt: skip
+        return out
+
+    def rows(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
+    ) -> Tensor:
+        out, _ = self._varlen(
+            query, key, value, cu_seqlens_q=lengths.query_starts, cu_seqlens_k=lengths.context_starts,
+            max_seqlen_q=lengths.max_query, max_seqlen_k=lengths.max_context, **_cute(layer),
+        )  # fmt: skip
+        return out
+
+
+class TorchVarlen:
+    """`module` is torch.nn.attention.varlen. Its pages need flash-attn 3 or 4, which then serves by
+    itself."""
+
+    page_multiple = None
+    has_softcap = False
+
+    def __init__(self, module: Any):
+        self._varlen = module.varlen_attn
+
+    def paged(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
+    ) -> Tensor:
+        raise NotImplementedError("torch's own kernel reads no pages")
+
+    def rows(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
+    ) -> Tensor:
+        return self._varlen(
+            query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
+            lengths.max_context, scale=layer.scaling, window_size=(_left(layer), 0), enable_gqa=True,
+        )  # fmt: skip
+
+
+LIBRARIES = (
+    ("flash_attn_interface", Flash3),
+    ("flash_attn.cute", Flash4),
+    ("flash_attn", Flash2),
+    ("torch.nn.attention.varlen", TorchVarlen),
+)
+
+
+def installed() -> Iterator[tuple[str, FlashLibrary]]:
+    """Module name and library. With flash-attn 4 alone, `flash_attn` is a package without functions."""
+    for name, library in LIBRARIES:
+        try:
+            yield name, library(importlib.import_module(name))
+        except (ImportError, AttributeError) as error:
+            logger.info("attention: no %s (%s)", name, error)
+
+
+def _common(layer: LayerAttention) -> dict[str, Any]:
+    """Keywords of all calls in generations 2 and 3."""
+    window = (-1, -1) if layer.sliding_window is None else (_left(layer), 0)
+    return {
+        "softmax_scale": layer.scaling,
+        "causal": True,
+        "window_size": window,
+        "softcap": layer.softcap or 0.0,
+    }
+
+
+def _cute(layer: LayerAttention) -> dict[str, Any]:
+    window = (None, None) if layer.sliding_window is None else (_left(layer), 0)
+    return {**_common(layer), "window_size": window}
+
+
+def _left(layer: LayerAttention) -> int:
+    """Keys before the query's own that it sees; -1: all."""
+    return -1 if layer.sliding_window is None else layer.sliding_window - 1
+
+
+def _rows(
+    varlen: Any, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
+) -> Tensor:
+    return varlen(
+        query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
+        lengths.max_context,
+        **_common(layer),
+    )  # fmt: skip

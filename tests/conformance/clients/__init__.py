@@ -1,0 +1,1 @@
+"""Clients, frameworks and load tools of others against a cluster: `make conformance` (see `__main__`)."""

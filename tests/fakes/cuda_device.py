@@ -1,0 +1,417 @@
+"""A CUDA device that is not there, so that the code for GPUs runs in tests without one.
+
+A `CudaTensor` says that it lies on `cuda:i` and holds its numbers in CPU memory. Every operator goes through
+`SimulatedCuda`, which refuses what a GPU refuses and computes the rest on the CPU:
+
+* tensors of two devices in one operator, but for 0-dimensional CPU tensors and CPU tensors that index;
+* while a graph is recorded: reading a tensor on the host, copies between the memories, waiting;
+* division by a Python number is a product with its inverse, as in CUDA's kernels.
+
+It counts the reads that make the host wait (`num_syncs`). Streams and events keep an order: `torch.cuda`'s
+own sanitizer is told which stream reads and writes what, and `races` holds what it objects to. A recorded
+graph is replayed operator by operator, into the same tensors.
+
+`with SimulatedCuda() as device:` replaces the names of `torch.cuda` for all threads; a further thread
+computes inside `with device.on_thread():`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.cuda import _sanitizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tests.fakes.cuda_streams import Event, Graph, Stream
+
+VRAM = 1 << 48  # added to addresses, so that none of them is an address of the host
+_OPEN = torch.device("cuda")
+_aten = torch.ops.aten
+_BRACKETS = {Tensor.__getitem__, Tensor.__setitem__}
+_WHOLE = {F.scaled_dot_product_attention, *_BRACKETS}
+_INDEXING = {
+    _aten.index.Tensor,
+    _aten.index_put_.default,
+    _aten.index_put.default,
+    _aten._index_put_impl_.default,
+}
+
+
+class CudaTensor(torch.Tensor):
+    held: Tensor  # the numbers, on the CPU
+
+    @staticmethod
+    def __new__(cls, held: Tensor, index: int = 0) -> CudaTensor:
+        with torch.inference_mode(False):  # a view of a parameter must not become an inference tensor
+            made = torch.Tensor._make_wrapper_subclass(
+                cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
+                dtype=held.dtype, device=torch.device("cuda", index), requires_grad=False,
+            )  # fmt: skip
+        made.held = held
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"CudaTensor({self.held!r}, {self.device})"
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def data_ptr(self) -> int:
+        return VRAM + self.held.data_ptr()
+
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        device = SimulatedCuda.active
+        if device is not None:
+            device.recorded.setdefault(self.held.data_ptr(), set()).add(stream.number)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if SimulatedCuda.active is None:
+            raise RuntimeError(f"{func} on a simulated GPU that has been closed")
+        return SimulatedCuda.active.dispatch(func, args, kwargs or {})
+
+
+class _Calls(TorchFunctionMode):
+    """Calls of torch's functions: "cuda" becomes the current device, as torch built without CUDA cannot ask
+    for it. Fused attention is one launch, and so is what is between brackets, for which torch asks the
+    driver, too."""
+
+    def __init__(self, device: SimulatedCuda):
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        flat, spec = tree_flatten((args, kwargs or {}))
+        if func in _WHOLE and any(map(_is_on_cuda, flat)):
+            return self._device.kernel(func, *args, **(kwargs or {}))
+        args, kwargs = tree_unflatten([self._placed(each) for each in flat], spec)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "not linked with support for cuda" not in str(error):
+                raise
+            if func is Tensor.copy_:
+                return self._device.dispatch(_aten.copy_.default, args, kwargs)
+            return self._device.kernel(func, *args, **kwargs)
+
+    def _placed(self, each: Any) -> Any:
+        is_open = (
+            each == "cuda" if isinstance(each, str) else isinstance(each, torch.device) and each == _OPEN
+        )
+        return torch.device("cuda", self._device.current_device()) if is_open else each
+
+
+class SimulatedCuda(TorchDispatchMode):
+    active: SimulatedCuda | None = None
+
+    def __init__(self, num_devices: int = 1, major: int = 9, *, orders: bool = False):
+        """`orders`: the sanitizer looks at the order of streams, which takes longer than all else."""
+        super().__init__()
+        self.orders = orders
+        self.num_devices, self.major = num_devices, major
+        self.num_syncs = 0  # reads of a tensor by the host, and waits for a stream or an event
+        self.operators: list[str] = []
+        self.races: list[Exception] = []
+        self.recorded: dict[int, set[int]] = {}  # by address: streams given to `record_stream`
+        self.pinned: set[int] = set()  # addresses of pinned host memory
+        self.capture: Graph | None = None
+        self.handler = _sanitizer.EventHandler()
+        self._local = threading.local()
+        self._numbers = itertools.count(1)
+        self.default = [Stream(self, index, 0) for index in range(num_devices)]
+        self._patches: list[Any] = []
+
+    # --- what tests use
+
+    def put(self, module: nn.Module, index: int = 0) -> nn.Module:
+        """The module's parameters and buffers on the device."""
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[name] = nn.Parameter(CudaTensor(parameter.detach(), index), False)
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = CudaTensor(buffer.detach(), index)
+        return module
+
+    @contextmanager
+    def on_thread(self) -> Iterator[None]:
+        torch._C._set_only_lift_cpu_tensors(True)
+        with _Calls(self), self._pushed():
+            yield
+
+    @contextmanager
+    def _pushed(self) -> Iterator[None]:
+        TorchDispatchMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
+
+    def kernel(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One launch: `work` over the tensors' numbers, without a look at what it does in between."""
+        index = self._index_of(args, kwargs, strict=work not in _BRACKETS)
+        return self._run(work, getattr(work, "__name__", "kernel"), args, kwargs, index)
+
+    # --- operators
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.dispatch(func, args, kwargs or {})
+
+    def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func not in _COPIES and torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        ):  # inference mode hands over what is made of other operators
+            with self._pushed():
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        target = kwargs.pop("device", None)
+        is_pinned = bool(kwargs.pop("pin_memory", False))
+        index = self._index_of(args, kwargs, strict=func not in _COPIES and func not in _INDEXING)
+        if func is _aten._local_scalar_dense.default and index is not None:
+            self.sync("a tensor is read on the host")
+        if func is _aten._foreach_copy_.default:  # one by one between two memories
+            for into, source in zip(*args[:2], strict=True):
+                self._copy(_aten.copy_.default, (into, source), {}, None, False)
+            return None
+        if func in _COPIES:
+            return self._copy(func, args, kwargs, target, is_pinned)
+        if func is _aten._pin_memory.default:
+            return self._pin(args[0].clone())
+        if func is _aten.is_pinned.default:
+            return args[0].data_ptr() in self.pinned
+        if target is not None:
+            target = torch.device(target)
+            index = self._place(target) if target.type == "cuda" else None
+            kwargs["device"] = torch.device("cpu")
+        if index is not None and func is _aten.div.Tensor and not _is_on_cuda(args[1]):
+            number = args[1].item() if isinstance(args[1], Tensor) else args[1]
+            args, func = (args[0], torch.tensor(1.0) / number), _aten.mul.Tensor
+        out = self._run(func, str(func), args, kwargs, index)
+        return self._pin(out) if is_pinned else out
+
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any, index: int | None) -> Any:
+        flat, spec = tree_flatten((args, kwargs))
+        given, given_kwargs = tree_unflatten([_held(each) for each in flat], spec)
+        if index is None:
+            return func(*given, **given_kwargs)
+        if func is _aten.histc.default:  # of integers: on GPUs only
+            given = [given[0].float(), *given[1:]]
+        out = func(*given, **given_kwargs)
+        wrappers = {id(each.held): each for each in flat if isinstance(each, CudaTensor)}
+        outs, out_spec = tree_flatten(out)
+        made = [
+            each
+            if not isinstance(each, Tensor)
+            else wrappers[id(each)]
+            if id(each) in wrappers
+            else CudaTensor(each, index)
+            for each in outs
+        ]
+        self.operators.append(name)
+        self._launch(func, name, flat, outs)
+        if self.capture is not None:
+            if any(isinstance(each, Tensor) and not _is_on_cuda(each) and each.dim() for each in flat):
+                raise RuntimeError(f"CUDA error: {name} copies from the host while a graph is recorded")
+            self.capture.add(func, given, given_kwargs, [each for each in outs if isinstance(each, Tensor)])
+        return tree_unflatten(made, out_spec)
+
+    def _launch(self, func: Any, name: str, flat: list[Any], outs: list[Any]) -> None:
+        """Tells the sanitizer what the launch reads and writes. A view reads nothing."""
+        if not self.orders:
+            return
+        inputs = {each.held.data_ptr() for each in flat if isinstance(each, CudaTensor)}
+        results = {each.data_ptr() for each in outs if isinstance(each, Tensor)}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and results <= inputs and not schema.is_mutable:
+            return
+        written = results if schema is not None and schema.is_mutable else results - inputs
+        stream = self.current_stream()
+        self.races += self.handler._handle_kernel_launch(
+            stream.number, inputs - written, written, results, name, defaultdict(list)
+        )
+
+    def _copy(self, func: Any, args: Any, kwargs: dict[str, Any], target: Any, is_pinned: bool) -> Any:
+        if func is _aten.copy_.default:
+            into, source = args[0], args[1]
+            if _is_on_cuda(into) != _is_on_cuda(source):
+                self._crosses(source, kwargs.get("non_blocking", len(args) > 2 and args[2]))
+            _held(into).copy_(_held(source))
+            if _is_on_cuda(into):
+                self._note_copy(source, into)
+            return into
+        source, asynchronous = args[0], kwargs.pop("non_blocking", False)
+        place = torch.device(target) if target is not None else source.device
+        out = func(_held(source), **kwargs)
+        if place.type == "cpu":
+            if _is_on_cuda(source):
+                self._crosses(source, asynchronous)
+                out = out.clone() if out is _held(source) else out
+            return self._pin(out) if is_pinned else out
+        if not _is_on_cuda(source):
+            self._crosses(source, asynchronous)
+        made = CudaTensor(out, self._place(place))
+        self.operators.append(str(func))
+        self._note_copy(source, made)
+        if self.capture is not None:
+            self.capture.add(func, (_held(source),), kwargs, [out])
+        return made
+
+    def _note_copy(self, source: Tensor, into: Any) -> None:
+        if not self.orders:
+            return
+        read = {source.held.data_ptr()} if isinstance(source, CudaTensor) else set()
+        written = {into.held.data_ptr()}
+        number = self.current_stream().number
+        self.races += self.handler._handle_kernel_launch(
+            number, read, written, written, "copy", defaultdict(list)
+        )
+
+    def _crosses(self, source: Tensor, asynchronous: bool) -> None:
+        if self.capture is not None:
+            raise RuntimeError("CUDA error: a copy between host and device while a graph is recorded")
+        if not asynchronous or _is_on_cuda(source):
+            self.num_syncs += 1
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        self.pinned.add(tensor.data_ptr())
+        return tensor
+
+    def _index_of(self, args: Any, kwargs: Any, *, strict: bool = True) -> int | None:
+        """The device that the operator runs on; None: the CPU."""
+        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+        indices = {each.device.index for each in tensors if isinstance(each, CudaTensor)}
+        on_cpu = [each for each in tensors if not isinstance(each, CudaTensor) and each.dim()]
+        if len(indices) > 1 or (strict and indices and on_cpu):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices"
+            )
+        return indices.pop() if indices else None
+
+    # --- streams
+
+    def sync(self, why: str) -> None:
+        if self.capture is not None:
+            raise RuntimeError(f"CUDA error: {why} while a graph is recorded")
+        self.num_syncs += 1
+
+    def current_device(self) -> int:
+        return getattr(self._local, "device", 0)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        index = self._place(torch.device("cuda") if device is None else torch.device(device))
+        return getattr(self._local, "streams", {}).get(index, self.default[index])
+
+    def set_stream(self, stream: Stream) -> None:
+        self._local.streams = {**getattr(self._local, "streams", {}), stream.index: stream}
+
+    def set_device(self, device: Any) -> None:
+        self._local.device = device if isinstance(device, int) else self._place(torch.device(device))
+
+    @contextmanager
+    def _on_stream(self, stream: Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        before = self.current_stream(torch.device("cuda", stream.index))
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+
+    @contextmanager
+    def _record(self, graph: Graph, pool: Any = None, **_options: Any) -> Iterator[None]:
+        self.capture = graph
+        try:
+            with self._on_stream(Stream(self, self.current_device(), next(self._numbers))):
+                yield
+        finally:
+            self.capture = None
+
+    def _exchange(self, index: int) -> int:
+        before = self.current_device()
+        if index >= 0:
+            self._local.device = index
+        return before
+
+    def _place(self, device: torch.device) -> int:
+        return self.current_device() if device.index is None else device.index
+
+    def _synchronize(self, device: Any = None) -> None:
+        self.sync("the host waits for the device")
+        self.handler.syncs.sync_all_streams()
+
+    def __enter__(self) -> SimulatedCuda:
+        properties = SimpleNamespace(
+            major=self.major, minor=0, multi_processor_count=132, name="simulated", uuid="GPU-0"
+        )
+        names: dict[str, Any] = {
+            "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": lambda: None,
+            "device_count": lambda: self.num_devices, "current_device": self.current_device,
+            "set_device": self.set_device, "_exchange_device": self._exchange,
+            "_maybe_exchange_device": self._exchange, "current_stream": self.current_stream,
+            "default_stream": lambda device=None: self.default[self._place(torch.device(device or "cuda"))],
+            "set_stream": self.set_stream, "stream": self._on_stream, "synchronize": self._synchronize,
+            "Stream": lambda device=None, **_: Stream(
+                self, self._place(torch.device("cuda" if device is None else device)), next(self._numbers)
+            ),
+            "Event": lambda **_: Event(self, next(self._numbers)), "CUDAGraph": lambda: Graph(self),
+            "graph": self._record, "graph_pool_handle": lambda: (0, 1),
+            "get_device_properties": lambda device=None: SimpleNamespace(
+                **{**vars(properties), "uuid": f"GPU-{self._place(torch.device(device or 'cuda'))}"}
+            ),
+            "get_device_name": lambda device=None: "simulated",
+            "mem_get_info": lambda device=None: (1 << 34, 1 << 34),
+        }  # fmt: skip
+        self._patches = [mock.patch.object(torch.cuda, name, value) for name, value in names.items()]
+        for patch in self._patches:
+            patch.start()
+        SimulatedCuda.active = self
+        # `torch.tensor(…, device="cuda")` is made on the CPU and copied, instead of asking the driver.
+        torch._C._set_only_lift_cpu_tensors(True)
+        self._calls = _Calls(self)
+        self._calls.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._calls.__exit__(*exception)
+        torch._C._set_only_lift_cpu_tensors(False)
+        SimulatedCuda.active = None
+        for patch in self._patches:
+            patch.stop()
+
+
+_COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._foreach_copy_.default}
+
+
+def _is_on_cuda(each: Any) -> bool:
+    return isinstance(each, CudaTensor)
+
+
+def _held(each: Any) -> Any:
+    return each.held if isinstance(each, CudaTensor) else each
+
+
+def no_device() -> Any:
+    """In place of `SimulatedCuda`: the same test on the CPU."""
+    return nullcontext()

@@ -1,0 +1,134 @@
+"""Every place of the product whose behaviour depends on a GPU is named here, with the test that runs it on a
+simulated one, or the reason why none does.
+
+A place is a function that compares a device with "cuda" or "cpu", takes something from `torch.cuda`, asks for
+NCCL or Triton, pins memory, or copies without waiting.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.config.settings import REPOSITORY
+
+PACKAGES = ("cluster", "router", "encoder_service", "prefill_service", "decode_service", "kv_transfer")
+HERE = Path(__file__).parent
+
+REHEARSED = {  # test file: places
+    "test_model.py": """
+        cluster/model/cuda/copies.py:StepMatrix.fill cluster/model/cuda/graphs.py:capture_cuda
+        cluster/model/cuda/graphs.py:capture_cuda.capture cluster/model/attention_flash.py:_lengths
+        cluster/model/attention.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
+    """,
+    "test_draws.py": """
+        cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
+        cluster/model/logprobs.py:RawLogprobs.__init__ cluster/model/sampling.py:_ascending
+        cluster/model/sampling.py:_greedy_tokens cluster/model/sampling.py:sample
+    """,
+    "test_memory.py": """
+        cluster/kvcache/memory.py:BlockMemory.__init__ cluster/kvcache/memory.py:BlockMemory.mark
+        cluster/kvcache/memory.py:BlockMemory.synchronize
+        cluster/kvcache/memory.py:BlockMemory.use_own_stream
+        cluster/model/cuda/copies.py:StepMatrix.__init__
+        cluster/model/cuda/uploads.py:Uploads.__init__ cluster/model/cuda/uploads.py:Uploads.copy
+        kv_transfer/codecs/checksum.py:checksum_blocks kv_transfer/codecs/checksum.py:has_checksum
+        kv_transfer/codecs/codec.py:Codec._code
+    """,
+    "test_libraries.py": """
+        cluster/model/cuda/choice.py:_Step.seconds cluster/model/cuda/choice.py:choose
+        cluster/model/cuda/choice.py:choose.tried
+    """,
+    "test_transfer.py": """
+        kv_transfer/agents/collective_agent.py:CollectiveAgent.connect
+        kv_transfer/agents/collective_agent.py:_identity
+        kv_transfer/agents/collective_group.py:Channel.__init__
+        kv_transfer/agents/collective_group.py:Channel.sever
+        kv_transfer/agents/collective_group.py:Channel._synchronize
+        kv_transfer/agents/collective_group.py:_make_group
+        kv_transfer/agents/nixl_agent.py:NixlAgent.register """,
+    "test_start.py": """
+        cluster/config/machine.py:has_triton cluster/model/encoder.py:EncoderModel.load
+        cluster/model/encoder.py:EncoderModel.load.make
+        cluster/model/language.py:LanguageModel._use_native_kernels
+        cluster/model/language.py:LanguageModel.__init__ cluster/model/language.py:LanguageModel.load
+        cluster/model/parallel.py:join_group
+        cluster/worker/hardware.py:hardware_of cluster/worker/language.py:load_language
+        cluster/worker/memory_plan.py:available_bytes cluster/worker/setup.py:set_up """,
+    "../serving/test_composition.py": "cluster/app.py:actor_options_of",
+    "../serving/test_preflight.py": """ cluster/serving/preflight.py:_check_machine
+        cluster/serving/preflight.py:check_memory
+    """,
+    "../serving/test_fork_server.py": "cluster/serving/fork_server.py:check_forkable",
+    "../../contract/test_transport_probe.py": "cluster/worker/setup.py:check_device_transport",
+}
+NOT_REHEARSED = {
+    "cluster/model/cuda/kernels.py:module": "Triton: test_cuda_attention.py, test_cuda_compile.py",
+    "kv_transfer/codecs/triton_codec.py:module": "Triton: test_triton_codec.py, interpreted and compiled",
+    "kv_transfer/agents/collective_agent.py:built_backends": "asks this build of torch",
+    "kv_transfer/agents/in_process.py:InProcessAgent.register": "of tests; refuses device memory",
+    "kv_transfer/agents/transport_probe.py:_measure": "needs the driver; its answers: test_start.py",
+}
+
+
+def _is_place(node: ast.AST) -> bool:
+    match node:
+        case ast.Compare(comparators=[ast.Constant(value="cuda" | "cpu" | "nccl")]):
+            return True
+        case ast.Compare(left=ast.Constant(value="nccl" | "cpu" | "cuda")):
+            return True
+        case ast.Attribute(value=ast.Attribute(value=ast.Name(id="torch"), attr="cuda")):
+            return True
+        case ast.Attribute(attr="ProcessGroupNCCL" | "is_nccl_available" | "pin_memory"):
+            return True
+        case ast.keyword(arg="pin_memory" | "non_blocking"):
+            return True
+        case ast.Constant(value="triton"):
+            return True
+        case ast.Import(names=[ast.alias(name=name)]):
+            return name.partition(".")[0] == "triton"
+    return False
+
+
+def _places(tree: ast.AST, name: str = "") -> Iterator[str]:
+    """Qualified names of the functions and classes that hold a place, innermost."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _places(child, f"{name}.{child.name}".lstrip("."))
+            continue
+        if _is_place(child):
+            yield name or "module"
+        yield from _places(child, name)
+
+
+def found() -> set[str]:
+    files = [file for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py")]
+    return {
+        f"{file.relative_to(REPOSITORY)}:{place}"
+        for file in files
+        for place in _places(ast.parse(file.read_text()))
+    }
+
+
+def named() -> list[str]:
+    return [place for places in REHEARSED.values() for place in places.split()]
+
+
+def test_every_place_for_gpus_is_rehearsed_or_says_why_not() -> None:
+    places = [*named(), *NOT_REHEARSED]
+    assert found() - set(places) == set(), "rehearse these, and name them here"
+    assert set(places) - found() == set(), "these are gone"
+    assert len(places) == len(set(places))
+
+
+def test_the_files_that_are_named_know_the_functions_that_they_run() -> None:
+    """By a name of the place, or of what holds it."""
+    for file, places in REHEARSED.items():
+        text = (HERE / file).read_text()
+        assert re.search(r"^def test_", text, re.MULTILINE), file
+        for place in places.split():
+            module = place.split(":")[0].removesuffix(".py").replace("/", ".")
+            package = module.rpartition(".")[0]
+            assert module in text or package in text, f"{file} does not import {module}"

@@ -1,0 +1,79 @@
+"""Draws on a simulated GPU: the same tokens as on the CPU, in few launches whatever the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.model.changes import add_bias, allow, apply_masks, forbid, guide, penalize
+from cluster.model.logprobs import PromptScores, RawLogprobs
+from cluster.model.sampling import sample
+from cluster.types.request import LogitChanges, SamplingParams
+from tests.fakes.cuda_device import SimulatedCuda
+
+VOCABULARY = 1 << 15
+GREEDY = SamplingParams()
+MIXED = [
+    GREEDY,
+    SamplingParams(temperature=0.8, seed=1),
+    SamplingParams(temperature=1.3, top_k=50, seed=2),
+    SamplingParams(temperature=1.0, top_p=0.7, seed=3),
+    SamplingParams(temperature=1.0, min_p=0.05, seed=4),
+]
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedCuda]:
+    with SimulatedCuda() as simulated:
+        yield simulated
+
+
+def logits_of(num_rows: int) -> torch.Tensor:
+    return 3 * torch.randn(num_rows, VOCABULARY, generator=torch.Generator().manual_seed(5))
+
+
+def test_the_same_tokens_are_drawn_as_on_the_cpu(device: SimulatedCuda) -> None:
+    logits, positions = logits_of(len(MIXED)), list(range(len(MIXED)))
+    assert sample(logits.to("cuda"), MIXED, positions) == sample(logits, MIXED, positions)
+
+
+def test_many_rows_are_drawn_in_as_many_launches_as_few(device: SimulatedCuda) -> None:
+    counts = []
+    for num_rows in (2, 40):
+        logits, before = logits_of(num_rows).to("cuda"), len(device.operators)
+        sample(logits, [MIXED[1]] * num_rows, range(num_rows))
+        counts.append(len(device.operators) - before)
+    assert counts[0] == counts[1]
+
+
+def test_changes_of_logits_are_those_of_the_cpu(device: SimulatedCuda) -> None:
+    ids, counts = np.array([3, 9, 40]), np.array([0, 2, 1], dtype=np.float32)
+    changes = LogitChanges(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
+    masks = np.full((1, 4), 0x55555555, dtype=np.int32)
+    found = []
+    for where in ("cpu", "cuda"):
+        logits = logits_of(4)[:, :200].clone().to(where)
+        add_bias(logits, [(1, ids, np.array([1.5, -2.0, 0.25], dtype=np.float32))])
+        penalize(logits, [(0, ids, counts, changes)])
+        forbid(logits, [(2, [1, 2, 999])])
+        allow(logits, [(3, ids)])
+        apply_masks(logits, [1], masks)
+        found.append([logits.cpu(), guide(logits[0], logits[0] / 2, 1.5).cpu()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_log_probabilities_are_those_of_the_cpu(device: SimulatedCuda) -> None:
+    found = []
+    for where in ("cpu", "cuda"):
+        logits = logits_of(3).to(where)
+        raw = RawLogprobs(logits, {0: (2, 3), 1: (0, 0)}).of([0, 1], [7, 8])
+        scores = PromptScores([0, 1, 2], [4, 5, 6], 2)
+        scores.take(logits)
+        found.append([*raw.values(), *scores.found])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.top_ids == theirs.top_ids
+        assert [ours.drawn, *ours.top] == pytest.approx([theirs.drawn, *theirs.top], abs=1e-5)

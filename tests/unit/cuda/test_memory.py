@@ -1,0 +1,159 @@
+"""Block memory, codecs and checksums on a simulated GPU, and the order of what threads enqueue there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.clock import SystemClock
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.cuda.copies import StepMatrix
+from cluster.model.cuda.uploads import Uploads
+from cluster.model.kv_format import kv_segments, quantize
+from encoder_service.cache import EmbeddingCache
+from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.codecs.checksum import checksum_blocks, has_checksum
+from kv_transfer.codecs.codec import Codec
+from kv_transfer.lease.transfer_engine import TransferEngine
+from tests.fakes.cuda_device import SimulatedCuda
+from tests.fakes.cuda_streams import Stream
+
+LAYOUT = MemoryLayout(kv_segments([(2, 16)] * 4, 16, torch.float32))
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedCuda]:
+    with SimulatedCuda(num_devices=2, orders=True) as simulated:
+        yield simulated
+
+
+def filled(where: str, num_blocks: int = 16) -> BlockMemory:
+    memory = BlockMemory(LAYOUT, num_blocks, where)
+    generator = torch.Generator().manual_seed(2)
+    for segment in memory.segments:
+        segment.copy_(torch.randn(segment.shape, generator=generator))
+    return memory
+
+
+def test_blocks_are_copied_read_and_written_as_on_the_cpu(device: SimulatedCuda) -> None:
+    memories = [filled("cpu"), filled("cuda")]
+    for memory in memories:
+        memory.copy_blocks([1, 2], [9, 8])
+        memory.write_blocks([4], memory.read_blocks([9]))
+    assert torch.equal(memories[1].buffer.cpu(), memories[0].buffer)
+    assert np.array_equal(memories[1].read_blocks([4, 8]), memories[0].read_blocks([4, 8]))
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_codes_are_the_cpus_bytes(codec, device: SimulatedCuda) -> None:
+    made = Codec(LAYOUT, codec, None)
+    groups, wire_ids, found = [[0, 3, 5, 1], [8, 9, 2, 4]], [1, 0], []
+    for where in ("cpu", "cuda"):
+        kv, wire, back = (
+            filled(where),
+            BlockMemory(made.wire_layout, 2, where),
+            BlockMemory(LAYOUT, 16, where),
+        )
+        made.encode_groups(kv, groups, wire, wire_ids)
+        made.decode_groups(wire, wire_ids, back, groups)
+        errors = made.relative_error(kv, groups[0], wire, 1, 0)
+        found.append((wire.buffer.cpu(), back.buffer.cpu(), errors))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert found[0][2] == pytest.approx(found[1][2], rel=1e-4)
+
+
+def test_kv_is_quantised_to_the_cpus_codes_and_scales(device: SimulatedCuda) -> None:
+    """CUDA multiplies by 1 / 127 where it is told to divide by the number 127."""
+    rows = torch.zeros(8, 2, 80)
+    half_way = 127 * (1 + (2 * torch.arange(8) + 1) / 2**11)  # between two scales of float16
+    rows[:, 0, 3] = torch.nextafter(half_way, torch.tensor(1e4))
+    for ours, theirs in zip(quantize(rows.to("cuda")), quantize(rows), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+def test_checksums_of_a_gpus_memory_hold_on_both_sides(device: SimulatedCuda) -> None:
+    there, here = filled("cuda"), filled("cpu")
+    found = checksum_blocks(there, [3, 1])
+    assert has_checksum(here, [3, 1], found) and not has_checksum(there, [1, 3], found)
+
+
+def test_embeddings_in_the_encoders_cache_are_there_when_they_are_complete(device: SimulatedCuda) -> None:
+    memory = BlockMemory(MemoryLayout((LAYOUT.segments[0],)), 8, "cuda")
+    cache = EmbeddingCache(memory, BlockPool(8, 16))
+    assert cache.try_reserve("a", 20)
+    width = memory.segments[0].shape[-1] * memory.segments[0].shape[-2]
+    assert width == 32
+    before = memory.mark()
+    assert before is not None and not before()
+    cache._rows = cache._rows.flatten(1)
+    cache.write("a", 0, torch.ones(20, 32, device="cuda"))
+    cache.complete("a", 20)
+    assert before()
+    assert cache.blocks("a").flatten(0, 1).flatten(1)[:21].sum(1).tolist() == [32.0] * 20 + [0.0]
+
+
+def test_a_mark_is_reached_when_the_host_has_waited(device: SimulatedCuda) -> None:
+    memory = BlockMemory(LAYOUT, 4, "cuda")
+    ready = memory.mark()
+    assert ready is not None and not ready()
+    memory.synchronize()
+    assert ready()
+    assert BlockMemory(LAYOUT, 4).mark() is None
+
+
+def test_uploads_are_complete_and_their_memory_waits_for_the_encoder(device: SimulatedCuda) -> None:
+    item = {"pixels": torch.randn(4, 8), "grid": torch.tensor([[1, 2, 2]])}
+    uploads = Uploads(torch.device("cuda"), torch.bfloat16)
+    uploaded = uploads.copy(item)
+    assert uploaded["pixels"].dtype == torch.bfloat16 and uploaded["grid"].dtype == torch.int64
+    for tensor in uploaded.values():
+        assert device.default[0].number in device.recorded[tensor.held.data_ptr()]
+        tensor + 1  # by the encoder, on the default stream
+    assert not device.races
+
+
+def test_the_sanitizer_sees_a_missing_wait(device: SimulatedCuda) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        made = torch.ones(4, device="cuda") * 2
+    made + 1
+    assert device.races
+
+
+def test_a_steps_inputs_are_not_overwritten_before_they_are_copied(device: SimulatedCuda) -> None:
+    matrix = StepMatrix(4, 8, 16, 63, torch.device("cuda"))
+    assert matrix._host.is_pinned() and matrix._copied is not None
+    for step in range(3):
+        matrix.fill([1], [5 + step], [0], [[0]], 2)
+        assert matrix._copied.num_waits == step + 1 and not matrix._copied.query()
+    assert matrix.inputs(1).context_lens.tolist() == [8]
+
+
+def test_bytes_are_moved_on_a_stream_and_the_device_of_their_memory(device: SimulatedCuda) -> None:
+    """Not behind the model's steps, and in a rank above 0 not on GPU 0, where a kernel could not read
+    them."""
+    seen: list[tuple[int, Stream]] = []
+    stepped = threading.Event()
+
+    class Engine(TransferEngine):
+        def step(self) -> bool:
+            seen.append((torch.cuda.current_device(), torch.cuda.current_stream()))
+            stepped.set()
+            return super().step()
+
+    memory = BlockMemory(LAYOUT, 4, "cuda:1")
+    agent = InProcessNetwork().agent("a")
+    agent.register = lambda memory: None  # it holds CPU memory only
+    engine = Engine(agent, SystemClock(), lambda event: None, outgoing=memory)
+    engine.start()
+    try:
+        assert stepped.wait(10)
+    finally:
+        engine.close(0.0)
+    (index, stream), *_ = seen
+    assert index == 1 and stream.index == 1 and stream is not device.default[1]
+    assert torch.cuda.current_device() == 0

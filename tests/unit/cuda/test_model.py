@@ -1,0 +1,192 @@
+"""The model layer on a simulated GPU: the same numbers as on the CPU, no tensor on the wrong device, and
+decode steps that can be recorded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.attention import LayerAttention
+from cluster.model.attention_flash import FlashAttention
+from cluster.model.cuda import choice, decode_attention
+from cluster.model.cuda.graphs import GraphedModel, capture_cuda
+from cluster.model.encoder import EncoderModel
+from cluster.model.kv_format import LayerCache, QuantizedRows
+from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.sampling import sample
+from cluster.types.request import SamplingParams
+from tests.fakes.cuda_device import SimulatedCuda
+from tests.flow.tiny_media_models import MEDIA_FAMILIES
+from tests.flow.tiny_models import TEXT_FAMILIES
+from tests.gpu.cases import dense
+
+PROMPTS = [list(range(5, 45)), list(range(50, 53)), list(range(60, 81))]
+TABLES = [list(range(16 * i, 16 * i + 16)) for i in range(3)]
+NUM_STEPS = 3
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedCuda]:
+    with SimulatedCuda() as simulated:
+        yield simulated
+
+
+def computed(model: LanguageModel, where: str, decode_by=None) -> list[Tensor]:
+    """Logits of prompts side by side, of the rest of one beside running answers, and of some decode steps."""
+    kv = BlockMemory(model.kv_layout, 64, where)
+    steps = model if decode_by is None else decode_by(model, kv)
+    first = [SequenceChunk(PROMPTS[i], 0, 0, TABLES[i]) for i in (1, 2)]
+    first.append(SequenceChunk(PROMPTS[0][:20], 0, 0, TABLES[0], num_logits=0))
+    logits = [steps.forward(first, kv)]
+    mixed = [SequenceChunk([7], 3, 3, TABLES[1]), SequenceChunk(PROMPTS[0][20:], 20, 20, TABLES[0])]
+    logits.append(steps.forward([*mixed, SequenceChunk([7, 8], 21, 21, TABLES[2], num_logits=2)], kv))
+    steps.copy_blocks([TABLES[0][0]], [63], kv)
+    tables = [[63, *TABLES[0][1:]], TABLES[1]]
+    for step in range(NUM_STEPS):
+        logits.append(steps.decode([9, 10], [40 + step, 4 + step], [0, 0], tables, kv).clone())
+    return [each.cpu() for each in logits]
+
+
+def check_equal(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+QUICK = ("gemma3_window", "gpt_oss_sinks_window", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(TEXT_FAMILIES)],
+)
+def test_a_language_model_gives_the_cpus_logits(name: str, device: SimulatedCuda) -> None:
+    whole = TEXT_FAMILIES[name]().model
+    expected = computed(LanguageModel.from_model(copy.deepcopy(whole)), "cpu")
+    model = LanguageModel.from_model(device.put(whole))
+    assert model.device == torch.device("cuda", 0)
+    check_equal(computed(model, "cuda"), expected, 1e-4)
+
+
+def qwen2(dtype: torch.dtype = torch.float32) -> hf.Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = hf.Qwen2Config(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15, eos_token_id=None,
+    )  # fmt: skip
+    return hf.Qwen2ForCausalLM(config).to(dtype)
+
+
+def graphed(model: LanguageModel, kv: BlockMemory) -> GraphedModel:
+    made = GraphedModel(model, kv, 4, capture_cuda())
+    made.warm_up()
+    return made
+
+
+class Kernels:
+    """In place of Triton's: the same functions of plain softmax, each one launch."""
+
+    def __init__(self, device: SimulatedCuda):
+        self._device = device
+        self.num_decodes = 0
+
+    def paged_decode(
+        self, query, cache: LayerCache, tables, contexts, layer: LayerAttention, num_splits
+    ) -> Tensor:
+        self.num_decodes += 1
+        stores = [cache.key, cache.value]
+        held = [[getattr(store, name) for name in store.__slots__] for store in stores]
+        return self._device.kernel(_decoded, query, held, tables, contexts, layer, type(cache.key))
+
+    def write_quantised(self, store, slots: Tensor, rows: Tensor) -> None:
+        self._device.kernel(_written, store.codes, store.scales, slots, rows)
+
+    def gather_quantised(self, store, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._device.kernel(_gathered, store.codes, store.scales, slots, dtype)
+
+
+def _decoded(
+    query: Tensor, held: list[list[Tensor]], tables: Tensor, contexts: Tensor, layer, kind
+) -> Tensor:
+    key, value = (kind(*tensors) for tensors in held)
+    size, out = held[0][0].shape[1], []
+    for row, table, context in zip(query, tables.long(), contexts.tolist(), strict=True):
+        positions = torch.arange(context)
+        slots = table[positions // size] * size + positions % size
+        out.append(dense(layer, row[None], key.rows(slots, query.dtype), value.rows(slots, query.dtype)))
+    return torch.cat(out).to(query.dtype)
+
+
+def _written(codes: Tensor, scales: Tensor, slots: Tensor, rows: Tensor) -> None:
+    QuantizedRows(codes, scales).write(slots, rows)
+
+
+def _gathered(codes: Tensor, scales: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    return QuantizedRows(codes, scales).rows(slots, dtype)
+
+
+@pytest.fixture
+def kernels(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    made = Kernels(device)
+    monkeypatch.setattr(decode_attention, "is_available", lambda: True)
+    monkeypatch.setattr(choice, "DECODE", ((30, 1), (7, 1)))
+    monkeypatch.setattr(choice, "CHUNK", ((20, 9), (0, 5)))
+    for name in ("paged_decode", "write_quantised", "gather_quantised"):
+        monkeypatch.setattr(decode_attention, name, getattr(made, name))
+    return made
+
+
+def test_recorded_decode_steps_equal_unrecorded_ones(device: SimulatedCuda) -> None:
+    """In a recording, a read on the host, a copy between the memories or a wait is an error."""
+    model = LanguageModel.from_model(device.put(qwen2()))
+    check_equal(computed(model, "cuda", graphed), computed(model, "cuda"), 1e-5)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_our_kernels_serve_decode_steps_recorded_or_not(kv_cache_dtype, device, kernels: Kernels) -> None:
+    whole = qwen2(torch.bfloat16)
+    expected = computed(LanguageModel.from_model(copy.deepcopy(whole), kv_cache_dtype=kv_cache_dtype), "cpu")
+    model = LanguageModel.from_model(device.put(whole), kv_cache_dtype=kv_cache_dtype)
+    assert isinstance(model._backend, FlashAttention)
+    kernels.num_decodes = 0
+    check_equal(computed(model, "cuda"), expected, 0.1)
+    assert kernels.num_decodes == 2 * (NUM_STEPS + 1)  # two layers; the mixed step has one answer
+    check_equal(computed(model, "cuda", graphed), expected, 0.1)
+
+
+def test_a_step_reads_the_device_only_to_tell_its_logits(device: SimulatedCuda) -> None:
+    model = LanguageModel.from_model(device.put(qwen2()))
+    kv = BlockMemory(model.kv_layout, 64, "cuda")
+    steps = graphed(model, kv)
+    steps.decode([9, 10], [40, 4], [0, 0], TABLES[:2], kv)
+    before = device.num_syncs
+    logits = steps.decode([9, 10], [41, 5], [0, 0], TABLES[:2], kv)
+    assert device.num_syncs - before == 1  # for the previous step's inputs, which have long been copied
+    before = device.num_syncs
+    sample(logits, [SamplingParams()] * 2, [42, 6])
+    assert device.num_syncs - before == 1
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_omni", "llava_onevision", "qwen3_vl"])
+def test_an_encoder_gives_the_cpus_rows(name: str, device: SimulatedCuda) -> None:
+    case = MEDIA_FAMILIES[name]()
+    items = [one for request in case.requests for one in request.items]
+    on_cpu = EncoderModel.from_model(copy.deepcopy(case.model))
+    on_gpu = EncoderModel.from_model(device.put(case.model))
+
+    def upload(item):
+        with device.on_thread():
+            return on_gpu.upload(item)
+
+    for modality, item in items:
+        with ThreadPoolExecutor(1) as thread:
+            uploaded = thread.submit(upload, item).result()
+        assert {tensor.device.type for tensor in uploaded.values()} == {"cuda"}
+        (rows,), (expected,) = on_gpu.encode(modality, [uploaded]), on_cpu.encode(modality, [item])
+        torch.testing.assert_close(rows.cpu(), expected, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,148 @@
+"""What a worker does on a simulated GPU before its first request: settings, memory, weights, recorded steps,
+coded KV, the other ranks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+
+from cluster.config import machine
+from cluster.config.settings import ClusterArgs
+from cluster.engine.runner import LanguageRunner
+from cluster.errors import ConfigError
+from cluster.model import parallel
+from cluster.model.cuda.graphs import GraphedModel, capture_cuda, with_graphs
+from cluster.model.encoder import EncoderModel
+from cluster.model.language import LanguageModel
+from cluster.types.members import Role
+from cluster.worker.hardware import hardware_of
+from cluster.worker.language import LanguageSizes, load_language
+from cluster.worker.memory_plan import available_bytes
+from cluster.worker.setup import WorkerSetup, set_up
+from kv_transfer.agents import transport_probe
+from kv_transfer.agents.transport_probe import check_shareable
+from tests.fakes.cuda_device import SimulatedCuda
+from tests.flow.tiny_media_models import MEDIA_FAMILIES
+
+SIZES = LanguageSizes(num_kv_blocks=32, feature_bytes=0, max_step_tokens=64, max_step_sequences=2)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
+    with SimulatedCuda(num_devices=2) as simulated:
+        to = hf.PreTrainedModel.to
+
+        def moved(model: hf.PreTrainedModel, *args):
+            place = torch.device(args[0])
+            return simulated.put(model, place.index or 0) if place.type == "cuda" else to(model, *args)
+
+        monkeypatch.setattr(hf.PreTrainedModel, "to", moved)
+        yield simulated
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = hf.Qwen2Config(
+        vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    hf.Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def setup_of(args: ClusterArgs) -> WorkerSetup:
+    return set_up(args, "replica")
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_a_worker_loads_records_and_runs_its_model(folder: Path, codec: str, device: SimulatedCuda) -> None:
+    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", transfer={"codec": codec})
+    setup = setup_of(args)
+    assert setup.device.type == "cuda" and setup.cpu_slots_folder is None
+    language = load_language(args, setup, Role.LANGUAGE, SIZES)
+    # padding of recorded steps writes to the last one
+    assert language.kv.num_blocks == SIZES.num_kv_blocks + 1
+    assert (language.wire is None) == (codec == "raw")
+    kv = language.kv
+    runner = LanguageRunner(language.model, GraphedModel(language.model, kv, 2, capture_cuda()), kv)
+    runner.warm_up_prompt(20, [0, 1])
+    runner.warm_up_answers(2, 20, [0, 1])
+    assert runner.run([], lambda layer, ready: None) == []
+
+
+def test_auto_takes_bfloat16_on_a_gpu(folder: Path, device: SimulatedCuda) -> None:
+    setup = setup_of(ClusterArgs(model=str(folder)))
+    assert (setup.device.type, setup.dtype) == ("cuda", torch.bfloat16)
+
+
+def test_steps_whose_attention_reads_the_host_are_not_recorded(folder: Path, device: SimulatedCuda) -> None:
+    model = LanguageModel.load(folder, dtype=torch.float32, device="cuda")
+    assert with_graphs(model, None, 2) is model  # type: ignore[arg-type]
+
+
+def test_an_encoder_is_loaded_with_a_stream_for_uploads(tmp_path: Path, device: SimulatedCuda) -> None:
+    MEDIA_FAMILIES["qwen2_5_vl"]().model.save_pretrained(tmp_path)
+    encoder = EncoderModel.load(tmp_path, dtype=torch.float32, device="cuda")
+    assert encoder.device == torch.device("cuda", 0) and encoder._uploads is not None
+
+
+def test_memory_and_name_are_asked_of_the_device(device: SimulatedCuda) -> None:
+    assert available_bytes(torch.device("cuda")) == 1 << 34
+    assert "simulated" in hardware_of(torch.device("cuda"), num_ranks=2)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, 2), (0, 3)])
+def test_a_rank_computes_on_its_own_gpu(rank: int, size: int, device, monkeypatch, tmp_path: Path) -> None:
+    joined: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: joined.append(backend))
+    monkeypatch.setattr(parallel, "tell_local_rank", lambda rank: None)
+    if size > 2:
+        with pytest.raises(ConfigError, match="sees 2"):
+            parallel.join_group(rank, size, tmp_path / "meeting", "cuda")
+        return
+    group = parallel.join_group(rank, size, tmp_path / "meeting", "cuda")
+    assert joined == ["nccl"] and group.device == torch.device("cuda", 1)
+    assert torch.zeros(1, device="cuda").device == group.device
+    torch.cuda.set_device(0)
+
+
+@pytest.mark.parametrize(
+    ("module", "compiler", "expected"), [(True, "gcc", True), (True, None, False), (False, "gcc", False)]
+)
+def test_triton_is_used_only_with_the_compiler_that_it_calls(module, compiler, expected, monkeypatch) -> None:
+    """Without one its first launch fails, in a worker that has loaded its model."""
+    monkeypatch.setattr(machine, "find_spec", lambda name: module or None)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: compiler if name == compiler else None)
+    machine.has_triton.cache_clear()
+    try:
+        assert machine.has_triton() is expected
+    finally:
+        machine.has_triton.cache_clear()
+
+
+class Driver:
+    """libcuda's answer about one address."""
+
+    def __init__(self, status: int, is_shareable: int):
+        self._answer = status, is_shareable
+
+    def cuPointerGetAttribute(self, out, attribute: int, address: ctypes.c_uint64) -> int:
+        assert (attribute, address.value) == (10, 0x7F00)
+        status, out._obj.value = self._answer
+        return status
+
+
+def test_memory_that_other_processes_cannot_open_is_refused_by_name() -> None:
+    assert check_shareable(0x7F00, Driver(0, 1)) is None  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expandable_segments"):
+        check_shareable(0x7F00, Driver(0, 0))  # type: ignore[arg-type]
+    with pytest.raises(transport_probe.TransferError, match="error 1"):
+        check_shareable(0x7F00, Driver(1, 0))  # type: ignore[arg-type]

@@ -1,0 +1,156 @@
+"""Both transports between simulated GPUs, over stand-ins that refuse what NIXL and NCCL refuse."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
+from kv_transfer.agents import collective_link, nixl_agent
+from kv_transfer.agents.agent import Agent, TransferError, TransferState
+from kv_transfer.agents.collective_agent import CollectiveAgent
+from kv_transfer.agents.nixl_agent import NixlAgent, NixlMetadata
+from tests.fakes import strict_nccl, vram_nixl
+from tests.fakes.cuda_device import SimulatedCuda
+
+LAYOUT = MemoryLayout((SegmentSpec(16, (4, 8), torch.float32),) * 2)
+NUM_BLOCKS, HANG_S = 8, 60.0
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedCuda]:
+    with SimulatedCuda(num_devices=2) as simulated:
+        yield simulated
+
+
+@pytest.fixture
+def strict(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "load_nixl", lambda: (vram_nixl.API, vram_nixl.BINDINGS))
+    vram_nixl.AGENTS.clear()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", strict_nccl.StrictNccl, raising=False)
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    strict_nccl.MADE.clear()
+    for link in (collective_link.OutgoingLink, collective_link.IncomingLink):
+        monkeypatch.setattr(link, "_run", _simulated(device, link._run))
+
+
+def _simulated(device: SimulatedCuda, run):
+    def on_thread(self) -> None:
+        with device.on_thread():
+            run(self)
+
+    return on_thread
+
+
+def memory(where: str, number: float) -> BlockMemory:
+    made = BlockMemory(LAYOUT, NUM_BLOCKS, where)
+    for segment in made.segments:
+        segment.fill_(number)
+    made.synchronize()
+    return made
+
+
+def write(writer: Agent, owner: Agent, source: BlockMemory, target: BlockMemory, blocks: list[int]) -> None:
+    peer = writer.connect(owner.metadata())
+    handle = writer.post(peer, source.descriptors(blocks), target.descriptors(blocks))
+    deadline = time.monotonic() + HANG_S
+    while (state := writer.poll(handle)) is TransferState.PENDING:
+        owner.notifications()
+        writer.notifications()
+        assert time.monotonic() < deadline
+    writer.release(handle)
+    assert state is TransferState.DONE
+
+
+def check_blocks(target: BlockMemory, written: list[int]) -> None:
+    for segment in target.segments:
+        sums = segment.flatten(1).sum(1).tolist()
+        assert [block for block, total in enumerate(sums) if total] == written
+
+
+def test_nixl_moves_blocks_between_two_gpus(strict: None) -> None:
+    source, target = memory("cuda:0", 1.0), memory("cuda:1", 0.0)
+    writer, owner = NixlAgent("writer"), NixlAgent("owner")
+    writer.register(source)
+    owner.register(target)
+    write(writer, owner, source, target, [2, 5])
+    check_blocks(target, [2, 5])
+    owner.close()
+    writer.close()
+
+
+def test_nixl_is_told_kind_and_device_of_every_memory(strict: None) -> None:
+    agent = NixlAgent("mixed")
+    for each in (memory("cpu", 0.0), memory("cuda:1", 0.0)):
+        agent.register(each)
+        agent.register(each)  # repeating it is harmless
+    decoded = nixl_agent.msgspec.msgpack.decode(agent.metadata(), type=NixlMetadata)
+    assert [(region.kind, region.device_id) for region in decoded.regions] == [("DRAM", 0), ("VRAM", 1)]
+    agent.close()
+
+
+def test_nothing_is_written_to_memory_that_nixl_does_not_know(strict: None) -> None:
+    source, target, unknown = memory("cuda:0", 1.0), memory("cuda:0", 0.0), memory("cuda:0", 0.0)
+    writer, owner = NixlAgent("writer"), NixlAgent("owner")
+    writer.register(source)
+    owner.register(target)
+    with pytest.raises(TransferError, match="no registered memory"):
+        write(writer, owner, source, unknown, [0])
+    with pytest.raises(TransferError, match="no registered memory"):
+        write(writer, owner, unknown, target, [0])
+    owner.close()
+    writer.close()
+
+
+def test_a_writer_closes_while_its_write_is_under_way(strict: None) -> None:
+    source, target = memory("cuda:0", 1.0), memory("cuda:1", 0.0)
+    writer, owner = NixlAgent("writer"), NixlAgent("owner")
+    writer.register(source)
+    owner.register(target)
+    peer = writer.connect(owner.metadata())
+    writer.post(peer, source.descriptors([1]), target.descriptors([1]))
+    writer.close()  # the stand-in would refuse to deregister memory that is still read
+    owner.close()
+    check_blocks(target, [])
+
+
+def close(*agents: Agent) -> None:
+    for agent in agents:
+        agent.close()
+
+
+def test_nccl_carries_blocks_between_two_gpus(strict: None) -> None:
+    source, target = memory("cuda:0", 1.0), memory("cuda:1", 0.0)
+    writer, owner = (
+        CollectiveAgent(name, backends=frozenset({"gloo", "nccl"})) for name in ("writer", "owner")
+    )
+    writer.register(source)
+    owner.register(target)
+    try:
+        write(writer, owner, source, target, [1, 2, 7])
+        check_blocks(target, [1, 2, 7])
+        assert len(strict_nccl.MADE) == 2 and not any(group.ends_process for group in strict_nccl.MADE)
+    finally:
+        close(writer, owner)
+    assert all(group.is_aborted for group in strict_nccl.MADE)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("cuda:0", "cuda:0"), ("cuda:0", "cpu"), ("cpu", "cuda:1")])
+def test_gloo_carries_them_where_nccl_cannot(strict: None, ours: str, theirs: str) -> None:
+    """NCCL refuses two ranks on one GPU."""
+    source, target = memory(ours, 1.0), memory(theirs, 0.0)
+    writer, owner = (
+        CollectiveAgent(name, backends=frozenset({"gloo", "nccl"})) for name in ("writer", "owner")
+    )
+    writer.register(source)
+    owner.register(target)
+    try:
+        write(writer, owner, source, target, [0, 3])
+        check_blocks(target, [0, 3])
+        assert not strict_nccl.MADE
+    finally:
+        close(writer, owner)
