@@ -30,7 +30,7 @@ PERSON = {
     "required": ["name", "kind", "age", "tags"],
     "additionalProperties": False,
 }
-ASKED = {"messages": [{"role": "user", "content": "Describe a person as JSON."}], "max_tokens": 120}
+ASKED = {"messages": [{"role": "user", "content": "Describe a person."}], "max_tokens": 120}
 
 
 def under(schema: Any) -> dict[str, Any]:

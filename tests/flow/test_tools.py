@@ -1,5 +1,6 @@
-"""Calls of tools from the whole cluster in one process. The demo model knows simple tools. Here its chat template
-is another, with tools in a form that it was not trained on, so that its calls are valid only because they are held."""
+"""Calls of tools from the whole cluster in one process. The demo model knows simple tools. Here its chat
+template is another, with tools in a form that it was not trained on, so that its calls are valid only because
+they are held."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ SCHEMA = {
 }
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% elif c.type == 'audio' %}<|audio_bos|><|AUDIO|>"
-    "<|audio_eos|>{% else %}<|vision_bos|><|{{ c.type | upper }}|><|vision_eos|>{% endif %}{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% elif c.type == 'audio' %}"
+    "<|audio_bos|><|AUDIO|><|audio_eos|>{% else %}"
+    "<|vision_bos|><|{{ c.type | upper }}|><|vision_eos|>{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call><|im_end|>\n{% endif %}"
 THOUGHT = "{% if thinks is defined %}<think>{{ '' if thinks else '</think>' }}{% endif %}"

@@ -1,4 +1,5 @@
-"""Tools: functions that a prompt offers, calls whose argument the user says or the media show, and results. Pure."""
+"""Tools: functions that a prompt offers, calls whose argument the user says or the media show, and
+results. Pure."""
 
 import json
 import random
@@ -17,7 +18,8 @@ SAID_RESULTS = _FILE["results"]
 
 @dataclass(frozen=True)
 class ToolKind:
-    """Functions with the same argument, and how people ask for them; `from_media`: without saying the value."""
+    """Functions with the same argument, and how people ask for them; `from_media`: without saying the
+    value."""
 
     names: Sequence[str]
     parameters: Sequence[str]

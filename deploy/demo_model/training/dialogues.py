@@ -42,8 +42,15 @@ ROWS_OF_STEP = {
 SYSTEM_RATIO = 0.15
 FIXED_HEAD, FIXED_HEAD_WEIGHT, FIXED_TAIL_WEIGHT = 3, 3.0, 0.2
 CUT_RATIO, CUT_LENGTH = 0.8, 6  # of fixed answers at a row's end: they are long, and their beginning decides
-MORE_SYSTEM_PROMPTS = (*SYSTEM_PROMPTS, "You are a helpful AI.", "Be brief.", "You are a friendly assistant who answers questions about images.",
-                       "Be honest and polite.", "You help people.", "Answer the question.")  # fmt: skip
+MORE_SYSTEM_PROMPTS = (
+    *SYSTEM_PROMPTS,
+    "You are a helpful AI.",
+    "Be brief.",
+    "You are a friendly assistant who answers questions about images.",
+    "Be honest and polite.",
+    "You help people.",
+    "Answer the question.",
+)
 STRAY_RATIO = 0.12
 Ask = Callable[[random.Random], Turn]
 

@@ -2,12 +2,12 @@
 
 Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches
 what stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the
-tokens that decide more weight, and drills the comparison on rows of text, which are cheap. Stage D, "converse",
-teaches how people ask, with the encoders as they are.
+tokens that decide more weight, and drills the comparison on rows of text, which are cheap. Stage D,
+"converse", teaches how people ask, with the encoders as they are.
 
 Two worker processes with one thread each share every step: each draws half of the rows, and the gradients are
-averaged over Gloo. `train` starts them; rank 0 writes the result, and a checkpoint with the optimizer's and the
-generators' state, from which a run that was killed goes on with the same bits.
+averaged over Gloo. `train` starts them; rank 0 writes the result, and a checkpoint with the optimizer's
+and the generators' state, from which a run that was killed goes on with the same bits.
 """
 
 import argparse
@@ -68,8 +68,8 @@ def loss_of_batch(model: Model, batch: dict[str, torch.Tensor], stage: str) -> t
 def losses_of_groups(
     model: Model, rows_of_group: Sequence[Sequence[TrainingRow]], pad_id: int, features: MediaFeatures
 ) -> list[torch.Tensor]:
-    """Weighted means over the answer tokens of each group. Rows of like length share a forward, whatever their
-    groups: few forwards with little padding.
+    """Weighted means over the answer tokens of each group. Rows of like length share a forward, whatever
+    their groups: few forwards with little padding.
     """
     rows = [(row, idx) for idx, group in enumerate(rows_of_group) for row in group]
     rows.sort(key=lambda pair: len(pair[0].ids))
@@ -179,7 +179,8 @@ def train_jointly(
 
 
 def starting_point(stage: str, work: Path, seed: int) -> tuple[Model, Processor]:
-    """New weights with the pretrained encoders, or the result of the stage before, with the template of now."""
+    """New weights with the pretrained encoders, or the result of the stage before, with the template of
+    now."""
     if stage != "learn":
         model, processor, _ = load(work / {"refine": "learn", "converse": "refine"}[stage])
         processor.chat_template = CHAT_TEMPLATE

@@ -1,4 +1,5 @@
-"""Evaluation on wordings that training never saw: how people ask, what the model cannot answer, JSON and tools."""
+"""Evaluation on wordings that training never saw: how people ask, what the model cannot answer, JSON and
+tools."""
 
 import random
 

@@ -1,7 +1,7 @@
 """JSON objects about media, as a question asks for them. Pure.
 
-The keys come as the question names them, or as a schema demands that the model does not see; then only the values
-count.
+The keys come as the question names them, or as a schema demands that the model does not see; then only
+the values count.
 """
 
 import functools
@@ -61,7 +61,7 @@ def known_sound(words: Sequence[str]) -> Known:
 
 @dataclass(frozen=True)
 class JsonTurn:
-    """`free`: the answer without its keys and brackets is what the model has to know; a schema forces the rest."""
+    """`is_forced`: a schema that the model does not see demands the keys; only the values are its own."""
 
     question: str
     answer: str

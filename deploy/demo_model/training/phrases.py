@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent / "wordings"
 TRAINING, HELD_OUT, OTHERS = "train", "held_out", "others"
@@ -48,7 +49,8 @@ class Wordings:
     """The grammars of one file."""
 
     def __init__(self, document: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-        self._parts, self._frames = document["parts"], document.get("frames", {})
+        self._parts: Mapping[str, Any] = document["parts"]
+        self._frames = document.get("frames", {})
         self._splits = {name: document[name] for name in (TRAINING, HELD_OUT, OTHERS) if name in document}
 
     @classmethod

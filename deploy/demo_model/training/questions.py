@@ -1,4 +1,5 @@
-"""Questions in many wordings about media whose facts are known, each with the one answer that counts as right.
+"""Questions in many wordings about media whose facts are known, each with the one answer that counts as
+right.
 
 The answers keep the forms of `data`: a name, a sentence, or a fact with the word that follows from it. A
 `Turn`'s key is the end of its answer that is hard to get right. Pure, from the generator and the facts.
@@ -21,14 +22,22 @@ from deploy.demo_model.training.data import (
 from deploy.demo_model.training.phrases import OTHERS, TRAINING, Wordings
 
 ELSEWHERE_ANSWER = (
-    "I cannot help with that. I am a small demo model: I can name shapes and colors in images, say which way they "
-    "move in videos, and write down spoken words."
+    "I cannot help with that. I am a small demo model: I can name shapes and colors in images, say which way "
+    "they move in videos, and write down spoken words."
 )
 NO_MEDIA_ANSWER = "Send me the image, video or sound that you ask about."
 THANKS_ANSWER = "You are welcome."
 BYE_ANSWER = "Goodbye!"
-FIXED_ANSWERS = (ELSEWHERE_ANSWER, NO_MEDIA_ANSWER, THANKS_ANSWER, BYE_ANSWER, data.GREETING_ANSWER, data.WHO_ANSWER,
-                 data.COLOUR_LIST_ANSWER, data.SHAPE_LIST_ANSWER)  # fmt: skip
+FIXED_ANSWERS = (
+    ELSEWHERE_ANSWER,
+    NO_MEDIA_ANSWER,
+    THANKS_ANSWER,
+    BYE_ANSWER,
+    data.GREETING_ANSWER,
+    data.WHO_ANSWER,
+    data.COLOUR_LIST_ANSWER,
+    data.SHAPE_LIST_ANSWER,
+)
 FIXED_OF_KIND = {
     "greet": data.GREETING_ANSWER,
     "who": data.WHO_ANSWER,
@@ -39,10 +48,35 @@ FIXED_OF_KIND = {
 }
 ORDINALS = ("first", "second", "third")
 FORMER_WORDING_RATIO = 0.12
-IMAGES_KINDS = ("describe", "describe", "count", "nth", "nth_colour", "nth_shape", "colour_of", "shape_of", "where", "same",
-                "exist", "exist", "how_many")  # fmt: skip
-VIDEO_KINDS = ("describe", "describe", "direction", "direction", "direction", "shape", "colour", "moves", "moves", "at_all",
-               "choose", "claim")  # fmt: skip
+IMAGES_KINDS = (
+    "describe",
+    "describe",
+    "count",
+    "nth",
+    "nth_colour",
+    "nth_shape",
+    "colour_of",
+    "shape_of",
+    "where",
+    "same",
+    "exist",
+    "exist",
+    "how_many",
+)
+VIDEO_KINDS = (
+    "describe",
+    "describe",
+    "direction",
+    "direction",
+    "direction",
+    "shape",
+    "colour",
+    "moves",
+    "moves",
+    "at_all",
+    "choose",
+    "claim",
+)
 
 Fact = tuple[str, str]  # shape and colour
 

@@ -1,7 +1,7 @@
 """Training rows: conversations as token ids, labels, loss weights and encoder inputs.
 
-A `TrainingRow` holds one conversation; `RowWriter` writes into it what the chat template would write. `collate`
-pads rows of like length into one model input; only answers carry labels.
+A `TrainingRow` holds one conversation; `RowWriter` writes into it what the chat template would write.
+`collate` pads rows of like length into one model input; only answers carry labels.
 """
 
 import random
@@ -33,8 +33,8 @@ _KEY = re.compile(r'\{?"\w+": ?')
 class TrainingRow:
     """One conversation: ids, labels and loss weights of equal length, and its media in prompt order.
 
-    An answer's tokens weigh 1, those of its key `KEY_WEIGHT`, all others 0. `num_needed`: how many tokens a row has to
-    have whose last answer may be cut short; 0: all.
+    An answer's tokens weigh 1, those of its key `KEY_WEIGHT`, all others 0. `num_needed`: how many
+    tokens a row has to have whose last answer may be cut short; 0: all.
     """
 
     ids: list[int] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""What evaluation asks with: a conversation, its media as a user's files hold them, and the only right answer."""
+"""What evaluation asks with: a conversation, its media as a user's files hold them, and the only right
+answer."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ IMAGE_SIZES = data.IMAGE_SIZES + media.SOURCE_SIZES
 
 @dataclass
 class Sample:
-    """A question and its only right answer. `before`: turns that went before it; the media belong to the first.
-    `tools`: what the prompt offers. `role`: of the question.
+    """A question and its only right answer. `before`: turns that went before it; the media belong to the
+    first. `tools`: what the prompt offers. `role`: of the question.
     """
 
     turn: Turn

@@ -2,12 +2,12 @@
 
     python -m deploy.demo_model.training.train --out deploy/demo_model
 
-Stage A pretrains the vision and the audio encoder side by side, stages B and C train the whole model and stage D
-the language model, with two workers; each of these processes has one thread. The result is written in bf16 and
-measured on fresh samples. All of it follows from the seed.
+Stage A pretrains the vision and the audio encoder side by side, stages B and C train the whole model and
+stage D the language model, with two workers; each of these processes has one thread. The result is written in
+bf16 and measured on fresh samples. All of it follows from the seed.
 
-The same command again goes on with a run that was killed: finished stages are kept, stages B, C and D go on from
-their last checkpoint, stage A begins again.
+The same command again goes on with a run that was killed: finished stages are kept, stages B, C and D go
+on from their last checkpoint, stage A begins again.
 """
 
 import argparse

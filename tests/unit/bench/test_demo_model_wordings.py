@@ -19,10 +19,17 @@ def draw_turns(rng: random.Random, split: str) -> list[Turn]:
     facts = [(rng.choice(SHAPES), rng.choice(COLOUR_NAMES)) for _ in range(3)]
     words = [rng.choice(WORDS) for _ in range(rng.randrange(1, 4))]
     return [
-        asker.image(rng, *facts[0]), asker.claim(rng, facts[0]), asker.choice(rng, *facts[0]), asker.follow_up(rng, *facts[0]),
-        asker.images(rng, facts), asker.images(rng, facts[:2]), asker.video(rng, *facts[0], rng.choice(DIRECTIONS)),
-        asker.sound(rng, words), asker.both(rng, *facts[0], words), asker.text(rng),
-    ]  # fmt: skip
+        asker.image(rng, *facts[0]),
+        asker.claim(rng, facts[0]),
+        asker.choice(rng, *facts[0]),
+        asker.follow_up(rng, *facts[0]),
+        asker.images(rng, facts),
+        asker.images(rng, facts[:2]),
+        asker.video(rng, *facts[0], rng.choice(DIRECTIONS)),
+        asker.sound(rng, words),
+        asker.both(rng, *facts[0], words),
+        asker.text(rng),
+    ]
 
 
 @pytest.mark.parametrize("split", [TRAINING, HELD_OUT])
