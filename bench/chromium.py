@@ -174,6 +174,8 @@ class Chromium:
             message = json.loads(frame.data)
             if "id" in message:
                 future = self._waiting.pop(message["id"])
+                if future.cancelled():
+                    continue
                 if "error" in message:
                     future.set_exception(RuntimeError(str(message["error"])))
                 else:

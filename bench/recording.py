@@ -24,7 +24,6 @@ from bench.records import REPOSITORY
 WIDTH, HEIGHT = 1180, 760
 FRAME_S = 0.25
 SHOWN_S = 2.5  # an answer that is complete
-QUALITY = 55  # of WebP: text stays sharp
 SCHEMA = {
     "type": "object",
     "properties": {"shape": {"type": "string"}, "color": {"type": "string"}},
@@ -71,7 +70,7 @@ class Recording:
 
     def save(self, path: Path) -> None:
         first, *rest = self.frames
-        options = {"duration": self.durations_ms, "loop": 0, "quality": QUALITY, "method": 6}
+        options = {"duration": self.durations_ms, "loop": 0, "lossless": True, "method": 6}
         first.save(path, save_all=True, append_images=rest, **options)
 
 
