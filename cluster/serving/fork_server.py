@@ -143,13 +143,13 @@ def check_forkable(modules: Mapping[str, object], files: Sequence[str]) -> None:
     paths of open ones."""
     if loaded := sorted(name for name in modules if name.partition(".")[0] in ("ray", "grpc")):
         raise NotForkable(f"{loaded[0]} has been imported")
-    if len(os.listdir("/proc/self/task")) > 1:
-        raise NotForkable("an import has started a thread")
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise NotForkable("an import has initialised CUDA")
     if any(file.startswith("/dev/nvidia") for file in files):  # asking for the number of GPUs is enough
         raise NotForkable("an import has started CUDA's driver")
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise NotForkable("an import has started a thread")
 
 
 def _open_files() -> list[str]:
